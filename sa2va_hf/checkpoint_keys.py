@@ -1,0 +1,128 @@
+"""Names of the original Sa2VA checkpoint <-> names of the native modules, both directions from one table.
+
+The table maps a native name to where its numbers lie in the original file. Loading walks it forwards, saving
+backwards, so the two cannot disagree. (transformers' own conversion mapping does not carry the one original tensor
+that feeds two native buffers, and its internals differ between the 5.x releases that this project runs on.)
+"""
+import re
+
+import torch
+
+_SAM = "grounding_encoder.sam2_model."
+
+# (native pattern, original replacement), applied in order to the native name.
+_RULES = [
+    # InternVLVisionModel
+    (r"^vision_model\.embeddings\.cls_token$", "vision_model.embeddings.class_embedding"),
+    (r"^vision_model\.embeddings\.position_embeddings$", "vision_model.embeddings.position_embedding"),
+    (r"^vision_model\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+    (r"^vision_model\.encoder\.layer\.", "vision_model.encoder.layers."),
+    (r"^(vision_model\..*)\.attention\.projection_layer\.", r"\1.attn.proj."),
+    (r"^(vision_model\..*)\.attention\.([qkv])_proj\.", r"\1.attn.qkv."),
+    (r"^(vision_model\..*)\.layernorm_before\.", r"\1.norm1."),
+    (r"^(vision_model\..*)\.layernorm_after\.", r"\1.norm2."),
+    (r"^(vision_model\..*)\.lambda_([12])$", r"\1.ls\2"),
+    # Sam2VideoModel: top level
+    (r"^grounding_encoder\.", _SAM),
+    (r"\.no_memory_embedding$", ".no_mem_embed"),
+    (r"\.no_memory_positional_encoding$", ".no_mem_pos_enc"),
+    (r"\.memory_temporal_positional_encoding$", ".maskmem_tpos_enc"),
+    (r"\.no_object_pointer$", ".no_obj_ptr"),
+    (r"\.object_pointer_proj\.", ".obj_ptr_proj."),
+    (r"\.(?:shared_image_embedding|prompt_encoder\.shared_embedding)\.positional_embedding$",
+     ".sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"),
+    # Hiera and its neck
+    (r"\.vision_encoder\.backbone\.", ".image_encoder.trunk."),
+    (r"\.patch_embed\.projection\.", ".patch_embed.proj."),
+    (r"\.vision_encoder\.neck\.convs\.(\d+)\.", r".image_encoder.neck.convs.\1.conv."),
+    (r"(\.trunk\.blocks\.\d+)\.layer_norm([12])\.", r"\1.norm\2."),
+    # prompt encoder and mask decoder
+    (r"\.prompt_encoder\.mask_embed\.conv1\.", ".sam_prompt_encoder.mask_downscaling.0."),
+    (r"\.prompt_encoder\.mask_embed\.layer_norm1\.", ".sam_prompt_encoder.mask_downscaling.1."),
+    (r"\.prompt_encoder\.mask_embed\.conv2\.", ".sam_prompt_encoder.mask_downscaling.3."),
+    (r"\.prompt_encoder\.mask_embed\.layer_norm2\.", ".sam_prompt_encoder.mask_downscaling.4."),
+    (r"\.prompt_encoder\.mask_embed\.conv3\.", ".sam_prompt_encoder.mask_downscaling.6."),
+    (r"\.prompt_encoder\.point_embed\.weight$", ".sam_prompt_encoder.point_embeddings.{}.weight"),
+    (r"\.prompt_encoder\.", ".sam_prompt_encoder."),
+    (r"\.mask_decoder\.upscale_conv1\.", ".sam_mask_decoder.output_upscaling.0."),
+    (r"\.mask_decoder\.upscale_layer_norm\.", ".sam_mask_decoder.output_upscaling.1."),
+    (r"\.mask_decoder\.upscale_conv2\.", ".sam_mask_decoder.output_upscaling.3."),
+    (r"\.mask_decoder\.", ".sam_mask_decoder."),
+    (r"\.layer_norm_final_attn\.", ".norm_final_attn."),
+    (r"(\.transformer\.layers\.\d+)\.layer_norm(\d)\.", r"\1.norm\2."),
+    # three-layer heads: proj_in, layers.0, proj_out -> layers.0, layers.1, layers.2
+    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.layers\.0\.", r"\1.layers.1."),
+    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_in\.", r"\1.layers.0."),
+    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_out\.", r"\1.layers.2."),
+    # two-layer MLPs of Hiera and the two-way transformer
+    (r"(\.mlp)\.proj_in\.", r"\1.layers.0."),
+    (r"(\.mlp)\.proj_out\.", r"\1.layers.1."),
+    # memory
+    (r"\.memory_attention\.layer_norm\.", ".memory_attention.norm."),
+    (r"(\.memory_attention\.layers\.\d+)\.layer_norm(\d)\.", r"\1.norm\2."),
+    (r"\.mask_downsampler\.final_conv\.", ".mask_downsampler.encoder.12."),
+    (r"\.memory_encoder\.feature_projection\.", ".memory_encoder.pix_feat_proj."),
+    (r"\.memory_encoder\.projection\.", ".memory_encoder.out_proj."),
+    (r"\.memory_fuser\.", ".fuser."),
+    (r"(\.fuser\.layers\.\d+)\.scale$", r"\1.g_weight"),
+    (r"(\.fuser\.layers\.\d+)\.depthwise_conv\.", r"\1.dwconv."),
+    (r"(\.fuser\.layers\.\d+)\.layer_norm\.", r"\1.norm."),
+    (r"(\.fuser\.layers\.\d+)\.pointwise_conv([12])\.", r"\1.pwconv\2."),
+    (rf"^({re.escape(_SAM)}.*)\.o_proj\.", r"\1.out_proj."),
+]
+_DOWNSAMPLER = re.compile(r"\.mask_downsampler\.layers\.(\d)\.(conv|layer_norm)\.")
+
+
+def original_keys(native: str) -> tuple[list[str], int | None]:
+    """Where the native tensor `native` lies in the original layout.
+
+    Returns:
+        (keys, part): one key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split along
+        dim 0); four keys and None for point embeddings that are concatenated along dim 0.
+    """
+    key = _DOWNSAMPLER.sub(lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native)
+    for pattern, replacement in _RULES:
+        key = re.sub(pattern, replacement, key)
+    if "{}" in key:
+        return [key.format(i) for i in range(4)], None
+    qkv = re.search(r"^vision_model\..*\.attention\.([qkv])_proj\.", native)
+    return [key], "qkv".index(qkv[1]) if qkv else None
+
+
+def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """{original key: shape} that a model with `native_state` (real or meta tensors) reads and writes."""
+    shapes = {}
+    for name, tensor in native_state.items():
+        keys, part = original_keys(name)
+        shape = tuple(tensor.shape)
+        if part is not None:
+            shape = (3 * shape[0], *shape[1:])
+        elif len(keys) > 1:
+            shape = (shape[0] // len(keys), *shape[1:])
+        shapes.update(dict.fromkeys(keys, shape))
+    return shapes
+
+
+def native_tensor(name: str, read) -> torch.Tensor:
+    """The native tensor `name`, assembled from the original file; `read(key)` returns one original tensor."""
+    keys, part = original_keys(name)
+    tensors = [read(key) for key in keys]
+    if part is not None:
+        return tensors[0].chunk(3, dim=0)[part]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=0)
+
+
+def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A native state dict in the original layout (new contiguous tensors where parts are joined or split)."""
+    out, fused = {}, {}
+    for name, tensor in native_state.items():
+        keys, part = original_keys(name)
+        if part is not None:
+            fused.setdefault(keys[0], {})[part] = tensor
+        elif len(keys) > 1:
+            out.update(zip(keys, (row.contiguous() for row in tensor.chunk(len(keys), dim=0))))
+        else:
+            out[keys[0]] = tensor.contiguous()
+    for key, parts in fused.items():
+        out[key] = torch.cat([parts[i] for i in range(3)], dim=0)
+    return out

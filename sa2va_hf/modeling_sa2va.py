@@ -1,0 +1,276 @@
+"""Sa2VA: InternVL vision encoder, projector, LLM, and SAM2 behind a `[SEG]` token.
+
+Composed of transformers' own modules; this file holds what they lack: the splice of image and region tokens, the
+prompt embedding at `[SEG]`, the path through SAM2's mask decoder, and the original checkpoint layout.
+
+Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions, H W image height, width.
+"""
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
+from transformers.initialization import no_init_weights
+
+from . import checkpoint_keys
+from .configuration_sa2va import Sa2VAConfig
+from .processing_sa2va import IMAGENET_MEAN, IMAGENET_STD
+
+IMG_CONTEXT_TOKEN, SEG_TOKEN = "<IMG_CONTEXT>", "[SEG]"
+
+
+class Sa2VAModel(nn.Module):
+    """Sa2VA with native modules: `vision_model`, `mlp1`, `language_model`, `grounding_encoder` (SAM2), `text_hidden_fcs`.
+
+    The `<IMG_CONTEXT>` and `[SEG]` ids come from the tokenizer; set `img_context_id` and `seg_id` (or call
+    `bind_tokenizer`) before a forward with images.
+    """
+
+    def __init__(self, config: Sa2VAConfig):
+        super().__init__()
+        self.config = config
+        vit, width = config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2, config.llm.hidden_size
+        self.vision_model = InternVLVisionModel(config.vision)
+        self.mlp1 = nn.Sequential(nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width))
+        self.language_model = Qwen2ForCausalLM(config.llm)
+        self.grounding_encoder = Sam2VideoModel(config.sam2)
+        self.text_hidden_fcs = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.prompt_size),
+                                             nn.Dropout(0.0))
+        self.img_context_id = self.seg_id = None
+        self.eval()
+
+    @property
+    def device(self) -> torch.device:
+        return self.mlp1[1].weight.device
+
+    def bind_tokenizer(self, tokenizer):
+        """Look up `<IMG_CONTEXT>` and `[SEG]`. Raises ValueError if the tokenizer does not hold one as a single token."""
+        ids = {}
+        for token in (IMG_CONTEXT_TOKEN, SEG_TOKEN, "<img>", "</img>", "<vp>", "</vp>"):
+            piece = tokenizer.encode(token, add_special_tokens=False)
+            if len(piece) != 1:
+                raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no single token {token} "
+                                 f"(it encodes as {piece}): it is not a Sa2VA tokenizer")
+            ids[token] = piece[0]
+        if max(ids.values()) >= self.config.llm.vocab_size:
+            raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
+                             f"{self.config.llm.vocab_size}")
+        self.img_context_id, self.seg_id = ids[IMG_CONTEXT_TOKEN], ids[SEG_TOKEN]
+
+    # Vision and language
+
+    def vision_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(t, 3, S, S) -> (t, tokens, 4 * ViT width): patches after pixel shuffle and before `mlp1`, row-major."""
+        x = self.vision_model(pixel_values.to(self.vision_model.embeddings.cls_token.dtype)).last_hidden_state[:, 1:]
+        side = int(x.shape[1] ** 0.5)
+        x = x.view(x.shape[0], side // 2, 2, side // 2, 2, x.shape[-1])            # (t, rows, r, columns, c, D)
+        return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], (side // 2) ** 2, -1)
+
+    def extract_feature(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """(t, 3, 448, 448) normalised pixels -> (t, 256, C) image tokens in the LLM's space."""
+        return self.mlp1(self.vision_features(pixel_values))
+
+    def embed(self, input_ids, image_features, prompt_masks=None, vp_overall_mask=None) -> torch.Tensor:
+        """Token embeddings with image and region features at the `<IMG_CONTEXT>` positions.
+
+        Args:
+            input_ids: (B, L).
+            image_features: (t, tokens, C), all tiles of all samples in batch order, or None for text alone.
+            prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions.
+            vp_overall_mask: (t,) bool, the tile of each sample that its regions refer to (its last tile).
+
+        Returns:
+            (B, L, C).
+
+        Raises:
+            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features. (The original prints a
+                line and then computes without any image, or repeats features.)
+        """
+        embeds = self.language_model.get_input_embeddings()(input_ids)
+        if image_features is None:
+            return embeds
+        pieces, flagged = [], 0
+        flags = [False] * len(image_features) if vp_overall_mask is None else vp_overall_mask.tolist()
+        if len(flags) != len(image_features):
+            raise ValueError(f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles")
+        if sum(flags) != len(prompt_masks if prompt_masks is not None else []):
+            raise ValueError(f"{len(prompt_masks or [])} prompt_masks for {sum(flags)} flagged tiles")
+        for tile, flag in zip(image_features, flags):
+            pieces.append(tile)
+            if flag:
+                cells = prompt_masks[flagged].to(tile.device).flatten(1)             # (n, 256)
+                pieces += [tile[region] for region in cells]
+                flagged += 1
+        features = torch.cat(pieces)
+        slots = input_ids == self.img_context_id
+        if int(slots.sum()) != len(features):
+            raise ValueError(f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and regions give "
+                             f"{len(features)} features")
+        return embeds.masked_scatter(slots[..., None], features.to(embeds.dtype))
+
+    def forward(self, input_ids, attention_mask, pixel_values=None, prompt_masks=None, vp_overall_mask=None,
+                position_ids=None, *, image_features=None, keep_logits=None):
+        """Logits and last hidden states of full sequences.
+
+        Args:
+            input_ids, attention_mask: (B, L), padded on either side.
+            pixel_values: (t, 3, 448, 448) tiles of all samples in batch order.
+            prompt_masks, vp_overall_mask: see `embed`.
+            position_ids: (B, L); default counts the attended tokens.
+            image_features: (t, tokens, C) from `extract_feature`, instead of pixel_values.
+            keep_logits: slice of positions to compute logits for; default all.
+
+        Returns:
+            .logits (B, kept, V); .hidden_states, a tuple whose last entry is (B, L, C) after the final RMSNorm.
+        """
+        if pixel_values is not None:
+            image_features = self.extract_feature(pixel_values)
+        embeds = self.embed(input_ids, image_features, prompt_masks, vp_overall_mask)
+        if position_ids is None:
+            position_ids = positions(attention_mask)
+        hidden = self.language_model.model(inputs_embeds=embeds, attention_mask=attention_mask, position_ids=position_ids,
+                                           use_cache=False).last_hidden_state
+        kept = hidden if keep_logits is None else hidden[:, keep_logits]
+        return SimpleNamespace(logits=self.language_model.lm_head(kept), hidden_states=(hidden,))
+
+    # SAM2
+
+    def sam_features(self, sam_pixels: torch.Tensor) -> list[torch.Tensor]:
+        """Pyramid of SAM2's image encoder, before the mask decoder's trainable `conv_s0`, `conv_s1`.
+
+        Args:
+            sam_pixels: (B, 3, 1024, 1024) uint8, or float that is already normalised.
+
+        Returns:
+            [(B, 256, 256, 256), (B, 256, 128, 128), (B, 256, 64, 64)].
+        """
+        dtype = self.grounding_encoder.no_memory_embedding.dtype
+        if sam_pixels.dtype == torch.uint8:
+            mean = torch.tensor(IMAGENET_MEAN, device=sam_pixels.device).view(3, 1, 1)
+            std = torch.tensor(IMAGENET_STD, device=sam_pixels.device).view(3, 1, 1)
+            sam_pixels = (sam_pixels.float() / 255 - mean) / std
+        return list(self.grounding_encoder.vision_encoder(sam_pixels.to(dtype)).fpn_hidden_states)
+
+    def decode_masks(self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        """Mask logits of language prompts, as the original's `inject_language_embd` on a first frame.
+
+        Sparse prompt [not_a_point, not_a_point, language], dense `no_mask_embed`, `no_mem_embed` added to the coarsest
+        level; of mask tokens 1..3 the one with the highest predicted IoU. The object score does not gate the mask.
+
+        Args:
+            features: `sam_features` of B images; image: (P,) long, the image of each prompt; prompts: (P, 256).
+
+        Returns:
+            (P, 256, 256) float32.
+        """
+        sam = self.grounding_encoder
+        dtype = sam.mask_decoder.mask_tokens.weight.dtype
+        fine, middle, coarse = (f.to(dtype) for f in features)
+        high_res = [sam.mask_decoder.conv_s0(fine)[image], sam.mask_decoder.conv_s1(middle)[image]]
+        coarse = coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1)
+        points = torch.zeros(len(prompts), 1, 1, 2, device=prompts.device, dtype=dtype)
+        labels = -torch.ones(len(prompts), 1, 1, dtype=torch.int32, device=prompts.device)
+        sparse, dense = sam.prompt_encoder(input_points=points, input_labels=labels, input_boxes=None, input_masks=None)
+        sparse = torch.cat([sparse.to(dtype), prompts[:, None, None].to(dtype)], dim=2)                 # (P, 1, 3, 256)
+        masks, iou, _, _ = sam.mask_decoder(
+            image_embeddings=coarse[image], sparse_prompt_embeddings=sparse, dense_prompt_embeddings=dense.to(dtype),
+            image_positional_embeddings=sam.get_image_wide_positional_embeddings().to(dtype).expand(len(prompts), -1, -1, -1),
+            multimask_output=True, high_resolution_features=high_res)
+        best = iou[:, 0].argmax(-1)
+        return masks[torch.arange(len(masks), device=masks.device), 0, best].float()
+
+    def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        """(n, 3, 1024, 1024) uint8 images and one (n, 256) prompt each -> (n, 256, 256) mask logits."""
+        image = torch.arange(len(prompts), device=prompts.device)
+        return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
+
+    # Checkpoints
+
+    @classmethod
+    def from_pretrained(cls, path, dtype: torch.dtype = torch.float32, device="cpu") -> "Sa2VAModel":
+        """Load a folder in the original layout (safetensors, one file or sharded with an index), strictly.
+
+        Raises:
+            ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected keys, a shape that
+                does not fit the config, or an unreadable shard; the message names the file.
+        """
+        config = Sa2VAConfig.from_pretrained(path)
+        with _default_dtype(dtype), no_init_weights():
+            model = cls(config)
+        state = model.state_dict()
+        files = _shards(Path(path))
+        _check_keys(path, files, checkpoint_keys.original_shapes(state))
+        with contextlib.ExitStack() as stack:
+            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
+            read = lambda key: readers[files[key]].get_tensor(key)  # noqa: E731
+            for name, tensor in state.items():
+                tensor.copy_(checkpoint_keys.native_tensor(name, read))
+        return model.to(device)
+
+    def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
+        """Write `path` in the original layout: safetensors (sharded with an index above max_shard_size) and config.json.
+
+        Raises:
+            ValueError: a LoRA is still attached; `tools/export.py` merges it first.
+        """
+        state = self.state_dict()
+        if any("lora_" in key for key in state):
+            raise ValueError("the model carries a LoRA adapter: merge it first (python -m tools.export)")
+        state = {k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()}
+        save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
+        self.config.save_pretrained(path)
+
+
+def positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """(B, L) position ids that count attended tokens, whatever side the padding is on."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """{original key: safetensors file}. Every file's header is read, so a truncated file is found at once."""
+    import json
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)")
+    else:
+        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+    files = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing although {index.name} lists it")
+        try:
+            with safe_open(folder / name, framework="pt") as reader:
+                files.update(dict.fromkeys(reader.keys(), folder / name))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
+    return files
+
+
+def _check_keys(path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
+    missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
+    if missing or unexpected:
+        raise ValueError(f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}")
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as reader:
+            for key in reader.keys():
+                shape = tuple(reader.get_slice(key).get_shape())
+                if shape != expected[key]:
+                    raise ValueError(f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}")

@@ -1,0 +1,128 @@
+"""Image, tile and region preprocessing of Sa2VA, with pillow and torch.
+
+Sources: `dynamic_preprocess` of InternVL, `predict_forward` and `DirectResize` of the original Sa2VA code.
+"""
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+MAX_PIXELS = 300_000_000
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """The image in RGB; L, P, CMYK and RGBA are converted by pillow (alpha is dropped, as in the original)."""
+    if image.width * image.height > MAX_PIXELS:
+        raise ValueError(f"image of {image.width}x{image.height} pixels is larger than {MAX_PIXELS} pixels")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def tile_grid(width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1) -> tuple[int, int]:
+    """(columns, rows) of InternVL's dynamic tiling: the grid of at most `max_tiles` cells closest in aspect ratio.
+
+    On a tie the later candidate (by area) wins if the image has more than half its pixels. Candidates of equal area keep
+    the iteration order of a Python set, as in the original: published models were trained with it.
+    """
+    candidates = set((i, j) for n in range(min_tiles, max_tiles + 1) for i in range(1, n + 1) for j in range(1, n + 1)
+                     if min_tiles <= i * j <= max_tiles)
+    best, best_difference = (1, 1), float("inf")
+    for columns, rows in sorted(candidates, key=lambda c: c[0] * c[1]):
+        difference = abs(width / height - columns / rows)
+        if difference < best_difference:
+            best, best_difference = (columns, rows), difference
+        elif difference == best_difference and width * height > 0.5 * image_size * image_size * columns * rows:
+            best = (columns, rows)
+    return best
+
+
+def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str) -> torch.Tensor:
+    """Cells of the last tile that a region covers: the one rule of policy, teacher and reference.
+
+    Args:
+        masks: (n, H, W) bool.
+        grid_size: cells per side (16); image_size: pixels per side of a tile (448).
+        rule: "area" = nearest resize to the tile, then more than half of a cell's pixels (describe-anything training,
+            one tile); "nearest" = the top-left pixel of each cell (`predict_forward`, Osprey training).
+
+    Returns:
+        (n, grid_size, grid_size) bool. A region that has pixels but covers no cell by the rule gets the cell it covers
+        most (FACTS 1.6), so that its caption is not blind; an empty mask gives an empty grid.
+
+    Source: `describe_anything_referring_dataset.py` and `modeling_sa2va_chat.py` of the original.
+    """
+    if masks.dtype != torch.bool or masks.ndim != 3:
+        raise ValueError(f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}")
+    pixels = masks[:, None].float()
+    cells = F.adaptive_avg_pool2d(F.interpolate(pixels, size=(image_size, image_size), mode="nearest"), grid_size)[:, 0]
+    if rule == "area":
+        grid = cells > 0.5
+    elif rule == "nearest":
+        grid = F.interpolate(pixels, size=(grid_size, grid_size), mode="nearest")[:, 0] > 0.5
+    else:
+        raise ValueError(f"region rule {rule!r} is unknown; known: area, nearest")
+    lost = ~grid.flatten(1).any(1) & masks.flatten(1).any(1)
+    if lost.any():
+        # Native coverage, since a region of one pixel can vanish even from the resized tile.
+        coverage = F.adaptive_avg_pool2d(pixels[lost], grid_size)[:, 0].flatten(1)
+        grid[lost] = F.one_hot(coverage.argmax(1), grid_size * grid_size).bool().view(-1, grid_size, grid_size)
+    return grid
+
+
+def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -> torch.Tensor:
+    """(n, h, w) mask logits at `size` = (H, W), through SAM2's own input size first, as `predict_forward` does.
+
+    Going 256 -> (H, W) directly would flip about 0.4 % of the pixels.
+    """
+    logits = F.interpolate(logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False)
+    return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)[:, 0]
+
+
+class Sa2VAProcessor:
+    """Turns PIL images and masks into the tensors that `Sa2VAModel` takes.
+
+    Args:
+        config: `Sa2VAConfig`.
+        max_tiles: 1 = the whole image as one tile (describe-anything training); up to 12 tiles plus a thumbnail as in
+            `predict_forward`. Default: the config's `max_dynamic_patch`.
+    """
+
+    def __init__(self, config, max_tiles: int | None = None):
+        self.config = config
+        self.max_tiles = config.raw["max_dynamic_patch"] if max_tiles is None else max_tiles
+        self.image_size, self.grid_size = config.image_size, config.grid_size
+        self.sam_size = config.sam2.image_size
+        self.rule = "area" if self.max_tiles == 1 else "nearest"
+        self._mean = torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
+        self._std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
+
+    def tile_images(self, image: Image.Image) -> list[Image.Image]:
+        """The tiles in row-major order, then the thumbnail (only if there is more than one tile)."""
+        image, s = to_rgb(image), self.image_size
+        columns, rows = tile_grid(image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"])
+        whole = image.resize((columns * s, rows * s))
+        tiles = [whole.crop((c * s, r * s, (c + 1) * s, (r + 1) * s)) for r in range(rows) for c in range(columns)]
+        if len(tiles) > 1 and self.config.raw["use_thumbnail"]:
+            tiles.append(image.resize((s, s)))
+        return tiles
+
+    def tiles(self, image: Image.Image) -> torch.Tensor:
+        """(tiles, 3, S, S) float32, ImageNet-normalised; the last tile is the whole image, the one regions refer to."""
+        return torch.stack([self._normalise(tile) for tile in self.tile_images(image)])
+
+    def _normalise(self, tile: Image.Image) -> torch.Tensor:
+        pixels = torch.from_numpy(np.array(tile)).permute(2, 0, 1).float() / 255
+        return (pixels - self._mean) / self._std
+
+    def region_grid(self, mask) -> torch.Tensor:
+        """(grid, grid) bool of one (H, W) mask, or (n, grid, grid) of (n, H, W); see `region_grid`."""
+        mask = torch.as_tensor(np.asarray(mask)).bool()
+        grid = region_grid(mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule)
+        return grid if mask.ndim == 3 else grid[0]
+
+    def sam_image(self, image: Image.Image) -> torch.Tensor:
+        """(3, 1024, 1024) uint8: the image resized (bicubic) without regard to its aspect ratio."""
+        image = to_rgb(image).resize((self.sam_size, self.sam_size))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

@@ -1,0 +1,91 @@
+"""Chat templates and the encoding rule of Sa2VA's supervised training.
+
+Source: `projects/llava_sam2` (`hf/models/templates.py`, `datasets/encode_fn.py`: `video_lisa_encode_fn`).
+"""
+IGNORE_INDEX = -100
+
+PROMPT_TEMPLATE = {
+    "phi3_chat": dict(
+        SYSTEM="<|system|>\n{system}<|end|>\n", INSTRUCTION="<|user|>\n{input}<|end|>\n<|assistant|>\n",
+        SUFFIX="<|end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|end|>"]),
+    "internlm2_chat": dict(
+        SYSTEM="<|im_start|>system\n{system}<|im_end|>\n",
+        INSTRUCTION="<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n",
+        SUFFIX="<|im_end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|im_end|>"]),
+    "qwen_chat": dict(
+        SYSTEM="<|im_start|>system\n{system}<|im_end|>\n",
+        INSTRUCTION="<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n",
+        SUFFIX="<|im_end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|im_end|>", "<|endoftext|>"]),
+    "vicuna": dict(
+        SYSTEM="A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
+               "detailed, and polite answers to the user's questions. {system}\n ",
+        INSTRUCTION="USER: {input} ASSISTANT:", SEP="\n"),
+}
+
+
+def chat_template(name: str) -> dict:
+    """The template `name`; raises ValueError naming the known ones."""
+    if name not in PROMPT_TEMPLATE:
+        raise ValueError(f"config.json: template {name!r} is unknown; known: {', '.join(PROMPT_TEMPLATE)}")
+    return PROMPT_TEMPLATE[name]
+
+
+def template_map(example: dict, template: dict) -> dict:
+    """`example` with INSTRUCTION, SUFFIX and SEP put around each turn, as the supervised training's template map does.
+
+    Args:
+        example: {"conversation": [{"input": str, "output": str}, ..]}; not modified.
+    """
+    suffix = template.get("SUFFIX", "")
+    turns = [dict(turn, input=template["INSTRUCTION"].replace("{input}", turn.get("input", "")),
+                  output=turn.get("output", "") + suffix,
+                  need_eos_token=not template.get("SUFFIX_AS_EOS", False), sep=template.get("SEP", ""))
+             for turn in example["conversation"]]
+    return dict(example, conversation=turns)
+
+
+def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True) -> dict:
+    """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
+
+    Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators and the BOS carry
+    no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS (with loss) follows where the turn's
+    `need_eos_token` is true (never under a template whose suffix is its EOS, such as phi3_chat).
+
+    Args:
+        example: {"conversation": [turn, ..]}, each turn with "input", "output" and optionally "need_eos_token" (True),
+            "sep" (""), "output_with_loss" (True): what `template_map` returns.
+        max_length: ids beyond it are cut off on the right.
+        input_ids_with_output: False returns the prompt alone, allowed for one turn.
+
+    Returns:
+        {"input_ids": list[int], "labels": list[int]} of equal length, labels -100 where there is no loss.
+
+    Raises:
+        ValueError: several turns with `input_ids_with_output=False`.
+    """
+    turns = example["conversation"]
+    if len(turns) > 1 and not input_ids_with_output:
+        raise ValueError("a conversation of several turns needs input_ids_with_output=True")
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    ids, labels = [], []
+    bos_due = True
+    for turn in turns:
+        if bos_due:
+            ids += bos
+            labels += [IGNORE_INDEX] * len(bos)
+        piece = encode(turn["input"])
+        ids += piece
+        labels += [IGNORE_INDEX] * len(piece)
+        if input_ids_with_output:
+            piece = encode(turn["output"])
+            ids += piece
+            labels += piece if turn.get("output_with_loss", True) else [IGNORE_INDEX] * len(piece)
+            bos_due = turn.get("need_eos_token", True)
+            if bos_due:
+                ids.append(tokenizer.eos_token_id)
+                labels.append(tokenizer.eos_token_id)
+            piece = encode(turn.get("sep", "")) if turn.get("sep") else []
+            ids += piece
+            labels += [IGNORE_INDEX] * len(piece)
+    return {"input_ids": ids[:max_length], "labels": labels[:max_length]}
