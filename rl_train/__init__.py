@@ -1,0 +1,1 @@
+"""Reinforcement learning of Sa2VA by closed mask-caption cycles."""

@@ -1,0 +1,105 @@
+"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+
+checkpoint_step_N/
+    adapter/                 the LoRA in PEFT's own format
+    trainables.safetensors   all trainable weights by native name, float32
+    ema.safetensors          the teacher's
+    training_state.pt        optimizer, scheduler, RNG of each rank, step; loads with weights_only=True
+    config.json              the run's flags
+N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
+"""
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_train.distributed import gather_objects
+
+NAME = re.compile(r"checkpoint_step_(\d+)$")
+
+
+def list_checkpoints(output_dir) -> list[Path]:
+    """Complete checkpoints in order of their steps."""
+    found = [p for p in Path(output_dir).glob("checkpoint_step_*") if NAME.search(p.name)]
+    return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
+
+
+def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
+    """Write checkpoint_step_N under a temporary name, rename it, and remove the oldest beyond --save_total_limit."""
+    rng = gather_objects(rng_state())
+    if not is_main:
+        return
+    final = Path(output_dir) / f"checkpoint_step_{step}"
+    folder = final.with_name(final.name + ".tmp")
+    if folder.exists():
+        shutil.rmtree(folder)                       # what a killed run left half-written
+    folder.mkdir(parents=True)
+    policy.peft.save_pretrained(folder / "adapter")
+    save_file({n: p.detach().cpu().contiguous() for n, p in policy.trainable.items()}, folder / "trainables.safetensors")
+    save_file({n: t.cpu().contiguous() for n, t in roles.banks["teacher"].items()}, folder / "ema.safetensors")
+    torch.save(dict(step=step, optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), rng=rng),
+               folder / "training_state.pt")
+    (folder / "config.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    if final.exists():
+        shutil.rmtree(final)
+    folder.rename(final)
+    if args.save_total_limit:
+        for old in list_checkpoints(output_dir)[:-args.save_total_limit]:
+            shutil.rmtree(old)
+
+
+def find(resume: str, output_dir) -> Path | None:
+    """The folder that --resume means, or None if "latest" finds a run without a checkpoint yet."""
+    if resume != "latest":
+        if not (Path(resume) / "training_state.pt").is_file():
+            raise ValueError(f"--resume {resume}: no training_state.pt there, it is not a checkpoint folder")
+        return Path(resume)
+    found = list_checkpoints(output_dir)
+    return found[-1] if found else None
+
+
+def load_weights(folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"):
+    """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if the names differ."""
+    state = load_file(Path(folder) / file)
+    if set(state) != set(parameters):
+        raise ValueError(f"{Path(folder) / file}: names differ from what this run trains: "
+                         f"{sorted(set(state) ^ set(parameters))[:5]}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state[name])
+
+
+def load(folder: Path, policy, roles, optimizer, scheduler, rank: int) -> int:
+    """Restore a run from `folder`; returns the number of steps done."""
+    load_weights(folder, policy.trainable)
+    load_weights(folder, roles.banks["teacher"], "ema.safetensors")
+    state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    if rank < len(state["rng"]):                    # nothing depends on it across another number of ranks
+        restore_rng(state["rng"][rank])
+    return state["step"]
+
+
+def rng_state() -> dict:
+    """Generators of python, numpy and torch, as tensors and plain values."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return dict(python=[version, list(internal), gauss],
+                numpy=[name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+                torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+
+
+def restore_rng(state: dict):
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,122 @@
+"""Every flag of a run, with its help. The resolved values are saved as config.json in --output_dir."""
+import argparse
+import json
+from pathlib import Path
+
+from rl_train.grpo import LOSS_TYPES
+
+# Flags that may differ when a run is resumed; all others must be those that it was started with.
+FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
+                  "save_total_limit", "eval_steps", "micro_batch_size"}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="python -m rl_train.train", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Reinforcement learning of Sa2VA by closed mask-caption cycles. One process per GPU under torchrun.")
+    add = p.add_argument
+
+    g = p.add_argument_group("model and data")
+    add = g.add_argument
+    add("--model_path", required=True, help="Sa2VA checkpoint folder in the original layout")
+    add("--data_dir", required=True, help="folder of training regions")
+    add("--dataset", choices=["gar"], default="gar", help="its format: gar = Grasp-Any-Region Arrow shards")
+    add("--eval_data_dir", help="folder of held-out regions; default: the last --eval_samples regions of a fixed shuffle of "
+        "--data_dir, which are then not trained on")
+    add("--output_dir", required=True, help="receives config.json, TensorBoard logs, rollouts and checkpoints")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the frozen base; what trains is float32")
+    add("--max_tiles", type=int, default=1, help="tiles per image: 1 = the whole image at 448 px, up to 12 + thumbnail")
+    add("--num_workers", type=int, default=2, help="DataLoader workers per rank")
+
+    add = p.add_argument_group("tasks and rollouts").add_argument
+    add("--tasks", nargs="+", choices=["mask_caption_mask", "caption_mask_caption"],
+        default=["mask_caption_mask", "caption_mask_caption"], help="loop 1 and loop 2")
+    add("--mask_to_caption_weight", type=float, default=1.0, help="loss weight of loop 1 (mask -> caption -> mask')")
+    add("--caption_to_mask_weight", type=float, default=1.0, help="loss weight of loop 2 (caption -> mask -> caption')")
+    add("--batch_size", type=int, default=4, help="prompts per rank and rollout (B)")
+    add("--num_generations", type=int, default=8, help="samples per prompt (G), at least 2")
+    add("--max_completion_length", type=int, default=128, help="new tokens per sample (T)")
+    add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
+    add("--mask_sigma", type=float, default=0.3, help="std of the Gaussian over SAM2's prompt embedding in loop 2; 0 = no "
+        "sampled mask, the text is the only action")
+
+    add = p.add_argument_group("loss").add_argument
+    add("--loss_type", choices=LOSS_TYPES, default="dapo", help="how token losses are averaged")
+    add("--clip_range", type=float, default=0.2, help="ratio clip, lower side (and upper, unless --clip_range_high)")
+    add("--clip_range_high", type=float, help="ratio clip, upper side")
+    add("--kl_coef", type=float, default=0.02, help="weight of the KL to the frozen reference")
+    add("--mask_loss_coef", type=float, default=1.0, help="weight of the supervised BCE + Dice term on loop 2's sampled "
+        "masks; 0 = policy gradient only, and SAM2's decoder stays frozen")
+
+    add = p.add_argument_group("optimisation").add_argument
+    add("--max_steps", type=int, default=0, help="steps (each: rollouts, then --num_iterations updates); 0 = --num_epochs")
+    add("--num_epochs", type=float, default=1.0, help="passes over the data, if --max_steps is 0")
+    add("--num_iterations", type=int, default=1, help="optimizer updates on the same rollouts")
+    add("--gradient_accumulation_steps", type=int, default=1, help="batches of --batch_size prompts per step and rank")
+    add("--micro_batch_size", type=int, default=8, help="rows per forward and backward of the update")
+    add("--learning_rate", type=float, default=1e-5, help="peak, of AdamW (betas .9 .999)")
+    add("--weight_decay", type=float, default=0.05, help="of AdamW")
+    add("--warmup_ratio", type=float, default=0.05, help="share of updates with linear warm-up; then cosine to 0")
+    add("--max_grad_norm", type=float, default=1.0, help="gradient clipping by global norm")
+    add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each step")
+    add("--gradient_checkpointing", action="store_true", help="recompute LLM layers in the backward pass")
+
+    add = p.add_argument_group("LoRA on the LLM").add_argument
+    add("--lora_r", type=int, default=128, help="rank")
+    add("--lora_alpha", type=int, default=256, help="scale numerator: scale = alpha / r")
+    add("--lora_dropout", type=float, default=0.05, help="recorded in the adapter for later supervised training; off during "
+        "RL, where sampling and scoring must be one distribution")
+
+    add = p.add_argument_group("run").add_argument
+    add("--save_steps", type=int, default=100, help="steps between checkpoints; the last step is always saved")
+    add("--save_total_limit", type=int, default=3, help="checkpoints kept, oldest removed; 0 = all")
+    add("--resume", nargs="?", const="latest", help="continue from a checkpoint folder, or from the latest one in --output_dir")
+    add("--eval_steps", type=int, default=100, help="steps between evaluations and pictures; 0 = only before and after")
+    add("--eval_samples", type=int, default=64, help="held-out regions in an evaluation")
+    add("--seed", type=int, default=0, help="of everything")
+    return p
+
+
+def parse_args(argv=None) -> argparse.Namespace:
+    """Parsed and checked flags; a wrong value ends the program with one sentence that names the flag."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    at_least = dict(num_generations=2, batch_size=1, max_completion_length=1, num_iterations=1, gradient_accumulation_steps=1,
+                    micro_batch_size=1, lora_r=1, max_tiles=1, eval_samples=1, max_steps=0, num_workers=0, save_steps=1,
+                    eval_steps=0, save_total_limit=0, mask_sigma=0, mask_loss_coef=0, kl_coef=0,
+                    mask_to_caption_weight=0, caption_to_mask_weight=0)
+    for name, least in at_least.items():
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
+    for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm"):
+        if getattr(args, name) <= 0:
+            parser.error(f"--{name} {getattr(args, name)}: must be above 0")
+    if not 0 <= args.ema_decay < 1:
+        parser.error(f"--ema_decay {args.ema_decay}: must be in [0, 1)")
+    for name in ("model_path", "data_dir", "eval_data_dir"):
+        path = getattr(args, name)
+        if path is not None and not Path(path).is_dir():
+            parser.error(f"--{name} {path}: no such folder")
+    return args
+
+
+def claim_output_dir(args):
+    """Write config.json to --output_dir, or check that the run there has the same one.
+
+    Raises:
+        ValueError: the folder holds a run of another config, or a run while --resume was not given.
+    """
+    file = Path(args.output_dir) / "config.json"
+    values = vars(args)
+    if file.is_file():
+        if not args.resume:
+            raise ValueError(f"--output_dir {args.output_dir} already holds a run: pass --resume to continue it, or another folder")
+        before = json.loads(file.read_text())
+        differing = sorted(k for k in values if k not in FREE_ON_RESUME and before.get(k) != values[k])
+        if differing:
+            raise ValueError(f"--output_dir {args.output_dir} holds a run of another config: "
+                             + ", ".join(f"--{k} was {before.get(k)}, now {values[k]}" for k in differing))
+    elif args.resume == "latest":
+        raise ValueError(f"--resume: {file} does not exist, there is no run to continue in --output_dir")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(values, indent=2) + "\n")

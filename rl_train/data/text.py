@@ -1,0 +1,17 @@
+"""Captions as they come in datasets, made safe to stand in a prompt."""
+import re
+
+SPECIAL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>", "<vp>", "</vp>",
+                  "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>",
+                  "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
+    """`text` on one line without dataset markers (`<image>`, `<Prompt0>`) and without the strings of special tokens.
+
+    A special token inside a caption would count as an image feature, a segmentation request or the end of the turn.
+    Everything else stays as it is, quotes and braces too. The result may be empty.
+    """
+    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
+    text = re.sub(rf"(?:\s*(?:{marker}))+\s*(?=[.,;:!?])", "", text)     # "a dog [SEG]." -> "a dog."
+    return " ".join(re.sub(marker, " ", text).split())

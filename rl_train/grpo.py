@@ -1,0 +1,170 @@
+"""Group-relative policy optimisation: rewards -> advantages -> clipped loss with a KL term. Pure functions of tensors.
+
+Definitions follow GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) as
+huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`); `docs/algorithm.md` has the equations.
+
+Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V vocabulary.
+"""
+import torch
+
+LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
+ADVANTAGE_EPS = 1e-4      # added to the standard deviation, as in TRL
+MIN_STD = 1e-6            # below it a group's rewards are equal up to rounding and carry no signal
+
+
+def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torch.Tensor:
+    """(N,) weighted sum of reward components (N,); NaN parts are left out, a row with only NaN parts is NaN.
+
+    Components without a weight are measurements: they are logged and do not count.
+    """
+    parts = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)         # (N, components)
+    return torch.where(parts.isnan().all(-1), torch.nan, parts.nansum(-1))
+
+
+def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
+    """(B,) standard deviation (G - 1) of each group's scored rows; 0 with fewer than two, or where all are equal."""
+    std = _group_moments(rewards, num_generations)[1][:, 0]
+    return torch.where(std < MIN_STD, 0.0, std)
+
+
+def group_advantages(rewards: torch.Tensor, num_generations: int, scale: str = "group") -> torch.Tensor:
+    """(N,) advantages (r - mean) / (std + 1e-4) inside each group of G consecutive rows.
+
+    Args:
+        rewards: (N,) float, NaN where a row could not be scored; such rows leave the statistics and get advantage 0.
+        num_generations: G.
+        scale: "group" divides by the group's std (unbiased), "batch" by the std of all rows, "none" by nothing.
+
+    A group whose rewards are all equal, or with fewer than two scored rows, gets exactly 0.
+
+    Raises:
+        ValueError: G < 2, N not a multiple of G, or an unknown scale.
+    """
+    if scale not in ("group", "batch", "none"):
+        raise ValueError(f"scale {scale!r} is unknown; known: group, batch, none")
+    mean, std = _group_moments(rewards, num_generations)                                       # (B, 1) each
+    advantages = rewards.view(-1, num_generations) - mean
+    advantages = torch.where(std < MIN_STD, 0.0, advantages)
+    if scale == "group":
+        advantages = advantages / (std + ADVANTAGE_EPS)
+    elif scale == "batch":
+        scored = rewards[~rewards.isnan()]
+        advantages = advantages / ((scored.std() if len(scored) > 1 else scored.new_zeros(())) + ADVANTAGE_EPS)
+    return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
+
+
+def _group_moments(rewards, num_generations):
+    if num_generations < 2:
+        raise ValueError(f"--num_generations {num_generations}: a group needs at least 2 samples to compare")
+    if rewards.ndim != 1 or len(rewards) % num_generations:
+        raise ValueError(f"{tuple(rewards.shape)} rewards do not form groups of {num_generations}")
+    groups = rewards.view(-1, num_generations)
+    scored = ~groups.isnan()
+    count = scored.sum(1, keepdim=True)
+    values = torch.where(scored, groups, 0.0)
+    mean = values.sum(1, keepdim=True) / count.clamp(min=1)
+    squares = torch.where(scored, (values - mean) ** 2, 0.0).sum(1, keepdim=True)
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+
+
+def token_logps_from_logits(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(N, T) log-probabilities of `ids` (N, T) under softmax(logits / temperature), logits (N, T, V), in float32."""
+    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(-1, ids[..., None])[..., 0]
+
+
+def entropy_from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """(N, T) entropy in nats of softmax(logits / temperature), logits (N, T, V), in float32."""
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
+    """Schulman's k3 estimate of KL(policy || reference) at samples of the policy: exp(d) - d - 1, d = ref - logp."""
+    difference = ref_logp - logp
+    return difference.exp() - difference - 1
+
+
+def grpo_loss(logp, old_logp, ref_logp, advantages, valid, *, clip_range, clip_range_high=None, kl_coef=0.0,
+              loss_type="grpo", max_completion_length=None, num_tokens=None):
+    """Clipped policy-gradient loss with a KL penalty.
+
+    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3, rho = exp(logp - old_logp).
+
+    Args:
+        logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when sampled, under the
+            reference. ref_logp may be None if kl_coef is 0.
+        advantages: (N,).
+        valid: (N, T) bool, True for tokens up to and including the one that ends the answer.
+        clip_range_high: upper clip, default clip_range.
+        loss_type: how L becomes a scalar:
+            grpo: mean over rows of each row's mean over valid tokens; gspo: the same with one ratio per row, exp of the
+            mean log-ratio; bnpo, dapo: sum / num_tokens; dr_grpo: sum / (N max_completion_length).
+        num_tokens: divisor of bnpo and dapo; default the valid tokens given. The training loop passes the count of the
+            whole step over ranks, so that the sum over micro-batches is exact.
+
+    Returns:
+        (scalar, stats); stats are sums over valid tokens, detached, to be divided by stats["tokens"]: policy_loss, kl,
+        clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 + clip_range_high and A > 0); and ratio_max, the
+        largest |rho - 1|. policy_loss is instead the scalar loss without its KL part.
+
+    Raises:
+        ValueError: unknown loss_type, dr_grpo without max_completion_length, kl_coef without ref_logp.
+    """
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
+    if loss_type == "dr_grpo" and max_completion_length is None:
+        raise ValueError("--loss_type dr_grpo needs max_completion_length")
+    if kl_coef and ref_logp is None:
+        raise ValueError("--kl_coef needs the reference's log-probs")
+    high = clip_range if clip_range_high is None else clip_range_high
+    log_ratio = torch.where(valid, logp - old_logp, 0.0)                                       # (N, T)
+    if loss_type == "gspo":
+        log_ratio = _row_mean(log_ratio, valid)[:, None]                                       # (N, 1)
+    ratio = log_ratio.exp()
+    a = advantages[:, None]                                                                    # (N, 1)
+    policy = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
+    policy = policy.expand_as(logp)                                                            # (N, T)
+
+    def reduce(per_token):
+        per_token = torch.where(valid, per_token, 0.0)
+        if loss_type in ("grpo", "gspo"):
+            return _row_mean(per_token, valid).mean()
+        if loss_type == "dr_grpo":
+            return per_token.sum() / (len(per_token) * max_completion_length)
+        return per_token.sum() / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
+
+    policy_loss = reduce(policy)
+    loss = policy_loss
+    kl = None if ref_logp is None else torch.where(valid, k3_kl(torch.where(valid, logp, 0.0),
+                                                                torch.where(valid, ref_logp, 0.0)), 0.0)
+    if kl_coef:
+        loss = loss + kl_coef * reduce(kl)
+    with torch.no_grad():
+        token_ratio = ratio.expand_as(logp)
+        stats = dict(
+            policy_loss=policy_loss.detach(), tokens=valid.sum(),
+            kl=logp.new_zeros(()) if kl is None else kl.sum().detach(),
+            clip_low=(valid & (token_ratio < 1 - clip_range) & (a < 0)).sum(),
+            clip_high=(valid & (token_ratio > 1 + high) & (a > 0)).sum(),
+            ratio_max=torch.where(valid, (token_ratio - 1).abs(), 0.0).max() if valid.numel() else logp.new_zeros(()))
+    return loss, stats
+
+
+def _row_mean(values, valid):
+    """(N,) mean over valid tokens; a row without any counts 0."""
+    return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+
+
+# The latent action of loop 2: z ~ N(e, sigma^2 I) over SAM2's prompt embedding.
+
+def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Tensor:
+    """(M,) log-density of z (M, D) under N(mean, sigma^2 I), averaged over the D dimensions.
+
+    The mean instead of the sum: the joint ratio of 256 dimensions would leave any clip range after one step.
+    """
+    return torch.distributions.Normal(mean.float(), sigma).log_prob(z.float()).mean(-1)
+
+
+def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float) -> torch.Tensor:
+    """(M,) exact KL(N(mean, sigma^2) || N(ref_mean, sigma^2)) averaged over the D dimensions of (M, D) means."""
+    return ((mean.float() - ref_mean.float()) ** 2).mean(-1) / (2 * sigma ** 2)

@@ -1,0 +1,85 @@
+"""Every prompt of the project, as strings of Sa2VA's supervised training, and their token ids.
+
+Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
+"""
+from sa2va_hf.templates import chat_template
+
+DESCRIBE = "Please generate a detailed description for the given image region."
+SEGMENT = "Please segment {x} in this image."
+_WORDINGS = ("Can you segment the {x} in this image?", "Please segment {x} in this image.",
+             "What is {x} in this image? Please respond with segmentation mask.",
+             "What is {x} in this image? Please output segmentation mask.",
+             "Could you provide a segmentation mask for the {x} in this image?",
+             "Please identify and segment the {x} in this image.",
+             "Where is the {x} in this picture? Please respond with a segmentation mask.",
+             "Can you highlight the {x} in this image with a segmentation mask?")
+SEGMENT_WORDINGS = (*_WORDINGS, *(wording[:-1] for wording in _WORDINGS))      # each with and without its final mark
+SEGMENT_ANSWERS = ("It is [SEG].", "Sure, [SEG].", "Sure, it is [SEG].", "Sure, the segmentation result is [SEG].", "[SEG].")
+FORCED_ANSWER = SEGMENT_ANSWERS[1]
+
+SPECIAL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>", "<vp>", "</vp>", "<|end|>", "<|user|>",
+                  "<|assistant|>", "<|system|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>")
+
+
+def image_string(num_tiles: int, tokens_per_tile: int) -> str:
+    return "<img>" + "<IMG_CONTEXT>" * (num_tiles * tokens_per_tile) + "</img>"
+
+
+def region_string(cells: list[int]) -> str:
+    """The header that introduces regions of `cells[i]` tokens each; "are" also for one region, as trained."""
+    regions = ", ".join(f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells))
+    return f"\nThere are {len(cells)} part regions in the picture: {regions}.\n"
+
+
+def phrase(caption: str) -> str:
+    """`caption` as the {x} of a segmentation prompt: lower case, without its final full stop or special tokens.
+
+    A sampled caption may hold special-token strings; as text of a prompt they would become image or [SEG] tokens.
+    """
+    for token in SPECIAL_TOKENS:
+        caption = caption.replace(token, " ")
+    text = " ".join(caption.split()).lower()
+    return text[:-1] if text.endswith(".") else text
+
+
+class PromptBuilder:
+    """Builds prompt ids for one tokenizer and template.
+
+    Args:
+        tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile: 256 for 448 px.
+    """
+
+    def __init__(self, tokenizer, template: str, tokens_per_tile: int):
+        self.tokenizer, self.template, self.tokens_per_tile = tokenizer, chat_template(template), tokens_per_tile
+        self.stop_texts = self.template.get("STOP_WORDS", [])
+        seg_id = tokenizer.convert_tokens_to_ids("[SEG]")
+        answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
+        self.forced_answer = answer[: answer.index(seg_id) + 1]
+
+    def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
+        """What the user says: image string, regions of cells[i] tokens (a newline if there are none), question."""
+        regions = "\n" if cells is None else region_string(cells)
+        return image_string(num_tiles, self.tokens_per_tile) + regions + question
+
+    def text(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
+        """`question` in the chat template, ready for the answer."""
+        return self.template["INSTRUCTION"].replace("{input}", self.question(question, num_tiles, cells))
+
+    def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
+        return self.tokenizer.encode(self.text(question, num_tiles, cells), add_special_tokens=False)
+
+    def describe(self, num_tiles: int, num_cells: int) -> list[int]:
+        """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
+        return self.ids(DESCRIBE, num_tiles, [num_cells])
+
+    def segment(self, caption: str, num_tiles: int) -> list[int]:
+        """Prompt ids that ask for the mask of `caption`."""
+        return self.ids(SEGMENT.replace("{x}", phrase(caption)), num_tiles)
+
+    def completion_text(self, ids: list[int]) -> str:
+        """Decoded completion, cut at the stop text."""
+        text = self.tokenizer.decode(ids)
+        for stop in (*self.stop_texts, self.tokenizer.eos_token or ""):
+            text = text.split(stop)[0] if stop else text
+        return text.strip()
+

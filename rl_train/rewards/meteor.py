@@ -1,0 +1,69 @@
+"""METEOR between a generated and a reference caption, the reward of loop 2.
+
+Source: Lavie and Agarwal 2007, in NLTK's implementation (`nltk.translate.meteor_score`).
+With m matched words in c chunks, P = m / |hypothesis| and R = m / |reference|:
+score = PR / (0.9 P + 0.1 R) * (1 - 0.5 (c / m)^3), so identical captions of m words score
+1 - 0.5 / m^3. Words match exactly, by Porter stem, or as WordNet synonyms; a synonym is looked
+up already stemmed, so car/auto match and large/big ("larg") do not.
+"""
+
+import re
+from collections.abc import Sequence
+
+import torch
+from nltk.corpus import wordnet
+from nltk.translate.meteor_score import single_meteor_score
+from torch import Tensor
+
+# One synonym pair per part of speech, because NLTK opens each data file at its first use.
+_SYNONYMS = {"car": "auto", "buy": "purchase", "big": "large", "quickly": "rapidly"}
+
+
+def tokenize(text: str) -> list[str]:
+    """Return the lower-cased words of `text`, without punctuation.
+
+    Words are runs of letters and digits. Punctuation separates words and is dropped, not kept
+    as tokens: "A dog." against "a dog" is then 1 - 0.5 / 2^3 = .9375, where a token "." would
+    count as a wrong word (.8929) and NLTK's bare split would not match "dog." at all (.25).
+    """
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
+    """Return the METEOR score of every caption pair, as (N,) float32 in [0, 1).
+
+    A pair with no word on either side scores 0. Missing WordNet never becomes a score: NLTK's
+    LookupError or OSError passes through. Call `require_wordnet` before a run starts.
+
+    Args:
+        references: N ground-truth captions.
+        hypotheses: N generated captions, paired by index.
+
+    Raises:
+        TypeError: one side is a single str.
+        ValueError: the two sides differ in length.
+    """
+    if isinstance(references, str) or isinstance(hypotheses, str):
+        raise TypeError("meteor takes two lists of captions, not a single str")
+    if len(references) != len(hypotheses):
+        raise ValueError(f"meteor got {len(references)} references and {len(hypotheses)} hypotheses")
+    scores = [
+        single_meteor_score(tokenize(reference), tokenize(hypothesis))
+        for reference, hypothesis in zip(references, hypotheses)
+    ]
+    return torch.tensor(scores, dtype=torch.float32)  # (N,)
+
+
+def require_wordnet() -> None:
+    """Return None if METEOR's synonym stage works; look up one known synonym per part of speech.
+
+    Raises:
+        RuntimeError: WordNet is missing or incomplete; its cause says what NLTK could not find.
+    """
+    fix = "METEOR needs WordNet and NLTK cannot use it: run `python -m tools.fetch_wordnet`."
+    try:
+        found = {word: {name for s in wordnet.synsets(word) for name in s.lemma_names()} for word in _SYNONYMS}
+    except (LookupError, OSError) as error:
+        raise RuntimeError(fix) from error
+    if any(synonym not in found[word] for word, synonym in _SYNONYMS.items()):
+        raise RuntimeError(fix)

@@ -1,0 +1,141 @@
+"""What a person sees of a run: TensorBoard curves and pictures, and the rollouts as readable JSON lines."""
+import json
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw
+from torch.utils.tensorboard import SummaryWriter
+
+from rl_train.grpo import group_std
+
+REGION, FOUND = (255, 196, 0), (255, 0, 200)      # colours of the given region and of a model's mask
+PICTURE_WIDTH = 320
+
+
+def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor) -> dict[str, float]:
+    """Sums over this rank's rows, to be added over ranks and divided by `scalars`."""
+    scored = ~reward.isnan()
+    values = reward[scored].double()
+    sums = dict(rows=len(reward), scored=scored.sum(), reward=values.sum(), reward_squares=(values ** 2).sum(),
+                groups=len(reward) // rollout.num_generations,
+                zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
+                length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts))
+    for name, component in rewards.items():
+        sums[f"component/{name}"] = component.nansum()
+    if rollout.has_mask:
+        groups = [rollout.masks[i:i + rollout.num_generations] for i in range(0, len(rollout), rollout.num_generations)]
+        sums["mask_spread"] = sum(_spread(torch.stack(group)) for group in groups)
+        sums["no_seg"] = len(rollout) - len(rollout.seg_rows.unique())
+    return {name: float(value) for name, value in sums.items()}
+
+
+def _spread(masks: torch.Tensor) -> float:
+    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
+    flat = masks.flatten(1).float()
+    inter = flat @ flat.T
+    area = flat.sum(1)
+    union = area[:, None] + area[None] - inter
+    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
+    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
+    return 1 - iou[off_diagonal].mean().item()
+
+
+def scalars(s: dict[str, float]) -> dict[str, float]:
+    """A task's curves from its summed counts; names as TRL's where TRL has them."""
+    mean = s["reward"] / max(s["scored"], 1)
+    variance = max(s["reward_squares"] - s["scored"] * mean ** 2, 0) / max(s["scored"] - 1, 1)
+    out = dict(loss=s["loss"], policy_loss=s["policy_loss"], kl_div=s["kl"] / max(s["tokens"], 1), reward_mean=mean,
+               reward_std=variance ** 0.5, frac_zero_std=s["zero_std"] / s["groups"], entropy=s["entropy"] / max(s["tokens"], 1),
+               clip_frac=s["clipped"] / max(s["tokens"], 1), completion_length=s["length"] / s["rows"],
+               truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
+               unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"])
+    for name, value in s.items():
+        if name.startswith("component/"):
+            out[name.removeprefix("component/")] = value / max(s["scored"], 1)
+    if "mask_spread" in s:
+        out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"],
+                    latent_kl=s.get("latent_kl", 0.0) / max(s.get("latents", 0), 1), latent_loss=s.get("latent_loss", 0.0),
+                    mask_loss=s.get("mask_loss", 0.0))
+    return out
+
+
+class Log:
+    """TensorBoard events, pictures and rollouts of a run; on ranks other than the first only its rollouts.
+
+    Args:
+        start: steps already done; lines and points beyond it, left by a killed run, are dropped.
+    """
+
+    def __init__(self, output_dir, rank: int, start: int):
+        folder = Path(output_dir) / "rollouts"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"rank{rank}.jsonl"
+        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < start] if file.is_file() else []
+        file.write_text("".join(line + "\n" for line in kept))
+        self.jsonl = file.open("a")
+        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start) if rank == 0 else None
+
+    def scalars(self, values: dict[str, float], step: int):
+        if self.writer:
+            for name, value in values.items():
+                self.writer.add_scalar(name, value, step)
+
+    def hparams(self, args):
+        """The run's flags, as text (hparams events would open a run of their own)."""
+        if self.writer:
+            self.writer.add_text("hparams", "\n".join(f"    {k} = {v}" for k, v in sorted(vars(args).items())), 0)
+
+    def rollouts(self, step: int, task, rollout, rewards, advantages):
+        """One JSON line per row."""
+        for row, text in enumerate(rollout.texts):
+            i = rollout.sample_of_row[row]
+            line = dict(step=step, task=task.name, image_id=rollout.batch.image_ids[i], caption=rollout.batch.captions[i],
+                        completion=text, advantage=round(advantages[row].item(), 4),
+                        **{name: round(value[row].item(), 4) for name, value in rewards.items()})
+            if rollout.replies:
+                line["reply"] = rollout.replies[row]
+            self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self.jsonl.flush()
+
+    def pictures(self, step: int, task, rollout, reward, advantages, count: int = 3):
+        """`count` rows of the first group: image with its region, the mask found, and what was said and earned."""
+        if self.writer:
+            for row in range(min(count, rollout.num_generations)):
+                self.writer.add_image(f"{task.name}/rollout_{row}", rollout_picture(task, rollout, row, reward, advantages), step,
+                                      dataformats="HWC")
+
+    def close(self):
+        self.jsonl.close()
+        if self.writer:
+            self.writer.close()
+
+
+def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
+    """(H, W, 3) uint8: the region (yellow) at the left, the rollout's mask (magenta) at the right, text below."""
+    i = rollout.sample_of_row[row]
+    height, width = rollout.images.sizes[i]
+    size = (PICTURE_WIDTH, round(PICTURE_WIDTH * height / width))
+    image = Image.fromarray(rollout.batch.sam_pixels[i].permute(1, 2, 0).numpy()).resize(size)
+    sides = [_overlay(image, rollout.batch.masks[i], REGION), _overlay(image, rollout.masks[row].cpu(), FOUND)]
+    if task.mask_sigma is None:
+        words = [f"sampled caption: {rollout.texts[row]}", f"true caption: {rollout.batch.captions[i]}"]
+    else:
+        words = [f"prompt: {rollout.batch.captions[i]}", f"answer: {rollout.texts[row]}", f"teacher's caption': {rollout.replies[row]}"]
+    words.append(f"reward {reward[row]:.3f}  advantage {advantages[row]:+.2f}")
+    lines = [line for word in words for line in textwrap.wrap(word.encode("latin-1", "replace").decode("latin-1"), 100)]
+    canvas = Image.new("RGB", (2 * size[0] + 8, size[1] + 16 * len(lines) + 8), "white")
+    canvas.paste(sides[0], (0, 0))
+    canvas.paste(sides[1], (size[0] + 8, 0))
+    draw = ImageDraw.Draw(canvas)
+    for k, line in enumerate(lines):
+        draw.text((4, size[1] + 4 + 16 * k), line, fill="black")
+    return np.array(canvas)
+
+
+def _overlay(image: Image.Image, mask: torch.Tensor, color) -> Image.Image:
+    pixels = np.array(image).astype(np.float32)
+    inside = np.array(Image.fromarray(mask.numpy().astype(np.uint8) * 255).resize(image.size, Image.NEAREST)) > 0
+    pixels[inside] = 0.45 * pixels[inside] + 0.55 * np.array(color)
+    return Image.fromarray(pixels.astype(np.uint8))

@@ -1,0 +1,265 @@
+"""Train Sa2VA by reinforcement learning in two closed cycles.
+
+    bash run_rl_train.sh                                                   # the demo, on any machine
+    python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
+    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
+
+This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the whole step (DAPO);
+the reward is computed by an EMA teacher of the policy itself; in loop 2 the action holds, beside the text, a sampled
+prompt embedding for SAM2; and `--mask_loss_coef` adds a supervised term on the sampled masks. See docs/algorithm.md.
+"""
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Subset
+from tqdm import tqdm
+
+from rl_train import checkpoint, distributed
+from rl_train.config import claim_output_dir, parse_args
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import StepSampler, steps, train_loader
+from rl_train.distributed import print0
+from rl_train.evaluation import before_after_table, evaluate, summary
+from rl_train.grpo import combine, group_advantages, group_std
+from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
+from rl_train.policy import build_policy
+from rl_train.rewards.meteor import require_wordnet
+from rl_train.roles import Roles
+from rl_train.rollout import Rollout, noise, sample
+from rl_train.tasks import TASKS
+from rl_train.tb import Log, rollout_sums, scalars
+
+
+@dataclass
+class Work:
+    """One task's rollouts of one batch, with all that the update needs."""
+    task: object
+    rollout: Rollout
+    rewards: dict[str, torch.Tensor]    # {component: (N,)}
+    reward: torch.Tensor                # (N,) NaN = not scored
+    advantages: torch.Tensor            # (N,)
+    reference: list[torch.Tensor]       # [logp (N, T), latent mean (M, D)]
+
+
+def train(args, ranks, policy, roles, tasks, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
+    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+    progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
+    for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
+        if step >= max_steps:
+            break
+        clock = Clock(ranks.device)
+        work = []
+        for batch in batches:                                                         # B samples, already tensors
+            images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+            clock("encode")
+            for number, task in enumerate(tasks):
+                random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
+                               policy.model.config.prompt_size if task.mask_sigma else 0)
+                with roles.use("policy"):
+                    rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
+                                     args.max_completion_length, random, task.mask_sigma)          # N rows
+                clock("rollout")
+                rewards = task.rewards(rollout)                                       # {component: (N,)}
+                reward = combine(rewards, task.weights)                               # (N,)
+                advantages = group_advantages(reward, args.num_generations)           # (N,)
+                clock("teacher")
+                with roles.use("reference"):
+                    reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
+                work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
+                clock("reference")
+        learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
+        totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
+        sums = {task.name: Counter() for task in tasks}
+        norms = {}
+        for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
+            for w in work:
+                scored = ~w.reward.isnan().to(ranks.device)
+                for rows in micro_batches(len(w.rollout), args.micro_batch_size):
+                    loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
+                    (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
+                    add_stats(sums[w.task.name], loss, stats)
+            norms = update(args, policy, optimizer, sums)
+            roles.update_teacher(args.ema_decay)
+        for _ in range(args.num_iterations):
+            scheduler.step()                                                          # by time, also where nothing was learnt
+        clock("update")
+        done = step + 1
+        report(args, ranks, policy, log, progress, step, work, sums, norms, scheduler, clock)
+        if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
+            for w in work[-len(tasks):]:
+                log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
+            evaluate_now(done)
+        if done % args.save_steps == 0 or done == max_steps:
+            checkpoint.save(args.output_dir, done, policy, roles, optimizer, scheduler, args, ranks.is_main)
+    progress.close()
+
+
+def score_all(policy, rollout, micro_batch_size) -> list[torch.Tensor]:
+    """[logp (N, T), latent mean (M, D)] of a whole rollout under the role in use."""
+    scores = [token_logps(policy, rollout, rows) for rows in micro_batches(len(rollout), micro_batch_size)]
+    return [torch.cat([s.logp for s in scores]), torch.cat([s.latent_mean for s in scores])]
+
+
+def step_totals(work, task, ranks) -> Totals:
+    """Rows, tokens and [SEG] tokens that this step scores for `task`, per rank on average (see `Totals`)."""
+    mine = Counter(rows=0, tokens=0, latents=0)
+    for w in work:
+        if w.task is task:
+            scored = ~w.reward.isnan()
+            mine["rows"] += len(w.reward)
+            mine["tokens"] += int(w.rollout.valid[scored.to(ranks.device)].sum())
+            mine["latents"] += int(scored[w.rollout.seg_rows.cpu()].sum()) if w.rollout.has_mask else 0
+    total = distributed.all_sum(mine, ranks.device)
+    return Totals(**{name: max(count, 1) / ranks.world_size for name, count in total.items()})
+
+
+def add_stats(sums, loss, stats):
+    sums["loss"] += loss.item()
+    for name, value in stats.items():
+        sums[name] = max(sums[name], value.item()) if name == "sampler_gap" else sums[name] + value.item()
+
+
+def update(args, policy, optimizer, sums) -> dict[str, float]:
+    """Average gradients over ranks, clip, step. Returns the gradient norm of each group before clipping.
+
+    Raises:
+        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has been stepped.
+    """
+    parameters = list(policy.trainable.values())
+    faults = [f"{task} {name}" for task, values in sums.items() for name, value in values.items() if not math.isfinite(value)]
+    faults += [f"gradient of {n}" for n, p in policy.trainable.items() if p.grad is not None and not p.grad.isfinite().all()]
+    distributed.raise_on_any_rank(faults)
+    distributed.average_gradients(parameters)
+    squares = Counter()
+    for name, parameter in policy.trainable.items():
+        squares[policy.group_of(name)] += parameter.grad.square().sum()
+    torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {group: square.sqrt().item() for group, square in squares.items()}
+
+
+def report(args, ranks, policy, log, progress, step, work, sums, norms, scheduler, clock):
+    """Curves, progress bar and JSON lines of one step."""
+    values, show, tokens = {}, {}, 0
+    for name in sums:
+        mine = [w for w in work if w.task.name == name]
+        counts = Counter(sums[name])
+        for w in mine:
+            counts.update(rollout_sums(w.rollout, w.rewards, w.reward))
+            log.rollouts(step, w.task, w.rollout, w.rewards, w.advantages)
+            tokens += int(w.rollout.valid.sum())
+        keys = ("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap", "latent_loss", "latent_kl",
+                "latents", "mask_loss")
+        total = distributed.all_sum({**dict.fromkeys(keys, 0.0), **counts}, ranks.device)
+        for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss", "sampler_gap"):
+            total[averaged] /= ranks.world_size
+        curves = scalars(total)
+        values |= {f"{name}/{key}": value for key, value in curves.items()}
+        values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]
+        show[name] = f"{curves['reward_mean']:.3f}"
+    values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
+    values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
+    values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
+               "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
+    if ranks.device.type == "cuda":
+        values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+    log.scalars(values, step + 1)
+    progress.set_postfix(show)
+    progress.update()
+
+
+class Clock:
+    """Seconds of each phase of a step; waits for the GPU, so that work is booked where it was asked for."""
+
+    def __init__(self, device):
+        self.device, self.seconds = device, Counter()
+        self.last = time.perf_counter()
+
+    def __call__(self, phase: str):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+
+def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
+    """Linear warm-up over the first share of updates, then cosine to 0."""
+    warmup = math.ceil(num_updates * warmup_ratio)
+
+    def factor(update):
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * min((update - warmup) / max(num_updates - warmup, 1), 1.0)))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def split_dataset(args):
+    """(training set, held-out set of --eval_samples) from --data_dir and --eval_data_dir."""
+    dataset = GraspAnyRegionDataset(args.data_dir)
+    print0(f"--data_dir {args.data_dir}: {dataset.report()}")
+    if args.eval_data_dir:
+        heldout = GraspAnyRegionDataset(args.eval_data_dir)
+        return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout))))
+    if len(dataset) <= args.eval_samples:
+        raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, not more than --eval_samples {args.eval_samples}")
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
+    return Subset(dataset, sorted(order[:-args.eval_samples])), Subset(dataset, sorted(order[-args.eval_samples:]))
+
+
+def run(args, ranks):
+    """Build the parts, train, and print the held-out measures before and after."""
+    if ranks.is_main:
+        claim_output_dir(args)
+    require_wordnet()
+    torch.manual_seed(args.seed)
+    train_set, heldout = split_dataset(args)
+    policy = build_policy(args, ranks.device)
+    roles = Roles(policy.trainable)
+    print0("parameters:\n" + policy.parameter_table())
+    sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
+    max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
+    optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
+
+    def measure():
+        return evaluate(policy, heldout, args.batch_size, args.max_completion_length, args.num_workers, ranks)
+
+    before = measure()                                                    # the base: a fresh LoRA adds nothing
+    folder = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    if folder:
+        sampler.start = checkpoint.load(folder, policy, roles, optimizer, scheduler, ranks.rank)
+        print0(f"resumed from {folder} at step {sampler.start}")
+    log = Log(args.output_dir, ranks.rank, sampler.start)
+    log.hparams(args)
+    measured = {}
+
+    def evaluate_now(step):
+        measured[step] = measure()
+        log.scalars({f"eval/{m}": mean for m, (mean, _) in summary(measured[step]).items()}, step)
+
+    log.scalars({f"eval/{m}": mean for m, (mean, _) in summary(before).items()}, 0)
+    tasks = [TASKS[name](policy, roles, args) for name in args.tasks]
+    train(args, ranks, policy, roles, [t for t in tasks if t.loss_weight > 0], train_loader(train_set, policy.processor, sampler, args.num_workers),
+          optimizer, scheduler, log, sampler.start, max_steps, evaluate_now)
+    log.close()
+    print0(before_after_table(before, measured.get(max_steps) or measure()))
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    ranks = distributed.init()
+    try:
+        run(args, ranks)
+    except ValueError as error:                                           # the user's input: one sentence, no traceback
+        raise SystemExit(f"rl_train: {error}") from error
+    finally:
+        distributed.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+import subprocess
+import sys
+
+import nltk
+import pytest
+import torch
+
+from rl_train.rewards import meteor
+from rl_train.rewards.meteor import require_wordnet, tokenize
+
+
+def score(reference: str, hypothesis: str) -> float:
+    """Return the METEOR score of one caption pair."""
+    return meteor([reference], [hypothesis]).item()
+
+
+@pytest.fixture
+def no_wordnet(monkeypatch, tmp_path):
+    """NLTK as on a machine without WordNet: nothing loaded and nothing to find."""
+    nltk.corpus.wordnet._unload()
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    yield tmp_path
+    nltk.corpus.wordnet._unload()
+
+
+def test_identical_captions_score_one_minus_half_over_m_cubed():
+    captions = ["dog", "a dog", "a small dog on red grass"]
+    scores = meteor(captions, captions)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, torch.tensor([0.5, 0.9375, 0.9976852]))
+
+
+def test_hand_worked_precision_recall_and_chunks():
+    # m = 2, P = 1, R = 2/3, F = (2/3) / (.9 + .1 * 2/3) = 20/29, one chunk: * (1 - .5/8).
+    assert score("a dog runs", "a dog") == pytest.approx(20 / 29 * 0.9375)
+    # The sides are not interchangeable: P = 2/3, R = 1, F = (2/3) / (.6 + .1) = 20/21.
+    assert score("a dog", "a dog runs") == pytest.approx(20 / 21 * 0.9375)
+    # Four matches in four chunks.
+    assert score("red green blue pink", "red blue green pink") == pytest.approx(0.5)
+    assert score("dog", "cat") == 0.0
+
+
+def test_stem_and_synonym_stages():
+    assert score("dogs", "dog") == pytest.approx(0.5)
+    assert score("car", "auto") == pytest.approx(0.5)
+    assert score("kid", "child") == pytest.approx(0.5)
+    # Irregular form, needs WordNet's *.exc files.
+    assert score("man", "men") == pytest.approx(0.5)
+    # Looked up as the stems "larg" and "automobil", which are no words.
+    assert score("large", "big") == 0.0
+    assert score("car", "automobile") == 0.0
+
+
+def test_punctuation_is_split_off_and_dropped():
+    assert tokenize("A dog.") == ["a", "dog"]
+    assert tokenize("(two dogs), one\ncat: grey-brown; snake_case!") == [
+        "two", "dogs", "one", "cat", "grey", "brown", "snake", "case",
+    ]  # fmt: skip
+    assert tokenize("Région 10") == ["région", "10"]
+    assert score("A dog.", "a dog") == pytest.approx(0.9375)
+    assert score("a dog", "A dog.") == pytest.approx(0.9375)
+
+
+def test_empty_side_scores_zero():
+    assert meteor(["a dog", "", "", "a dog"], ["", "a dog", "", " . , !"]).tolist() == [0.0] * 4
+    assert meteor([], []).shape == (0,)
+
+
+def test_misused_arguments_raise():
+    with pytest.raises(TypeError, match="single str"):
+        meteor("a dog", "a dog")
+    with pytest.raises(ValueError, match="2 references and 1 hypotheses"):
+        meteor(["a", "b"], ["a"])
+
+
+def test_wordnet_is_usable():
+    require_wordnet()
+
+
+def test_missing_wordnet_raises_and_is_never_a_zero(no_wordnet):
+    with pytest.raises(LookupError):
+        meteor(["car"], ["auto"])
+    with pytest.raises(RuntimeError, match=r"run `python -m tools\.fetch_wordnet`") as raised:
+        require_wordnet()
+    assert "\n" not in str(raised.value)
+
+
+def test_incomplete_wordnet_raises(no_wordnet):
+    (no_wordnet / "corpora" / "wordnet").mkdir(parents=True)
+    with pytest.raises(OSError):
+        meteor(["car"], ["auto"])
+    with pytest.raises(RuntimeError, match="fetch_wordnet"):
+        require_wordnet()
+
+
+def test_imports_are_cheap():
+    check = (
+        "import sys, rl_train.rewards; "
+        "print([m for m in ('openai', 'trl', 'datasets', 'transformers') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

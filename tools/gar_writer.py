@@ -1,0 +1,64 @@
+"""Writes regions with captions in the Arrow layout of the Grasp-Any-Region dataset.
+
+`{folder}/Fine-Grained-Dataset-Part1/data-000NN-of-000MM.arrow` with the columns image, mask_rle, conversations and
+catagory (the dataset's own spelling). `rl_train/data/gar.py` reads it back.
+"""
+import io
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+INSTRUCTION = "<image>\nDescribe the masked region in detail."
+SCHEMA = pa.schema([
+    ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+    ("mask_rle", pa.struct([("counts", pa.string()), ("size", pa.list_(pa.int64()))])),
+    ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))),
+    ("catagory", pa.list_(pa.string()))])
+
+
+def write_gar(rows, folder, rows_per_shard: int = 500, part: str = "Fine-Grained-Dataset-Part1",
+              image_format: str = "PNG", ipc_format: str = "stream") -> list[Path]:
+    """The shards written, in order; rows are taken one shard at a time, so that `rows` may be a generator.
+
+    Args:
+        rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or list of str).
+        image_format: PNG or JPEG.
+        ipc_format: "stream" or "file", the two Arrow IPC formats.
+    """
+    new_writer = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[ipc_format]
+    part_folder = Path(folder) / part
+    part_folder.mkdir(parents=True, exist_ok=True)
+    unfinished, rows = [], iter(rows)
+    while records := [_record(row, image_format) for row in islice(rows, rows_per_shard)]:
+        path = part_folder / f"data-{len(unfinished):05d}.arrow.part"           # the number of shards is not known yet
+        with new_writer(str(path), SCHEMA) as writer:
+            writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
+        unfinished.append(path)
+    return [path.rename(part_folder / f"data-{i:05d}-of-{len(unfinished):05d}.arrow") for i, path in enumerate(unfinished)]
+
+
+def encode_mask(mask: np.ndarray) -> dict:
+    """{"counts": str, "size": [H, W]}, COCO's compressed run lengths of `mask` (H, W) bool."""
+    rle = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
+    return {"counts": rle["counts"].decode("ascii"), "size": [int(n) for n in rle["size"]]}
+
+
+def encode_image(image: Image.Image, image_format: str = "PNG") -> bytes:
+    """The image as a PNG or JPEG file."""
+    file = io.BytesIO()
+    image.save(file, format=image_format)
+    return file.getvalue()
+
+
+def _record(row: dict, image_format: str) -> dict:
+    width, height = row["image"].size
+    assert row["mask"].shape == (height, width), "a mask has the size of its image"
+    category = row["category"]
+    return {"image": {"bytes": encode_image(row["image"], image_format), "path": None},
+            "mask_rle": encode_mask(row["mask"]),
+            "conversations": [{"from": "human", "value": INSTRUCTION}, {"from": "gpt", "value": row["caption"]}],
+            "catagory": [category] if isinstance(category, str) else list(category)}

@@ -1,0 +1,195 @@
+"""Make the demo: drawn scenes in GAR's Arrow layout and a tiny but complete Sa2VA checkpoint in the original layout.
+
+    python -m tools.make_demo --output_dir outputs/demo                     # data + the finished checkpoint that ships here
+    python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + the same checkpoint, trained from nothing
+
+Everything is drawn by code from --seed. The checkpoint is warm-started by supervised training on the prompts and the
+encode rule of `rl_train.prompts` and `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its
+training captions leave attributes out) and segments roughly, which is the room that reinforcement learning has.
+"""
+import argparse
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from rl_train.objective import mask_loss
+from rl_train.policy import load_tokenizer, pad_left
+from rl_train.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder, phrase
+from sa2va_hf import PROMPT_TEMPLATE, Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, video_lisa_encode_fn
+from sa2va_hf.templates import template_map
+from tools.demo_scenes import caption, make_scene
+from tools.gar_writer import write_gar
+
+SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+TRAIN, HELDOUT, WARM_START = 0, 1, 2                      # split numbers of make_scene
+DETAIL_ODDS = {"full": 0.4, "partial": 0.4, "vague": 0.2}  # captions of the warm start; the RL data is all "full"
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>",
+                  "<vp>", "</vp>"]
+CONFIG = dict(
+    architectures=["Sa2VAChatModel"], model_type="sa2va_chat", template="phi3_chat", ps_version="v2", select_layer=-1,
+    force_image_size=224, downsample_ratio=0.5, dynamic_image_size=True, use_thumbnail=True, min_dynamic_patch=1,
+    max_dynamic_patch=12,
+    vision_config=dict(hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, image_size=224,
+                       patch_size=14, layer_norm_eps=1e-6, hidden_act="gelu", qkv_bias=True),
+    llm_config=dict(architectures=["Qwen2ForCausalLM"], hidden_size=128, intermediate_size=352, num_hidden_layers=4,
+                    num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu",
+                    tie_word_embeddings=False, max_position_embeddings=2048, attention_dropout=0.0),
+    sam2_config=dict(image_size=256, hidden_size=64, mask_decoder_mlp_dim=128, mask_decoder_heads=4, memory_channels=16,
+                     memory_layers=1, memory_mlp_dim=64, memory_fuser_dim=64,
+                     backbone=dict(hidden_size=24, num_attention_heads=1, blocks_per_stage=[1, 1, 2, 1],
+                                   embed_dim_per_stage=[24, 48, 96, 192], num_attention_heads_per_stage=[1, 2, 4, 8],
+                                   window_size_per_stage=[8, 4, 8, 4], global_attention_blocks=[3],
+                                   window_positional_embedding_background_size=[7, 7])))
+
+
+def write_split(folder: Path, seed: int, split: int, num_scenes: int):
+    """One row per target object of each scene, with a full caption, in GAR layout."""
+    def rows():
+        for i in range(num_scenes):
+            scene = make_scene(seed, split, i)
+            rng = np.random.default_rng([seed, split, i, 1])
+            for k in scene.targets:
+                obj = scene.objects[k]
+                yield dict(image=scene.image, mask=obj.mask, caption=caption(obj, scene, rng, "full"), category=obj.shape)
+    write_gar(rows(), folder)
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen2's pre-tokenisation and Sa2VA's special tokens, trained on the demo's own texts.
+
+    As in the real tokenizer, `<|end|>` is plain text whose ids depend on what precedes it.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(_qwen2_pattern(), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    rng = np.random.default_rng([seed, 9])
+    texts = []
+    for i in range(300):
+        scene = make_scene(seed, WARM_START, i)
+        texts += [c + "<|end|>\n" for k in scene.targets for c in (caption(scene.objects[k], scene, rng, d) for d in DETAIL_ODDS)]
+    template = PROMPT_TEMPLATE["phi3_chat"]["INSTRUCTION"]
+    for wording in (DESCRIBE, *SEGMENT_WORDINGS):
+        texts += [template.replace("{input}", "There are 1 part regions in the picture: region1.\n" + wording)] * 20
+    texts += [answer + "<|end|>\n" for answer in SEGMENT_ANSWERS] * 20
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=640, special_tokens=[], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>",
+                                   padding_side="left")
+
+
+def _qwen2_pattern():
+    from tokenizers import Regex
+    return Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+class WarmStart:
+    """Supervised training of the tiny model: region captioning and referring segmentation on drawn scenes.
+
+    Args:
+        num_scenes: scenes drawn once and reused; objects_per_scene: targets drawn from each scene at every visit.
+    """
+
+    def __init__(self, model, tokenizer, processor, seed, num_scenes, objects_per_scene=3):
+        self.model, self.tokenizer, self.seed, self.objects_per_scene = model, tokenizer, seed, objects_per_scene
+        self.processor = processor
+        self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
+        model.bind_tokenizer(tokenizer)
+        self.scenes = [make_scene(seed, WARM_START, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
+
+    def loss(self, indices, rng):
+        """Cross-entropy of both tasks' answers plus the mask loss at [SEG], for the scenes `indices`."""
+        model = self.model
+        scenes = [self.scenes[i] for i in indices]
+        image = [i for i, scene in enumerate(scenes) for _ in range(self.objects_per_scene)]
+        objects = [scenes[i].objects[k] for i, scene in enumerate(scenes)
+                   for k in rng.choice(scene.targets, self.objects_per_scene, replace=len(scene.targets) < self.objects_per_scene)]
+        features = model.extract_feature(torch.cat([self.processor.tiles(s.image) for s in scenes]))
+        grids = [self.processor.region_grid(obj.mask)[None] for obj in objects]
+        examples = [self._describe(obj, scenes[i], grid, rng) for obj, i, grid in zip(objects, image, grids)]
+        examples += [self._segment(obj, scenes[i], rng) for obj, i in zip(objects, image)]
+        ids, mask = pad_left([e["input_ids"] for e in examples], self.tokenizer.pad_token_id)
+        labels, _ = pad_left([e["labels"] for e in examples], -100)
+        flags = torch.tensor([True] * len(objects) + [False] * len(objects))       # one tile each; half have a region
+        out = model(ids, mask, image_features=features[image + image], prompt_masks=grids, vp_overall_mask=flags)
+        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
+        sam = model.sam_features(torch.stack([self.processor.sam_image(s.image) for s in scenes]))
+        logits = model.decode_masks(sam, torch.tensor(image), prompts)
+        masks = mask_loss(logits, [torch.from_numpy(obj.mask) for obj in objects]).mean()
+        return loss + masks, dict(text=loss.item(), mask=masks.item())
+
+    def _describe(self, obj, scene, grid, rng):
+        detail = str(rng.choice(list(DETAIL_ODDS), p=list(DETAIL_ODDS.values())))
+        question = self.prompts.question(DESCRIBE, 1, [int(grid.sum())])
+        return self._encode(question, caption(obj, scene, rng, detail))
+
+    def _segment(self, obj, scene, rng):
+        words = phrase(caption(obj, scene, rng, "full" if rng.random() < 0.8 else "partial"))
+        wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+        question = self.prompts.question(wording.replace("{x}", words), 1)
+        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))])
+
+    def _encode(self, question, answer):
+        example = template_map({"conversation": [{"input": question, "output": answer}]}, self.prompts.template)
+        return video_lisa_encode_fn(example, self.tokenizer, max_length=8192, input_ids_with_output=True)
+
+    def run(self, steps, batch_size=8, learning_rate=1.5e-3):
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
+        with tqdm(range(steps), desc="warm start") as progress:
+            for step in progress:
+                rng = np.random.default_rng([self.seed, 7, step])
+                loss, parts = self.loss(rng.choice(len(self.scenes), batch_size, replace=False), rng)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                optimizer.step()
+                schedule.step()
+                progress.set_postfix(parts)
+
+
+def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
+    """Train the tiny Sa2VA from random weights and save it (bf16 numbers) with its tokenizer."""
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer(seed)
+    config = Sa2VAConfig(**{**CONFIG, "llm_config": {**CONFIG["llm_config"], "vocab_size": len(tokenizer)}})
+    model = Sa2VAModel(config)
+    WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes).run(steps)
+    model.save_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer.save_pretrained(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, required=True, help="receives train/, heldout/ and checkpoint/")
+    parser.add_argument("--train_scenes", type=int, default=1500, help="scenes drawn for training")
+    parser.add_argument("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
+    parser.add_argument("--train_checkpoint", action="store_true", help="train the checkpoint instead of copying the shipped one")
+    parser.add_argument("--warm_start_steps", type=int, default=1000, help="optimizer steps of the supervised warm start")
+    parser.add_argument("--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for name, split, count in (("train", TRAIN, args.train_scenes), ("heldout", HELDOUT, args.heldout_scenes)):
+        if not (args.output_dir / name).exists():
+            write_split(args.output_dir / name, args.seed, split, count)
+    checkpoint = args.output_dir / "checkpoint"
+    if args.train_checkpoint:
+        train_checkpoint(checkpoint, args.seed, args.warm_start_steps, args.warm_start_scenes)
+    elif not checkpoint.exists():
+        shutil.copytree(SHIPPED_CHECKPOINT, checkpoint)
+    load_tokenizer(checkpoint)
+    print(f"demo: {args.output_dir}/train, {args.output_dir}/heldout, {checkpoint}")
+
+
+if __name__ == "__main__":
+    main()
