@@ -29,6 +29,11 @@ def list_checkpoints(output_dir) -> list[Path]:
     return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
 
 
+def step_of(folder) -> int:
+    """Steps done in a checkpoint folder."""
+    return torch.load(Path(folder) / "training_state.pt", map_location="cpu", weights_only=True)["step"]
+
+
 def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
     """Write checkpoint_step_N under a temporary name, rename it, and remove the oldest beyond --save_total_limit."""
     rng = gather_objects(rng_state())

@@ -146,18 +146,18 @@ class Policy:
         return Prompts([self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)], list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, suffix: torch.Tensor | None = None):
-        """Left-padded embeddings of prompts, with image and region features, optionally followed by `suffix` ids.
+        """Left-padded embeddings of prompts, with image and region features, optionally followed by `suffix` ids (P, S).
+
+        Image features go to the prompt's `<IMG_CONTEXT>` alone: one that a policy samples is a token like any other.
 
         Returns:
-            ids (P, L+S), embeds (P, L+S, C), attention mask (P, L): prompt part only.
+            embeds (P, L+S, C), attention mask (P, L) of the prompt part.
         """
         ids, mask = pad_left(prompts.ids, self.pad_id)
         ids, mask = ids.to(self.device), mask.to(self.device)
         limit = self.model.config.llm.max_position_embeddings
         if ids.shape[1] + (0 if suffix is None else suffix.shape[1]) > limit:
             raise ValueError(f"a prompt of {ids.shape[1]} tokens does not fit the context of {limit}: lower --max_tiles")
-        if suffix is not None:
-            ids = torch.cat([ids, suffix], dim=1)
         # Project each image once, then repeat its features for the rows that share it.
         used = sorted(set(prompts.image))
         starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
@@ -167,7 +167,9 @@ class Policy:
         if prompts.grids is not None:
             flags = torch.tensor([t + 1 == images.tiles[i] for i in prompts.image for t in range(images.tiles[i])])
         embeds = self.model.embed(ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags)
-        return ids, embeds, mask
+        if suffix is not None:
+            embeds = torch.cat([embeds, self.model.language_model.get_input_embeddings()(suffix).to(embeds.dtype)], dim=1)
+        return embeds, mask
 
     # Scoring
 
@@ -178,7 +180,7 @@ class Policy:
             prompts: n rows; ids, valid: (n, T) sampled tokens and which of them are the answer.
         """
         with self.autocast():
-            sequence, embeds, mask = self.embed(images, prompts, ids)
+            embeds, mask = self.embed(images, prompts, ids)
             length = mask.shape[1]
             mask = torch.cat([mask, valid.to(mask.dtype)], dim=1)                       # (n, L+T)
             hidden = self.hidden_states(embeds, mask)

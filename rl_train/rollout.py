@@ -78,7 +78,7 @@ def sample(policy: Policy, batch: Batch, images: Images, prompts: Prompts, num_g
     uniforms, normals = (None, None) if random is None else random
     rows = prompts.repeat(num_generations)
     with policy.autocast():
-        _, embeds, attention = policy.embed(images, prompts)
+        embeds, attention = policy.embed(images, prompts)
         completions = generate(policy.model.language_model, embeds, attention, num_generations=num_generations,
                                max_new_tokens=max_new_tokens, stop=policy.stop, pad_id=policy.pad_id,
                                temperature=policy.temperature, uniforms=uniforms)
@@ -120,7 +120,7 @@ def segment(policy: Policy, images: Images, image: list[int], captions: list[str
         prompts = policy.segment_prompts(images, image[chunk], captions[chunk])
         answer = torch.tensor([policy.prompts.forced_answer] * len(prompts.ids), device=policy.device)
         with policy.autocast():
-            _, embeds, mask = policy.embed(images, prompts, answer)
+            embeds, mask = policy.embed(images, prompts, answer)
             hidden = policy.hidden_states(embeds, torch.cat([mask, torch.ones_like(answer)], dim=1))[:, -1]
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)

@@ -211,52 +211,74 @@ def split_dataset(args):
     return Subset(dataset, sorted(order[:-args.eval_samples])), Subset(dataset, sorted(order[-args.eval_samples:]))
 
 
-def run(args, ranks):
-    """Build the parts, train, and print the held-out measures before and after."""
+@dataclass
+class Parts:
+    """What a run is made of, before its first step."""
+    policy: object
+    roles: Roles
+    tasks: list
+    optimizer: torch.optim.Optimizer
+    scheduler: object
+    train_set: object
+    heldout: object
+    sampler: StepSampler
+    max_steps: int
+    resume: object            # checkpoint folder to continue from, or None
+
+
+def build(args, ranks) -> Parts:
+    """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
     if ranks.is_main:
         claim_output_dir(args)
+    distributed.gather_objects(None)                                      # nobody goes on before the folder is claimed
     require_wordnet()
     torch.manual_seed(args.seed)
     train_set, heldout = split_dataset(args)
     policy = build_policy(args, ranks.device)
-    roles = Roles(policy.trainable)
     print0("parameters:\n" + policy.parameter_table())
+    roles = Roles(policy.trainable)
+    tasks = [TASKS[name](policy, roles, args) for name in args.tasks]
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
+    resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler, max_steps, resume)
 
-    def measure():
-        return evaluate(policy, heldout, args.batch_size, args.max_completion_length, args.num_workers, ranks)
 
-    before = measure()                                                    # the base: a fresh LoRA adds nothing
-    folder = checkpoint.find(args.resume, args.output_dir) if args.resume else None
-    if folder:
-        sampler.start = checkpoint.load(folder, policy, roles, optimizer, scheduler, ranks.rank)
-        print0(f"resumed from {folder} at step {sampler.start}")
-    log = Log(args.output_dir, ranks.rank, sampler.start)
-    log.hparams(args)
+def run(args, ranks, p: Parts):
+    """Measure, train, measure again, and print both."""
     measured = {}
 
     def evaluate_now(step):
-        measured[step] = measure()
+        measured[step] = evaluate(p.policy, p.heldout, args.batch_size, args.max_completion_length, args.num_workers, ranks)
         log.scalars({f"eval/{m}": mean for m, (mean, _) in summary(measured[step]).items()}, step)
 
-    log.scalars({f"eval/{m}": mean for m, (mean, _) in summary(before).items()}, 0)
-    tasks = [TASKS[name](policy, roles, args) for name in args.tasks]
-    train(args, ranks, policy, roles, [t for t in tasks if t.loss_weight > 0], train_loader(train_set, policy.processor, sampler, args.num_workers),
-          optimizer, scheduler, log, sampler.start, max_steps, evaluate_now)
+    if p.resume:
+        print0(f"resuming from {p.resume}")
+    log = Log(args.output_dir, ranks.rank, checkpoint.step_of(p.resume) if p.resume else 0)
+    log.hparams(args)
+    evaluate_now(0)                                                       # the base: a fresh LoRA adds nothing
+    if p.resume:
+        p.sampler.start = checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
+    loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
+    train(args, ranks, p.policy, p.roles, p.tasks, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps, evaluate_now)
+    if p.max_steps not in measured:                                       # resumed after its last step
+        evaluate_now(p.max_steps)
     log.close()
-    print0(before_after_table(before, measured.get(max_steps) or measure()))
+    print0(before_after_table(measured[0], measured[p.max_steps]))
+    print0(f"curves and pictures: tensorboard --logdir {args.output_dir}/tensorboard")
 
 
 def main(argv=None):
     args = parse_args(argv)
     ranks = distributed.init()
     try:
-        run(args, ranks)
-    except ValueError as error:                                           # the user's input: one sentence, no traceback
-        raise SystemExit(f"rl_train: {error}") from error
+        try:
+            parts = build(args, ranks)
+        except ValueError as error:                                       # the user's input: one sentence, no traceback
+            raise SystemExit(f"rl_train: {error}") from error
+        run(args, ranks, parts)
     finally:
         distributed.close()
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from transformers import InternVLVisionConfig, Qwen2Config, Sam2VideoConfig, Sam2VisionConfig
+from transformers.models.sam2_video.configuration_sam2_video import Sam2VideoMaskDecoderConfig, Sam2VideoPromptEncoderConfig
 
 SUPPORTED_LLMS = ("Qwen2ForCausalLM",)
 
@@ -84,9 +85,10 @@ class Sa2VAConfig:
             backbone_feature_sizes=[[size // 4] * 2, [size // 8] * 2, [size // 16] * 2])
         return Sam2VideoConfig(
             vision_config=vision, image_size=size,
-            prompt_encoder_config=dict(hidden_size=hidden, image_size=size),
-            mask_decoder_config=dict(hidden_size=hidden, iou_head_hidden_dim=hidden, mlp_dim=s["mask_decoder_mlp_dim"],
-                                     num_attention_heads=s["mask_decoder_heads"]),
+            prompt_encoder_config=Sam2VideoPromptEncoderConfig(hidden_size=hidden, image_size=size),
+            mask_decoder_config=Sam2VideoMaskDecoderConfig(
+                hidden_size=hidden, iou_head_hidden_dim=hidden, mlp_dim=s["mask_decoder_mlp_dim"],
+                num_attention_heads=s["mask_decoder_heads"]),
             # SAM 2.0, not 2.1: these two came later.
             enable_occlusion_spatial_embedding=False, enable_temporal_pos_encoding_for_object_pointers=False,
             memory_attention_hidden_size=hidden, memory_attention_num_layers=s["memory_layers"],

@@ -6,6 +6,7 @@ prompt embedding at `[SEG]`, the path through SAM2's mask decoder, and the origi
 Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions, H W image height, width.
 """
 import contextlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,7 @@ class Sa2VAModel(nn.Module):
         if any("lora_" in key for key in state):
             raise ValueError("the model carries a LoRA adapter: merge it first (python -m tools.export)")
         state = {k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()}
+        Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
         self.config.save_pretrained(path)
 
@@ -242,7 +244,6 @@ def _default_dtype(dtype):
 
 def _shards(folder: Path) -> dict[str, Path]:
     """{original key: safetensors file}. Every file's header is read, so a truncated file is found at once."""
-    import json
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))

@@ -125,7 +125,7 @@ def test_partial_caption_drops_some_but_not_all(scenes):
         text = caption(obj, scene, rng, "partial")
         said = set(words(text.split(" background")[0]))
         num_said = ((obj.color in said) + (obj.shape in said) + bool(said & place_words)
-                    + any(word in text for word in SIZE_WORDS[obj.size]) )
+                    + any(word in text for word in SIZE_WORDS[obj.size]))
         numbers.append(num_said)
     assert set(numbers) == {1, 2, 3}
 

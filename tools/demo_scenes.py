@@ -106,17 +106,25 @@ def caption(obj: Object, scene: Scene, rng: np.random.Generator, detail: str = "
         text = _pick(rng, VAGUE_FRAMES)
         return _finish(rng, text.format(thing=_thing(rng), picture=_picture(rng), background=scene.background))
     if detail == "full":
-        said = set(ATTRIBUTES)
-    elif detail == "partial":
-        said = set(rng.permutation(ATTRIBUTES)[:rng.integers(1, len(ATTRIBUTES))].tolist())
-    else:
-        raise ValueError(f"detail is full, partial or vague, not {detail!r}")
+        return phrase_of(obj, scene, rng, ATTRIBUTES)
+    if detail == "partial":
+        return phrase_of(obj, scene, rng, partial_attributes(rng))
+    raise ValueError(f"detail is full, partial or vague, not {detail!r}")
+
+
+def partial_attributes(rng) -> tuple[str, ...]:
+    """One to three of the four attributes."""
+    return tuple(rng.permutation(ATTRIBUTES)[:rng.integers(1, len(ATTRIBUTES))].tolist())
+
+
+def phrase_of(obj: Object, scene: Scene, rng: np.random.Generator, said) -> str:
+    """A sentence about `obj` that states the attributes `said` and no others."""
     words = ([_pick(rng, SIZE_WORDS[obj.size])] if "size" in said else []) + ([obj.color] if "color" in said else [])
     noun = " ".join(words + [obj.shape if "shape" in said else _thing(rng)])
     frames = PLACED_FRAMES if "position" in said else UNPLACED_FRAMES
     text = _pick(rng, frames).format(a=_article(noun), the=noun, picture=_picture(rng),
                                      pos=_position(rng, obj.position) if "position" in said else "")
-    return _finish(rng, text + _trailing(rng, obj, scene, neighbour=detail == "full"))
+    return _finish(rng, text + _trailing(rng, obj, scene, neighbour=set(said) == set(ATTRIBUTES)))
 
 
 def _plan(rng) -> list[tuple[str, str]]:

@@ -18,16 +18,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from rl_train.objective import mask_loss
 from rl_train.policy import load_tokenizer, pad_left
 from rl_train.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder, phrase
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, video_lisa_encode_fn
 from sa2va_hf.templates import template_map
-from tools.demo_scenes import caption, make_scene
+from tools.demo_scenes import caption, make_scene, partial_attributes, phrase_of
 from tools.gar_writer import write_gar
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 TRAIN, HELDOUT, WARM_START = 0, 1, 2                      # split numbers of make_scene
+FULL_PHRASES = 0.5                                         # of the warm start's segmentation prompts; the rest are partial
 DETAIL_ODDS = {"full": 0.4, "partial": 0.4, "vague": 0.2}  # captions of the warm start; the RL data is all "full"
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>",
@@ -92,6 +92,41 @@ def _qwen2_pattern():
     return Regex(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
+def balanced_mask_loss(logits, masks):
+    """BCE with the region's and the background's pixels at equal weight, plus Dice; from random weights the usual
+    loss would settle on empty masks, since regions cover a few per cent of an image."""
+    size = logits.shape[-2:]
+    target = torch.stack([F.interpolate(torch.from_numpy(m)[None, None].float(), size=size)[0, 0] for m in masks])
+    target = target.to(logits.device).flatten(1)
+    bce = F.binary_cross_entropy_with_logits(logits.flatten(1), target, reduction="none")
+    inside = (bce * target).sum(1) / target.sum(1).clamp(min=1)
+    outside = (bce * (1 - target)).sum(1) / (1 - target).sum(1)
+    probability = logits.sigmoid().flatten(1)
+    dice = 1 - (2 * (probability * target).sum(1) + 1) / (probability.sum(1) + target.sum(1) + 1)
+    return (inside + outside + 2 * dice).mean()
+
+
+def initialise(model: Sa2VAModel):
+    """Random weights at the scale of each layer's inputs.
+
+    transformers' fixed std of 0.02 suits widths of a thousand; at 64 it lets the signal vanish within a few layers.
+    """
+    residual_ends = ("o_proj.weight", "down_proj.weight", "projection_layer.weight", "fc2.weight")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            if name.endswith("bias"):
+                torch.nn.init.zeros_(parameter)
+        elif "embed" in name or "token" in name or "memory" in name and parameter.ndim != 4:
+            torch.nn.init.normal_(parameter, std=0.1)
+        else:
+            fan_in = parameter[0].numel() if "upscale_conv" not in name else parameter.shape[0]
+            scale = 0.5 if name.endswith(residual_ends) else 1.0
+            torch.nn.init.normal_(parameter, std=scale * fan_in ** -0.5)
+    for layer in model.vision_model.encoder.layer:
+        torch.nn.init.ones_(layer.lambda_1)
+        torch.nn.init.ones_(layer.lambda_2)
+
+
 class WarmStart:
     """Supervised training of the tiny model: region captioning and referring segmentation on drawn scenes.
 
@@ -105,6 +140,8 @@ class WarmStart:
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         model.bind_tokenizer(tokenizer)
         self.scenes = [make_scene(seed, WARM_START, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
+        self.tiles = torch.cat([processor.tiles(s.image) for s in self.scenes])                  # (scenes, 3, S, S)
+        self.sam_images = torch.stack([processor.sam_image(s.image) for s in self.scenes])       # uint8
 
     def loss(self, indices, rng):
         """Cross-entropy of both tasks' answers plus the mask loss at [SEG], for the scenes `indices`."""
@@ -113,19 +150,20 @@ class WarmStart:
         image = [i for i, scene in enumerate(scenes) for _ in range(self.objects_per_scene)]
         objects = [scenes[i].objects[k] for i, scene in enumerate(scenes)
                    for k in rng.choice(scene.targets, self.objects_per_scene, replace=len(scene.targets) < self.objects_per_scene)]
-        features = model.extract_feature(torch.cat([self.processor.tiles(s.image) for s in scenes]))
+        features = model.extract_feature(self.tiles[indices].to(model.device))
         grids = [self.processor.region_grid(obj.mask)[None] for obj in objects]
         examples = [self._describe(obj, scenes[i], grid, rng) for obj, i, grid in zip(objects, image, grids)]
-        examples += [self._segment(obj, scenes[i], rng) for obj, i in zip(objects, image)]
-        ids, mask = pad_left([e["input_ids"] for e in examples], self.tokenizer.pad_token_id)
-        labels, _ = pad_left([e["labels"] for e in examples], -100)
+        questions, masks = zip(*[self._segment(obj, scenes[i], rng) for obj, i in zip(objects, image)])
+        examples += questions
+        ids, mask = (t.to(model.device) for t in pad_left([e["input_ids"] for e in examples], self.tokenizer.pad_token_id))
+        labels = pad_left([e["labels"] for e in examples], -100)[0].to(model.device)
         flags = torch.tensor([True] * len(objects) + [False] * len(objects))       # one tile each; half have a region
         out = model(ids, mask, image_features=features[image + image], prompt_masks=grids, vp_overall_mask=flags)
         loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
-        sam = model.sam_features(torch.stack([self.processor.sam_image(s.image) for s in scenes]))
-        logits = model.decode_masks(sam, torch.tensor(image), prompts)
-        masks = mask_loss(logits, [torch.from_numpy(obj.mask) for obj in objects]).mean()
+        sam = model.sam_features(self.sam_images[indices].to(model.device))
+        logits = model.decode_masks(sam, torch.tensor(image, device=model.device), prompts)
+        masks = balanced_mask_loss(logits, masks)
         return loss + masks, dict(text=loss.item(), mask=masks.item())
 
     def _describe(self, obj, scene, grid, rng):
@@ -134,16 +172,22 @@ class WarmStart:
         return self._encode(question, caption(obj, scene, rng, detail))
 
     def _segment(self, obj, scene, rng):
-        words = phrase(caption(obj, scene, rng, "full" if rng.random() < 0.8 else "partial"))
+        """An encoded example and its mask: of a partial phrase, all the objects that it fits."""
+        if rng.random() < FULL_PHRASES:
+            words, mask = caption(obj, scene, rng, "full"), obj.mask
+        else:
+            said = partial_attributes(rng)
+            words = phrase_of(obj, scene, rng, said)
+            mask = np.any([o.mask for o in scene.objects if all(getattr(o, a) == getattr(obj, a) for a in said)], axis=0)
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
-        question = self.prompts.question(wording.replace("{x}", words), 1)
-        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))])
+        question = self.prompts.question(wording.replace("{x}", phrase(words)), 1)
+        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]), mask
 
     def _encode(self, question, answer):
         example = template_map({"conversation": [{"input": question, "output": answer}]}, self.prompts.template)
         return video_lisa_encode_fn(example, self.tokenizer, max_length=8192, input_ids_with_output=True)
 
-    def run(self, steps, batch_size=8, learning_rate=1.5e-3):
+    def run(self, steps, batch_size=8, learning_rate=1e-3):
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
         with tqdm(range(steps), desc="warm start") as progress:
@@ -164,6 +208,7 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     tokenizer = make_tokenizer(seed)
     config = Sa2VAConfig(**{**CONFIG, "llm_config": {**CONFIG["llm_config"], "vocab_size": len(tokenizer)}})
     model = Sa2VAModel(config)
+    initialise(model)
     WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes).run(steps)
     model.save_pretrained(folder, dtype=torch.bfloat16)
     tokenizer.save_pretrained(folder)

@@ -86,4 +86,4 @@ def _in_part(part: str, name: str) -> bool:
 
 def _natural(text: str) -> list:
     """Sort key that compares the numbers in `text` as numbers."""
-    return [(int(piece), "") if piece.isdigit() else (-1, piece) for piece in re.split(r"(\d+)", text)]
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", text)]

@@ -1,0 +1,14 @@
+from setuptools import find_packages, setup
+
+setup(
+    name="rl-sa2va",
+    version="0.1.0",
+    description="Reinforcement learning of Sa2VA by closed mask-caption cycles",
+    license="Apache-2.0",
+    packages=find_packages(include=["rl_train*", "sa2va_hf*", "tools*"]),
+    package_data={"tools": ["demo_checkpoint/*"]},
+    python_requires=">=3.11",
+    install_requires=["torch>=2.8", "transformers>=5.17", "peft>=0.21", "numpy", "pillow", "pycocotools", "nltk", "tqdm",
+                      "tensorboard", "pyarrow", "safetensors"],
+    extras_require={"test": ["pytest"], "hub": ["datasets"], "judge": ["openai"]},
+)
