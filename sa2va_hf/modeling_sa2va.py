@@ -39,6 +39,8 @@ class Sa2VAModel(nn.Module):
         self.mlp1 = nn.Sequential(nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width))
         self.language_model = Qwen2ForCausalLM(config.llm)
         self.grounding_encoder = Sam2VideoModel(config.sam2)
+        # One Gaussian matrix in the original, held by two native modules.
+        self.grounding_encoder.prompt_encoder.shared_embedding = self.grounding_encoder.shared_image_embedding
         self.text_hidden_fcs = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.prompt_size),
                                              nn.Dropout(0.0))
         self.img_context_id = self.seg_id = None

@@ -1,9 +1,9 @@
 """Drawn scenes for the demo: objects of several colours, shapes, sizes and places, their masks and captions.
 
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn before it.
-Every scene holds distractors: each object in `scene.targets` shares its colour with another object and its
-shape with another, in about a quarter of the scenes with one and the same object. Only a caption that says
-enough finds the target; all four attributes together (colour, shape, size, position) always do.
+Every scene holds distractors: each object in `scene.targets` shares its shape or its colour with another, and in
+about a third of the scenes two objects share their colour. Only a caption that says enough finds the target; all four
+attributes together (colour, shape, size, position) always do.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels of the image, x to the right.
 """
@@ -14,9 +14,9 @@ from PIL import Image, ImageDraw
 
 COLORS = {"red": (214, 36, 40), "green": (36, 150, 62), "blue": (36, 76, 214), "yellow": (246, 220, 36),
           "purple": (142, 52, 176), "orange": (246, 132, 20), "black": (22, 22, 22), "white": (252, 252, 252)}
-SHAPES = ("circle", "square", "triangle", "star", "ring", "cross", "diamond")
+SHAPES = ("circle", "square", "triangle", "cross")
 SIZES = {"tiny": (0.06, 0.09), "small": (0.13, 0.17), "medium": (0.22, 0.28), "large": (0.35, 0.42)}  # of min(H, W)
-SIZE_ODDS = (0.15, 0.3, 0.35, 0.2)
+SIZE_ODDS = (0.1, 0.25, 0.4, 0.25)
 POSITIONS = (("top left", "top", "top right"), ("left", "center", "right"), ("bottom left", "bottom", "bottom right"))
 BACKGROUNDS = {"grey": (182, 182, 182), "beige": (198, 186, 164), "bluish": (168, 182, 202),
                "greenish": (172, 192, 172), "pinkish": (204, 178, 184)}
@@ -27,6 +27,7 @@ COLOR_JITTER = 10      # of 255, per object and channel
 NOISE = 4              # of 255, per pixel and channel
 MAX_TILT = 8.0         # degrees; 45 would turn a square into a diamond
 SUPERSAMPLE = 4
+SAME_COLOR_ODDS = 0.35
 
 # captions: under 120 words in all, so that a tiny language model can learn them
 ATTRIBUTES = ("color", "shape", "size", "position")
@@ -68,11 +69,11 @@ class Scene:
 
     @property
     def targets(self) -> tuple[int, ...]:
-        """Indices of the objects of which another object has the colour and another (or the same) the shape."""
+        """Indices of the objects that share their colour or their shape with another object."""
         def shared(key):
             values = [getattr(obj, key) for obj in self.objects]
             return [values.count(value) > 1 for value in values]
-        return tuple(i for i, both in enumerate(zip(shared("color"), shared("shape"))) if all(both))
+        return tuple(i for i, either in enumerate(zip(shared("color"), shared("shape"))) if any(either))
 
 
 def make_scene(seed: int, split: int, index: int) -> Scene:
@@ -129,14 +130,13 @@ def phrase_of(obj: Object, scene: Scene, rng: np.random.Generator, said) -> str:
 
 def _plan(rng) -> list[tuple[str, str]]:
     """The (colour, shape) of each object, in drawing order."""
-    colors, shapes = rng.permutation(list(COLORS))[:3].tolist(), rng.permutation(SHAPES)[:3].tolist()
     num_objects = int(rng.integers(3, 7))
-    if rng.random() < 0.28:                                          # a twin of the first: size and place must tell
-        plan = [(colors[0], shapes[0])] * 2 + [(colors[0], shapes[1]), (colors[1], shapes[0])]
-    else:
-        plan = [(colors[0], shapes[0]), (colors[0], shapes[1]), (colors[1], shapes[0]), (colors[1], shapes[1])]
-    rest = [(c, s) for c in colors for s in shapes if (c, s) not in plan]
-    plan = plan[:num_objects] + [rest[i] for i in rng.permutation(len(rest))[:max(0, num_objects - 4)]]
+    colors = rng.permutation(list(COLORS))[:num_objects].tolist()
+    if rng.random() < SAME_COLOR_ODDS:                               # then size, place or shape must tell
+        colors[1] = colors[0]
+    shapes = rng.choice(SHAPES, num_objects).tolist()
+    shapes[int(rng.integers(1, num_objects))] = shapes[0]
+    plan = list(zip(colors, shapes))
     return [plan[i] for i in rng.permutation(num_objects)]
 
 

@@ -22,13 +22,13 @@ from rl_train.policy import load_tokenizer, pad_left
 from rl_train.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder, phrase
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, video_lisa_encode_fn
 from sa2va_hf.templates import template_map
-from tools.demo_scenes import caption, make_scene, partial_attributes, phrase_of
+from tools.demo_scenes import ATTRIBUTES, COLORS, POSITIONS, SHAPES, SIZES, caption, make_scene, partial_attributes, phrase_of
 from tools.gar_writer import write_gar
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 TRAIN, HELDOUT, WARM_START = 0, 1, 2                      # split numbers of make_scene
-FULL_PHRASES = 0.5                                         # of the warm start's segmentation prompts; the rest are partial
-DETAIL_ODDS = {"full": 0.4, "partial": 0.4, "vague": 0.2}  # captions of the warm start; the RL data is all "full"
+FULL_PHRASES = 0.7                                         # of the warm start's segmentation prompts; the rest are partial
+DETAIL_ODDS = {"full": 0.25, "partial": 0.4, "vague": 0.35}  # captions of the warm start; the RL data is all "full"
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>",
                   "<vp>", "</vp>"]
@@ -127,6 +127,33 @@ def initialise(model: Sa2VAModel):
         torch.nn.init.ones_(layer.lambda_2)
 
 
+class Attributes(torch.nn.Module):
+    """Supervision by the attributes that a scene's drawer knows, to get from random weights to a model in minutes.
+
+    `code` turns stated attributes into a prompt embedding, with which SAM2 learns first; [SEG]'s embedding learns to
+    equal it and takes over. Linear probes pull the attributes into region features. Thrown away afterwards.
+    """
+    VALUES = dict(color=list(COLORS), shape=list(SHAPES), size=list(SIZES), position=[p for row in POSITIONS for p in row])
+
+    def __init__(self, prompt_size: int, width: int):
+        super().__init__()
+        self.probes = torch.nn.ModuleDict({a: torch.nn.Linear(width, len(values)) for a, values in self.VALUES.items()})
+        self.codes = torch.nn.ParameterDict({a: torch.randn(len(values), prompt_size) * 0.5 for a, values in self.VALUES.items()})
+
+    def index(self, obj, attribute):
+        return self.VALUES[attribute].index(getattr(obj, attribute))
+
+    def code(self, objects, said):
+        """(n, prompt_size): the sum of the codes of the attributes said[i] of objects[i]."""
+        return torch.stack([sum(self.codes[a][self.index(o, a)] for a in s) for o, s in zip(objects, said)])
+
+    def probe_loss(self, vectors, objects):
+        """Mean cross-entropy of all attributes of objects[i], read off vectors (n, width)."""
+        losses = [F.cross_entropy(self.probes[a](vectors), torch.tensor([self.index(o, a) for o in objects], device=vectors.device))
+                  for a in self.VALUES]
+        return torch.stack(losses).mean()
+
+
 class WarmStart:
     """Supervised training of the tiny model: region captioning and referring segmentation on drawn scenes.
 
@@ -136,35 +163,44 @@ class WarmStart:
 
     def __init__(self, model, tokenizer, processor, seed, num_scenes, objects_per_scene=3):
         self.model, self.tokenizer, self.seed, self.objects_per_scene = model, tokenizer, seed, objects_per_scene
-        self.processor = processor
+        self.processor, self.attributes = processor, Attributes(model.config.prompt_size, model.config.llm.hidden_size).to(model.device)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         model.bind_tokenizer(tokenizer)
         self.scenes = [make_scene(seed, WARM_START, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
         self.tiles = torch.cat([processor.tiles(s.image) for s in self.scenes])                  # (scenes, 3, S, S)
         self.sam_images = torch.stack([processor.sam_image(s.image) for s in self.scenes])       # uint8
 
-    def loss(self, indices, rng):
-        """Cross-entropy of both tasks' answers plus the mask loss at [SEG], for the scenes `indices`."""
-        model = self.model
+    def loss(self, indices, rng, own_share):
+        """Cross-entropy of both tasks' answers, mask losses and help by `Attributes`, for the scenes `indices`.
+
+        own_share: weight of the masks that are decoded from [SEG]'s own embedding, beside those from attribute codes.
+        """
+        model, n = self.model, self.objects_per_scene
         scenes = [self.scenes[i] for i in indices]
-        image = [i for i, scene in enumerate(scenes) for _ in range(self.objects_per_scene)]
-        objects = [scenes[i].objects[k] for i, scene in enumerate(scenes)
-                   for k in rng.choice(scene.targets, self.objects_per_scene, replace=len(scene.targets) < self.objects_per_scene)]
+        image = [i for i in range(len(scenes)) for _ in range(n)]
+        objects = [s.objects[k] for s in scenes for k in rng.choice(s.targets, n, replace=len(s.targets) < n)]
         features = model.extract_feature(self.tiles[indices].to(model.device))
         grids = [self.processor.region_grid(obj.mask)[None] for obj in objects]
         examples = [self._describe(obj, scenes[i], grid, rng) for obj, i, grid in zip(objects, image, grids)]
-        questions, masks = zip(*[self._segment(obj, scenes[i], rng) for obj, i in zip(objects, image)])
+        questions, masks, said = zip(*[self._segment(obj, scenes[i], rng) for obj, i in zip(objects, image)])
         examples += questions
         ids, mask = (t.to(model.device) for t in pad_left([e["input_ids"] for e in examples], self.tokenizer.pad_token_id))
         labels = pad_left([e["labels"] for e in examples], -100)[0].to(model.device)
         flags = torch.tensor([True] * len(objects) + [False] * len(objects))       # one tile each; half have a region
         out = model(ids, mask, image_features=features[image + image], prompt_masks=grids, vp_overall_mask=flags)
-        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        text = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
         prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
+        copy = F.mse_loss(prompts, self.attributes.code(objects, said).detach())
+        regions = torch.stack([features[i][grid[0].flatten().to(model.device)].mean(0) for i, grid in zip(image, grids)])
+        probe = self.attributes.probe_loss(regions, objects)
+        every = [(i, obj) for i, scene in enumerate(scenes) for obj in scene.objects]
+        codes = self.attributes.code([obj for _, obj in every], [ATTRIBUTES] * len(every))
         sam = model.sam_features(self.sam_images[indices].to(model.device))
-        logits = model.decode_masks(sam, torch.tensor(image, device=model.device), prompts)
-        masks = balanced_mask_loss(logits, masks)
-        return loss + masks, dict(text=loss.item(), mask=masks.item())
+        logits = model.decode_masks(sam, torch.tensor([i for i, _ in every] + image, device=model.device), torch.cat([codes, prompts]))
+        from_code = balanced_mask_loss(logits[:len(every)], [obj.mask for _, obj in every])
+        own = balanced_mask_loss(logits[len(every):], masks)
+        parts = dict(text=text.item(), from_code=from_code.item(), own=own.item(), copy=copy.item(), probe=probe.item())
+        return text + from_code + own_share * own + copy + probe, parts
 
     def _describe(self, obj, scene, grid, rng):
         detail = str(rng.choice(list(DETAIL_ODDS), p=list(DETAIL_ODDS.values())))
@@ -172,34 +208,40 @@ class WarmStart:
         return self._encode(question, caption(obj, scene, rng, detail))
 
     def _segment(self, obj, scene, rng):
-        """An encoded example and its mask: of a partial phrase, all the objects that it fits."""
+        """An encoded example, its mask (of a partial phrase all the objects that it fits), and the attributes it states."""
         if rng.random() < FULL_PHRASES:
-            words, mask = caption(obj, scene, rng, "full"), obj.mask
+            words, mask, said = caption(obj, scene, rng, "full"), obj.mask, ATTRIBUTES
         else:
             said = partial_attributes(rng)
             words = phrase_of(obj, scene, rng, said)
             mask = np.any([o.mask for o in scene.objects if all(getattr(o, a) == getattr(obj, a) for a in said)], axis=0)
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
         question = self.prompts.question(wording.replace("{x}", phrase(words)), 1)
-        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]), mask
+        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]), mask, said
 
     def _encode(self, question, answer):
         example = template_map({"conversation": [{"input": question, "output": answer}]}, self.prompts.template)
         return video_lisa_encode_fn(example, self.tokenizer, max_length=8192, input_ids_with_output=True)
 
-    def run(self, steps, batch_size=8, learning_rate=1e-3):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01)
+    def run(self, steps, batch_size=8, learning_rate=7e-4):
+        parameters = [*self.model.parameters(), *self.attributes.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.05)
         with tqdm(range(steps), desc="warm start") as progress:
             for step in progress:
                 rng = np.random.default_rng([self.seed, 7, step])
-                loss, parts = self.loss(rng.choice(len(self.scenes), batch_size, replace=False), rng)
+                loss, parts = self.loss(rng.choice(len(self.scenes), batch_size, replace=False), rng, own_share(step / steps))
                 optimizer.zero_grad()
                 loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 schedule.step()
                 progress.set_postfix(parts)
+
+
+def own_share(progress: float) -> float:
+    """Masks come from attribute codes alone in the first 40 % of the warm start; then [SEG] takes over."""
+    return min(max((progress - 0.4) / 0.2, 0.0), 1.0)
 
 
 def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
@@ -220,8 +262,8 @@ def main():
     parser.add_argument("--train_scenes", type=int, default=1500, help="scenes drawn for training")
     parser.add_argument("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
     parser.add_argument("--train_checkpoint", action="store_true", help="train the checkpoint instead of copying the shipped one")
-    parser.add_argument("--warm_start_steps", type=int, default=1000, help="optimizer steps of the supervised warm start")
-    parser.add_argument("--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start")
+    parser.add_argument("--warm_start_steps", type=int, default=800, help="optimizer steps of the supervised warm start")
+    parser.add_argument("--warm_start_scenes", type=int, default=2000, help="scenes drawn for the warm start")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     for name, split, count in (("train", TRAIN, args.train_scenes), ("heldout", HELDOUT, args.heldout_scenes)):
