@@ -5,22 +5,13 @@
 #   bash run_rl_train.sh --model_path M --data_dir D --output_dir O [flags of rl_train.train]
 #                                                the real job, on every GPU of this machine
 #
-# Environment: PYTHON (interpreter that makes the virtual environment), VENV (its folder, default .venv; set VENV= to use
-# PYTHON as it is), NPROC (processes; default: one per GPU), MASTER_PORT, and torchrun's own NNODES, NODE_RANK, MASTER_ADDR.
+# Environment: PYTHON and VENV (see tools/environment.sh), NPROC (processes; default: one per GPU), and for several machines
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as torchrun knows them.
 # Running it again continues an unfinished demo run. It deletes nothing, and exits with the status of the training.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-PYTHON=${PYTHON:-python3}
-VENV=${VENV-.venv}
-if [ -n "$VENV" ]; then
-    [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
-    PYTHON=$VENV/bin/python
-    if ! "$PYTHON" -c "import rl_train, torch, transformers, peft, nltk, pycocotools, tensorboard, pyarrow" 2>/dev/null; then
-        "$PYTHON" -m pip install -q -e . -c constraints.txt
-    fi
-fi
-"$PYTHON" -m tools.fetch_wordnet
+source tools/environment.sh
 
 GPUS=$("$PYTHON" -c "import torch; print(torch.cuda.device_count())")
 NPROC=${NPROC:-$(( GPUS > 0 ? GPUS : 1 ))}
@@ -32,7 +23,7 @@ if [ $# -eq 0 ]; then
     NPROC=1
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --num_workers 1 \
-        --max_steps 240 --batch_size 4 --num_generations 8 --learning_rate 5e-4 --ema_decay 0.95 --kl_coef 0.01 \
+        --max_steps 240 --batch_size 4 --num_generations 8 --learning_rate 5e-4 --ema_decay 0.95 --kl_coef 0.02 --mask_sigma 0.5 \
         --eval_samples 128 --eval_steps 60 --save_steps 40
     if [ -f "$RUN/config.json" ]; then set -- "$@" --resume; fi
 fi

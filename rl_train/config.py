@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--clip_range", type=float, default=0.2, help="ratio clip, lower side (and upper, unless --clip_range_high)")
     add("--clip_range_high", type=float, help="ratio clip, upper side")
     add("--kl_coef", type=float, default=0.02, help="weight of the KL to the frozen reference")
-    add("--mask_loss_coef", type=float, default=1.0, help="weight of the supervised BCE + Dice term on loop 2's sampled "
+    add("--mask_loss_coef", type=float, default=0.1, help="weight of the supervised BCE + Dice term on loop 2's sampled "
         "masks; 0 = policy gradient only, and SAM2's decoder stays frozen")
 
     add = p.add_argument_group("optimisation").add_argument

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_train.grpo import group_std
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)      # colours of the given region and of a model's mask
-PICTURE_WIDTH = 320
+PICTURE_WIDTH, FONT_SIZE, LINE_CHARACTERS = 240, 14, 66      # of one side, in pixels; of the text below
 
 
 def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor) -> dict[str, float]:
@@ -100,11 +100,12 @@ class Log:
         self.jsonl.flush()
 
     def pictures(self, step: int, task, rollout, reward, advantages, count: int = 3):
-        """`count` rows of the first group: image with its region, the mask found, and what was said and earned."""
+        """`count` rows of the group whose rewards differ most: region, mask found, what was said and earned."""
         if self.writer:
-            for row in range(min(count, rollout.num_generations)):
-                self.writer.add_image(f"{task.name}/rollout_{row}", rollout_picture(task, rollout, row, reward, advantages), step,
-                                      dataformats="HWC")
+            first = group_std(reward, rollout.num_generations).argmax().item() * rollout.num_generations
+            for k in range(min(count, rollout.num_generations)):
+                picture = rollout_picture(task, rollout, first + k, reward, advantages)
+                self.writer.add_image(f"{task.name}/rollout_{k}", picture, step, dataformats="HWC")
 
     def close(self):
         self.jsonl.close()
@@ -113,7 +114,7 @@ class Log:
 
 
 def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
-    """(H, W, 3) uint8: the region (yellow) at the left, the rollout's mask (magenta) at the right, text below."""
+    """(H, W, 3) uint8: the region (outlined yellow) at the left, the rollout's mask (magenta) at the right, text below."""
     i = rollout.sample_of_row[row]
     height, width = rollout.images.sizes[i]
     size = (PICTURE_WIDTH, round(PICTURE_WIDTH * height / width))
@@ -124,18 +125,21 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
     else:
         words = [f"prompt: {rollout.batch.captions[i]}", f"answer: {rollout.texts[row]}", f"teacher's caption': {rollout.replies[row]}"]
     words.append(f"reward {reward[row]:.3f}  advantage {advantages[row]:+.2f}")
-    lines = [line for word in words for line in textwrap.wrap(word.encode("latin-1", "replace").decode("latin-1"), 100)]
-    canvas = Image.new("RGB", (2 * size[0] + 8, size[1] + 16 * len(lines) + 8), "white")
+    lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
+    canvas = Image.new("RGB", (2 * size[0] + 8, size[1] + 18 * len(lines) + 8), "white")
     canvas.paste(sides[0], (0, 0))
     canvas.paste(sides[1], (size[0] + 8, 0))
     draw = ImageDraw.Draw(canvas)
     for k, line in enumerate(lines):
-        draw.text((4, size[1] + 4 + 16 * k), line, fill="black")
+        draw.text((4, size[1] + 4 + 18 * k), line, fill="black", font=ImageFont.load_default(FONT_SIZE))
     return np.array(canvas)
 
 
 def _overlay(image: Image.Image, mask: torch.Tensor, color) -> Image.Image:
+    """The image with the mask tinted and outlined in `color`."""
     pixels = np.array(image).astype(np.float32)
-    inside = np.array(Image.fromarray(mask.numpy().astype(np.uint8) * 255).resize(image.size, Image.NEAREST)) > 0
-    pixels[inside] = 0.45 * pixels[inside] + 0.55 * np.array(color)
+    stencil = Image.fromarray(mask.numpy().astype(np.uint8) * 255).resize(image.size, Image.NEAREST)
+    inside, around = np.array(stencil) > 0, np.array(stencil.filter(ImageFilter.MaxFilter(5))) > 0
+    pixels[inside] = 0.7 * pixels[inside] + 0.3 * np.array(color)
+    pixels[around & ~inside] = color
     return Image.fromarray(pixels.astype(np.uint8))

@@ -243,7 +243,8 @@ def build(args, ranks) -> Parts:
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
-    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler, max_steps, resume)
+    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler,
+                 max_steps, resume)
 
 
 def run(args, ranks, p: Parts):

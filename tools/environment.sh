@@ -1,0 +1,14 @@
+# Sourced by run_rl_train.sh and tools/run_tests.sh, from the repository's root: sets PYTHON to an interpreter that has
+# everything. PYTHON = interpreter to start from; VENV = folder of the virtual environment (default: the active one, else
+# .venv; VENV= uses PYTHON as it is).
+PYTHON=${PYTHON:-python3}
+VENV=${VENV-${VIRTUAL_ENV:-.venv}}
+if [ -n "$VENV" ]; then
+    [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
+    PYTHON=$VENV/bin/python
+    if ! "$PYTHON" -c "import torch, transformers, peft, nltk, pycocotools, tensorboard, pyarrow, pytest" 2>/dev/null; then
+        echo "installing into $VENV"
+        "$PYTHON" -m pip install -q -e ".[test]" -c constraints.txt
+    fi
+fi
+"$PYTHON" -m tools.fetch_wordnet
