@@ -91,6 +91,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
+    weights = dict(mask_caption_mask=args.mask_to_caption_weight, caption_mask_caption=args.caption_to_mask_weight)
+    if not any(weights[task] > 0 for task in args.tasks):
+        parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
     if not 0 <= args.ema_decay < 1:
         parser.error(f"--ema_decay {args.ema_decay}: must be in [0, 1)")
     for name in ("model_path", "data_dir", "eval_data_dir"):

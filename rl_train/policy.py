@@ -78,7 +78,7 @@ class Policy:
         self.model, self.processor, self.tokenizer, self.temperature = model, processor, tokenizer, temperature
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
-        self.stop = StopText(tokenizer, self.prompts.stop_texts)
+        self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
         self.peft = get_peft_model(model.language_model, lora)      # injects into model.language_model in place
         for name in FLOAT32_MODULES:

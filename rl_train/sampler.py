@@ -27,11 +27,12 @@ class StopText:
     A row is decoded only when its newest token holds the stop text's last character.
     """
 
-    def __init__(self, tokenizer, stop_texts: list[str]):
+    def __init__(self, tokenizer, stop_texts: list[str], vocab_size: int):
         self.tokenizer, self.stop_texts = tokenizer, stop_texts
         last = {text[-1] for text in stop_texts}
         tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-        self.may_end = torch.tensor([any(c in (token or "") for c in last) for token in tokens])
+        self.may_end = torch.zeros(vocab_size, dtype=torch.bool)       # a model may have more rows than its tokenizer has tokens
+        self.may_end[:len(tokens)] = torch.tensor([any(c in (token or "") for c in last) for token in tokens])
         self.eos_id = tokenizer.eos_token_id
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Log:
         kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < start] if file.is_file() else []
         file.write_text("".join(line + "\n" for line in kept))
         self.jsonl = file.open("a")
-        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start) if rank == 0 else None
+        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if rank == 0 else None
 
     def scalars(self, values: dict[str, float], step: int):
         if self.writer:

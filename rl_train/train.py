@@ -155,8 +155,9 @@ def report(args, ranks, policy, log, progress, step, work, sums, norms, schedule
         keys = ("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap", "latent_loss", "latent_kl",
                 "latents", "mask_loss")
         total = distributed.all_sum({**dict.fromkeys(keys, 0.0), **counts}, ranks.device)
-        for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss", "sampler_gap"):
-            total[averaged] /= ranks.world_size
+        for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss"):
+            total[averaged] /= ranks.world_size * args.num_iterations
+        total["sampler_gap"] /= ranks.world_size
         curves = scalars(total)
         values |= {f"{name}/{key}": value for key, value in curves.items()}
         values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]

@@ -1,0 +1,92 @@
+"""Batches: the same whatever the number of workers, each epoch a permutation, too little data an error."""
+import itertools
+
+import pytest
+import torch
+
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
+from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
+from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_split(folder, seed=0, split=TRAIN, num_scenes=3)
+    return GraspAnyRegionDataset(folder)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), 1)
+
+
+def first(sampler, count):
+    return list(itertools.islice(sampler, count))
+
+
+def assert_same(a, b):
+    assert (a.index, a.captions, a.image_ids, a.sizes) == (b.index, b.captions, b.image_ids, b.sizes)
+    assert torch.equal(a.sam_pixels, b.sam_pixels) and torch.equal(a.grids, b.grids)
+    assert all(map(torch.equal, a.pixel_values, b.pixel_values)) and all(map(torch.equal, a.masks, b.masks))
+
+
+def test_workers_do_not_change_the_batches(dataset, processor):
+    def batches(num_workers):
+        return first(iter(train_loader(dataset, processor, StepSampler(len(dataset), 2, 1, seed=3), num_workers)), 6)
+    alone, shared = batches(0), batches(2)
+    assert [b.index for b in alone] == first(StepSampler(len(dataset), 2, 1, seed=3), 6)
+    for a, b in zip(alone, shared, strict=True):
+        assert_same(a, b)
+
+
+def test_a_batch_holds_its_samples(dataset, processor):
+    batch = next(iter(train_loader(dataset, processor, StepSampler(len(dataset), 3, 1, seed=0), 0)))
+    assert len(batch) == 3
+    for k, i in enumerate(batch.index):
+        sample = dataset[i]
+        assert (batch.captions[k], batch.image_ids[k]) == (sample["caption"], sample["image_id"])
+        assert batch.masks[k].dtype == torch.bool and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+        assert batch.sizes[k] == (sample["image"].height, sample["image"].width)
+    assert batch.sam_pixels.dtype == torch.uint8 and batch.grids.dtype == torch.bool and batch.grids.any((1, 2)).all()
+
+
+def test_every_epoch_is_another_permutation():
+    epochs = first(StepSampler(12, 3, 1, seed=0), 8)
+    one, two = sum(epochs[:4], []), sum(epochs[4:], [])
+    assert sorted(one) == sorted(two) == list(range(12))
+    assert one != two
+
+
+def test_last_incomplete_step_is_dropped():
+    sampler = StepSampler(11, 2, 2, seed=0)
+    assert sampler.steps_per_epoch == 2
+    for epoch in range(3):
+        seen = sum(first(StepSampler(11, 2, 2, seed=0, start=2 * epoch), 4), [])
+        assert len(seen) == len(set(seen)) == 8
+
+
+def test_the_seed_decides():
+    assert first(StepSampler(50, 4, 1, seed=1), 5) == first(StepSampler(50, 4, 1, seed=1), 5)
+    assert first(StepSampler(50, 4, 1, seed=1), 5) != first(StepSampler(50, 4, 1, seed=2), 5)
+
+
+def test_start_skips_whole_steps():
+    assert first(StepSampler(13, 2, 3, seed=5, start=7), 9) == first(StepSampler(13, 2, 3, seed=5), 30)[21:30]
+
+
+def test_steps_groups_batches():
+    assert first(steps(iter(range(7)), 3), 5) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_evaluation_sees_every_sample_once_over_all_ranks(dataset, processor):
+    ranks = [sum((b.index for b in eval_loader(dataset, processor, 2, 0, rank, 2)), []) for rank in range(2)]
+    assert ranks == [list(range(0, len(dataset), 2)), list(range(1, len(dataset), 2))]
+
+
+@pytest.mark.parametrize("accumulation, world_size", [(1, 2), (2, 1)])
+def test_dataset_smaller_than_a_step_names_the_flag(accumulation, world_size):
+    assert StepSampler(8, 4, accumulation, 0, world_size=world_size).steps_per_epoch == 1
+    with pytest.raises(ValueError, match=r"7 samples, fewer than the 8 .*--batch_size 4 x --gradient_accumulation_steps"):
+        StepSampler(7, 4, accumulation, 0, world_size=world_size)

@@ -1,0 +1,75 @@
+"""Short runs of `rl_train.train` on drawn data: what the tests of the entry point share."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from rl_train import train
+from tools.make_demo import HELDOUT, TRAIN, write_split
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
+# A process on one CPU core, without what a launcher around the tests may have set.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")} | {
+    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+
+
+def draw_data(folder: Path) -> Path:
+    """`folder` with 20 training scenes (three regions each) and 4 held-out ones."""
+    write_split(folder / "train", seed=0, split=TRAIN, num_scenes=20)
+    write_split(folder / "heldout", seed=0, split=HELDOUT, num_scenes=4)
+    return folder
+
+
+def on_one_core(monkeypatch):
+    """Make in-process runs what the subprocesses are: on the CPU, with one thread, alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def flags(data: Path, output: Path, **changes) -> list[str]:
+    """Command line of a short run; `changes` by flag, None leaves a flag out, "" gives it no value."""
+    values = dict(model_path=CHECKPOINT, data_dir=data / "train", eval_data_dir=data / "heldout", output_dir=output,
+                  dtype="float32", batch_size=2, num_generations=2, max_completion_length=12, lora_r=4, lora_alpha=8,
+                  eval_samples=1, eval_steps=0, num_workers=0, micro_batch_size=4, max_steps=2, learning_rate=1e-4) | changes
+    argv = []
+    for name, value in values.items():
+        if value is not None:
+            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value] if value != "" else [])]
+    return argv
+
+
+def run(data: Path, output: Path, **changes) -> Path:
+    """A run in this process; returns its output folder."""
+    train.main(flags(data, output, **changes))
+    return output
+
+
+def start(data: Path, output: Path, environment: dict[str, str] | None = None, **changes) -> subprocess.Popen:
+    """A run in a process of its own, its output in the pipe stdout."""
+    return subprocess.Popen([sys.executable, "-m", "rl_train.train", *flags(data, output, **changes)], cwd=ROOT, text=True,
+                            env=ENVIRONMENT | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def weights(output: Path, step: int, file: str = "trainables.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(output / f"checkpoint_step_{step}" / file)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Largest absolute difference of two sets of weights of the same names."""
+    assert set(a) == set(b)
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def rollouts(output: Path) -> list[dict]:
+    """The JSON lines of all ranks."""
+    return [json.loads(line) for file in sorted((output / "rollouts").iterdir()) for line in file.read_text().split("\n")[:-1]]

@@ -1,0 +1,195 @@
+"""The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
+import json
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from rl_train import train
+from rl_train.config import parse_args
+from rl_train.distributed import Ranks
+from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+LOOP = ("loss", "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero_std", "entropy", "clip_frac",
+        "completion_length", "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "iou")
+LOOP2 = ("meteor", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss")
+TAGS = ({f"loop1/{tag}" for tag in LOOP} | {f"loop2/{tag}" for tag in LOOP + LOOP2} | {"total_loss", "learning_rate"}
+        | {f"grad_norm/{group}" for group in ("lora", "mlp1", "text_hidden_fcs", "sam2")}
+        | {f"eval/{metric}" for metric in ("cycle_iou", "seg_iou", "caption_meteor", "cycle_meteor")}
+        | {f"perf/{phase}_seconds" for phase in ("step", "encode", "rollout", "teacher", "reference", "update")}
+        | {"perf/rollout_tokens_per_second"})
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def two_steps(data, tmp_path_factory):
+    return run(data, tmp_path_factory.mktemp("run"), num_generations=4, eval_samples=4, seed=1)
+
+
+def events(output):
+    accumulator = EventAccumulator(str(output / "tensorboard"), {"scalars": 0, "images": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def curve(output, tag):
+    """{step: value}"""
+    return {e.step: e.value for e in events(output).Scalars(tag)}
+
+
+def parts_of(monkeypatch):
+    """A list that receives what the next `main` builds."""
+    built, build = [], train.build
+    monkeypatch.setattr(train, "build", lambda args, ranks: built.append(build(args, ranks)) or built[-1])
+    return built
+
+
+# What a run leaves behind
+
+def test_two_steps_are_two_updates(two_steps):
+    state = torch.load(two_steps / "checkpoint_step_2" / "training_state.pt", weights_only=True)
+    assert state["step"] == 2
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {2}
+    assert len(state["optimizer"]["state"]) == len(weights(two_steps, 2))
+    assert state["scheduler"]["last_epoch"] == 2
+
+
+def test_every_documented_curve_is_there(two_steps):
+    log = events(two_steps)
+    assert set(log.Tags()["scalars"]) == TAGS
+    for tag in TAGS:
+        assert [e.step for e in log.Scalars(tag)] == ([0, 2] if tag.startswith("eval/") else [1, 2]), tag
+        assert all(e.value == e.value for e in log.Scalars(tag)), tag
+    assert all(e.value > 0 for tag in TAGS if tag.startswith("grad_norm/") for e in log.Scalars(tag))
+    assert log.Tensors("hparams/text_summary")
+
+
+def test_pictures_of_both_loops(two_steps):
+    log = events(two_steps)
+    assert set(log.Tags()["images"]) == {f"loop{loop}/rollout_{row}" for loop in (1, 2) for row in range(3)}
+    for tag in log.Tags()["images"]:
+        (picture,) = log.Images(tag)
+        assert picture.step == 2 and picture.width > 600 and picture.encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_total_loss_is_the_weighted_sum(data, two_steps, tmp_path):
+    one, two, total = (curve(two_steps, tag) for tag in ("loop1/loss", "loop2/loss", "total_loss"))
+    assert all(total[step] == pytest.approx(one[step] + two[step], abs=1e-6) for step in (1, 2))
+    output = run(data, tmp_path, max_steps=1, mask_to_caption_weight=0.5, caption_to_mask_weight=3)
+    one, two, total = (curve(output, tag)[1] for tag in ("loop1/loss", "loop2/loss", "total_loss"))
+    assert total == pytest.approx(0.5 * one + 3 * two, rel=1e-5)
+
+
+def test_rollouts_are_readable(two_steps):
+    lines = rollouts(two_steps)
+    assert len(lines) == 2 * 2 * 2 * 4                                    # steps, loops, prompts, samples
+    needed = {"step", "task", "image_id", "caption", "completion", "advantage", "iou"}
+    for line in lines:
+        assert set(line) == (needed if line["task"] == "loop1" else needed | {"meteor", "reply"})
+        assert 0 <= line["iou"] <= 1 and 0 <= line.get("meteor", 0) <= 1 and line["caption"]
+    assert {line["step"] for line in lines} == {0, 1}
+    assert len({line["image_id"] for line in lines}) == 4                 # two prompts a step, both loops on the same
+    assert any(line["advantage"] for line in lines if line["task"] == "loop1")
+    assert any(line["advantage"] for line in lines if line["task"] == "loop2")
+    rewards = [line["iou"] for line in lines if line["task"] == "loop1"]
+    assert curve(two_steps, "loop1/reward_mean")[1] == pytest.approx(sum(rewards[:8]) / 8, abs=1e-4)
+
+
+def test_flags_are_saved(data, two_steps):
+    args = vars(parse_args(flags(data, two_steps, num_generations=4, eval_samples=4, seed=1)))
+    assert json.loads((two_steps / "config.json").read_text()) == args
+    assert json.loads((two_steps / "checkpoint_step_2" / "config.json").read_text()) == args
+
+
+# What the loop computes
+
+def test_the_seed_decides_everything(data, two_steps, tmp_path):
+    again = run(data, tmp_path / "again", num_generations=4, eval_samples=4, seed=1)
+    for tag in ("total_loss", "loop1/loss", "loop2/loss", "grad_norm/lora", "eval/cycle_iou"):
+        assert curve(again, tag) == curve(two_steps, tag), tag
+    assert rollouts(again) == rollouts(two_steps)
+    other = run(data, tmp_path / "other", num_generations=4, max_steps=1, seed=2)
+    assert curve(other, "total_loss")[1] != curve(two_steps, "total_loss")[1]
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
+    whole = run(data, tmp_path / "whole", loss_type=loss_type)
+    parts = run(data, tmp_path / "parts", loss_type=loss_type, batch_size=1, gradient_accumulation_steps=2, micro_batch_size=3)
+    key = lambda line: (line["step"], line["task"], line["image_id"], line["completion"], line["advantage"])  # noqa: E731
+    assert sorted(map(key, rollouts(whole))) == sorted(map(key, rollouts(parts)))
+    assert distance(weights(whole, 2), weights(parts, 2)) < 1e-6
+    assert curve(parts, "total_loss")[2] == pytest.approx(curve(whole, "total_loss")[2], abs=1e-5)
+
+
+def test_several_updates_on_the_same_rollouts(data, tmp_path):
+    output = run(data, tmp_path, num_iterations=2, max_steps=1, learning_rate=1e-3)
+    state = torch.load(output / "checkpoint_step_1" / "training_state.pt", weights_only=True)
+    assert state["step"] == 1 and {s["step"].item() for s in state["optimizer"]["state"].values()} == {2}
+    assert state["scheduler"]["last_epoch"] == 2
+    assert len(rollouts(output)) == 2 * 2 * 2                             # sampled once: loops, prompts, samples
+    assert curve(output, "loop1/sampler_gap")[1] > 1e-4                   # the second update's policy is not the sampler
+
+
+@pytest.mark.parametrize("off, left", [("mask_to_caption_weight", "loop2"), ("caption_to_mask_weight", "loop1")])
+def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
+    output = run(data, tmp_path, max_steps=1, **{off: 0})
+    tags = events(output).Tags()["scalars"]
+    assert {tag.split("/")[0] for tag in tags if tag.startswith("loop")} == {left}
+    assert {line["task"] for line in rollouts(output)} == {left}
+    assert curve(output, "total_loss") == curve(output, f"{left}/loss")
+    reached = {"lora", "mlp1"} | ({"text_hidden_fcs", "sam2"} if left == "loop2" else set())
+    assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
+
+
+def test_length_from_epochs(data, tmp_path):
+    args = parse_args(flags(data, tmp_path, max_steps=0, num_epochs=0.5, batch_size=4))
+    assert train.build(args, Ranks(0, 1, torch.device("cpu"))).max_steps == 8       # ceil(60 regions / 4 / 2)
+
+
+def test_learning_rate_schedule():
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedule = train.cosine_schedule(optimizer, 10, 0.2)
+    rates = []
+    for _ in range(11):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
+
+
+# What goes wrong stops the run
+
+def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
+    def broken(*_):
+        raise TypeError("a fault of ours")
+    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment", broken)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        run(data, tmp_path)
+    assert not list(tmp_path.glob("checkpoint_step_*"))
+
+
+@pytest.mark.parametrize("loop", ["loop1", "loop2"])
+def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path, monkeypatch, loop):
+    built, loss_of = parts_of(monkeypatch), train.rollout_loss
+
+    def poisoned(policy, rollout, *rest):
+        loss, stats = loss_of(policy, rollout, *rest)
+        return (loss * float("nan") if rollout.has_mask == (loop == "loop2") else loss), stats
+    monkeypatch.setattr(train, "rollout_loss", poisoned)
+    with pytest.raises(FloatingPointError, match=f"not finite: rank 0: {loop} loss") as raised:
+        run(data, tmp_path, max_steps=1)
+    assert f"loop{3 - int(loop[-1])} loss" not in str(raised.value)
+    (parts,) = built
+    start = parts.roles.banks["reference"]                                # a copy made before the first step
+    assert all(torch.equal(p, start[n]) for n, p in parts.policy.trainable.items())
+    assert all(torch.equal(t, start[n]) for n, t in parts.roles.banks["teacher"].items())
+    assert not parts.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
