@@ -3,6 +3,7 @@ import argparse
 import json
 from pathlib import Path
 
+from rl_train.data import DATASETS
 from rl_train.grpo import LOSS_TYPES
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
@@ -20,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = g.add_argument
     add("--model_path", required=True, help="Sa2VA checkpoint folder in the original layout")
     add("--data_dir", required=True, help="folder of training regions")
-    add("--dataset", choices=["gar"], default="gar", help="its format: gar = Grasp-Any-Region Arrow shards")
+    add("--dataset", choices=list(DATASETS), default="gar", help="its format: gar = Grasp-Any-Region Arrow shards")
     add("--eval_data_dir", help="folder of held-out regions; default: the last --eval_samples regions of a fixed shuffle of "
         "--data_dir, which are then not trained on")
     add("--output_dir", required=True, help="receives config.json, TensorBoard logs, rollouts and checkpoints")
@@ -91,6 +92,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
+    if len(set(args.tasks)) < len(args.tasks):
+        parser.error(f"--tasks {' '.join(args.tasks)}: names a task twice")
     weights = dict(mask_caption_mask=args.mask_to_caption_weight, caption_mask_caption=args.caption_to_mask_weight)
     if not any(weights[task] > 0 for task in args.tasks):
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
@@ -103,8 +106,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     return args
 
 
-def claim_output_dir(args):
-    """Write config.json to --output_dir, or check that the run there has the same one.
+def check_output_dir(args):
+    """Check that --output_dir is free, or holds the run that --resume is to continue.
 
     Raises:
         ValueError: the folder holds a run of another config, or a run while --resume was not given.
@@ -121,5 +124,10 @@ def claim_output_dir(args):
                              + ", ".join(f"--{k} was {before.get(k)}, now {values[k]}" for k in differing))
     elif args.resume == "latest":
         raise ValueError(f"--resume: {file} does not exist, there is no run to continue in --output_dir")
+
+
+def claim_output_dir(args):
+    """Write config.json to --output_dir, from where on the folder belongs to this run."""
+    file = Path(args.output_dir) / "config.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(values, indent=2) + "\n")
+    file.write_text(json.dumps(vars(args), indent=2) + "\n")

@@ -4,6 +4,7 @@ Letters: B images, P prompts (each about one image), N = P*G rows, L prompt leng
 D prompt-embedding width, M [SEG] tokens in all rows.
 """
 import contextlib
+import logging
 import re
 from dataclasses import dataclass
 
@@ -14,7 +15,8 @@ from transformers import AutoTokenizer
 from rl_train import grpo
 from rl_train.prompts import PromptBuilder
 from rl_train.sampler import StopText
-from sa2va_hf import Sa2VAModel, Sa2VAProcessor
+from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.modeling_sa2va import positions
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -85,11 +87,9 @@ class Policy:
             model.get_submodule(name).float()
         self.trainable = self._freeze_all_but(groups)
         model.eval()
+        self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Checkpointing acts on layers in training mode; the flag of the layer alone turns no dropout on.
-            for layer in model.language_model.model.layers:
-                layer.training = True
 
     @property
     def device(self):
@@ -194,9 +194,16 @@ class Policy:
 
     def hidden_states(self, embeds, mask):
         """(n, L, C) last hidden states after the final norm."""
-        position_ids = (mask.long().cumsum(-1) - 1).clamp(min=0)
-        return self.model.language_model.model(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids,
-                                               use_cache=False).last_hidden_state
+        # Checkpointing acts on layers in training mode, and there it also drops the KV cache: so only for this forward, and
+        # only the layers' own flag, which turns no dropout on.
+        layers = self.model.language_model.model.layers if self.gradient_checkpointing and torch.is_grad_enabled() else []
+        for layer in layers:
+            layer.training = True
+        hidden = self.model.language_model.model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions(mask),
+                                                 use_cache=False).last_hidden_state
+        for layer in layers:
+            layer.training = False
+        return hidden
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: [SEG] tokens that were fed back as input.
@@ -235,18 +242,31 @@ def trainable_groups(args) -> tuple[str, ...]:
 
 def load_tokenizer(path):
     """The tokenizer in folder `path`, padding on the left. Raises ValueError if there is none or it has no pad token."""
+    # transformers reads config.json too, does not know sa2va_chat and says so; the tokenizer does not depend on it.
+    logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     except (OSError, ValueError) as error:
-        raise ValueError(f"--model_path {path}: no tokenizer could be loaded: {error}") from error
+        reason = " ".join(str(error).split())
+        raise ValueError(f"--model_path {path}: no tokenizer could be loaded: {reason}") from error
     if tokenizer.pad_token_id is None:
         raise ValueError(f"--model_path {path}: the tokenizer has no pad token")
     return tokenizer
 
 
+def check_context(config, args):
+    """Raise ValueError, naming the flags, if a prompt of the most tiles and the largest region leaves no room for an answer."""
+    tiles = args.max_tiles + (args.max_tiles > 1)                                       # and the thumbnail
+    longest = (tiles + 1) * config.tokens_per_tile + args.max_completion_length         # the largest region has a tile's tokens
+    if longest > config.llm.max_position_embeddings:
+        raise ValueError(f"--max_tiles {args.max_tiles} with --max_completion_length {args.max_completion_length}: {longest} tokens and "
+                         f"the text do not fit the model's context of {config.llm.max_position_embeddings}")
+
+
 def build_policy(args, device) -> Policy:
     """Policy of a run: base weights from --model_path in --dtype, a fresh LoRA, the groups that the loss can reach."""
     dtype = getattr(torch, args.dtype)
+    check_context(Sa2VAConfig.from_pretrained(args.model_path), args)
     model = Sa2VAModel.from_pretrained(args.model_path, dtype=dtype, device=device)
     lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, bias="none",
                       target_modules=LORA_TARGETS, task_type="CAUSAL_LM")

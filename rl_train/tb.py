@@ -72,8 +72,8 @@ class Log:
         folder = Path(output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank{rank}.jsonl"
-        kept = [line for line in file.read_text().splitlines() if json.loads(line)["step"] < start] if file.is_file() else []
-        file.write_text("".join(line + "\n" for line in kept))
+        written = file.read_text().split("\n")[:-1] if file.is_file() else []      # without a last line that a kill cut off
+        file.write_text("".join(line + "\n" for line in written if json.loads(line)["step"] < start))
         self.jsonl = file.open("a")
         self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if rank == 0 else None
 

@@ -18,8 +18,8 @@ from torch.utils.data import Subset
 from tqdm import tqdm
 
 from rl_train import checkpoint, distributed
-from rl_train.config import claim_output_dir, parse_args
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.config import check_output_dir, claim_output_dir, parse_args
+from rl_train.data import DATASETS
 from rl_train.data.loader import StepSampler, steps, train_loader
 from rl_train.distributed import print0
 from rl_train.evaluation import before_after_table, evaluate, summary
@@ -201,10 +201,10 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
 
 def split_dataset(args):
     """(training set, held-out set of --eval_samples) from --data_dir and --eval_data_dir."""
-    dataset = GraspAnyRegionDataset(args.data_dir)
+    dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if args.eval_data_dir:
-        heldout = GraspAnyRegionDataset(args.eval_data_dir)
+        heldout = DATASETS[args.dataset](args.eval_data_dir)
         return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout))))
     if len(dataset) <= args.eval_samples:
         raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, not more than --eval_samples {args.eval_samples}")
@@ -230,8 +230,8 @@ class Parts:
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
     if ranks.is_main:
-        claim_output_dir(args)
-    distributed.gather_objects(None)                                      # nobody goes on before the folder is claimed
+        check_output_dir(args)
+    distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
     require_wordnet()
     torch.manual_seed(args.seed)
     train_set, heldout = split_dataset(args)
@@ -244,6 +244,8 @@ def build(args, ranks) -> Parts:
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    if ranks.is_main:
+        claim_output_dir(args)                                            # last, so that bad input uses up no folder
     return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler,
                  max_steps, resume)
 

@@ -37,10 +37,11 @@ def on_one_core(monkeypatch):
 
 
 def flags(data: Path, output: Path, **changes) -> list[str]:
-    """Command line of a short run; `changes` by flag, None leaves a flag out, "" gives it no value."""
+    """Command line of a short run, with masks so spread that loop 2 has unequal rewards; `changes` by flag, None leaves a flag out, "" gives it no value."""
     values = dict(model_path=CHECKPOINT, data_dir=data / "train", eval_data_dir=data / "heldout", output_dir=output,
                   dtype="float32", batch_size=2, num_generations=2, max_completion_length=12, lora_r=4, lora_alpha=8,
-                  eval_samples=1, eval_steps=0, num_workers=0, micro_batch_size=4, max_steps=2, learning_rate=1e-4) | changes
+                  eval_samples=1, eval_steps=0, num_workers=0, micro_batch_size=4, max_steps=2, learning_rate=1e-4,
+                  mask_sigma=2) | changes
     argv = []
     for name, value in values.items():
         if value is not None:

@@ -75,7 +75,7 @@ def test_pictures_of_both_loops(two_steps):
     assert set(log.Tags()["images"]) == {f"loop{loop}/rollout_{row}" for loop in (1, 2) for row in range(3)}
     for tag in log.Tags()["images"]:
         (picture,) = log.Images(tag)
-        assert picture.step == 2 and picture.width > 600 and picture.encoded_image_string.startswith(b"\x89PNG")
+        assert picture.step == 2 and picture.width > 300 and picture.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_total_loss_is_the_weighted_sum(data, two_steps, tmp_path):
@@ -120,11 +120,14 @@ def test_the_seed_decides_everything(data, two_steps, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
-    whole = run(data, tmp_path / "whole", loss_type=loss_type)
-    parts = run(data, tmp_path / "parts", loss_type=loss_type, batch_size=1, gradient_accumulation_steps=2, micro_batch_size=3)
+    same = dict(loss_type=loss_type, learning_rate=1e-5)
+    whole = run(data, tmp_path / "whole", **same)
+    parts = run(data, tmp_path / "parts", batch_size=1, gradient_accumulation_steps=2, micro_batch_size=3, **same)
     key = lambda line: (line["step"], line["task"], line["image_id"], line["completion"], line["advantage"])  # noqa: E731
     assert sorted(map(key, rollouts(whole))) == sorted(map(key, rollouts(parts)))
     assert distance(weights(whole, 2), weights(parts, 2)) < 1e-6
+    for tag in ("lora", "mlp1", "text_hidden_fcs", "sam2"):               # AdamW's steps hardly depend on a gradient's size
+        assert curve(parts, f"grad_norm/{tag}")[2] == pytest.approx(curve(whole, f"grad_norm/{tag}")[2], rel=1e-3), tag
     assert curve(parts, "total_loss")[2] == pytest.approx(curve(whole, "total_loss")[2], abs=1e-5)
 
 
@@ -139,7 +142,7 @@ def test_several_updates_on_the_same_rollouts(data, tmp_path):
 
 @pytest.mark.parametrize("off, left", [("mask_to_caption_weight", "loop2"), ("caption_to_mask_weight", "loop1")])
 def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
-    output = run(data, tmp_path, max_steps=1, **{off: 0})
+    output = run(data, tmp_path, max_steps=1, num_generations=4, **{off: 0})
     tags = events(output).Tags()["scalars"]
     assert {tag.split("/")[0] for tag in tags if tag.startswith("loop")} == {left}
     assert {line["task"] for line in rollouts(output)} == {left}

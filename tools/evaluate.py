@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DATASETS
 from rl_train.evaluation import evaluate, summary
 from rl_train.policy import build_policy
 from rl_train.rewards.meteor import require_wordnet
@@ -25,6 +25,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--model_path", required=True, help="Sa2VA folder in the original layout")
     parser.add_argument("--data_dir", required=True, help="folder of held-out regions (GAR Arrow shards)")
+    parser.add_argument("--dataset", choices=list(DATASETS), default="gar", help="its format")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint_step_N folder of a run that started from --model_path")
     parser.add_argument("--role", choices=["policy", "ema"], default="policy", help="whose weights of the checkpoint")
     parser.add_argument("--num_samples", type=int, help="first regions to measure; default all")
@@ -39,10 +40,10 @@ def main(argv=None):
     require_wordnet()
     ranks = distributed.init()
     flags = json.loads((args.checkpoint / "config.json").read_text()) if args.checkpoint else BASE
-    policy = build_policy(SimpleNamespace(**{**flags, **{k: getattr(args, k) for k in ("model_path", "dtype", "max_tiles")}}), ranks.device)
+    policy = build_policy(SimpleNamespace(**{**flags, **{k: getattr(args, k) for k in ("model_path", "dtype", "max_tiles", "max_completion_length")}}), ranks.device)
     if args.checkpoint:
         checkpoint.load_weights(args.checkpoint, policy.trainable, "ema.safetensors" if args.role == "ema" else "trainables.safetensors")
-    dataset = GraspAnyRegionDataset(args.data_dir)
+    dataset = DATASETS[args.dataset](args.data_dir)
     if args.num_samples:
         dataset = Subset(dataset, range(min(args.num_samples, len(dataset))))
     values = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)

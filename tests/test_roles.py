@@ -1,0 +1,190 @@
+"""Policy, teacher and reference over one base: who moves when, and that no role leaks into another."""
+import pytest
+import torch
+
+from rl_train.objective import token_logps
+from rl_train.policy import load_tokenizer
+from rl_train.roles import Roles
+from rl_train.rollout import noise, sample
+from sa2va_hf import Sa2VAModel
+from tools.make_demo import SHIPPED_CHECKPOINT
+
+
+class Toy(torch.nn.Module):
+    """A frozen bf16 base and two float32 weights that train."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16), requires_grad=False)
+        self.a = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        self.b = torch.nn.Parameter(torch.tensor([[3.0]]))
+
+    def forward(self):
+        return (self.base.float() * self.a).sum() * self.b.sum()
+
+    @property
+    def trainable(self):
+        return {n: p for n, p in self.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture
+def toy():
+    return Toy()
+
+
+@pytest.fixture
+def roles(toy):
+    return Roles(toy.trainable)
+
+
+def set_policy(toy, value):
+    with torch.no_grad():
+        for p in toy.trainable.values():
+            p.fill_(value)
+
+
+def test_an_optimizer_step_moves_the_policy_alone(toy, roles):
+    optimizer = torch.optim.SGD(toy.trainable.values(), lr=0.1)
+    toy().backward()
+    optimizer.step()                      # d/da = 2 * 3, d/db = 2 * (1 + 2)
+    torch.testing.assert_close(toy.a.detach(), torch.tensor([1 - 0.6, 2 - 0.6]))
+    for role in ("teacher", "reference"):
+        assert roles.banks[role]["a"].tolist() == [1, 2] and roles.banks[role]["b"].tolist() == [[3]]
+    roles.update_teacher(0.75)
+    torch.testing.assert_close(roles.banks["teacher"]["a"], torch.tensor([1 - 0.15, 2 - 0.15]))
+    torch.testing.assert_close(roles.banks["teacher"]["b"], torch.tensor([[3 - 0.15]]))
+    assert roles.banks["reference"]["a"].tolist() == [1, 2]
+
+
+def test_several_updates_by_hand(toy, roles):
+    # policy 1, 0, 1 after a teacher of 0: .5, .25, .625
+    roles.banks["teacher"]["b"].zero_()
+    for value, expected in ((1.0, 0.5), (0.0, 0.25), (1.0, 0.625)):
+        set_policy(toy, value)
+        roles.update_teacher(0.5)
+        assert roles.banks["teacher"]["b"].item() == expected
+
+
+def test_a_thousand_small_updates_arrive(toy, roles):
+    """Under a bf16 base too: a bf16 average at 0.999 would not have moved at all."""
+    for tensor in roles.banks["teacher"].values():
+        tensor.zero_()
+    set_policy(toy, 1.0)
+    for _ in range(1000):
+        roles.update_teacher(0.999)
+    for tensor in roles.banks["teacher"].values():
+        torch.testing.assert_close(tensor, torch.full_like(tensor, 1 - 0.999 ** 1000), rtol=0.01, atol=0)     # 0.6323
+
+
+def test_equal_weights_stay_bit_equal():
+    parameter = torch.nn.Parameter(torch.randn(1000, generator=torch.Generator().manual_seed(0)))
+    roles = Roles({"w": parameter})
+    for _ in range(50):
+        roles.update_teacher(0.999)
+    assert torch.equal(roles.banks["teacher"]["w"], parameter.detach())
+
+
+def test_decay_zero_copies_the_policy(toy, roles):
+    set_policy(toy, 0.3)
+    roles.update_teacher(0.0)
+    assert all(torch.equal(roles.banks["teacher"][n], p.detach()) for n, p in toy.trainable.items())
+
+
+def test_no_storage_is_shared(toy, roles):
+    state = roles.state_dict()
+    tensors = [*toy.trainable.values(), *(t for bank in [*roles.banks.values(), *state.values()] for t in bank.values())]
+    assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 5
+
+
+def test_use_swaps_and_restores(toy, roles):
+    set_policy(toy, 5.0)
+    own = {n: p.data_ptr() for n, p in toy.trainable.items()}
+    roles.banks["teacher"]["b"].fill_(7.0)
+    assert toy().item() == 2 * (5 + 5) * 5
+    with roles.use("teacher"):
+        out = toy()
+        assert out.item() == 2 * (1 + 2) * 7 and not out.requires_grad
+        assert toy.b.data_ptr() == roles.banks["teacher"]["b"].data_ptr()      # no byte was moved
+    with roles.use("reference"):
+        assert toy().item() == 2 * (1 + 2) * 3
+    with roles.use("policy"):
+        out = toy()
+        assert out.item() == 100 and not out.requires_grad
+    assert toy().requires_grad and toy().item() == 100
+    assert {n: p.data_ptr() for n, p in toy.trainable.items()} == own
+
+
+def test_use_restores_after_an_exception(toy, roles):
+    set_policy(toy, 5.0)
+    with pytest.raises(KeyError), roles.use("teacher"):
+        raise KeyError("judge")
+    assert toy.a.tolist() == [5, 5] and roles.active == "policy" and torch.is_grad_enabled()
+    toy().backward()
+    assert toy.b.grad.item() == 20
+
+
+def test_nested_use_is_refused(toy, roles):
+    set_policy(toy, 5.0)
+    with pytest.raises(AssertionError, match=r"use\('reference'\) inside roles.use\('teacher'\)"), roles.use("teacher"):
+        with roles.use("reference"):
+            pass
+    assert toy.a.tolist() == [5, 5] and roles.active == "policy"
+    with pytest.raises(AssertionError), roles.use("teacher"):
+        roles.update_teacher(0.9)
+
+
+def test_backward_inside_a_role_is_refused(toy, roles):
+    loss = toy()
+    with pytest.raises(AssertionError, match=r"backward ran inside roles.use\('reference'\)"), roles.use("reference"):
+        loss.backward()
+    with pytest.raises(AssertionError, match="backward"), roles.use("teacher"), torch.enable_grad():
+        toy().backward()
+
+
+def test_bad_input_is_named(toy, roles):
+    with pytest.raises(ValueError, match="w is torch.bfloat16"):
+        Roles({"w": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
+    with pytest.raises(ValueError, match="no trainable"):
+        Roles({})
+    with pytest.raises(ValueError, match="'judge'"), roles.use("judge"):
+        pass
+
+
+def test_state_dict_round_trip(toy, roles):
+    set_policy(toy, 5.0)
+    roles.update_teacher(0.5)
+    state = roles.state_dict()
+    set_policy(toy, 9.0)
+    fresh = Roles(toy.trainable)
+    fresh.load_state_dict(state)
+    for role, a in (("teacher", [3.0, 3.5]), ("reference", [1.0, 2.0])):
+        assert fresh.banks[role]["a"].tolist() == a
+    fresh.update_teacher(0.0)
+    assert state["teacher"]["a"].tolist() == [3.0, 3.5]          # the loaded state is a copy
+    assert roles.banks["teacher"]["a"].tolist() == [3.0, 3.5]
+    with pytest.raises(ValueError, match="teacher bank.*'b'"):
+        fresh.load_state_dict({**state, "teacher": {"a": state["teacher"]["a"]}})
+
+
+@torch.no_grad()
+def test_the_reference_is_the_base_model(policy, batch):
+    """After the policy has moved, the reference still gives the log-probs of the checkpoint without any adapter."""
+    policy = policy()
+    roles = Roles(policy.trainable)
+    for n, p in policy.trainable.items():
+        p += 0.02
+    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    prompts = policy.segment_prompts(images, [0, 1], batch.captions[:2])
+    rollout = sample(policy, batch, images, prompts, 1, 6, noise(0, 0, 0, [0, 1], 1, 6, 0))
+    with roles.use("reference"):
+        reference = token_logps(policy, rollout)
+    assert (token_logps(policy, rollout).logp - reference.logp).abs().max() > 0.1
+    base = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
+    base.bind_tokenizer(load_tokenizer(SHIPPED_CHECKPOINT))
+    for row in range(2):
+        valid = rollout.valid[row]
+        ids = torch.tensor([rollout.prompts.ids[row]])
+        full = torch.cat([ids, rollout.ids[row:row + 1, valid]], dim=1)
+        logits = base(full, torch.ones_like(full), batch.pixel_values[row]).logits[0, ids.shape[1] - 1:-1]
+        expected = torch.log_softmax(logits, -1).gather(1, rollout.ids[row, valid, None])[:, 0]
+        torch.testing.assert_close(reference.logp[row, valid], expected, atol=1e-4, rtol=0)
