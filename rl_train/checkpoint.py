@@ -54,7 +54,8 @@ def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_ma
         shutil.rmtree(final)
     folder.rename(final)
     if args.save_total_limit:
-        for old in list_checkpoints(output_dir)[:-args.save_total_limit]:
+        past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= step]
+        for old in past[:-args.save_total_limit]:
             shutil.rmtree(old)
 
 

@@ -89,16 +89,17 @@ def parse_args(argv=None) -> argparse.Namespace:
     for name, least in at_least.items():
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
-    for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm"):
-        if getattr(args, name) <= 0:
+    for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm", "num_epochs"):
+        if not 0 < getattr(args, name) < float("inf"):
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if len(set(args.tasks)) < len(args.tasks):
         parser.error(f"--tasks {' '.join(args.tasks)}: names a task twice")
     weights = dict(mask_caption_mask=args.mask_to_caption_weight, caption_mask_caption=args.caption_to_mask_weight)
     if not any(weights[task] > 0 for task in args.tasks):
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
-    if not 0 <= args.ema_decay < 1:
-        parser.error(f"--ema_decay {args.ema_decay}: must be in [0, 1)")
+    for name in ("ema_decay", "warmup_ratio"):
+        if not 0 <= getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1)")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         if path is not None and not Path(path).is_dir():
@@ -117,13 +118,22 @@ def check_output_dir(args):
     if file.is_file():
         if not args.resume:
             raise ValueError(f"--output_dir {args.output_dir} already holds a run: pass --resume to continue it, or another folder")
-        before = json.loads(file.read_text())
-        differing = sorted(k for k in values if k not in FREE_ON_RESUME and before.get(k) != values[k])
-        if differing:
-            raise ValueError(f"--output_dir {args.output_dir} holds a run of another config: "
-                             + ", ".join(f"--{k} was {before.get(k)}, now {values[k]}" for k in differing))
+        _check_same(file, values, f"--output_dir {args.output_dir}")
     elif args.resume == "latest":
         raise ValueError(f"--resume: {file} does not exist, there is no run to continue in --output_dir")
+
+
+def check_resumed(folder, args):
+    """Raise ValueError if the checkpoint in `folder` was written by a run of other flags."""
+    _check_same(Path(folder) / "config.json", vars(args), f"--resume {folder}")
+
+
+def _check_same(file: Path, values: dict, place: str):
+    before = json.loads(file.read_text())
+    differing = sorted(k for k in values if k not in FREE_ON_RESUME and before.get(k) != values[k])
+    if differing:
+        raise ValueError(f"{place} holds a run of another config: "
+                         + ", ".join(f"--{k} was {before.get(k)}, now {values[k]}" for k in differing))
 
 
 def claim_output_dir(args):

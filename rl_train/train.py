@@ -18,7 +18,7 @@ from torch.utils.data import Subset
 from tqdm import tqdm
 
 from rl_train import checkpoint, distributed
-from rl_train.config import check_output_dir, claim_output_dir, parse_args
+from rl_train.config import check_output_dir, check_resumed, claim_output_dir, parse_args
 from rl_train.data import DATASETS
 from rl_train.data.loader import StepSampler, steps, train_loader
 from rl_train.distributed import print0
@@ -244,6 +244,8 @@ def build(args, ranks) -> Parts:
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    if resume:
+        check_resumed(resume, args)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
     return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler,

@@ -28,7 +28,7 @@ def scenes() -> list[dict]:
     samples = []
     for i in range(4):
         scene = make_scene(0, 7, i)
-        target = scene.objects[scene.targets[0]]
+        target = max((scene.objects[t] for t in scene.targets), key=lambda o: o.mask.sum())      # 4, 6, 1 and 2 cells
         samples.append(dict(image=scene.image, mask=target.mask, caption=caption(target, scene, np.random.default_rng(i)),
                             category="", image_id=f"scene{i}"))
     return samples

@@ -72,7 +72,7 @@ def training_state(output, step):
 
 def test_killed_run_resumes_to_the_same_bits(data, whole, killed, tmp_path):
     output = shutil.copytree(killed, tmp_path / "run")
-    (output / "checkpoint_step_9.tmp").mkdir()             # half-written, must not be taken for a checkpoint
+    (output / "checkpoint_step_9.tmp").mkdir()                           # half-written, must not be taken for a checkpoint
     with (output / "rollouts" / "rank0.jsonl").open("a") as file:
         file.write('{"step": 3, "task": "lo')                             # a line that the kill cut off
     run(data, output, resume="", **RUN)

@@ -120,7 +120,7 @@ def test_the_seed_decides_everything(data, two_steps, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
-    same = dict(loss_type=loss_type, learning_rate=1e-5)
+    same = dict(loss_type=loss_type, learning_rate=1e-5, num_generations=4)
     whole = run(data, tmp_path / "whole", **same)
     parts = run(data, tmp_path / "parts", batch_size=1, gradient_accumulation_steps=2, micro_batch_size=3, **same)
     key = lambda line: (line["step"], line["task"], line["image_id"], line["completion"], line["advantage"])  # noqa: E731

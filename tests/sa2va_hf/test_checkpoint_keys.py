@@ -1,0 +1,206 @@
+"""The original checkpoint layout: both directions, bit for bit, and every way in which a file can be wrong."""
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf.checkpoint_keys import native_tensor, original_keys, original_shapes, to_original
+from tools.make_demo import SHIPPED_CHECKPOINT
+
+REFERENCE = Path(__file__).parents[3] / "shared" / "reference"      # the 4B's config and list of keys, beside the checkout
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
+
+
+@pytest.fixture(scope="module")
+def file():
+    return load_file(SHIPPED_CHECKPOINT / "model.safetensors")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the demo checkpoint to be damaged."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(SHIPPED_CHECKPOINT / name, tmp_path)
+    return tmp_path
+
+
+# By name
+
+@pytest.mark.parametrize("native, original, part", [
+    ("vision_model.embeddings.cls_token", "vision_model.embeddings.class_embedding", None),
+    ("vision_model.encoder.layer.3.lambda_2", "vision_model.encoder.layers.3.ls2", None),
+    ("vision_model.encoder.layer.0.attention.q_proj.weight", "vision_model.encoder.layers.0.attn.qkv.weight", 0),
+    ("vision_model.encoder.layer.0.attention.k_proj.bias", "vision_model.encoder.layers.0.attn.qkv.bias", 1),
+    ("vision_model.encoder.layer.0.attention.v_proj.weight", "vision_model.encoder.layers.0.attn.qkv.weight", 2),
+    ("language_model.model.layers.0.self_attn.o_proj.weight", "language_model.model.layers.0.self_attn.o_proj.weight", None),
+    ("mlp1.1.weight", "mlp1.1.weight", None),
+    ("grounding_encoder.no_memory_embedding", "grounding_encoder.sam2_model.no_mem_embed", None),
+    ("grounding_encoder.mask_decoder.iou_prediction_head.proj_in.weight",
+     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.0.weight", None),
+    ("grounding_encoder.mask_decoder.iou_prediction_head.layers.0.weight",
+     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.1.weight", None),
+    ("grounding_encoder.mask_decoder.iou_prediction_head.proj_out.weight",
+     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.2.weight", None),
+    ("grounding_encoder.mask_decoder.transformer.layers.1.mlp.proj_out.bias",
+     "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.1.mlp.layers.1.bias", None),
+    ("grounding_encoder.mask_decoder.transformer.layers.0.self_attn.o_proj.weight",
+     "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.0.self_attn.out_proj.weight", None),
+])
+def test_names(native, original, part):
+    assert original_keys(native) == ([original], part)
+
+
+def test_point_embeddings_are_four_keys():
+    keys, part = original_keys("grounding_encoder.prompt_encoder.point_embed.weight")
+    assert part is None and keys == [f"grounding_encoder.sam2_model.sam_prompt_encoder.point_embeddings.{i}.weight" for i in range(4)]
+
+
+def test_one_gaussian_matrix_feeds_two_buffers(model):
+    holders = [n for n in model.state_dict() if original_keys(n)[0][0].endswith("positional_encoding_gaussian_matrix")]
+    assert len(holders) == 2
+    assert model.grounding_encoder.prompt_encoder.shared_embedding is model.grounding_encoder.shared_image_embedding
+
+
+def test_every_native_name_has_its_own_place(model):
+    """Each original key feeds one native tensor, but for thirds of qkv and the shared matrix."""
+    places = Counter((key, original_keys(name)[1]) for name in model.state_dict() for key in original_keys(name)[0])
+    assert [key for (key, _), n in places.items() if n > 1] == [
+        "grounding_encoder.sam2_model.sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"]
+
+
+def test_qkv_splits_in_thirds():
+    fused = torch.arange(12.0).view(6, 2)
+    third = lambda x: native_tensor(f"vision_model.encoder.layer.0.attention.{x}_proj.weight", lambda key: fused)  # noqa: E731
+    assert third("q").tolist() == [[0, 1], [2, 3]] and third("k").tolist() == [[4, 5], [6, 7]] and third("v").tolist() == [[8, 9], [10, 11]]
+    state = {f"vision_model.encoder.layer.0.attention.{x}_proj.weight": third(x) for x in "vqk"}      # in any order
+    (key, joined), = to_original(state).items()
+    assert key == "vision_model.encoder.layers.0.attn.qkv.weight" and torch.equal(joined, fused)
+
+
+# Both directions
+
+def test_the_file_comes_back_bit_for_bit(model, file):
+    saved = {k: v.to(file[k].dtype) for k, v in to_original(model.state_dict()).items()}
+    assert set(saved) == set(file)
+    assert all(torch.equal(saved[k], file[k]) for k in file)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "1MB"])
+def test_save_and_load(model, tmp_path, shard):
+    with torch.no_grad():
+        moved = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
+        for p in moved.parameters():
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
+    moved.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (shard == "1MB")
+    again = Sa2VAModel.from_pretrained(tmp_path).state_dict()
+    state = moved.state_dict()
+    assert set(again) == set(state) and all(torch.equal(again[n], state[n]) for n in state)
+    assert any(not torch.equal(again[n], t) for n, t in model.state_dict().items())
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())
+
+
+def test_no_tensor_stays_uninitialised(model, file):
+    """Every parameter and buffer of the state is finite and stems from the file."""
+    assert all(t.isfinite().all() for t in model.state_dict().values())
+    assert original_shapes(model.state_dict()) == {k: tuple(v.shape) for k, v in file.items()}
+
+
+def test_a_model_with_adapter_is_not_saved(policy, tmp_path):
+    with pytest.raises(ValueError, match="LoRA adapter: merge it first"):
+        policy().model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# Wrong files
+
+def damage(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder, *words):
+    with pytest.raises(ValueError) as error:
+        Sa2VAModel.from_pretrained(folder)
+    for word in (str(folder), *words):
+        assert word in str(error.value)
+
+
+def test_missing_key(folder):
+    damage(folder, lambda t: t.pop("mlp1.3.bias"))
+    refused(folder, "1 keys missing ['mlp1.3.bias']", "0 unexpected")
+
+
+def test_unexpected_key(folder):
+    damage(folder, lambda t: t.update({"mlp1.9.bias": torch.zeros(1)}))
+    refused(folder, "0 keys missing", "1 unexpected ['mlp1.9.bias']")
+
+
+def test_missing_part_of_a_joined_tensor(folder):
+    key = "grounding_encoder.sam2_model.sam_prompt_encoder.point_embeddings.2.weight"
+    damage(folder, lambda t: t.pop(key))
+    refused(folder, key)
+
+
+def test_wrong_shape(folder):
+    damage(folder, lambda t: t.update({"mlp1.3.bias": torch.zeros(1)}))        # would broadcast in a copy
+    refused(folder, "model.safetensors", "mlp1.3.bias has shape (1,)", "(128,)")
+
+
+def test_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(folder, "model.safetensors is damaged or truncated")
+
+
+def test_missing_shard(model, tmp_path):
+    model.save_pretrained(tmp_path, max_shard_size="1MB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    refused(tmp_path, shard.name)
+
+
+def test_no_weights(folder):
+    (folder / "model.safetensors").unlink()
+    refused(folder, "neither model.safetensors nor model.safetensors.index.json")
+
+
+def test_adapter_folder(tmp_path):
+    """A LoRA adapter saved by peft, without and with a config.json beside it."""
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    refused(tmp_path, "config.json")
+    shutil.copy(SHIPPED_CHECKPOINT / "config.json", tmp_path)
+    refused(tmp_path, "LoRA adapter, not a Sa2VA model")
+
+
+def test_no_or_broken_config(folder):
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json is not valid JSON")
+    (folder / "config.json").unlink()
+    refused(folder, "config.json does not exist")
+
+
+# The published model
+
+@pytest.mark.skipif(not (REFERENCE / "sa2va_4b_manifest.json").is_file(), reason="the 4B's list of keys is not beside the checkout")
+def test_layout_of_the_4b():
+    """0 keys missing, 0 unexpected, 0 shapes different, of 1685 keys and 3.94 billion weights; no weight is allocated."""
+    manifest = {k: tuple(shape) for k, shape in json.loads((REFERENCE / "sa2va_4b_manifest.json").read_text()).items()}
+    config = Sa2VAConfig(**json.loads((REFERENCE / "sa2va_4b_config.json").read_text()))
+    with torch.device("meta"):
+        ours = original_shapes(Sa2VAModel(config).state_dict())
+    assert sorted(set(manifest) - set(ours)) == [] and sorted(set(ours) - set(manifest)) == []
+    assert {k: (ours[k], shape) for k, shape in manifest.items() if ours[k] != shape} == {}
+    assert len(ours) == 1685
+    assert (config.tokens_per_tile, config.grid_size, config.prompt_size, config.template) == (256, 16, 256, "phi3_chat")
