@@ -120,7 +120,7 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
         if part is not None:
             fused.setdefault(keys[0], {})[part] = tensor
         elif len(keys) > 1:
-            out.update(zip(keys, (row.contiguous() for row in tensor.chunk(len(keys), dim=0))))
+            out.update(zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0))))     # a view would keep all rows alive
         else:
             out[keys[0]] = tensor.contiguous()
     for key, parts in fused.items():

@@ -203,9 +203,10 @@ def test_the_latent_term_points_to_the_better_mask(model, mask_rollout):
     torch.testing.assert_close(mean.grad, -a[:, None] * latent.offset / (SIGMA ** 2 * d * m), atol=1e-6, rtol=1e-3)
     assert kl == 0
     # a reference 2 sigma off in every dimension: KL 4 / 2 for each of the M
-    _, kl = latent_loss(mean, latent, torch.ones(m, dtype=torch.bool), a, torch.ones(m, dtype=torch.bool),
-                        mean.detach() + 2 * SIGMA, Totals(4, 1, m), arguments(kl_coef=0.5))
+    far, kl = latent_loss(mean, latent, torch.ones(m, dtype=torch.bool), a, torch.ones(m, dtype=torch.bool),
+                          mean.detach() + 2 * SIGMA, Totals(4, 1, m), arguments(kl_coef=0.5))
     assert kl.item() == pytest.approx(2 * m, rel=1e-4)
+    assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
 
 
 # Normalisation
@@ -253,6 +254,19 @@ def test_micro_batches_cover_all_rows_once():
 
 
 # The mask term
+
+def test_the_mask_term_is_of_the_sampled_masks(model, mask_rollout):
+    """Those that the rollout was scored on, not those of the mean."""
+    image = [mask_rollout.prompts.image[row] for row in mask_rollout.seg_rows.tolist()]
+    targets = [mask_rollout.batch.masks[i] for i in image]
+    latent = mask_rollout.latent
+    with torch.no_grad():
+        drawn, plain = (mask_loss(model.decode_masks(mask_rollout.images, image, z), targets).mean().item()
+                        for z in (latent.z, latent.z - latent.offset))
+    _, sums, loss = backward(model, mask_rollout, arguments(mask_loss_coef=0.5), torch.zeros(4))
+    assert sums["mask_loss"] == pytest.approx(drawn, rel=1e-3) and abs(drawn - plain) > 5e-3 * drawn
+    assert loss == pytest.approx(0.5 * drawn, rel=1e-3)
+
 
 def test_mask_loss_by_hand():
     # logits 0 everywhere: p = 1/2, BCE ln 2; 4 pixels, 2 in the target: Dice 1 - (2 * 1 + 1) / (2 + 2 + 1) = 2/5

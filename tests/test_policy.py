@@ -266,9 +266,12 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     batch = prepare([scenes[0] | dict(mask=mask), scenes[1]], model.processor)
     assert batch.grids.flatten(1).sum(1)[0] == 1
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    seen = []
-    embed = model.embed
-    monkeypatch.setattr(model, "embed", lambda images, prompts, suffix=None: seen.append((images, prompts)) or embed(images, prompts, suffix))
+    seen, embed = [], model.embed
+
+    def noted(images, prompts, suffix=None):
+        seen.append((images, prompts))
+        return embed(images, prompts, suffix)
+    monkeypatch.setattr(model, "embed", noted)
     task = MaskCaptionMask(model, Roles(model.trainable), SimpleNamespace(mask_to_caption_weight=1.0, max_completion_length=2))
     own = task.prompts(batch, images)
     describe(model, batch, images, [0, 1], batch.masks, 2)
