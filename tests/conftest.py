@@ -10,6 +10,8 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
+torch.set_num_threads(1)      # before any fixture of any scope: sums of floats depend on the number of threads
+
 
 @pytest.fixture(scope="session")
 def policy():

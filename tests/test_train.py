@@ -131,6 +131,13 @@ def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
     assert curve(parts, "total_loss")[2] == pytest.approx(curve(whole, "total_loss")[2], abs=1e-5)
 
 
+def test_gradient_checkpointing_changes_neither_rollouts_nor_weights(data, two_steps, tmp_path):
+    # Checkpointed layers drop the KV cache in training mode, so they must not be in it while sampling.
+    again = run(data, tmp_path / "run", gradient_checkpointing="", num_generations=4, eval_samples=4, seed=1)
+    assert [line["completion"] for line in rollouts(again)] == [line["completion"] for line in rollouts(two_steps)]
+    assert distance(weights(again, 2), weights(two_steps, 2)) < 1e-6
+
+
 def test_several_updates_on_the_same_rollouts(data, tmp_path):
     output = run(data, tmp_path, num_iterations=2, max_steps=1, learning_rate=1e-3)
     state = torch.load(output / "checkpoint_step_1" / "training_state.pt", weights_only=True)
