@@ -105,9 +105,11 @@ def test_ranks_share_the_samples_of_a_step(accumulation):
 
 def test_a_fault_on_one_rank_stops_both():
     ended = two_of("distributed.raise_on_any_rank([])\n"
-                   "distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\nprint('WENT ON')")
+                   "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n    print('WENT ON')\n"
+                   "finally:\n    distributed.close()")
     for status, output in ended:
-        assert status == 1 and "FloatingPointError: not finite: rank 1: loop2 loss" in output and "WENT ON" not in output
+        # Not always 1: gloo may abort the rank whose peer is gone already.
+        assert status != 0 and "FloatingPointError: not finite: rank 1: loop2 loss" in output and "WENT ON" not in output
 
 
 def test_gradients_are_averaged_and_missing_ones_count_as_zero():
