@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from tqdm import tqdm
 
 from rl_train.data.loader import Batch, Prepared, collate
 from rl_train.policy import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
@@ -11,6 +12,14 @@ from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 torch.set_num_threads(1)      # before any fixture of any scope: sums of floats depend on the number of threads
+
+
+@pytest.fixture(autouse=True)
+def no_bar_outlives_its_test():
+    """Close the progress bars of runs that a test made fail, which would else print after pytest's summary."""
+    yield
+    for bar in list(getattr(tqdm, "_instances", [])):
+        bar.close()
 
 
 @pytest.fixture(scope="session")
