@@ -2,6 +2,7 @@
 
 Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
 """
+from rl_train.data.text import clean_caption
 from sa2va_hf.templates import chat_template
 
 DESCRIBE = "Please generate a detailed description for the given image region."
@@ -16,9 +17,6 @@ _WORDINGS = ("Can you segment the {x} in this image?", "Please segment {x} in th
 SEGMENT_WORDINGS = (*_WORDINGS, *(wording[:-1] for wording in _WORDINGS))      # each with and without its final mark
 SEGMENT_ANSWERS = ("It is [SEG].", "Sure, [SEG].", "Sure, it is [SEG].", "Sure, the segmentation result is [SEG].", "[SEG].")
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
-
-SPECIAL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>", "<vp>", "</vp>", "<|end|>", "<|user|>",
-                  "<|assistant|>", "<|system|>", "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<image>")
 
 
 def image_string(num_tiles: int, tokens_per_tile: int) -> str:
@@ -36,9 +34,7 @@ def phrase(caption: str) -> str:
 
     A sampled caption may hold special-token strings; as text of a prompt they would become image or [SEG] tokens.
     """
-    for token in SPECIAL_TOKENS:
-        caption = caption.replace(token, " ")
-    text = " ".join(caption.split()).lower()
+    text = clean_caption(caption).lower()
     return text[:-1] if text.endswith(".") else text
 
 
