@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rl_train.distributed import gather_objects
@@ -70,8 +71,11 @@ def find(resume: str, output_dir) -> Path | None:
 
 
 def load_weights(folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"):
-    """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if the names differ."""
-    state = load_file(Path(folder) / file)
+    """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if it is damaged or its names differ."""
+    try:
+        state = load_file(Path(folder) / file)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{Path(folder) / file} is missing or damaged: {error}") from error
     if set(state) != set(parameters):
         raise ValueError(f"{Path(folder) / file}: names differ from what this run trains: "
                          f"{sorted(set(state) ^ set(parameters))[:5]}")

@@ -3,7 +3,7 @@
 Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
 """
 from rl_train.data.text import clean_caption
-from sa2va_hf.templates import chat_template
+from sa2va_hf.templates import chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
 SEGMENT = "Please segment {x} in this image."
@@ -17,16 +17,6 @@ _WORDINGS = ("Can you segment the {x} in this image?", "Please segment {x} in th
 SEGMENT_WORDINGS = (*_WORDINGS, *(wording[:-1] for wording in _WORDINGS))      # each with and without its final mark
 SEGMENT_ANSWERS = ("It is [SEG].", "Sure, [SEG].", "Sure, it is [SEG].", "Sure, the segmentation result is [SEG].", "[SEG].")
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
-
-
-def image_string(num_tiles: int, tokens_per_tile: int) -> str:
-    return "<img>" + "<IMG_CONTEXT>" * (num_tiles * tokens_per_tile) + "</img>"
-
-
-def region_string(cells: list[int]) -> str:
-    """The header that introduces regions of `cells[i]` tokens each; "are" also for one region, as trained."""
-    regions = ", ".join(f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells))
-    return f"\nThere are {len(cells)} part regions in the picture: {regions}.\n"
 
 
 def phrase(caption: str) -> str:

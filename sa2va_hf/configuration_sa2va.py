@@ -35,6 +35,7 @@ class Sa2VAConfig:
             original's `PretrainedConfig` does.
         template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`.
         vision, llm, sam2: native `InternVLVisionConfig`, `Qwen2Config`, `Sam2VideoConfig`.
+        tied: embed_tokens and lm_head are one tensor (`llm_config.tie_word_embeddings`; the file may still hold two).
 
     Raises:
         ValueError: the file describes a model that this code would compute wrongly (another LLM, `ps_version` v1,
@@ -51,7 +52,9 @@ class Sa2VAConfig:
         self.downsample_ratio = self.raw["downsample_ratio"]
         self._check()
         self.vision = self._vision()
-        self.llm = Qwen2Config(**{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS})
+        # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a model is built and loaded.
+        self.tied = bool(self.raw["llm_config"].get("tie_word_embeddings", False))
+        self.llm = Qwen2Config(**{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS}, tie_word_embeddings=False)
         self.sam2 = self._sam2()
 
     def _check(self):
@@ -131,7 +134,7 @@ class Sa2VAConfig:
 
 
 # Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is transformers 4's
-# generation defaults. tie_word_embeddings is passed on: true shares embed_tokens and lm_head (Sa2VA-1B may).
+# generation defaults.
 _QWEN2_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
-                 "tie_word_embeddings", "rope_theta", "attention_dropout", "bos_token_id", "eos_token_id")
+                 "rope_theta", "attention_dropout", "bos_token_id", "eos_token_id")

@@ -19,9 +19,11 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys
 from .configuration_sa2va import Sa2VAConfig
-from .processing_sa2va import IMAGENET_MEAN, IMAGENET_STD
+from .prediction import predict_forward
+from .processing_sa2va import normalise_sam_pixels
 
 IMG_CONTEXT_TOKEN, SEG_TOKEN = "<IMG_CONTEXT>", "[SEG]"
+EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
 
 class Sa2VAModel(nn.Module):
@@ -38,6 +40,8 @@ class Sa2VAModel(nn.Module):
         self.vision_model = InternVLVisionModel(config.vision)
         self.mlp1 = nn.Sequential(nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width))
         self.language_model = Qwen2ForCausalLM(config.llm)
+        if config.tied:
+            self.language_model.lm_head.weight = self.language_model.model.embed_tokens.weight
         self.grounding_encoder = Sam2VideoModel(config.sam2)
         # One Gaussian matrix in the original, held by two native modules.
         self.grounding_encoder.prompt_encoder.shared_embedding = self.grounding_encoder.shared_image_embedding
@@ -151,18 +155,16 @@ class Sa2VAModel(nn.Module):
         Returns:
             [(B, 256, 256, 256), (B, 256, 128, 128), (B, 256, 64, 64)].
         """
-        dtype = self.grounding_encoder.no_memory_embedding.dtype
         if sam_pixels.dtype == torch.uint8:
-            mean = torch.tensor(IMAGENET_MEAN, device=sam_pixels.device).view(3, 1, 1)
-            std = torch.tensor(IMAGENET_STD, device=sam_pixels.device).view(3, 1, 1)
-            sam_pixels = (sam_pixels.float() / 255 - mean) / std
+            sam_pixels = normalise_sam_pixels(sam_pixels)
+        dtype = self.grounding_encoder.no_memory_embedding.dtype
         return list(self.grounding_encoder.vision_encoder(sam_pixels.to(dtype)).fpn_hidden_states)
 
     def decode_masks(self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """Mask logits of language prompts, as the original's `inject_language_embd` on a first frame.
 
-        Sparse prompt [not_a_point, not_a_point, language], dense `no_mask_embed`, `no_mem_embed` added to the coarsest
-        level; of mask tokens 1..3 the one with the highest predicted IoU. The object score does not gate the mask.
+        `no_mem_embed` is added to the coarsest level; of mask tokens 1..3 the one with the highest predicted IoU. The
+        object score does not gate the mask.
 
         Args:
             features: `sam_features` of B images; image: (P,) long, the image of each prompt; prompts: (P, 256).
@@ -170,32 +172,58 @@ class Sa2VAModel(nn.Module):
         Returns:
             (P, 256, 256) float32.
         """
+        fine, middle, coarse = self.decoder_features(features)
+        masks, iou, _, _ = self.decode_candidates([fine[image], middle[image]], coarse[image], prompts)
+        return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
+
+    def decoder_features(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
+        """`sam_features` as the mask decoder takes them without memory: [(B, 32, 256, 256), (B, 64, 128, 128), (B, 256, 64, 64)]."""
         sam = self.grounding_encoder
         dtype = sam.mask_decoder.mask_tokens.weight.dtype
         fine, middle, coarse = (f.to(dtype) for f in features)
-        high_res = [sam.mask_decoder.conv_s0(fine)[image], sam.mask_decoder.conv_s1(middle)[image]]
-        coarse = coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1)
-        points = torch.zeros(len(prompts), 1, 1, 2, device=prompts.device, dtype=dtype)
-        labels = -torch.ones(len(prompts), 1, 1, dtype=torch.int32, device=prompts.device)
+        return [sam.mask_decoder.conv_s0(fine), sam.mask_decoder.conv_s1(middle),
+                coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1)]
+
+    def decode_candidates(self, high_res: list[torch.Tensor], coarse: torch.Tensor, prompts: torch.Tensor | None = None):
+        """The mask decoder's three candidates under the sparse prompt [not_a_point, not_a_point, language], dense `no_mask_embed`.
+
+        Args:
+            high_res, coarse: `decoder_features` of the image of each of P prompts; prompts: (P, 256), or None for a
+                tracked frame, which has no language token.
+
+        Returns:
+            mask logits (P, 3, 256, 256), predicted IoU (P, 3), output tokens (P, 3, 256), object score logit (P, 1).
+        """
+        sam, n, dtype = self.grounding_encoder, len(coarse), coarse.dtype
+        points = torch.zeros(n, 1, 1, 2, device=coarse.device, dtype=dtype)
+        labels = -torch.ones(n, 1, 1, dtype=torch.int32, device=coarse.device)
         sparse, dense = sam.prompt_encoder(input_points=points, input_labels=labels, input_boxes=None, input_masks=None)
-        sparse = torch.cat([sparse.to(dtype), prompts[:, None, None].to(dtype)], dim=2)                 # (P, 1, 3, 256)
-        masks, iou, _, _ = sam.mask_decoder(
-            image_embeddings=coarse[image], sparse_prompt_embeddings=sparse, dense_prompt_embeddings=dense.to(dtype),
-            image_positional_embeddings=sam.get_image_wide_positional_embeddings().to(dtype).expand(len(prompts), -1, -1, -1),
+        sparse = sparse.to(dtype)
+        if prompts is not None:
+            sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)                       # (P, 1, 3, 256)
+        masks, iou, tokens, score = sam.mask_decoder(
+            image_embeddings=coarse, sparse_prompt_embeddings=sparse, dense_prompt_embeddings=dense.to(dtype),
+            image_positional_embeddings=sam.get_image_wide_positional_embeddings().to(dtype).expand(n, -1, -1, -1),
             multimask_output=True, high_resolution_features=high_res)
-        best = iou[:, 0].argmax(-1)
-        return masks[torch.arange(len(masks), device=masks.device), 0, best].float()
+        return masks[:, 0], iou[:, 0], tokens[:, 0], score[:, 0]
 
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """(n, 3, 1024, 1024) uint8 images and one (n, 256) prompt each -> (n, 256, 256) mask logits."""
         image = torch.arange(len(prompts), device=prompts.device)
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
+    def predict_forward(self, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None, *,
+                        rounded_normalisation=False) -> dict:
+        """The answer to `text` and the masks of its [SEG] tokens: see `sa2va_hf.prediction.predict_forward`."""
+        return predict_forward(self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation)
+
     # Checkpoints
 
     @classmethod
     def from_pretrained(cls, path, dtype: torch.dtype = torch.float32, device="cpu") -> "Sa2VAModel":
         """Load a folder in the original layout (safetensors, one file or sharded with an index), strictly.
+
+        Where the config ties embed_tokens and lm_head, the file may hold either or both; two that differ stay untied.
 
         Raises:
             ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected keys, a shape that
@@ -204,18 +232,28 @@ class Sa2VAModel(nn.Module):
         config = Sa2VAConfig.from_pretrained(path)
         with _default_dtype(dtype), no_init_weights():
             model = cls(config)
+        files, source = _shards(Path(path)), {}
+        llm = model.language_model
+        if config.tied and EMBED_TOKENS in files and LM_HEAD in files:
+            llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
+        elif config.tied and (EMBED_TOKENS in files or LM_HEAD in files):
+            there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
+            files[absent], source = files[there], {absent: there}
         state = model.state_dict()
-        files = _shards(Path(path))
         _check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
-            read = lambda key: readers[files[key]].get_tensor(key)  # noqa: E731
+            read = lambda key: readers[files[key]].get_tensor(source.get(key, key))  # noqa: E731
             for name, tensor in state.items():
                 tensor.copy_(checkpoint_keys.native_tensor(name, read))
+        if config.tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
+            llm.lm_head.weight = llm.model.embed_tokens.weight
         return model.to(device)
 
     def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
         """Write `path` in the original layout: safetensors (sharded with an index above max_shard_size) and config.json.
+
+        A tied lm_head is left out, as transformers does.
 
         Raises:
             ValueError: a LoRA is still attached; `tools/export.py` merges it first.
@@ -223,6 +261,8 @@ class Sa2VAModel(nn.Module):
         state = self.state_dict()
         if any("lora_" in key for key in state):
             raise ValueError("the model carries a LoRA adapter: merge it first (python -m tools.export)")
+        if self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
+            del state[LM_HEAD]
         state = {k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()}
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})

@@ -80,6 +80,20 @@ def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -
     return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)[:, 0]
 
 
+def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.Tensor:
+    """(.., 3, 1024, 1024) float32: uint8 pixels, ImageNet-normalised for SAM2.
+
+    Args:
+        rounded: mean and std rounded to bfloat16, as the original's inference code (`preprocess_image`) has them; its
+            supervised training has them exact, which is the default here. Pixels differ by up to 0.0081.
+    """
+    mean = torch.tensor(IMAGENET_MEAN, device=pixels.device).view(3, 1, 1)
+    std = torch.tensor(IMAGENET_STD, device=pixels.device).view(3, 1, 1)
+    if rounded:
+        mean, std = mean.bfloat16().float(), std.bfloat16().float()
+    return (pixels.float() / 255 - mean) / std
+
+
 class Sa2VAProcessor:
     """Turns PIL images and masks into the tensors that `Sa2VAModel` takes.
 

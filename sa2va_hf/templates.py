@@ -23,6 +23,17 @@ PROMPT_TEMPLATE = {
 }
 
 
+def image_string(num_tiles: int, tokens_per_tile: int) -> str:
+    """One image, or one frame, in a prompt."""
+    return "<img>" + "<IMG_CONTEXT>" * (num_tiles * tokens_per_tile) + "</img>"
+
+
+def region_string(cells: list[int]) -> str:
+    """The header that introduces regions of `cells[i]` tokens each; "are" also for one region, as trained."""
+    regions = ", ".join(f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells))
+    return f"\nThere are {len(cells)} part regions in the picture: {regions}.\n"
+
+
 def chat_template(name: str) -> dict:
     """The template `name`; raises ValueError naming the known ones."""
     if name not in PROMPT_TEMPLATE:

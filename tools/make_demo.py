@@ -41,7 +41,7 @@ CONFIG = dict(
     llm_config=dict(architectures=["Qwen2ForCausalLM"], hidden_size=128, intermediate_size=352, num_hidden_layers=4,
                     num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu",
                     tie_word_embeddings=False, max_position_embeddings=2048, attention_dropout=0.0),
-    sam2_config=dict(image_size=256, hidden_size=64, mask_decoder_mlp_dim=128, mask_decoder_heads=4, memory_channels=16,
+    sam2_config=dict(image_size=256, hidden_size=64, mask_decoder_mlp_dim=128, mask_decoder_heads=4, memory_channels=64,
                      memory_layers=1, memory_mlp_dim=64, memory_fuser_dim=64,
                      backbone=dict(hidden_size=24, num_attention_heads=1, blocks_per_stage=[1, 1, 2, 1],
                                    embed_dim_per_stage=[24, 48, 96, 192], num_attention_heads_per_stage=[1, 2, 4, 8],

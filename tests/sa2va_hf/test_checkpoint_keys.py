@@ -2,7 +2,6 @@
 import json
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from safetensors.torch import load_file, save_file
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import native_tensor, original_keys, original_shapes, to_original
 from tools.make_demo import SHIPPED_CHECKPOINT
-
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference"      # the 4B's config and list of keys, beside the checkout
 
 
 @pytest.fixture(scope="module")
@@ -191,16 +188,71 @@ def test_no_or_broken_config(folder):
     refused(folder, "config.json does not exist")
 
 
-# The published model
+# Tied embeddings
 
-@pytest.mark.skipif(not (REFERENCE / "sa2va_4b_manifest.json").is_file(), reason="the 4B's list of keys is not beside the checkout")
-def test_layout_of_the_4b():
-    """0 keys missing, 0 unexpected, 0 shapes different, of 1685 keys and 3.94 billion weights; no weight is allocated."""
-    manifest = {k: tuple(shape) for k, shape in json.loads((REFERENCE / "sa2va_4b_manifest.json").read_text()).items()}
-    config = Sa2VAConfig(**json.loads((REFERENCE / "sa2va_4b_config.json").read_text()))
-    with torch.device("meta"):
-        ours = original_shapes(Sa2VAModel(config).state_dict())
-    assert sorted(set(manifest) - set(ours)) == [] and sorted(set(ours) - set(manifest)) == []
-    assert {k: (ours[k], shape) for k, shape in manifest.items() if ours[k] != shape} == {}
-    assert len(ours) == 1685
-    assert (config.tokens_per_tile, config.grid_size, config.prompt_size, config.template) == (256, 16, 256, "phi3_chat")
+EMBED, HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+
+
+def tie(folder, change):
+    """Make the demo checkpoint in `folder` one whose config ties embed_tokens and lm_head."""
+    config = json.loads((folder / "config.json").read_text())
+    config["llm_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    damage(folder, change)
+
+
+@pytest.mark.parametrize("absent", [HEAD, EMBED])
+def test_tied_embeddings_come_back(folder, tmp_path_factory, file, absent):
+    tie(folder, lambda t: t.pop(absent))
+    model = Sa2VAModel.from_pretrained(folder)
+    llm = model.language_model
+    assert llm.lm_head.weight is llm.model.embed_tokens.weight
+    assert torch.equal(llm.lm_head.weight, file[EMBED if absent == HEAD else HEAD].float())
+    saved = tmp_path_factory.mktemp("tied")
+    model.save_pretrained(saved)
+    assert set(load_file(saved / "model.safetensors")) == set(file) - {HEAD}
+    again = Sa2VAModel.from_pretrained(saved)
+    assert again.language_model.lm_head.weight is again.language_model.model.embed_tokens.weight
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+def test_tied_in_name_only(folder, tmp_path_factory, file):
+    """Two different tensors in a file whose config ties them are both kept; two equal ones are tied."""
+    tie(folder, lambda t: None)
+    model = Sa2VAModel.from_pretrained(folder)
+    assert torch.equal(model.language_model.lm_head.weight, file[HEAD].float())
+    assert torch.equal(model.language_model.model.embed_tokens.weight, file[EMBED].float())
+    saved = tmp_path_factory.mktemp("both")
+    model.save_pretrained(saved)
+    assert set(load_file(saved / "model.safetensors")) == set(file)
+    damage(folder, lambda t: t.update({HEAD: t[EMBED].clone()}))
+    llm = Sa2VAModel.from_pretrained(folder).language_model
+    assert llm.lm_head.weight is llm.model.embed_tokens.weight
+
+
+def test_tied_without_either(folder):
+    tie(folder, lambda t: (t.pop(HEAD), t.pop(EMBED)))
+    refused(folder, "2 keys missing", HEAD)
+
+
+def test_untied_needs_both(folder):
+    damage(folder, lambda t: t.pop(HEAD))
+    refused(folder, f"1 keys missing ['{HEAD}']")
+
+
+# The config
+
+def test_unknown_fields_are_kept(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text()) | {"a_field_of_tomorrow": [1, {"x": None}], "auto_map": {"AutoModel": "a.B"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    Sa2VAConfig.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("llm", ["InternLM2ForCausalLM", "Phi3ForCausalLM", "LlamaForCausalLM"])
+def test_other_llms_are_refused(folder, llm):
+    config = json.loads((folder / "config.json").read_text())
+    config["llm_config"]["architectures"] = [llm]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{llm}; supported: Qwen2ForCausalLM"):
+        Sa2VAModel.from_pretrained(folder)

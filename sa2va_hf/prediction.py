@@ -1,0 +1,151 @@
+"""`predict_forward`: one image or video and a text in, the answer's text and its masks out, as in the original.
+
+Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H W image height, width, C LLM width.
+"""
+import numpy as np
+import torch
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from .processing_sa2va import Sa2VAProcessor, normalise_sam_pixels, region_grid, upsample_masks
+from .templates import chat_template, image_string, region_string
+from .video import track
+
+MAX_NEW_TOKENS = 2048
+LLM_FRAMES = 5         # frames of a video that the LLM sees and that the language embedding prompts; later ones are tracked
+STOP_TAIL = 16         # tokens of the decoded tail in which a stop word must show
+
+
+class StopWords(StoppingCriteria):
+    """Ends each row by itself where its decoded text, without line breaks, ends in a stop word.
+
+    (The original looks at row 0 alone and stops the whole batch with it.)
+    """
+
+    def __init__(self, tokenizer, words: list[str]):
+        self.tokenizer, self.words = tokenizer, tuple(words)
+
+    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
+        tails = [self.tokenizer.decode(row[-STOP_TAIL:].tolist()).replace("\r", "").replace("\n", "") for row in input_ids]
+        return torch.tensor([bool(self.words) and tail.endswith(self.words) for tail in tails], device=input_ids.device)
+
+
+@torch.no_grad()
+def predict_forward(model, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None,
+                    rounded_normalisation=False) -> dict:
+    """The model's greedy answer to `text`, and one mask for each [SEG] in it.
+
+    Args:
+        model: `Sa2VAModel`.
+        image: PIL image of any mode and size, tiled up to the config's `max_dynamic_patch` and a thumbnail.
+        video: list of PIL frames of one size, instead of an image. The LLM sees the first 5, one tile each.
+        text: the user's words; `<image>` stands where the image or video goes.
+        past_text: earlier turns, as they went into the model (template and image tokens included), before this one.
+        mask_prompts: [(n, H, W)]: n regions of the image, non-zero inside, introduced to the model behind the image.
+        tokenizer: Sa2VA's; needed at the first call, or after `bind_tokenizer`, at every one.
+        rounded_normalisation: SAM2's mean and std rounded to bfloat16 as in the original's inference code; the default is
+            what Sa2VA's supervised training had (see `normalise_sam_pixels`).
+
+    Returns:
+        {"prediction": str, at most 2048 new tokens, special tokens and the stop text `<|end|>` included,
+         "prediction_masks": list over [SEG] tokens of (F, H, W) bool arrays; F = 1 for an image}.
+        An answer without [SEG] has no masks, one with two has two. A [SEG] that is the very last token (no stop text
+        after it) has no hidden state and is dropped, as in the original; without image and video there are none.
+
+    Raises:
+        ValueError: text or tokenizer is missing; image and video together; `<image>` without either, or either without
+            `<image>` here or in past_text; frames of different sizes; an empty region; mask_prompts with a video or
+            with past_text. (The original asserts some of these and computes without the image in others.)
+
+    Differences from the original: images of mode L, P, CMYK and RGBA are converted instead of failing; a region too
+    small for every cell of the grid gets the cell it covers most instead of no token; the image is encoded by SAM2 once
+    and not once per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
+
+    Source: `predict_forward` in the original's `modeling_sa2va_chat.py`.
+    """
+    _check(image, video, text, past_text, mask_prompts, tokenizer)
+    if model.img_context_id is None:
+        model.bind_tokenizer(tokenizer)
+    processor, config = Sa2VAProcessor(model.config), model.config
+    template = chat_template(config.template)
+    frames = [image] if image is not None else list(video or [])
+
+    tiles, grids, image_tokens = None, None, ""
+    if image is not None:
+        tiles = processor.tiles(image)                                                             # (t, 3, S, S)
+        image_tokens = image_string(len(tiles), config.tokens_per_tile)
+    elif video:
+        tiles = torch.cat([Sa2VAProcessor(config, max_tiles=1).tiles(frame) for frame in frames[:LLM_FRAMES]])
+        image_tokens = "\n".join([image_string(1, config.tokens_per_tile)] * len(tiles))
+    if mask_prompts is not None:
+        grids = _region_grids(processor, mask_prompts)                                             # (n, g, g)
+        image_tokens += region_string(grids.flatten(1).sum(1).tolist())
+    prompt = past_text + template["INSTRUCTION"].replace("{input}", text.replace("<image>", image_tokens))
+    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)                           # (1, L)
+
+    features = None if tiles is None else model.extract_feature(tiles.to(model.device))
+    flags = None if grids is None else torch.arange(len(tiles)) == len(tiles) - 1
+    embeds = model.embed(ids, features, None if grids is None else [grids], flags)
+    answer, hidden = _generate(model.language_model, embeds, tokenizer, template.get("STOP_WORDS", []))
+    seg = hidden[answer[:-1] == model.seg_id]                                                      # (M, C)
+    masks = []
+    if frames and len(seg):
+        masks = _masks(model, processor, frames, model.text_hidden_fcs(seg), rounded_normalisation)
+    return {"prediction": tokenizer.decode(answer.tolist(), skip_special_tokens=False).strip(), "prediction_masks": masks}
+
+
+def _check(image, video, text, past_text, mask_prompts, tokenizer):
+    if text is None or tokenizer is None:
+        raise ValueError(f"predict_forward needs {'text' if text is None else 'a tokenizer'}")
+    if image is not None and video is not None:
+        raise ValueError("predict_forward takes an image or a video, not both")
+    if video is not None and len({frame.size for frame in video}) != 1:
+        raise ValueError(f"the frames of a video must have one size, got {sorted({frame.size for frame in video})}")
+    if mask_prompts is not None and (image is None or past_text):
+        raise ValueError("mask_prompts need an image and no past_text")
+    if mask_prompts is not None and len(mask_prompts) != 1:
+        raise ValueError(f"mask_prompts is a list of one (n, H, W) array for the one image, got {len(mask_prompts)}")
+    if "<image>" in text and past_text:
+        raise ValueError("<image> belongs to the first turn: text holds it although past_text is not empty")
+    if image is None and video is None:
+        if "<image>" in text:
+            raise ValueError("text holds <image>, but neither an image nor a video was given")
+    elif "<image>" not in text and "<IMG_CONTEXT>" not in past_text:
+        raise ValueError("an image or video was given, but text has no <image> and past_text no image tokens")
+
+
+def _region_grids(processor, mask_prompts) -> torch.Tensor:
+    """(n, g, g) bool cells of the regions. Raises ValueError naming a region without a pixel."""
+    masks = torch.as_tensor(np.asarray(mask_prompts[0])).bool()
+    if masks.ndim != 3 or len(masks) == 0:
+        raise ValueError(f"mask_prompts[0] must be (n, H, W) with n >= 1, got {tuple(masks.shape)}")
+    empty = (~masks.flatten(1).any(1)).nonzero()[:, 0].tolist()
+    if empty:
+        raise ValueError(f"mask_prompts: region{empty[0] + 1} has no pixel")
+    return region_grid(masks, processor.grid_size, processor.image_size, "nearest")
+
+
+def _generate(language_model, embeds, tokenizer, stop_words) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T,) greedy tokens after the prompt (1, L, C), and the last hidden states (T-1, C) at all but the last as input."""
+    states = []
+    handle = language_model.model.register_forward_hook(lambda module, args, out: states.append(out.last_hidden_state[0, -1]))
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    config = GenerationConfig(max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
+    try:
+        answer = language_model.generate(
+            inputs_embeds=embeds, attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device),
+            generation_config=config, stopping_criteria=StoppingCriteriaList([StopWords(tokenizer, stop_words)]))[0]
+    finally:
+        handle.remove()
+    return answer, torch.stack(states)[1:]          # state 0 is the prompt's last position, state k that of token k-1
+
+
+def _masks(model, processor, frames, embeddings, rounded) -> list[np.ndarray]:
+    """One (F, H, W) bool mask for each language embedding (M, 256)."""
+    features = (model.sam_features(normalise_sam_pixels(processor.sam_image(frame).to(model.device), rounded)[None]) for frame in frames)
+    if len(frames) == 1:
+        image = torch.zeros(len(embeddings), dtype=torch.long, device=model.device)
+        logits = model.decode_masks(next(features), image, embeddings)[:, None]                    # (M, 1, 256, 256)
+    else:
+        logits = track(model, features, embeddings, LLM_FRAMES)                                    # (M, F, 256, 256)
+    size = frames[0].height, frames[0].width
+    return [(upsample_masks(one, processor.sam_size, size) > 0).cpu().numpy() for one in logits]
