@@ -35,7 +35,7 @@ SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img
 CONFIG = dict(
     architectures=["Sa2VAChatModel"], model_type="sa2va_chat", template="phi3_chat", ps_version="v2", select_layer=-1,
     force_image_size=224, downsample_ratio=0.5, dynamic_image_size=True, use_thumbnail=True, min_dynamic_patch=1,
-    max_dynamic_patch=12,
+    max_dynamic_patch=1,
     vision_config=dict(hidden_size=96, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, image_size=224,
                        patch_size=14, layer_norm_eps=1e-6, hidden_act="gelu", qkv_bias=True),
     llm_config=dict(architectures=["Qwen2ForCausalLM"], hidden_size=128, intermediate_size=352, num_hidden_layers=4,

@@ -13,10 +13,8 @@ SEGMENT = "<image>\nPlease segment {x} in this image."
 
 @pytest.fixture(scope="module")
 def built(policy):
-    """A policy whose LoRA adds nothing: its model is the demo's, with one tile an image as it was trained."""
-    built = policy()
-    built.model.config.raw["max_dynamic_patch"] = 1
-    return built
+    """A policy whose LoRA adds nothing: its model is the demo's."""
+    return policy()
 
 
 @pytest.fixture
