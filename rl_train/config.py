@@ -5,10 +5,11 @@ from pathlib import Path
 
 from rl_train.data import DATASETS
 from rl_train.grpo import LOSS_TYPES
+from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
-                  "save_total_limit", "eval_steps", "micro_batch_size"}
+                  "save_total_limit", "eval_steps", "micro_batch_size", "llm_judge_base_url", "max_judge_failures"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -40,6 +41,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
     add("--mask_sigma", type=float, default=0.3, help="std of the Gaussian over SAM2's prompt embedding in loop 2; 0 = no "
         "sampled mask, the text is the only action")
+
+    add = p.add_argument_group("rewards").add_argument
+    add("--use_llm_judge", action="store_true", help="have an LLM judge: loop 1's reward becomes IoU + (0.25 METEOR + 0.75 judge) "
+        "of the sampled caption against the true one")
+    add("--use_llm_judge_loop2", action="store_true", help="loop 2's reward becomes 0.25 METEOR + 0.75 judge instead of METEOR; "
+        "needs --use_llm_judge")
+    add("--llm_judge_base_url", default="http://localhost:9100/v1", help="OpenAI-compatible server of the judge, such as vLLM's; "
+        "its key, if it wants one, is read from the environment's OPENAI_API_KEY")
+    add("--llm_judge_model", default="meta-llama/Meta-Llama-3.1-8B-Instruct", help="name of the judge at that server")
+    add("--llm_judge_mode", choices=MODES, default="score", help="score = a rating of 0..10, mcq = a verdict A..E, qa = questions "
+        "made from the true caption, answered from the generated one")
+    add("--max_judge_failures", type=float, default=0.2, help=f"the run stops when a larger share of the last {FAILURE_WINDOW} captions "
+        "could not be judged")
+    add("--reward", nargs="+", default=[], metavar="MODULE:FUNCTION[=WEIGHT]", help="reward functions of your own, added to the reward "
+        "of each loop with their weight (default 1) and logged by name; called as TRL calls them: (completions, **kwargs) -> "
+        "list of float or None")
 
     add = p.add_argument_group("loss").add_argument
     add("--loss_type", choices=LOSS_TYPES, default="dapo", help="how token losses are averaged")
@@ -97,6 +114,10 @@ def parse_args(argv=None) -> argparse.Namespace:
     weights = dict(mask_caption_mask=args.mask_to_caption_weight, caption_mask_caption=args.caption_to_mask_weight)
     if not any(weights[task] > 0 for task in args.tasks):
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
+    if args.use_llm_judge_loop2 and not args.use_llm_judge:
+        parser.error("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available")
+    if not 0 <= args.max_judge_failures <= 1:
+        parser.error(f"--max_judge_failures {args.max_judge_failures}: must be in [0, 1]")
     for name in ("ema_decay", "warmup_ratio"):
         if not 0 <= getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1)")

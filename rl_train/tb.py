@@ -24,6 +24,7 @@ def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor
                 length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts))
     for name, component in rewards.items():
         sums[f"component/{name}"] = component.nansum()
+        sums[f"rows_with/{name}"] = (~component.isnan()).sum()
     if rollout.has_mask:
         groups = [rollout.masks[i:i + rollout.num_generations] for i in range(0, len(rollout), rollout.num_generations)]
         sums["mask_spread"] = sum(_spread(torch.stack(group)) for group in groups)
@@ -53,7 +54,9 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
                unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"])
     for name, value in s.items():
         if name.startswith("component/"):
-            out[name.removeprefix("component/")] = value / max(s["scored"], 1)
+            component = name.removeprefix("component/")
+            if s[f"rows_with/{component}"]:
+                out[component] = value / s[f"rows_with/{component}"]
     if "mask_spread" in s:
         out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"],
                     latent_kl=s.get("latent_kl", 0.0) / max(s.get("latents", 0), 1), latent_loss=s.get("latent_loss", 0.0),
@@ -87,13 +90,13 @@ class Log:
         if self.writer:
             self.writer.add_text("hparams", "\n".join(f"    {k} = {v}" for k, v in sorted(vars(args).items())), 0)
 
-    def rollouts(self, step: int, task, rollout, rewards, advantages):
-        """One JSON line per row."""
+    def rollouts(self, step: int, task, rollout, rewards, reward, advantages):
+        """One JSON line per row; null is a reward that could not be obtained."""
         for row, text in enumerate(rollout.texts):
             i = rollout.sample_of_row[row]
             line = dict(step=step, task=task.name, image_id=rollout.batch.image_ids[i], caption=rollout.batch.captions[i],
-                        completion=text, advantage=round(advantages[row].item(), 4),
-                        **{name: round(value[row].item(), 4) for name, value in rewards.items()})
+                        completion=text, reward=_number(reward[row]), advantage=round(advantages[row].item(), 4),
+                        **{name: _number(value[row]) for name, value in rewards.items()})
             if rollout.replies:
                 line["reply"] = rollout.replies[row]
             self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -111,6 +114,11 @@ class Log:
         self.jsonl.close()
         if self.writer:
             self.writer.close()
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """A reward as JSON can hold it: None where it is NaN."""
+    return None if value.isnan() else round(value.item(), 8)
 
 
 def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:

@@ -11,7 +11,9 @@ prompt embedding for SAM2; and `--mask_loss_coef` adds a supervised term on the 
 import math
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
@@ -26,6 +28,9 @@ from rl_train.evaluation import before_after_table, evaluate, summary
 from rl_train.grpo import combine, group_advantages, group_std
 from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
 from rl_train.policy import build_policy
+from rl_train.rewards import LLMJudge
+from rl_train.rewards.custom import load_user_rewards
+from rl_train.rewards.judge import FailureWindow, JudgeFailed
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import Roles
 from rl_train.rollout import Rollout, noise, sample
@@ -44,7 +49,7 @@ class Work:
     reference: list[torch.Tensor]       # [logp (N, T), latent mean (M, D)]
 
 
-def train(args, ranks, policy, roles, tasks, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
+def train(args, ranks, policy, roles, tasks, judging, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
     """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
     progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
     for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
@@ -87,7 +92,7 @@ def train(args, ranks, policy, roles, tasks, loader, optimizer, scheduler, log, 
             scheduler.step()                                                          # by time, also where nothing was learnt
         clock("update")
         done = step + 1
-        report(args, ranks, policy, log, progress, step, work, sums, norms, scheduler, clock)
+        report(args, ranks, policy, judging, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
             for w in work[-len(tasks):]:
                 log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
@@ -142,15 +147,15 @@ def update(args, policy, optimizer, sums) -> dict[str, float]:
     return {group: square.sqrt().item() for group, square in squares.items()}
 
 
-def report(args, ranks, policy, log, progress, step, work, sums, norms, scheduler, clock):
-    """Curves, progress bar and JSON lines of one step."""
+def report(args, ranks, policy, judging, log, progress, step, work, sums, norms, scheduler, clock):
+    """Curves, progress bar and JSON lines of one step; raises JudgeFailed on all ranks if the judge has failed too often."""
     values, show, tokens = {}, {}, 0
     for name in sums:
         mine = [w for w in work if w.task.name == name]
         counts = Counter(sums[name])
         for w in mine:
             counts.update(rollout_sums(w.rollout, w.rewards, w.reward))
-            log.rollouts(step, w.task, w.rollout, w.rewards, w.advantages)
+            log.rollouts(step, w.task, w.rollout, w.rewards, w.reward, w.advantages)
             tokens += int(w.rollout.valid.sum())
         keys = ("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap", "latent_loss", "latent_kl",
                 "latents", "mask_loss")
@@ -168,9 +173,15 @@ def report(args, ranks, policy, log, progress, step, work, sums, norms, schedule
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
     if ranks.device.type == "cuda":
         values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+    if judging:
+        judged = distributed.all_sum(judging.judge.take_counts(), ranks.device)
+        values["judge/failed_frac"] = judged["failed"] / max(judged["asked"], 1)
+        show["judge_failed"] = f"{values['judge/failed_frac']:.0%}"
     log.scalars(values, step + 1)
     progress.set_postfix(show)
     progress.update()
+    if judging:
+        judging.window.add(**judged)
 
 
 class Clock:
@@ -213,11 +224,31 @@ def split_dataset(args):
 
 
 @dataclass
+class Judging:
+    """The judge of a run and its last failures."""
+    judge: LLMJudge
+    window: FailureWindow
+
+
+def build_judging(args) -> Judging | None:
+    """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
+    if not args.use_llm_judge:
+        return None
+    judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model, args.llm_judge_mode, seed=args.seed,
+                     cache_path=Path(args.output_dir) / "judge_cache.sqlite")
+    faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
+    if faults:
+        raise ValueError(faults[0])
+    return Judging(judge, FailureWindow(args.max_judge_failures))
+
+
+@dataclass
 class Parts:
     """What a run is made of, before its first step."""
     policy: object
     roles: Roles
     tasks: list
+    judging: Judging | None
     optimizer: torch.optim.Optimizer
     scheduler: object
     train_set: object
@@ -233,12 +264,14 @@ def build(args, ranks) -> Parts:
         check_output_dir(args)
     distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
     require_wordnet()
+    user_rewards = load_user_rewards(args.reward)
+    judging = build_judging(args)
     torch.manual_seed(args.seed)
     train_set, heldout = split_dataset(args)
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
     roles = Roles(policy.trainable)
-    tasks = [TASKS[name](policy, roles, args) for name in args.tasks]
+    tasks = [TASKS[name](policy, roles, args, judging and judging.judge, user_rewards) for name in args.tasks]
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -248,7 +281,7 @@ def build(args, ranks) -> Parts:
         check_resumed(resume, args)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
-    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], optimizer, scheduler, train_set, heldout, sampler,
+    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], judging, optimizer, scheduler, train_set, heldout, sampler,
                  max_steps, resume)
 
 
@@ -262,16 +295,16 @@ def run(args, ranks, p: Parts):
 
     if p.resume:
         print0(f"resuming from {p.resume}")
-    log = Log(args.output_dir, ranks.rank, checkpoint.step_of(p.resume) if p.resume else 0)
-    log.hparams(args)
-    evaluate_now(0)                                                       # the base: a fresh LoRA adds nothing
-    if p.resume:
-        p.sampler.start = checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
-    loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
-    train(args, ranks, p.policy, p.roles, p.tasks, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps, evaluate_now)
-    if p.max_steps not in measured:                                       # resumed after its last step
-        evaluate_now(p.max_steps)
-    log.close()
+    with closing(Log(args.output_dir, ranks.rank, checkpoint.step_of(p.resume) if p.resume else 0)) as log:
+        log.hparams(args)
+        evaluate_now(0)                                                   # the base: a fresh LoRA adds nothing
+        if p.resume:
+            p.sampler.start = checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
+        loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
+        train(args, ranks, p.policy, p.roles, p.tasks, p.judging, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps,
+              evaluate_now)
+        if p.max_steps not in measured:                                   # resumed after its last step
+            evaluate_now(p.max_steps)
     print0(before_after_table(measured[0], measured[p.max_steps]))
     print0(f"curves and pictures: tensorboard --logdir {args.output_dir}/tensorboard")
 
@@ -284,7 +317,10 @@ def main(argv=None):
             parts = build(args, ranks)
         except ValueError as error:                                       # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
-        run(args, ranks, parts)
+        try:
+            run(args, ranks, parts)
+        except JudgeFailed as error:
+            raise SystemExit(f"rl_train: --llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
     finally:
         distributed.close()
 

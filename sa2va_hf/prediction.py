@@ -12,6 +12,7 @@ from .video import track
 
 MAX_NEW_TOKENS = 2048
 LLM_FRAMES = 5         # frames of a video that the LLM sees and that the language embedding prompts; later ones are tracked
+MASKS_AT_ONCE = 32     # a runaway answer may hold hundreds of [SEG]
 STOP_TAIL = 16         # tokens of the decoded tail in which a stop word must show
 
 
@@ -143,8 +144,9 @@ def _masks(model, processor, frames, embeddings, rounded) -> list[np.ndarray]:
     """One (F, H, W) bool mask for each language embedding (M, 256)."""
     features = (model.sam_features(normalise_sam_pixels(processor.sam_image(frame).to(model.device), rounded)[None]) for frame in frames)
     if len(frames) == 1:
-        image = torch.zeros(len(embeddings), dtype=torch.long, device=model.device)
-        logits = model.decode_masks(next(features), image, embeddings)[:, None]                    # (M, 1, 256, 256)
+        features = next(features)
+        logits = torch.cat([model.decode_masks(features, torch.zeros(len(some), dtype=torch.long, device=model.device), some)
+                            for some in embeddings.split(MASKS_AT_ONCE)])[:, None]                 # (M, 1, 256, 256)
     else:
         logits = track(model, features, embeddings, LLM_FRAMES)                                    # (M, F, 256, 256)
     size = frames[0].height, frames[0].width

@@ -62,6 +62,32 @@ def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
 
 
+@pytest.mark.parametrize("share", [-0.1, 1.1, "nan"])
+def test_share_of_judge_failures(complaint, share):
+    assert "--max_judge_failures" in complaint(max_judge_failures=share)
+
+
+def test_judge_of_loop_2_needs_a_judge(complaint):
+    sentence = complaint(use_llm_judge_loop2="")
+    assert "--use_llm_judge_loop2" in sentence and "needs --use_llm_judge," in sentence
+
+
+def test_judge_that_is_down(complaint, tmp_path):
+    sentence = complaint(use_llm_judge="", llm_judge_base_url="http://127.0.0.1:9/v1")
+    assert "--llm_judge_base_url http://127.0.0.1:9/v1" in sentence and "meta-llama/Meta-Llama-3.1-8B-Instruct" in sentence
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_judge_mode(complaint):
+    assert "--llm_judge_mode" in complaint(llm_judge_mode="stars")
+
+
+def test_reward_of_the_users_own(complaint):
+    assert "--reward no_such_module:f" in complaint(reward="no_such_module:f")
+    assert "--reward math:sqrt=x" in complaint(reward="math:sqrt=x")
+    assert "2 rewards are called sqrt" in complaint(reward=["math:sqrt", "cmath:sqrt=2"])
+
+
 def test_unknown_flag(complaint):
     assert "--num_samples" in complaint("--num_samples", "4")
 

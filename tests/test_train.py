@@ -89,7 +89,7 @@ def test_total_loss_is_the_weighted_sum(data, two_steps, tmp_path):
 def test_rollouts_are_readable(two_steps):
     lines = rollouts(two_steps)
     assert len(lines) == 2 * 2 * 2 * 4                                    # steps, loops, prompts, samples
-    needed = {"step", "task", "image_id", "caption", "completion", "advantage", "iou"}
+    needed = {"step", "task", "image_id", "caption", "completion", "reward", "advantage", "iou"}
     for line in lines:
         assert set(line) == (needed if line["task"] == "loop1" else needed | {"meteor", "reply"})
         assert 0 <= line["iou"] <= 1 and 0 <= line.get("meteor", 0) <= 1 and line["caption"]

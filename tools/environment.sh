@@ -6,7 +6,8 @@ VENV=${VENV-${VIRTUAL_ENV:-.venv}}
 if [ -n "$VENV" ]; then
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
     PYTHON=$VENV/bin/python
-    if ! "$PYTHON" -c "import torch, transformers, peft, nltk, pycocotools, tensorboard, pyarrow, pytest" 2>/dev/null; then
+    NEEDED="torch transformers peft nltk pycocotools tensorboard pyarrow pytest hypothesis datasets openai"
+    if ! "$PYTHON" -c "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, '$NEEDED'.split())))"; then
         echo "installing into $VENV"
         "$PYTHON" -m pip install -q -e ".[test]" -c constraints.txt
     fi

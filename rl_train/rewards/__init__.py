@@ -1,6 +1,9 @@
-"""Rewards as pure functions: mask IoU (loop 1) and METEOR (loop 2)."""
+"""Rewards: mask IoU, METEOR, an LLM judge, the caption reward of both, and functions of the user's own."""
 
+from rl_train.rewards.caption import caption_reward
+from rl_train.rewards.custom import UserReward, load_reward
 from rl_train.rewards.iou import mask_iou
+from rl_train.rewards.judge import LLMJudge
 from rl_train.rewards.meteor import meteor
 
-__all__ = ["mask_iou", "meteor"]
+__all__ = ["mask_iou", "meteor", "caption_reward", "LLMJudge", "UserReward", "load_reward"]

@@ -29,7 +29,21 @@ def tokenize(text: str) -> list[str]:
     return re.findall(r"[^\W_]+", text.lower())
 
 
-def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
+# "region1: ", "region1 is ", "The region shows ": only at the start, and only as whole words.
+_BOILERPLATE = re.compile(r"\A\s*(?:region1(?![\w'’])\s*[:,]?\s*(?:(?:is|shows|contains)\s+)?"
+                          r"|(?:the|this)\s+(?:marked\s+)?region1?\s*(?::|(?:is|shows|contains)\s)\s*)", re.IGNORECASE)
+
+
+def legacy_clean(text: str) -> str:
+    """Return `text` up to the stop text <|end|>, without the boilerplate that region captions begin with.
+
+    Published region-caption numbers were computed on answers cleaned in this way ("The region is a dog." -> "a dog."). Nothing but
+    the start is touched: "this is an island", "region10" and line breaks stay. Rewards never use it.
+    """
+    return _BOILERPLATE.sub("", text.split("<|end|>")[0]).strip()
+
+
+def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner: bool = False) -> Tensor:
     """Return the METEOR score of every caption pair, as (N,) float32 in [0, 1).
 
     A pair with no word on either side scores 0. Missing WordNet never becomes a score: NLTK's
@@ -38,6 +52,7 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
     Args:
         references: N ground-truth captions.
         hypotheses: N generated captions, paired by index.
+        legacy_cleaner: score `legacy_clean(hypothesis)`, to compare with published numbers; training scores what was sampled.
 
     Raises:
         TypeError: one side is a single str.
@@ -47,6 +62,8 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
         raise TypeError("meteor takes two lists of captions, not a single str")
     if len(references) != len(hypotheses):
         raise ValueError(f"meteor got {len(references)} references and {len(hypotheses)} hypotheses")
+    if legacy_cleaner:
+        hypotheses = [legacy_clean(hypothesis) for hypothesis in hypotheses]
     scores = [
         single_meteor_score(tokenize(reference), tokenize(hypothesis))
         for reference, hypothesis in zip(references, hypotheses)

@@ -7,7 +7,7 @@
     prompts(batch, images) -> Prompts, one per sample
     rewards(rollout) -> {component: (N,)}, NaN where a row could not be scored
 
-A new task is one file and one line below.
+It is built as TASKS[name](policy, roles, args, judge, user_rewards). A new task is one file and one line below.
 """
 from .caption_mask_caption import CaptionMaskCaption
 from .mask_caption_mask import MaskCaptionMask

@@ -6,17 +6,24 @@ The answer's text is nearly constant and the mask a deterministic function of it
 import torch
 
 from rl_train.policy import Images, Policy, Prompts
+from rl_train.prompts import SEGMENT, phrase
 from rl_train.rewards import mask_iou, meteor
+from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.roles import Roles
 from rl_train.rollout import Rollout, describe
 
 
 class CaptionMaskCaption:
     name = "loop2"
-    weights = {"meteor": 1.0}
 
-    def __init__(self, policy: Policy, roles: Roles, args):
+    def __init__(self, policy: Policy, roles: Roles, args, judge=None, user_rewards=()):
+        if args.use_llm_judge_loop2 and judge is None:
+            raise ValueError("--use_llm_judge_loop2: loop 2 was given no judge")
         self.policy, self.roles = policy, roles
+        self.judge = judge if args.use_llm_judge_loop2 else None
+        self.user_rewards = user_rewards
+        self.weights = (({"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.judge else {"meteor": 1.0})
+                        | {reward.name: reward.weight for reward in user_rewards})
         self.loss_weight = args.caption_to_mask_weight
         self.mask_sigma = args.mask_sigma
         self.max_new_tokens = args.max_completion_length
@@ -29,10 +36,23 @@ class CaptionMaskCaption:
 
         An empty mask scores 0 without asking the teacher. The IoU with the region is a measurement that the reward does
         not see. Fills rollout.replies with the teacher's captions.
+
+        With --use_llm_judge_loop2 the reward is 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair. Where the judge
+        gives NaN the row is not scored, by METEOR neither. The user's own rewards follow, each by its name; they are called with
+        lists of N prompts, captions (the prompts' ones), image_ids, replies (the teacher's captions), masks (sampled) and targets
+        (the regions), masks being (H, W) bool.
         """
         with self.roles.use("teacher"):
             rollout.replies = describe(self.policy, rollout.batch, rollout.images, rollout.prompts.image, rollout.masks,
                                        self.max_new_tokens)
         references = [rollout.batch.captions[i] for i in rollout.sample_of_row]
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
-        return {"meteor": meteor(references, rollout.replies), "iou": mask_iou(rollout.masks, targets).cpu()}
+        rewards = {"meteor": meteor(references, rollout.replies), "iou": mask_iou(rollout.masks, targets).cpu()}
+        for reward in self.user_rewards:
+            rewards[reward.name] = reward(rollout.texts, prompts=[SEGMENT.replace("{x}", phrase(text)) for text in references],
+                                          captions=references, replies=rollout.replies, masks=rollout.masks, targets=targets,
+                                          image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row])
+        if self.judge:
+            rewards["judge"] = self.judge.score(references, rollout.replies)
+            rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())
+        return rewards

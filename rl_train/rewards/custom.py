@@ -1,0 +1,99 @@
+"""Reward functions of the user's own, named on the command line: --reward module:function=weight.
+
+    def num_words(completions, **kwargs):                          # the signature of TRL and R1-V
+        return [min(len(text.split()) / 20, 1.0) for text in completions]
+
+It returns one number per completion, or None where it has none to give.
+"""
+import importlib
+import math
+from collections import Counter
+from collections.abc import Callable
+from numbers import Real
+
+import torch
+
+# Names in a rollout's line or among a task's curves, which a reward of the user's own may not take.
+RESERVED = frozenset((
+    "step", "task", "image_id", "caption", "completion", "reply", "reward", "advantage", "iou", "meteor", "judge", "caption_reward", "loss",
+    "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero_std", "entropy", "clip_frac", "completion_length",
+    "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss"))
+
+
+def load_reward(spec: str) -> Callable:
+    """Return the function that "module:function" names; what the module raises while it is imported passes through.
+
+    Raises:
+        ValueError: another form, no such module or function; the sentence names --reward and the spec.
+    """
+    module_name, _, name = spec.partition(":")
+    if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ValueError(f"--reward {spec}: must be module:function, such as my_rewards:num_words")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise ValueError(f"--reward {spec}: there is no module {error.name}") from error
+        raise
+    if not callable(vars(module).get(name)):
+        raise ValueError(f"--reward {spec}: the module {module_name} has no function {name}")
+    return vars(module)[name]
+
+
+class UserReward:
+    """One function of the user's own as a reward component.
+
+    Args:
+        spec: "module:function"; weight: of the component, which is logged by the function's name.
+
+    Raises:
+        ValueError: as `load_reward`, or a name that a curve of ours has.
+    """
+
+    def __init__(self, spec: str, weight: float = 1.0):
+        self.spec, self.weight = spec, weight
+        self.function = load_reward(spec)
+        self.name = spec.partition(":")[2]
+        if self.name in RESERVED:
+            raise ValueError(f"--reward {spec}: the name {self.name} is taken by a curve of the project, rename the function")
+
+    @classmethod
+    def parse(cls, text: str) -> "UserReward":
+        """Return the reward of "module:function" or "module:function=weight" (default 1). Raises ValueError for another form."""
+        spec, equals, weight = text.partition("=")
+        try:
+            value = float(weight) if equals else 1.0
+        except ValueError:
+            value = math.nan
+        if not math.isfinite(value):
+            raise ValueError(f"--reward {text}: the weight {weight!r} is not a number")
+        return cls(spec, value)
+
+    def __call__(self, completions: list[str], **kwargs) -> torch.Tensor:
+        """Return the function's values of N completions, as (N,) float32, NaN for None; what it raises passes through.
+
+        Args:
+            kwargs: lists of N entries that the function may use, such as prompts, captions, image_ids, masks, targets.
+
+        Raises:
+            ValueError: not N values, or one that is neither a finite number nor None (or NaN).
+        """
+        values = self.function(completions=completions, **kwargs)
+        if isinstance(values, torch.Tensor):
+            values = values.tolist()
+        if not isinstance(values, (list, tuple)) or len(values) != len(completions):
+            count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
+            raise ValueError(f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each")
+        for value in values:
+            if value is not None and not (isinstance(value, Real) and not math.isinf(value)):
+                raise ValueError(f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None")
+        return torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)      # (N,)
+
+
+def load_user_rewards(texts: list[str]) -> list[UserReward]:
+    """Return the rewards of "module:function=weight" texts. Raises ValueError as `UserReward.parse`, or if two have one name."""
+    rewards = [UserReward.parse(text) for text in texts]
+    for name, count in Counter(reward.name for reward in rewards).items():
+        if count > 1:
+            raise ValueError(f"--reward {' '.join(texts)}: {count} rewards are called {name}")
+    return rewards
