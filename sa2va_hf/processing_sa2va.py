@@ -55,18 +55,20 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
     """
     if masks.dtype != torch.bool or masks.ndim != 3:
         raise ValueError(f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}")
-    pixels = masks[:, None].float()
-    cells = F.adaptive_avg_pool2d(F.interpolate(pixels, size=(image_size, image_size), mode="nearest"), grid_size)[:, 0]
+    pixels = masks[:, None].to(torch.uint8)              # in float, and with `any` of every mask, native size takes 4 times as long
+    cells = F.adaptive_avg_pool2d(F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size)[:, 0]
     if rule == "area":
         grid = cells > 0.5
     elif rule == "nearest":
         grid = F.interpolate(pixels, size=(grid_size, grid_size), mode="nearest")[:, 0] > 0.5
     else:
         raise ValueError(f"region rule {rule!r} is unknown; known: area, nearest")
-    lost = ~grid.flatten(1).any(1) & masks.flatten(1).any(1)
+    lost = ~grid.flatten(1).any(1)
+    if lost.any():
+        lost &= masks.flatten(1).any(1)
     if lost.any():
         # Native coverage, since a region of one pixel can vanish even from the resized tile.
-        coverage = F.adaptive_avg_pool2d(pixels[lost], grid_size)[:, 0].flatten(1)
+        coverage = F.adaptive_avg_pool2d(pixels[lost].float(), grid_size)[:, 0].flatten(1)
         grid[lost] = F.one_hot(coverage.argmax(1), grid_size * grid_size).bool().view(-1, grid_size, grid_size)
     return grid
 

@@ -1,152 +1,176 @@
 """The Grasp-Any-Region dataset (HaochenWang/Grasp-Any-Region-Dataset) from its Arrow shards.
 
-Columns, by name: image struct<bytes, path>; mask_rle struct<counts, size>, or a list of them (one sample each);
-conversations list<struct<from, value>>; catagory (the dataset's spelling) or category, a string or a list of them.
+Columns, by name: image struct<bytes, path>; mask_rle struct<counts, size>, or a list of them (one sample each), or no
+such column (the whole image is the region); conversations list<struct<from, value>>; catagory (the dataset's spelling)
+or category, a string or a list of them.
 """
+import mmap
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rl_train.data.arrow import DAMAGED_IMAGE, find_shards, map_shard, open_image
-from rl_train.data.masks import decode_runs, foreground, resize_nearest, rle_runs
-from rl_train.data.text import clean_caption
+from rl_train.data.arrow import field, find_shards, is_list, lists, map_shard
+from rl_train.data.checks import IMAGE, NO_MASK, LOST_MASK, RLE, check_images, check_rles, lost_at
+from rl_train.data.errors import DamagedSample
+from rl_train.data.hub import resolve
+from rl_train.data.images import DAMAGED, decode_image, read_path
+from rl_train.data.masks import decode_runs, resize_nearest, rle_runs
+from rl_train.data.text import clean_caption, is_blank
 
-NEEDED_COLUMNS = {"image": ("bytes", "path"), "mask_rle": ("counts", "size"), "conversations": ("from", "value")}
-CATEGORY_COLUMNS = ("catagory", "category")
+COLUMNS = {"image": IMAGE, "conversations": [{"from": "text", "value": "text"}]}
+OPTIONAL = {"mask_rle": (RLE, [RLE]), "catagory": ("text", ["text"]), "category": ("text", ["text"])}
 ASSISTANT = ("gpt", "assistant")
-SINGLE = -1  # region number of a row that holds one region and not a list of them
+SINGLE = -1           # region number of a row that holds one region and not a list of them
+ROWS_AT_ONCE = 500    # that a scan holds in memory
 
 
 class GraspAnyRegionDataset:
     """The captioned regions of all shards below `data_dir`; unusable rows are left out at the start and counted.
 
     [i] -> dict(image PIL RGB, mask (H,W) bool of the image's size, caption str without special tokens, category str,
-    image_id str). image_id is "part/file/row", with "-k" behind it for region k of a row that holds several; it does
-    not change when a part is added. Images are decoded on access and never rotated (EXIF), since the masks belong to
-    the stored pixels; a mask of another size than its image is resized to it by nearest pixel.
+    image_id str). image_id is "part/file/row", with "-k" behind it for region k of a row that holds several and "-tK"
+    for answer K if `turns` is "all"; it does not change when a part is added. Images are decoded on access and never
+    rotated (EXIF), since the masks belong to the stored pixels; a mask of another size than its image is resized to it
+    by nearest pixel.
 
     Args:
-        data_dir: folder of shards, see `find_shards`.
+        data_dir: folder of shards, see `find_shards`, or a hub name, see `resolve`.
         parts: names of folders to read; None reads all.
+        turns: "first" = the assistant's first answer is the caption; "all" = one sample for each answer.
 
     Raises:
-        ValueError: no shard, an unknown part, an unreadable shard, a missing column, or not one usable region;
-            on access, an image whose header was good but whose pixels do not decode.
+        ValueError: no shard, an unknown part, an unreadable shard, a missing column, or not one usable region.
+        DamagedSample: on access, an image that passed the checks of its header and end but does not decode.
     """
 
-    def __init__(self, data_dir, parts: list[str] | None = None):
-        self._shards = find_shards(Path(data_dir), parts)         # (part, path)
+    def __init__(self, data_dir, parts: list[str] | None = None, turns: str = "first"):
+        if turns not in ("first", "all"):
+            raise ValueError(f"turns is first or all, not {turns!r}")
+        self._shards, self._turns = find_shards(resolve(data_dir), parts), turns               # (part, path)
         self._tables = {}                                         # shard -> table, mapped on first use in each process
         self._skipped, self._num_rows, self._num_resized = Counter(), 0, 0
-        regions = [region for shard in range(len(self._shards)) for region in self._usable_regions(shard)]
-        self._regions = np.array(regions, dtype=np.int64).reshape(-1, 3)                       # shard, row, region
-        if not regions:
+        self._samples = np.concatenate([self._scan(shard) for shard in range(len(self._shards))])   # shard, row, region, turn
+        if len(self) == 0:
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_tables": {}}
 
     def __len__(self) -> int:
-        return len(self._regions)
+        return len(self._samples)
 
     def report(self) -> dict:
-        """{"rows": read, "kept": regions, "skipped": {reason: rows or regions}, "resized_masks": of the kept, other size than the image}."""
+        """{"rows": read, "kept": regions, "skipped": {reason: rows or regions}, "resized_masks": of the kept}."""
         return {"rows": self._num_rows, "kept": len(self), "skipped": dict(self._skipped), "resized_masks": self._num_resized}
 
     def __getitem__(self, i: int) -> dict:
-        shard, row, region = self._regions[i].tolist()
+        shard, row, region, turn = self._samples[i].tolist()
         part, path = self._shards[shard]
         table = self._table(shard)
-        image_id = f"{part}/{path.stem}/{row}" + ("" if region == SINGLE else f"-{region}")
+        image_id = (f"{part}/{path.stem}/{row}" + ("" if region == SINGLE else f"-{region}")
+                    + (f"-t{turn}" if self._turns == "all" else ""))
         try:
-            with open_image(table["image"][row], path.parent) as file:
-                image = file.convert("RGB")
-        except DAMAGED_IMAGE as error:
-            raise ValueError(f"the image of {image_id} does not decode: {error}") from error
-        rle = table["mask_rle"][row].as_py()
-        mask = decode_runs(*rle_runs(rle if region == SINGLE else rle[region]))                # (H, W) of the RLE
+            image = decode_image(_image_bytes(table["image"][row], path.parent))
+        except DAMAGED as error:
+            raise DamagedSample(image_id, "damaged image") from error
+        if "mask_rle" in table.column_names:
+            rle = table["mask_rle"][row].as_py()
+            mask = decode_runs(*rle_runs(rle if region == SINGLE else rle[region]))            # (H, W) of the RLE
+        else:
+            mask = np.ones((image.height, image.width), dtype=bool)
         if mask.shape != (image.height, image.width):
             mask = resize_nearest(mask, image.height, image.width)                             # (H, W) of the image
-        return {"image": image, "mask": mask, "caption": _caption(table["conversations"][row].as_py()),
-                "category": _category(table, row), "image_id": image_id}
+        answers = [said["value"] for said in table["conversations"][row].as_py() if said["from"] in ASSISTANT]
+        return {"image": image, "mask": mask, "caption": clean_caption(answers[turn]), "category": _category(table, row),
+                "image_id": image_id}
 
     def _table(self, shard: int) -> pa.Table:
         if shard not in self._tables:
-            self._tables[shard] = map_shard(self._shards[shard][1], NEEDED_COLUMNS)
+            self._tables[shard] = map_shard(self._shards[shard][1], COLUMNS, OPTIONAL)[0]
         return self._tables[shard]
 
-    def _usable_regions(self, shard: int):
-        """Yields (shard, row, region) and counts the rest by reason. Decodes no image: of each it reads the header."""
-        table, folder = self._table(shard), self._shards[shard][1].parent
-        self._num_rows += len(table)
-        texts, rles = table["conversations"].to_pylist(), table["mask_rle"].to_pylist()       # small beside the images
-        for row, (turns, rle) in enumerate(zip(texts, rles)):
-            try:
-                _caption(turns)
-                if not rle:
-                    raise _Unusable("no mask")
-                width, height = _image_size(table["image"][row], folder)
-            except _Unusable as reason:
-                self._skipped[str(reason)] += 1
+    def _scan(self, shard: int) -> np.ndarray:
+        """(n, 4) int32 usable samples of a shard (shard, row, region, turn); counts the rest by reason."""
+        path = self._shards[shard][1]
+        table, mapping = map_shard(path, COLUMNS, OPTIONAL)
+        found = [np.zeros((0, 4), dtype=np.int32)]
+        start = 0
+        for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
+            usable = np.array(list(self._usable(batch, path.parent)), dtype=np.int32).reshape(-1, 3)
+            found.append(np.column_stack([np.full(len(usable), shard, dtype=np.int32), usable + [start, 0, 0]]).astype(np.int32))
+            start += len(batch)
+            mapping.madvise(mmap.MADV_DONTNEED)                                                # pages read so far
+        self._num_rows += start
+        return np.concatenate(found)
+
+    def _usable(self, batch: pa.RecordBatch, folder: Path):
+        """Yields (row, region, turn) of one batch. Decodes no image: of each it reads the header and the end."""
+        every_turn, images, regions = _answers(batch["conversations"]), check_images(batch["image"], folder), _regions(batch)
+        for row, (answers, size, (region_reasons, region_sizes, first)) in enumerate(zip(every_turn, images, regions)):
+            if isinstance(answers, str) or isinstance(size, str) or not region_reasons:
+                self._skipped[answers if isinstance(answers, str) else size if isinstance(size, str) else NO_MASK] += 1
                 continue
-            for region, one in [(SINGLE, rle)] if isinstance(rle, dict) else enumerate(rle):
-                try:
-                    self._num_resized += _check_mask(one, height, width)
-                    yield shard, row, region
-                except _Unusable as reason:
-                    self._skipped[str(reason)] += 1
+            turns = [turn for turn, text in enumerate(answers[:1] if self._turns == "first" else answers) if not is_blank(text)]
+            blank = (1 if self._turns == "first" else len(answers)) - len(turns)
+            if blank:
+                self._skipped["blank caption"] += blank
+            if not turns:
+                continue
+            width, height = size
+            for k, (reason, mask_size) in enumerate(zip(region_reasons, region_sizes)):
+                resized = mask_size is not None and mask_size != [height, width]
+                if reason is None and resized and lost_at((height, width), mask_size, lambda: _rle(batch["mask_rle"], row, first + k)):
+                    reason = LOST_MASK
+                if reason is not None:
+                    self._skipped[reason] += 1
+                    continue
+                self._num_resized += resized * len(turns)
+                yield from ((row, first + k, turn) for turn in turns)
 
 
-class _Unusable(Exception):
-    """A row or region that is left out; the message is the reason it is counted under."""
+def _answers(conversations: pa.Array) -> list[list[str | None] | str]:
+    """Per row the assistant's answers, or the reason why there is none."""
+    lengths, said = lists(conversations)
+    speaks = pc.is_in(field(said, "from", pa.string()).cast(pa.string()), value_set=pa.array(ASSISTANT))
+    texts = field(said, "value", pa.string()).filter(speaks).to_pylist()
+    until = np.concatenate([[0], np.cumsum(speaks.to_numpy(zero_copy_only=False))])[np.cumsum(lengths)].tolist()
+    found, start = [], 0
+    for end, length in zip(until, lengths.tolist()):
+        found.append("no conversation" if length == 0 else texts[start:end] or "no assistant turn")
+        start = end
+    return found
 
 
-def _caption(turns: list[dict] | None) -> str:
-    """The first answer of the assistant, cleaned."""
-    if not turns:
-        raise _Unusable("no conversation")
-    answers = [turn["value"] for turn in turns if turn["from"] in ASSISTANT]
-    if not answers:
-        raise _Unusable("no assistant turn")
-    caption = clean_caption(answers[0] or "")
-    if not caption:
-        raise _Unusable("blank caption")
-    return caption
+def _regions(batch: pa.RecordBatch):
+    """Yields per row (reasons, sizes, number of the first region), see `check_rles`; the lists are empty for a row without masks."""
+    if "mask_rle" not in batch.schema.names:
+        yield from ([[None], [None], SINGLE] for _ in range(len(batch)))
+    elif is_list(batch["mask_rle"].type):
+        lengths, rles = lists(batch["mask_rle"])
+        reasons, sizes = (values.tolist() for values in check_rles(rles))
+        ends = np.cumsum(lengths).tolist()
+        yield from ([reasons[end - length:end], sizes[end - length:end], 0] for end, length in zip(ends, lengths.tolist()))
+    else:
+        reasons, sizes = (values.tolist() for values in check_rles(batch["mask_rle"]))
+        yield from ([[reason], [size], SINGLE] for reason, size in zip(reasons, sizes))
 
 
-def _image_size(cell: pa.StructScalar, folder: Path) -> tuple[int, int]:
-    """(W, H) by the image's header."""
-    try:
-        with open_image(cell, folder) as image:
-            return image.size
-    except FileNotFoundError:
-        raise _Unusable("no image")
-    except DAMAGED_IMAGE:
-        raise _Unusable("unreadable image header")
+def _rle(column: pa.Array, row: int, region: int) -> dict:
+    rle = column[row].as_py()
+    return rle if region == SINGLE else rle[region]
 
 
-def _check_mask(rle: dict | None, height: int, width: int) -> bool:
-    """Whether the mask has another size than its (height, width) image; raises _Unusable if no pixel of it is left there."""
-    if not rle or rle["counts"] is None:
-        raise _Unusable("no mask")
-    try:
-        runs, *size = rle_runs(rle)
-    except ValueError:
-        raise _Unusable("bad mask RLE")
-    if foreground(runs) == 0:
-        raise _Unusable("empty mask")
-    if size == [height, width]:
-        return False
-    if not resize_nearest(decode_runs(runs, *size), height, width).any():
-        raise _Unusable("mask empty at the image's size")
-    return True
+def _image_bytes(cell: pa.StructScalar, folder: Path):
+    """The encoded image of a struct<bytes, path> cell; raises one of DAMAGED."""
+    return cell["bytes"].as_buffer() if cell["bytes"].is_valid else read_path(cell["path"].as_py(), folder)
 
 
 def _category(table: pa.Table, row: int) -> str:
     """The category, several joined by a comma; "" where the dataset states none."""
-    for column in CATEGORY_COLUMNS:
+    for column in ("catagory", "category"):
         if column in table.column_names:
             category = table[column][row].as_py() or ""
             return category if isinstance(category, str) else ", ".join(name for name in category if name)

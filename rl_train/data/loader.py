@@ -1,21 +1,29 @@
 """From dataset to batches: preprocessing in workers, the same batches whatever the number of ranks or workers."""
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from rl_train.data.errors import DamagedSample
+from sa2va_hf.processing_sa2va import IMAGENET_MEAN, IMAGENET_STD, to_rgb
+
+MAX_ATTEMPTS = 10      # samples that may stand in for a damaged one
+PREFETCH = 2           # batches that each worker is ahead
+
 
 @dataclass
 class Batch:
     """B samples, as tensors."""
-    index: list[int]                    # position of each sample in the dataset
+    index: list[int]                    # position of each sample in the dataset (of the stand-in, for a damaged one)
     pixel_values: list[torch.Tensor]    # (t, 3, S, S) float32 tiles of each
     sam_pixels: torch.Tensor            # (B, 3, 1024, 1024) uint8
     grids: torch.Tensor                 # (B, g, g) bool region cells
     masks: list[torch.Tensor]           # (H, W) bool, at the image's own size
     captions: list[str]
     image_ids: list[str]
+    damaged: list[str]                  # "image_id: reason" of each sample that did not decode and was replaced
 
     def __len__(self):
         return len(self.index)
@@ -25,8 +33,35 @@ class Batch:
         return [tuple(mask.shape) for mask in self.masks]
 
 
+@dataclass
+class Sample:
+    """One sample after the costly work; images are still pillow's, as three bands of bytes each, so that they are copied but once."""
+    index: int
+    tiles: list[tuple]                  # t times 3 bands (S, S)
+    sam_bands: tuple                    # 3 bands (1024, 1024)
+    grid: torch.Tensor                  # (g, g) bool
+    mask: np.ndarray                    # (H, W) bool
+    caption: str
+    image_id: str
+    damaged: list[str]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the arrays of bytes that `fill` writes: tiles (t, 3, S, S), SAM image (3, 1024, 1024), bits of the mask."""
+        return [(len(self.tiles), 3, *self.tiles[0][0].size[::-1]), (3, *self.sam_bands[0].size[::-1]), (-(-self.mask.size // 8),)]
+
+    def fill(self, tiles: np.ndarray, sam_pixels: np.ndarray, bits: np.ndarray):
+        for planes, bands in zip([*tiles, sam_pixels], [*self.tiles, self.sam_bands]):
+            for plane, band in zip(planes, bands):
+                plane[...] = band
+        bits[...] = np.packbits(self.mask)
+
+
 class Prepared(Dataset):
-    """A region dataset with Sa2VA's preprocessing, run in DataLoader workers."""
+    """A region dataset with Sa2VA's preprocessing, run in DataLoader workers: [i] is a Sample, of which `collate` makes a Batch.
+
+    In place of a damaged sample comes another one, drawn from (index, attempt) alone, so that a batch does not depend on
+    the number of workers. Raises DamagedSample after MAX_ATTEMPTS damaged ones in a row.
+    """
 
     def __init__(self, dataset, processor):
         self.dataset, self.processor = dataset, processor
@@ -34,17 +69,98 @@ class Prepared(Dataset):
     def __len__(self):
         return len(self.dataset)
 
-    def __getitem__(self, i: int) -> Batch:
-        sample = self.dataset[i]
-        mask = torch.from_numpy(np.ascontiguousarray(sample["mask"]))
-        return Batch([i], [self.processor.tiles(sample["image"])], self.processor.sam_image(sample["image"])[None],
-                     self.processor.region_grid(mask)[None], [mask], [sample["caption"]], [sample["image_id"]])
+    def __getitem__(self, i: int) -> Sample:
+        index, sample, damaged = self._undamaged(i)
+        image, mask, side = to_rgb(sample["image"]), torch.from_numpy(sample["mask"]).contiguous().numpy(), self.processor.sam_size
+        return Sample(index, [tile.split() for tile in self.processor.tile_images(image)],
+                      image.resize((side, side)).split(),                                # as Sa2VAProcessor.sam_image
+                      self.processor.region_grid(mask), mask, sample["caption"], sample["image_id"], damaged)
+
+    def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
+        """(index, sample, damaged ones before it) of sample i or its first undamaged stand-in."""
+        damaged = []
+        for attempt in range(MAX_ATTEMPTS + 1):
+            index = i if attempt == 0 else int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
+            try:
+                return index, self.dataset[index], damaged
+            except DamagedSample as error:
+                damaged.append(str(error))
+        raise DamagedSample("; ".join(damaged), f"and no undamaged sample in {MAX_ATTEMPTS} draws")
 
 
-def collate(samples: list[Batch]) -> Batch:
-    join = lambda name: [value for sample in samples for value in getattr(sample, name)]  # noqa: E731
-    return Batch(join("index"), join("pixel_values"), torch.cat([s.sam_pixels for s in samples]),
-                 torch.cat([s.grids for s in samples]), join("masks"), join("captions"), join("image_ids"))
+def collate(samples: list[Sample]) -> Batch:
+    """The Batch of several samples."""
+    arrays = [[np.empty(shape, dtype=np.uint8) for shape in sample.shapes()] for sample in samples]
+    for sample, mine in zip(samples, arrays):
+        sample.fill(*mine)
+    return to_batch([_Header(sample) for sample in samples], arrays)
+
+
+class _Header:
+    """A Sample without its pixels, and the shapes of the arrays that hold them."""
+
+    def __init__(self, sample: Sample):
+        self.index, self.grid, self.caption, self.image_id = sample.index, sample.grid, sample.caption, sample.image_id
+        self.damaged, self.size, self.shapes = sample.damaged, sample.mask.shape, sample.shapes()
+
+
+def to_batch(headers: list[_Header], arrays: list[list[np.ndarray]]) -> Batch:
+    """The Batch of samples whose bytes are in `arrays` (see `Sample.shapes`); it shares no memory with them."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    tiles, sam_pixels, bits = (list(map(torch.from_numpy, column)) for column in zip(*arrays))
+    masks = [torch.from_numpy(np.unpackbits(packed.numpy(), count=prod(header.size)).view(bool).reshape(header.size))
+             for packed, header in zip(bits, headers)]
+    return Batch([header.index for header in headers], [pixels.float().div_(255).sub_(mean).div_(std) for pixels in tiles],
+                 torch.stack(sam_pixels), torch.stack([header.grid for header in headers]), masks,
+                 [header.caption for header in headers], [header.image_id for header in headers],
+                 [named for header in headers for named in header.damaged])
+
+
+class SharedCollate:
+    """A worker's half of `collate`: bytes go into shared memory that the worker fills again and again.
+
+    Fresh shared memory costs more than the copy, since the system hands it out page by page. A worker is at most PREFETCH
+    batches ahead of the one that the trainer is copying out, so that with PREFETCH + 2 buffers none is filled while it is read.
+    """
+
+    def __init__(self):
+        self.buffers, self.turn = [torch.empty(0, dtype=torch.uint8)] * (PREFETCH + 2), 0
+
+    def __call__(self, samples: list[Sample]) -> tuple[list[_Header], torch.Tensor]:
+        headers = [_Header(sample) for sample in samples]
+        size = sum(prod(shape) for header in headers for shape in header.shapes)
+        self.turn = (self.turn + 1) % len(self.buffers)
+        if len(self.buffers[self.turn]) < size:
+            self.buffers[self.turn] = torch.empty(size, dtype=torch.uint8).share_memory_()
+        for sample, mine in zip(samples, views(headers, self.buffers[self.turn])):
+            sample.fill(*mine)
+        return headers, self.buffers[self.turn]
+
+
+def views(headers: list[_Header], buffer: torch.Tensor) -> list[list[np.ndarray]]:
+    """Each sample's arrays, one behind the other in `buffer`."""
+    flat, start, found = buffer.numpy(), 0, []
+    for header in headers:
+        found.append([])
+        for shape in header.shapes:
+            found[-1].append(flat[start:start + prod(shape)].reshape(shape))
+            start += prod(shape)
+    return found
+
+
+class Loader:
+    """Iterates over the Batches of a batch sampler, prepared by `num_workers` processes (0: in this one)."""
+
+    def __init__(self, dataset, processor, batch_sampler, num_workers: int):
+        how = dict(collate_fn=SharedCollate(), persistent_workers=True, prefetch_factor=PREFETCH) if num_workers else dict(collate_fn=collate)
+        self.loader = DataLoader(Prepared(dataset, processor), batch_sampler=batch_sampler, num_workers=num_workers, **how)
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        for item in self.loader:
+            yield item if isinstance(item, Batch) else to_batch(item[0], views(*item))
 
 
 class StepSampler:
@@ -77,13 +193,12 @@ class StepSampler:
             step += 1
 
 
-def train_loader(dataset, processor, sampler: StepSampler, num_workers: int) -> DataLoader:
+def train_loader(dataset, processor, sampler: StepSampler, num_workers: int) -> Loader:
     """Endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return DataLoader(Prepared(dataset, processor), batch_sampler=sampler, num_workers=num_workers, collate_fn=collate,
-                      persistent_workers=num_workers > 0)
+    return Loader(dataset, processor, sampler, num_workers)
 
 
-def steps(loader: DataLoader, accumulation: int):
+def steps(loader: Loader, accumulation: int):
     """Lists of `accumulation` consecutive batches: what one optimizer step sees."""
     batches = []
     for batch in loader:
@@ -93,8 +208,7 @@ def steps(loader: DataLoader, accumulation: int):
             batches = []
 
 
-def eval_loader(dataset, processor, batch_size: int, num_workers: int, rank=0, world_size=1) -> DataLoader:
+def eval_loader(dataset, processor, batch_size: int, num_workers: int, rank=0, world_size=1) -> Loader:
     """Every `world_size`-th sample from `rank` on, in order, each once."""
     mine = list(range(rank, len(dataset), world_size))
-    batches = [mine[i:i + batch_size] for i in range(0, len(mine), batch_size)]
-    return DataLoader(Prepared(dataset, processor), batch_sampler=batches, num_workers=num_workers, collate_fn=collate)
+    return Loader(dataset, processor, [mine[i:i + batch_size] for i in range(0, len(mine), batch_size)], num_workers)

@@ -15,3 +15,8 @@ def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -
     marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
     text = re.sub(rf"(?:\s*(?:{marker}))+\s*(?=[.,;:!?])", "", text)     # "a dog [SEG]." -> "a dog."
     return " ".join(re.sub(marker, " ", text).split())
+
+
+def is_blank(text: str | None) -> bool:
+    """Whether `clean_caption` leaves nothing of `text`."""
+    return not text or not text.strip() or (text.lstrip()[0] in "<[" and not clean_caption(text))

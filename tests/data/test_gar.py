@@ -2,24 +2,29 @@
 import base64
 import io
 import pickle
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DamagedSample, GraspAnyRegionDataset
+from rl_train.data.images import MAX_PIXELS
+from sa2va_hf.processing_sa2va import region_grid
 from tools.demo_scenes import caption, make_scene
 from tools.gar_writer import SCHEMA, encode_image, encode_mask, write_gar
+from tools.messy_data import bad_huffman, huge_png
 
 W, H = 40, 30
 MASK = np.zeros((H, W), dtype=bool)
 MASK[5:20, 10:35] = True
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (H, W, 3), dtype=np.uint8))
-PNG = encode_image(IMAGE)
+PNG, JPEG = encode_image(IMAGE), encode_image(IMAGE, "JPEG")
 
 
 def turns(*pairs):
@@ -92,11 +97,16 @@ SKIPPED = {
     "blank caption": [dict(conversations=turns(("human", "Describe."), ("gpt", text))) for text in (None, "", " \n", "<image> [SEG]")],
     "no mask": [dict(mask_rle=None), dict(mask_rle={"counts": None, "size": None})],
     "bad mask RLE": [dict(mask_rle={"counts": "132", "size": [H, W]}), dict(mask_rle=encode_mask(MASK) | {"size": [H, W + 1]}),
-                     dict(mask_rle=encode_mask(MASK) | {"size": None}), dict(mask_rle={"counts": "~~", "size": [H, W]})],
+                     dict(mask_rle=encode_mask(MASK) | {"size": None}), dict(mask_rle={"counts": "~~", "size": [H, W]}),
+                     dict(mask_rle={"counts": "", "size": [H, W]}), dict(mask_rle=encode_mask(MASK) | {"size": [H, W, 1]}),
+                     dict(mask_rle=encode_mask(MASK) | {"size": [H, None]}), dict(mask_rle=encode_mask(MASK) | {"size": [10 ** 6, 10 ** 6]})],
     "empty mask": [dict(mask_rle=encode_mask(np.zeros((H, W), dtype=bool)))],
     "mask empty at the image's size": [dict(mask_rle=encode_mask(np.eye(H * 10, dtype=bool) & (np.arange(H * 10) == 0)))],
     "no image": [dict(image=None), dict(image={"bytes": None, "path": None}), dict(image={"bytes": None, "path": "gone.png"})],
-    "unreadable image header": [dict(image={"bytes": data, "path": None}) for data in (b"", b"not an image", PNG[:20])]}
+    "unreadable image header": [dict(image={"bytes": data, "path": None}) for data in (b"", b"not an image", PNG[:20], JPEG[:20])],
+    "truncated image": [dict(image={"bytes": data, "path": None}) for data in
+                        (PNG[:-4], PNG[:len(PNG) // 2], JPEG[:-1], JPEG[:len(JPEG) // 2], JPEG[:-200] + bytes(200))],
+    f"image above {MAX_PIXELS} pixels": [dict(image={"bytes": huge_png(), "path": None})]}
 
 
 @pytest.mark.parametrize("reason", SKIPPED)
@@ -177,11 +187,53 @@ def test_image_by_path_and_by_data_url(tmp_path):
     assert all(np.array_equal(dataset[i]["image"], IMAGE) for i in range(3)) and len(dataset) == 3
 
 
-def test_truncated_image_body_raises_with_its_id(tmp_path):
-    dataset = read(tmp_path, row(), row(image={"bytes": PNG[:len(PNG) // 2], "path": None}))
-    assert len(dataset) == 2                                                  # its header is good
-    with pytest.raises(ValueError, match="Part1/data-00000-of-00001/1"):
+def test_what_only_decoding_shows_raises_with_id_and_reason(tmp_path):
+    dataset = read(tmp_path, row(), row(image={"bytes": bad_huffman(JPEG), "path": None}))
+    assert dataset.report()["skipped"] == {}                                  # header and end are good
+    with pytest.raises(DamagedSample, match="^Part1/data-00000-of-00001/1: damaged image$") as caught:
         dataset[1]
+    assert (caught.value.image_id, caught.value.reason) == ("Part1/data-00000-of-00001/1", "damaged image")
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # from a worker
+
+
+@pytest.mark.parametrize("data", [JPEG + bytes(100), JPEG + b"trailer of a phone", PNG + b"\n", encode_image(IMAGE, "WEBP"),
+                                  encode_image(IMAGE, "BMP")])
+def test_bytes_behind_the_end_and_other_formats_are_kept(tmp_path, data):
+    assert read(tmp_path, row(image={"bytes": data, "path": None}))[0]["image"].size == (W, H)
+
+
+def test_pixel_limit_is_that_of_the_processor():
+    from sa2va_hf.processing_sa2va import MAX_PIXELS as limit
+    assert MAX_PIXELS == limit == Image.MAX_IMAGE_PIXELS
+
+
+def test_no_mask_column_means_the_whole_image(tmp_path):
+    dataset = read(tmp_path, row(), row(conversations=[]), schema=SCHEMA.remove(SCHEMA.get_field_index("mask_rle")))
+    assert ids(dataset) == ["Part1/data-00000-of-00001/0"]
+    assert dataset[0]["mask"].shape == (H, W) and dataset[0]["mask"].all()
+    assert dataset.report() == {"rows": 2, "kept": 1, "skipped": {"no conversation": 1}, "resized_masks": 0}
+
+
+def test_full_mask_is_all_cells_and_a_small_one_its_cell(tmp_path):
+    pixel = np.zeros((H, W), dtype=bool)
+    pixel[H - 1, 0] = True
+    dataset = read(tmp_path, row(mask_rle=encode_mask(np.ones((H, W), dtype=bool))), row(mask_rle=encode_mask(pixel)))
+    grids = [region_grid(torch.from_numpy(dataset[i]["mask"].copy())[None], 16, 448, "area")[0] for i in range(2)]
+    assert grids[0].sum() == 256 and grids[1].nonzero().tolist() == [[15, 0]]
+
+
+SEVERAL = turns(("human", "Describe."), ("gpt", "One."), ("human", "And?"), ("gpt", " "), ("assistant", "Three."))
+
+
+def test_one_sample_for_each_answer_by_option(tmp_path):
+    write(tmp_path / "Part1" / "data-0.arrow", [row(conversations=SEVERAL), row(), row(conversations=turns(("human", "Describe.")))])
+    first, every = (GraspAnyRegionDataset(tmp_path, turns=which) for which in ("first", "all"))
+    assert [first[i]["caption"] for i in range(len(first))] == ["One.", "A cup."]
+    assert [(every[i]["image_id"], every[i]["caption"]) for i in range(len(every))] == [
+        ("Part1/data-0/0-t0", "One."), ("Part1/data-0/0-t2", "Three."), ("Part1/data-0/1-t0", "A cup.")]
+    assert every.report()["skipped"] == {"blank caption": 1, "no assistant turn": 1}
+    with pytest.raises(ValueError, match="turns is first or all, not 'last'"):
+        GraspAnyRegionDataset(tmp_path, turns="last")
 
 
 def test_extra_and_reordered_columns_and_category_names(tmp_path):
@@ -201,17 +253,37 @@ def test_zero_row_shards(tmp_path):
     assert ids(GraspAnyRegionDataset(tmp_path)) == ["Part1/data-2/0"]
 
 
-@pytest.mark.parametrize("column", ["image", "mask_rle", "conversations"])
+@pytest.mark.parametrize("column", ["image", "conversations"])
 def test_missing_column_is_named_with_its_file(tmp_path, column):
     path = write(tmp_path / "data-0.arrow", [row()], SCHEMA.remove(SCHEMA.get_field_index(column)))
     with pytest.raises(ValueError, match=f"{path} has no column '{column}'"):
         GraspAnyRegionDataset(tmp_path)
 
 
-def test_column_of_another_type_is_named_with_its_file(tmp_path):
-    path = write(tmp_path / "data-0.arrow", [row(image=PNG)], SCHEMA.set(0, pa.field("image", pa.binary())))
-    with pytest.raises(ValueError, match=f"{path}: column 'image' holds binary"):
+@pytest.mark.parametrize("position, value, kind", [
+    (0, PNG, pa.binary()), (0, {"bytes": "text", "path": None}, pa.struct([("bytes", pa.string()), ("path", pa.string())])),
+    (1, "132", pa.string()), (1, {"counts": 3, "size": [1, 2]}, pa.struct([("counts", pa.int64()), ("size", pa.list_(pa.int64()))])),
+    (1, {"counts": "132", "size": "2x3"}, pa.struct([("counts", pa.string()), ("size", pa.string())])),
+    (2, "A cup.", pa.string()),
+    (2, {"from": ["gpt"], "value": ["A cup."]}, pa.struct([("from", pa.list_(pa.string())), ("value", pa.list_(pa.string()))])),
+    (3, 7, pa.int64())])
+def test_column_of_another_type_is_named_with_its_file(tmp_path, position, value, kind):
+    name = SCHEMA.names[position]
+    path = write(tmp_path / "data-0.arrow", [row(**{name: value})], SCHEMA.set(position, pa.field(name, kind)))
+    with pytest.raises(ValueError, match=re.escape(f"{path}: column '{name}' holds {kind}, not ")):
         GraspAnyRegionDataset(tmp_path)
+
+
+def test_columns_without_a_value_and_with_wide_offsets(tmp_path):
+    wide = pa.schema([("image", pa.struct([("bytes", pa.large_binary()), ("path", pa.null())])),
+                      ("mask_rle", pa.struct([("counts", pa.large_string()), ("size", pa.list_(pa.int32(), 2))])),
+                      ("conversations", pa.large_list(pa.struct([("from", pa.large_string()), ("value", pa.large_string())])))])
+    write(tmp_path / "Part1" / "data-0.arrow", [row(), row(mask_rle=None)], wide)
+    for number, name in enumerate(("image", "mask_rle", "conversations"), start=1):
+        write(tmp_path / "Part1" / f"data-{number}.arrow", [row(**{name: None})], SCHEMA.set(number - 1, pa.field(name, pa.null())))
+    dataset = GraspAnyRegionDataset(tmp_path)
+    assert ids(dataset) == ["Part1/data-0/0"] and np.array_equal(dataset[0]["mask"], MASK)
+    assert dataset.report()["skipped"] == {"no mask": 2, "no image": 1, "no conversation": 1}
 
 
 @pytest.mark.parametrize("ipc", [pa.ipc.new_stream, pa.ipc.new_file])
@@ -260,14 +332,21 @@ def test_workers_and_pickling_see_the_same_samples(tmp_path):
     assert list(DataLoader(dataset, batch_size=2, collate_fn=collate, num_workers=2)) == alone
 
 
-def test_images_stay_on_disk(tmp_path):
-    rows = [{"image": Image.fromarray(np.random.default_rng(i).integers(0, 256, (600, 800, 3), dtype=np.uint8)),
-             "mask": np.ones((600, 800), dtype=bool), "caption": "Noise.", "category": "noise"} for i in range(6)]
-    [path] = write_gar(rows, tmp_path)
-    assert path.stat().st_size > 8e6
-    before = pa.total_allocated_bytes()
-    dataset = GraspAnyRegionDataset(tmp_path)
-    assert len(dataset) == 6 and pa.total_allocated_bytes() - before < 1e6
+def test_opening_takes_little_memory_and_time(tmp_path):
+    """8,000 rows of 25 KB, which are 200 MB in one record batch: most of them are never in memory together, none is decoded."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (600, 800, 3), dtype=np.uint8))
+    data = encode_image(noise, "JPEG")[:25_000] + b"\xff\xd9"
+    write(tmp_path / "data-0.arrow", [row(image={"bytes": data, "path": None})] * 8000)
+    code = """
+import sys, time
+from rl_train.data import GraspAnyRegionDataset
+peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+before, start = peak(), time.process_time()
+dataset = GraspAnyRegionDataset(sys.argv[1])
+print(len(dataset), peak() - before, time.process_time() - start)"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    rows, kibibytes, seconds = map(float, done.stdout.split())
+    assert rows == 8000 and kibibytes < 100_000 and seconds < 1.6
 
 
 def test_import_pulls_no_heavy_package():

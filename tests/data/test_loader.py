@@ -1,10 +1,11 @@
 """Batches: the same whatever the number of workers, each epoch a permutation, too little data an error."""
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
 from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
 from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
@@ -90,3 +91,66 @@ def test_dataset_smaller_than_a_step_names_the_flag(accumulation, world_size):
     assert StepSampler(8, 4, accumulation, 0, world_size=world_size).steps_per_epoch == 1
     with pytest.raises(ValueError, match=r"7 samples, fewer than the 8 .*--batch_size 4 x --gradient_accumulation_steps"):
         StepSampler(7, 4, accumulation, 0, world_size=world_size)
+
+
+class Scratched:
+    """A data set whose samples `bad` do not decode."""
+
+    def __init__(self, dataset, bad):
+        self.dataset, self.bad = dataset, set(bad)
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i):
+        if i in self.bad:
+            raise DamagedSample(f"id{i}", "damaged image")
+        return self.dataset[i]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers):
+    bad = range(0, len(dataset), 2)
+    batches = list(eval_loader(Scratched(dataset, bad), processor, 3, num_workers))
+    index = sum((b.index for b in batches), [])
+    assert len(index) == len(dataset) and not set(index) & set(bad)
+    assert [i for i in range(len(dataset)) if i % 2 and index[i] != i] == []                 # the others stay where they are
+    for i in bad:                                                                            # the draw from (index, attempt) alone
+        draws = [int(np.random.default_rng([i, attempt]).integers(len(dataset))) for attempt in range(1, 11)]
+        assert index[i] == next(draw for draw in draws if draw % 2)
+    named = sum((b.damaged for b in batches), [])
+    assert {f"id{i}: damaged image" for i in bad} == set(named)
+    for b in batches:
+        assert [dataset[i]["caption"] for i in b.index] == b.captions
+    assert all(b.damaged == [] for b in eval_loader(dataset, processor, 3, 0))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_set_without_an_undamaged_sample_raises(dataset, processor, num_workers):
+    with pytest.raises(Exception, match=r"id0: damaged image; .* no undamaged sample in 10 draws"):
+        list(eval_loader(Scratched(dataset, range(len(dataset))), processor, 2, num_workers))
+
+
+@pytest.mark.parametrize("max_tiles", [1, 6])
+def test_batches_hold_what_the_processor_makes(dataset, max_tiles):
+    """Though the loader takes its own, faster way to the same bits."""
+    processor = Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), max_tiles)
+    for num_workers in (0, 1):
+        for batch in eval_loader(dataset, processor, 3, num_workers):
+            for k, i in enumerate(batch.index):
+                sample = dataset[i]
+                assert torch.equal(batch.pixel_values[k], processor.tiles(sample["image"]))
+                assert torch.equal(batch.sam_pixels[k], processor.sam_image(sample["image"]))
+                assert torch.equal(batch.grids[k], processor.region_grid(sample["mask"]))
+                assert batch.masks[k].is_contiguous() and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+
+
+def test_batches_that_are_kept_are_not_overwritten(dataset, processor):
+    """Workers use their shared memory again; a trainer that holds many batches must not see that."""
+    sampler = StepSampler(len(dataset), 1, 1, seed=1)
+    kept = first(iter(train_loader(dataset, processor, sampler, 1)), 40)
+    for batch in kept:
+        sample = dataset[batch.index[0]]
+        assert torch.equal(batch.sam_pixels[0], processor.sam_image(sample["image"]))
+        assert torch.equal(batch.pixel_values[0], processor.tiles(sample["image"]))
+        assert batch.masks[0].numpy().tolist() == sample["mask"].tolist()

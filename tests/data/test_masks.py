@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from rl_train.data.masks import decode_runs, foreground, resize_nearest, rle_runs
+from rl_train.data import masks
+from rl_train.data.masks import compress_runs, decode_runs, foreground, foregrounds, resize_nearest, rle_runs
 from tools.gar_writer import encode_mask
 
 
@@ -35,6 +36,47 @@ def test_decodes_like_pycocotools(shape):
         assert np.array_equal(coco_mask.decode(coco_mask.frPyObjects(uncompressed, *shape)), mask)
 
 
+def column(strings: list[bytes], sizes):
+    """Arguments of `foregrounds`, with bytes of others before and behind."""
+    chars = np.frombuffer(b"?? " + b"".join(strings) + b"7", dtype=np.uint8)
+    return chars, 3 + np.concatenate([[0], np.cumsum([len(s) for s in strings])]).astype(np.int64), np.array(sizes)
+
+
+@pytest.mark.parametrize("block", [1, 50, 100_000])
+def test_a_column_of_masks_at_once(monkeypatch, block):
+    monkeypatch.setattr(masks, "BLOCK", block)
+    rng, strings, sizes, expected = np.random.default_rng(1), [], [], []
+    for i in range(60):
+        shape = tuple(rng.integers(1, 60, 2).tolist())
+        mask = rng.random(shape) < rng.choice([0, 0.02, 0.5, 1])
+        good = encode_mask(mask)["counts"].encode()
+        bad = [b"", good[:-1], good + b"0", b"~" + good, good[:-1] + b"X", b"XXXXXXXX1" + good, b"\x00"][i % 7]
+        strings += [good, bad]
+        sizes += [shape] * 2
+    for text, size in zip(strings, sizes):
+        try:
+            expected.append(foreground(rle_runs({"counts": text, "size": list(size)})[0]))
+        except ValueError:
+            expected.append(-1)
+    assert foregrounds(*column(strings, sizes)).tolist() == expected
+    assert sum(n >= 0 for n in expected) >= 60 and sum(n < 0 for n in expected) >= 50
+
+
+def test_sizes_out_of_range_are_bad():
+    sizes = [[2, 3], [0, 3], [-2, -3], [2 ** 40, 2 ** 40], [3 * 10 ** 8 + 1, 1], [2, 4]]
+    assert foregrounds(*column([b"132"] * 6, sizes)).tolist() == [3, -1, -1, -1, -1, -1]
+    assert foregrounds(*column([], np.zeros((0, 2)))).tolist() == []
+
+
+def test_compress_runs_writes_what_pycocotools_writes():
+    rng = np.random.default_rng(2)
+    for shape in ((1, 1), (9, 14), (400, 300)):
+        for share in (0, 0.1, 1):
+            rle = encode_mask(rng.random(shape) < share)
+            assert compress_runs(rle_runs(rle)[0].tolist()) == rle["counts"]
+    assert compress_runs([40, 2, 18, 1, 3]) == "X12b0OA"                       # the string worked by hand above
+
+
 @pytest.mark.parametrize("counts, size", [
     ("132", [3, 3]),              # sum 6, not 9
     ("", [2, 3]), (b"", [2, 3]), ([], [2, 3]),
@@ -43,7 +85,8 @@ def test_decodes_like_pycocotools(shape):
     ("XXXXXXXX1", [2, 3]),        # a run longer than any mask
     ("O7", [2, 3]),               # runs -1, 7 sum to 6
     ([7, -1], [2, 3]), ([1, None, 5], [2, 3]),
-    (None, [2, 3]), ("132", None), ("132", [6]), ("132", [2, 3, 1]), ("132", [-2, -3]), ("132", [2, None]), ("0", [0, 5])])
+    (None, [2, 3]), ("132", None), ("132", [6]), ("132", [2, 3, 1]), ("132", [-2, -3]), ("132", [2, None]), ("0", [0, 5]), ("132", [10 ** 5, 10 ** 5]),
+    ([3, 3.0], [2, 3]), ([2 ** 70, 1], [2, 3])])
 def test_damaged_rle_is_refused(counts, size):
     with pytest.raises(ValueError):
         rle_runs({"counts": counts, "size": size})

@@ -1,0 +1,58 @@
+"""Bad data: one sample that turns out to be damaged, and too many bad ones."""
+from collections.abc import Iterable
+
+
+class DamagedSample(ValueError):
+    """A sample that opening could not know to be bad: its image does not decode."""
+
+    def __init__(self, image_id: str, reason: str):
+        super().__init__(image_id, reason)
+        self.image_id, self.reason = image_id, reason
+
+    def __str__(self):
+        return f"{self.image_id}: {self.reason}"
+
+
+class BadData(ValueError):
+    """A larger share of the data set is bad than --max_bad_fraction allows."""
+
+
+def check_bad_fraction(report: dict, num_damaged: int, limit: float):
+    """Check that at most the share `limit` of a data set is bad.
+
+    Args:
+        report: a data set's `.report()`; num_damaged: samples found damaged since.
+
+    Raises:
+        BadData: names --max_bad_fraction, the share and the counts by reason.
+    """
+    reasons = dict(report["skipped"]) | ({"damaged when decoded": num_damaged} if num_damaged else {})
+    bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
+    if bad > limit * total:
+        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
+        raise BadData(f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction {limit:g}: {counts}")
+
+
+class DamagedSamples:
+    """The samples of a data set that a run has found damaged, each once; none are known at first.
+
+    Args:
+        report: the data set's `.report()`; limit: --max_bad_fraction.
+
+    Raises:
+        BadData: what opening skipped is more than the limit already.
+    """
+
+    def __init__(self, report: dict, limit: float):
+        self.report, self.limit, self.names = report, limit, set()
+        self.check()
+
+    def add(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are new, in order; they are known from now on."""
+        new = sorted(set(names) - self.names)
+        self.names.update(new)
+        return new
+
+    def check(self):
+        """Raise BadData if there are too many in all."""
+        check_bad_fraction(self.report, len(self.names), self.limit)

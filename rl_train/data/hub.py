@@ -1,0 +1,38 @@
+"""Data sets by their name on the Hugging Face hub."""
+import re
+from pathlib import Path
+
+PATTERNS = ["*.arrow", "*.json", "*.tar"]      # what the readers read
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def resolve(data_dir) -> Path:
+    """The local folder of `data_dir`: itself if it is one, else the data set "owner/name", fetched into the hub's cache.
+
+    A data set whose repository holds Arrow shards or annotations.json is taken as it is (`huggingface_hub`); any other
+    is loaded by `datasets`, which writes Arrow shards into its cache.
+
+    Raises:
+        ValueError: names --data_dir; neither a folder nor a hub name, a missing library, or the fetch failed.
+    """
+    if Path(data_dir).is_dir():
+        return Path(data_dir)
+    if not NAME.fullmatch(str(data_dir)):
+        raise ValueError(f"--data_dir {data_dir} is neither a folder nor the name of a hub data set (owner/name).")
+    try:
+        import datasets
+        import huggingface_hub
+    except ImportError as error:
+        raise ValueError(f"--data_dir {data_dir} is not a folder, and fetching it from the hub needs {error.name}: "
+                         f"pip install 'rl-sa2va[hub]', or give a folder.") from error
+    try:
+        folder = Path(huggingface_hub.snapshot_download(str(data_dir), repo_type="dataset", allow_patterns=PATTERNS))
+        if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
+            return folder
+        loaded = datasets.load_dataset(str(data_dir), split="train")
+    except (OSError, ValueError, RuntimeError) as error:      # connection, unknown name, no access, no such split
+        raise ValueError(f"--data_dir {data_dir} is not a folder here and could not be fetched from the hub; download it on a "
+                         f"machine that reaches the hub and give its folder: {error}") from error
+    if not loaded.cache_files:
+        raise ValueError(f"--data_dir {data_dir}: the hub data set holds no file.")
+    return Path(loaded.cache_files[0]["filename"]).parent

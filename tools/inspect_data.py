@@ -1,0 +1,129 @@
+"""Look at a data set before training on it: what is kept and skipped, distributions, and a contact sheet.
+
+    python -m tools.inspect_data --data_dir D [--dataset gar|dam] [--output sheet.png] [--num_workers 2]
+
+Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the regions are skipped or damaged.
+"""
+import argparse
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
+from sa2va_hf.processing_sa2va import region_grid
+
+GRID, TILE = 16, 448                               # of one tile of Sa2VA, see region_grid
+QUANTILES = {"min": 0, "5%": 5, "50%": 50, "95%": 95, "max": 100}
+COLUMNS, ROWS, SIDE, TEXT = 5, 4, 300, 96          # of the contact sheet: cells, and pixels of a picture and of the text below
+INK, REGION = (20, 20, 20), (255, 32, 96)
+
+
+class Measured(Dataset):
+    """Per sample what the table needs, measured in workers: (numbers of MEASURES, None) or (None, reason)."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i: int):
+        try:
+            sample = self.dataset[i]
+        except DamagedSample as error:
+            return None, error.reason
+        mask = torch.from_numpy(np.ascontiguousarray(sample["mask"]))
+        cells = int(region_grid(mask[None], GRID, TILE, "area").sum())
+        width, height = sample["image"].size
+        return (100 * mask.float().mean().item(), cells, len(sample["caption"].split()), width, height), None
+
+
+MEASURES = ("region area, % of the image", f"grid cells K of {GRID * GRID}", "caption length, words", "image width, pixels",
+            "image height, pixels")
+
+
+def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
+    """((n, 5) MEASURES of the samples that decode, {reason: number of those that do not}, indices of the former)."""
+    loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
+    numbers, damaged, good = [], Counter(), []
+    each = (one for batch in loader for one in batch)
+    for i, (values, reason) in enumerate(tqdm(each, total=len(dataset), desc="decoding", leave=False)):
+        if reason is None:
+            numbers.append(values)
+            good.append(i)
+        else:
+            damaged[reason] += 1
+    return np.array(numbers, dtype=np.float64).reshape(-1, len(MEASURES)), damaged, good
+
+
+def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
+    """Counts by reason and quantiles, as text."""
+    lines = [f"{report['rows']:9d} rows"] + [f"{n:9d} {name.replace('_', ' ')}" for name, n in report.items() if name == "ignored_members"]
+    lines += [f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had another size than their image",
+              f"{sum(report['skipped'].values()):9d} skipped"]
+    lines += [f"{n:18d} {reason}" for reason, n in sorted(report["skipped"].items(), key=lambda item: (-item[1], item[0]))]
+    lines += [f"{sum(damaged.values()):9d} damaged when decoded"] + [f"{n:18d} {reason}" for reason, n in sorted(damaged.items())]
+    if len(numbers):
+        lines += ["", f"{'':28s}" + "".join(f"{name:>10s}" for name in QUANTILES)]
+        for name, values in zip(MEASURES, numbers.T):
+            lines.append(f"{name:28s}" + "".join(f"{np.percentile(values, q):10.4g}" for q in QUANTILES.values()))
+    return "\n".join(lines)
+
+
+def contact_sheet(samples: list[dict]) -> Image.Image:
+    """The samples in a grid: each image with its region outlined, its id and its caption below."""
+    sheet = Image.new("RGB", (COLUMNS * SIDE, -(-len(samples) // COLUMNS) * (SIDE + TEXT)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
+    for k, sample in enumerate(samples):
+        left, top = k % COLUMNS * SIDE, k // COLUMNS * (SIDE + TEXT)
+        picture = outlined(sample["image"], sample["mask"], SIDE - 8)
+        sheet.paste(picture, (left + (SIDE - picture.width) // 2, top + (SIDE - picture.height) // 2))
+        lines = [f"..{sample['image_id'][-40:]}" if len(sample["image_id"]) > 42 else sample["image_id"]]
+        lines += textwrap.wrap(sample["caption"], 46, max_lines=5, placeholder=" ..")
+        draw.multiline_text((left + 6, top + SIDE), "\n".join(lines), fill=INK, font=font, spacing=3)
+    return sheet
+
+
+def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
+    """The image at most `side` pixels wide and high, with the border of the region drawn two pixels wide."""
+    scale = side / max(image.size)
+    size = tuple(max(1, round(n * scale)) for n in image.size)
+    share = Image.fromarray(mask.astype(np.float32)).resize(size, Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST)
+    small = np.asarray(share) > min(0.5, np.asarray(share).max() / 2)                # a region below a pixel stays visible
+    pixels = np.array(image.resize(size))
+    padded = np.pad(small, 2)
+    inside = np.logical_and.reduce([padded[dy:dy + size[1], dx:dx + size[0]] for dy in range(5) for dx in range(5)])
+    pixels[small & ~inside] = REGION
+    return Image.fromarray(pixels)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
+    parser.add_argument("--dataset", choices=list(DATASETS), default="gar", help="its format")
+    parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
+    parser.add_argument("--num_workers", type=int, default=2)
+    parser.add_argument("--max_bad_fraction", type=float, default=0.01, help="share of skipped and damaged regions above which this fails")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    try:
+        dataset = DATASETS[args.dataset](args.data_dir)
+        numbers, damaged, good = measure(dataset, args.num_workers)
+        tqdm.write(table(dataset.report(), damaged, numbers))
+        if args.output and good:
+            shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))
+            contact_sheet([dataset[good[i]] for i in shown]).save(args.output)
+            tqdm.write(f"\ncontact sheet: {args.output}")
+        check_bad_fraction(dataset.report(), damaged.total(), args.max_bad_fraction)
+    except ValueError as error:
+        raise SystemExit(f"inspect_data: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
