@@ -12,6 +12,7 @@ from rl_train.rewards.judge_text import messages
 from tests.judge_server import overlap
 from tests.runs import ENVIRONMENT, ROOT, draw_data, on_one_core, rollouts, run, start
 from tests.test_distributed import finish, free_port, rank_environments
+from tools import messy_data
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 JUDGE = dict(use_llm_judge="", use_llm_judge_loop2="")
@@ -21,6 +22,13 @@ TIMEOUT = 90
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def messy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("messy")
+    messy_data.main(["--output_dir", str(folder), "--num_rows", "300"])
+    return folder
 
 
 @contextmanager
@@ -50,11 +58,13 @@ def judged(line) -> bool:
     return line["judge"] is not None and bool(line.get("reply", line["completion"]))
 
 
-def test_a_judge_that_comes_and_goes(data, tmp_path):
+@pytest.mark.parametrize("dataset", ["gar", "dam"])
+def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
+    """Both loops on a folder of each format, every edge case of its data among the good regions."""
     port = free_port()
     with server(port):
         time.sleep(1)
-        process = start(data, tmp_path, max_steps=500, num_generations=4, seed=1, max_judge_failures=0.15, **JUDGE,
+        process = start(data, tmp_path, data_dir=messy / dataset, eval_data_dir=None, dataset=dataset, max_bad_fraction=0.5, max_steps=500, num_generations=4, seed=1, max_judge_failures=0.15, **JUDGE,
                         llm_judge_base_url=f"http://127.0.0.1:{port}/v1")
         try:
             first = wait_for(process, tmp_path, judged)
