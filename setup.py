@@ -10,5 +10,6 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.8", "transformers>=5.17", "peft>=0.21", "numpy", "pillow", "pycocotools", "nltk", "tqdm",
                       "tensorboard", "pyarrow", "safetensors"],
-    extras_require={"test": ["pytest", "hypothesis", "datasets", "openai"], "hub": ["datasets"], "judge": ["openai"]},
+    extras_require={"test": ["pytest", "hypothesis", "datasets", "openai"], "hub": ["datasets"], "judge": ["openai"],
+                    "eval": ["pycocoevalcap"]},
 )

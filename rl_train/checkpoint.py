@@ -6,6 +6,8 @@ checkpoint_step_N/
     ema.safetensors          the teacher's
     training_state.pt        optimizer, scheduler, RNG of each rank, step; loads with weights_only=True
     config.json              the run's flags
+checkpoint_best/             the same of the step that scored best on held-out samples, and
+    eval.json                its step, its score and its held-out metrics
 N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
 """
 import json
@@ -22,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from rl_train.distributed import gather_objects
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
+BEST = "checkpoint_best"
 
 
 def list_checkpoints(output_dir) -> list[Path]:
@@ -36,14 +39,36 @@ def step_of(folder) -> int:
 
 
 def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
-    """Write checkpoint_step_N under a temporary name, rename it, and remove the oldest beyond --save_total_limit."""
+    """Write checkpoint_step_N, and remove the oldest beyond --save_total_limit."""
     rng = gather_objects(rng_state())
     if not is_main:
         return
-    final = Path(output_dir) / f"checkpoint_step_{step}"
-    folder = final.with_name(final.name + ".tmp")
-    if folder.exists():
-        shutil.rmtree(folder)                       # what a killed run left half-written
+    write(Path(output_dir) / f"checkpoint_step_{step}", step, policy, roles, optimizer, scheduler, args, rng)
+    if args.save_total_limit:
+        past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= step]
+        for old in past[:-args.save_total_limit]:
+            shutil.rmtree(old)
+
+
+def save_if_best(output_dir, step: int, score: float, metrics: dict[str, float], policy, roles, optimizer, scheduler, args, is_main: bool):
+    """Write checkpoint_best if `score` is above that of the one that is there, or none is; a resumed run goes on comparing."""
+    final = Path(output_dir) / BEST
+    best = float("-inf")
+    if is_main and final.exists():
+        best = json.loads((final / "eval.json").read_text())["score"]
+    if score <= gather_objects(best)[0]:
+        return
+    rng = gather_objects(rng_state())
+    if is_main:
+        write(final, step, policy, roles, optimizer, scheduler, args, rng, dict(step=step, score=score, metrics=metrics))
+
+
+def write(final: Path, step: int, policy, roles, optimizer, scheduler, args, rng: list, scores: dict | None = None):
+    """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
+    folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
+    for leftover in (folder, replaced):             # of a killed run
+        if leftover.exists():
+            shutil.rmtree(leftover)
     folder.mkdir(parents=True)
     policy.peft.save_pretrained(folder / "adapter")
     save_file({n: p.detach().cpu().contiguous() for n, p in policy.trainable.items()}, folder / "trainables.safetensors")
@@ -51,13 +76,13 @@ def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_ma
     torch.save(dict(step=step, optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), rng=rng),
                folder / "training_state.pt")
     (folder / "config.json").write_text(json.dumps(vars(args), indent=2) + "\n")
+    if scores:
+        (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
     if final.exists():
-        shutil.rmtree(final)
+        final.rename(replaced)                      # removing it takes longer than the moment in which neither is there
     folder.rename(final)
-    if args.save_total_limit:
-        past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= step]
-        for old in past[:-args.save_total_limit]:
-            shutil.rmtree(old)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
 def find(resume: str, output_dir) -> Path | None:

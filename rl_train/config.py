@@ -3,13 +3,13 @@ import argparse
 import json
 from pathlib import Path
 
-from rl_train.data import DATASETS
+from rl_train.data import DATASETS, hub
 from rl_train.grpo import LOSS_TYPES
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
-                  "save_total_limit", "eval_steps", "micro_batch_size", "llm_judge_base_url", "max_judge_failures"}
+                  "save_total_limit", "eval_steps", "micro_batch_size", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,8 +21,10 @@ def build_parser() -> argparse.ArgumentParser:
     g = p.add_argument_group("model and data")
     add = g.add_argument
     add("--model_path", required=True, help="Sa2VA checkpoint folder in the original layout")
-    add("--data_dir", required=True, help="folder of training regions")
-    add("--dataset", choices=list(DATASETS), default="gar", help="its format: gar = Grasp-Any-Region Arrow shards")
+    add("--data_dir", required=True, help="folder of training regions, or the name of a data set on the hub (owner/name)")
+    add("--dataset", choices=list(DATASETS), default="gar", help="its format: gar = Grasp-Any-Region, Arrow shards; dam = "
+        "Describe-Anything, annotations.json beside tar files (docs/data.md)")
+    add("--max_bad_fraction", type=float, default=0.01, help="the run stops when a larger share of the data set cannot be used")
     add("--eval_data_dir", help="folder of held-out regions; default: the last --eval_samples regions of a fixed shuffle of "
         "--data_dir, which are then not trained on")
     add("--output_dir", required=True, help="receives config.json, TensorBoard logs, rollouts and checkpoints")
@@ -89,7 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--save_steps", type=int, default=100, help="steps between checkpoints; the last step is always saved")
     add("--save_total_limit", type=int, default=3, help="checkpoints kept, oldest removed; 0 = all")
     add("--resume", nargs="?", const="latest", help="continue from a checkpoint folder, or from the latest one in --output_dir")
-    add("--eval_steps", type=int, default=100, help="steps between evaluations and pictures; 0 = only before and after")
+    add("--eval_steps", type=int, default=100, help="steps between evaluations and pictures, the best of which is kept as "
+        "checkpoint_best; 0 = only before and after")
     add("--eval_samples", type=int, default=64, help="held-out regions in an evaluation")
     add("--seed", type=int, default=0, help="of everything")
     return p
@@ -116,14 +119,15 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         parser.error("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available")
-    if not 0 <= args.max_judge_failures <= 1:
-        parser.error(f"--max_judge_failures {args.max_judge_failures}: must be in [0, 1]")
+    for name in ("max_judge_failures", "max_bad_fraction"):
+        if not 0 <= getattr(args, name) <= 1:
+            parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1]")
     for name in ("ema_decay", "warmup_ratio"):
         if not 0 <= getattr(args, name) < 1:
             parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1)")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        if path is not None and not Path(path).is_dir():
+        if path is not None and not Path(path).is_dir() and (name == "model_path" or not hub.NAME.fullmatch(path)):
             parser.error(f"--{name} {path}: no such folder")
     return args
 

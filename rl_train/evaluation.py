@@ -1,60 +1,187 @@
-"""Held-out measures of both cycles and both directions, greedy and without sampled latents."""
+"""Held-out measures of both cycles and both directions, greedy and without sampled latents; their intervals; guards.
+
+Letters: n samples of the held-out dataset, in its order.
+"""
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks, gather_objects
 from rl_train.policy import Policy
+from rl_train.prompts import phrase
 from rl_train.rewards import mask_iou, meteor
-from rl_train.rollout import describe, sample
+from rl_train.rewards.meteor import tokenize
+from rl_train.rollout import Rollout, describe, sample
 
-METRICS = ("cycle_iou", "seg_iou", "caption_meteor", "cycle_meteor")
+WHOLE = 0.9      # share of the image above which a mask counts as all of it
+
+# What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
+METRICS = {
+    "cycle_iou": "region -> caption -> mask', IoU with the region",
+    "cycle_meteor": "true caption -> mask -> caption', METEOR",
+    "seg_iou": "mask of the true caption: mean IoU (gIoU)",
+    "seg_ciou": "same: summed intersections / summed unions (cIoU)",
+    "seg_p50": "same: share with IoU >= 0.5",
+    "caption_meteor": "caption of the region, METEOR",
+    "caption_cider": "same, CIDEr-D (0 to 10)",
+    "caption_words": "guard: words of the caption",
+    "caption_repeats": "guard: captions that say three words twice",
+    "caption_digits": "guard: captions with a digit, as coordinates have",
+    "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
+    "no_seg": "guard: true captions answered without [SEG]",
+}
+SCORES = ("cycle_iou", "cycle_meteor")                                     # whose mean decides which checkpoint is the best
+PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}      # measures behind a metric of another name
+
+
+@dataclass
+class Measured:
+    """What was measured of n samples."""
+    values: dict[str, torch.Tensor]     # {measure: (n,) float64}; see `measure`
+    image_ids: list[str]
+    references: list[str]               # true captions
+    captions: list[str]                 # of the regions
+    num_damaged: int                    # samples that did not decode and in whose place another one was measured
+
+
+def evaluate(policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks) -> Measured:
+    """Per-sample measures of a held-out dataset by the weights in use, of all ranks together, in the dataset's order."""
+    found = evaluate_roles(policy, lambda role: nullcontext(), ("policy",), dataset, batch_size, max_new_tokens, num_workers, ranks)
+    return found["policy"]
 
 
 @torch.no_grad()
-def evaluate(policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """Per-sample measures of a held-out dataset, of all ranks together, in the dataset's order.
+def evaluate_roles(policy: Policy, use, roles: tuple[str, ...], dataset, batch_size: int, max_new_tokens: int, num_workers: int,
+                   ranks: Ranks) -> dict[str, Measured]:
+    """{role: what `evaluate` returns} for several roles; images are read and encoded once for all of them.
 
-    Returns:
-        {"cycle_iou", "seg_iou", "caption_meteor", "cycle_meteor"}: (len(dataset),) each.
-        cycle_iou: region -> greedy caption -> mask', IoU with the region; seg_iou: IoU of the mask of the true caption;
-        caption_meteor: METEOR of the greedy caption of the region; cycle_meteor: true caption -> mask -> caption'.
+    Args:
+        use: `Roles.use`.
     """
     loader = eval_loader(dataset, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size)
-    found = {metric: [] for metric in METRICS}
+    found = {role: [] for role in roles}
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-        image, targets = list(range(len(batch))), [mask.to(policy.device) for mask in batch.masks]
-        captions = describe(policy, batch, images, image, targets, max_new_tokens)
-        masks = answer_masks(policy, batch, images, batch.captions, max_new_tokens)
-        found["cycle_iou"].append(mask_iou(answer_masks(policy, batch, images, captions, max_new_tokens), targets, 1.0).cpu())
-        found["seg_iou"].append(mask_iou(masks, targets, 1.0).cpu())
-        found["caption_meteor"].append(meteor(batch.captions, captions))
-        found["cycle_meteor"].append(meteor(batch.captions, describe(policy, batch, images, image, masks, max_new_tokens)))
-    parts = gather_objects({metric: torch.cat(values) if values else torch.zeros(0) for metric, values in found.items()})
-    merged = {}
-    for metric in METRICS:
-        merged[metric] = torch.empty(len(dataset))
-        for rank, part in enumerate(parts):
-            merged[metric][rank::ranks.world_size] = part[metric]
-    return merged
+        for role in roles:
+            with use(role):
+                found[role].append(measure(policy, batch, images, max_new_tokens))
+    return {role: _merged(gather_objects(columns), len(dataset)) for role, columns in found.items()}
 
 
-def answer_masks(policy, batch, images, captions, max_new_tokens) -> list[torch.Tensor]:
-    """(H, W) bool mask of captions[i] in image i, from the model's own greedy answer (not a forced one)."""
+def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, list]:
+    """{column: B values} of one batch: the measures, and the strings and index that `Measured` is made of.
+
+    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
+    """
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    captions = describe(policy, batch, images, list(range(len(batch))), targets, max_new_tokens)
+    cycle = mask_iou(answer(policy, batch, images, captions, max_new_tokens).masks, targets, 1.0).cpu()
+    direct = answer(policy, batch, images, batch.captions, max_new_tokens)
+    replies = describe(policy, batch, images, list(range(len(batch))), direct.masks, max_new_tokens)
+    with_seg = set(direct.seg_rows.tolist())
+    return dict(
+        cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
+        cycle_meteor=meteor(batch.captions, replies).tolist(),
+        seg_iou=mask_iou(direct.masks, targets, 1.0).tolist(),
+        seg_intersection=[(mask & target).sum().item() for mask, target in zip(direct.masks, targets)],
+        seg_union=[(mask | target).sum().item() for mask, target in zip(direct.masks, targets)],
+        caption_meteor=meteor(batch.captions, captions).tolist(),
+        caption_words=[len(tokenize(text)) for text in captions],
+        caption_repeats=[repeats(text) for text in captions],
+        caption_digits=[any(letter.isdigit() for letter in text) for text in captions],
+        mask_whole=[mask.float().mean().item() > WHOLE for mask in direct.masks],
+        no_seg=[row not in with_seg for row in range(len(batch))],
+        image_id=batch.image_ids, reference=batch.captions, caption=captions, index=batch.index)
+
+
+def answer(policy: Policy, batch, images, captions: list[str], max_new_tokens: int) -> Rollout:
+    """The model's own greedy answers (not forced ones) to captions[i] in image i, with their masks."""
     prompts = policy.segment_prompts(images, list(range(len(captions))), captions)
-    return sample(policy, batch, images, prompts, 1, max_new_tokens, mask_sigma=0.0).masks
+    return sample(policy, batch, images, prompts, 1, max_new_tokens, mask_sigma=0.0)
 
 
-def summary(values: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """{metric: (mean, standard error)}."""
-    return {m: (v.mean().item(), (v.std() / len(v) ** 0.5).item() if len(v) > 1 else 0.0) for m, v in values.items()}
+def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
+    """One Measured of all ranks' batches; rank r of R measured samples r, r + R, .."""
+    merged = {}
+    for rank, batches in enumerate(columns_of_rank):
+        for name in batches[0] if batches else ():
+            column = merged.setdefault(name, [None] * num_samples)
+            column[rank::len(columns_of_rank)] = [value for batch in batches for value in batch[name]]
+    image_ids, references, captions, index = (merged.pop(name) for name in ("image_id", "reference", "caption", "index"))
+    return Measured({name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()}, image_ids, references, captions,
+                    sum(i != place for place, i in enumerate(index)))
+
+
+def repeats(text: str) -> bool:
+    """Whether three words or punctuation marks in a row occur twice in `text`."""
+    words = re.findall(r"[^\W_]+|[^\w\s]", text.lower())
+    triples = list(zip(words, words[1:], words[2:]))
+    return len(set(triples)) < len(triples)
+
+
+def cider(references: list[str], captions: list[str]) -> torch.Tensor:
+    """(n,) float64 CIDEr-D of each caption against its one reference, with document frequencies of these n references.
+
+    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without punctuation. Published numbers
+    are of the PTB tokenizer, which needs Java, and of several references for a sample.
+    """
+    from pycocoevalcap.cider.cider import Cider
+    words = [{i: [" ".join(tokenize(text))] for i, text in enumerate(texts)} for texts in (references, captions)]
+    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
+
+
+# Statistics
+
+def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
+    """What a metric is computed from: (n,) values whose mean it is, or (n, 2) intersections and unions."""
+    parts = [values[name] for name in PARTS.get(metric, (metric,))]
+    return (parts[0] >= 0.5).double() if metric == "seg_p50" else parts[0] if len(parts) == 1 else torch.stack(parts, 1)
+
+
+def statistic(rows) -> float:
+    """The mean of (n,) values; of (n, 2) intersections and unions the ratio of their sums."""
+    return float(rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / rows[:, 1].sum())
+
+
+def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """{metric: its value over all samples}, of the METRICS whose measures are there."""
+    return {metric: statistic(rows_of(values, metric)) for metric in METRICS if set(PARTS.get(metric, (metric,))) <= set(values)}
+
+
+def bootstrap(values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic) -> tuple[float, float]:
+    """(low, high) of the 95 % percentile interval of `statistic` when the n rows of `values` are drawn anew with replacement.
+
+    Rows count as independent; where many share an image, the interval is too narrow.
+    """
+    rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
+    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(num_resamples)]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
+    """(after - before, low, high): the difference of a metric on the same samples with its 95 % interval.
+
+    Args:
+        before, after: `rows_of` the metric.
+    """
+    def difference(pairs):
+        return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
+    pairs = torch.stack([before, after], dim=-1)
+    return (difference(pairs), *bootstrap(pairs, statistic=difference))
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Means before and after with the paired difference and its standard error."""
-    lines = [f"{'held out, n = ' + str(len(before['cycle_iou'])):24s} {'before':>8s} {'after':>8s} {'change':>8s} {'s.e.':>7s}"]
-    for metric in METRICS:
-        difference = summary({metric: after[metric] - before[metric]})[metric]
-        lines.append(f"{metric:24s} {before[metric].mean():8.4f} {after[metric].mean():8.4f} {difference[0]:+8.4f} {difference[1]:7.4f}")
+    """Metrics before and after, and the paired difference with its 95 % interval, as text."""
+    lines = [f"{'held out, n = ' + str(len(after['cycle_iou'])):20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
+    ends = means(after)
+    for metric, start in means(before).items():
+        if metric in ends:
+            change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
+            lines.append(f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}   [{low:+.4f}, {high:+.4f}]")
     return "\n".join(lines)

@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from rl_train import checkpoint, distributed
 from rl_train.config import check_output_dir, check_resumed, claim_output_dir, parse_args
-from rl_train.data import DATASETS
+from rl_train.data import DATASETS, BadData, DamagedSamples, check_bad_fraction
 from rl_train.data.loader import StepSampler, steps, train_loader
 from rl_train.distributed import print0
-from rl_train.evaluation import before_after_table, evaluate, summary
+from rl_train.evaluation import SCORES, before_after_table, evaluate_roles, means
 from rl_train.grpo import combine, group_advantages, group_std
 from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
 from rl_train.policy import build_policy
@@ -36,6 +36,8 @@ from rl_train.roles import Roles
 from rl_train.rollout import Rollout, noise, sample
 from rl_train.tasks import TASKS
 from rl_train.tb import Log, rollout_sums, scalars
+
+EVAL_BATCHES = 2      # training batches in one of an evaluation, which holds one answer a prompt and no gradient
 
 
 @dataclass
@@ -49,7 +51,7 @@ class Work:
     reference: list[torch.Tensor]       # [logp (N, T), latent mean (M, D)]
 
 
-def train(args, ranks, policy, roles, tasks, judging, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
+def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
     """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
     progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
     for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
@@ -92,7 +94,7 @@ def train(args, ranks, policy, roles, tasks, judging, loader, optimizer, schedul
             scheduler.step()                                                          # by time, also where nothing was learnt
         clock("update")
         done = step + 1
-        report(args, ranks, policy, judging, log, progress, step, work, sums, norms, scheduler, clock)
+        report(args, ranks, policy, watch, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
             for w in work[-len(tasks):]:
                 log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
@@ -147,8 +149,8 @@ def update(args, policy, optimizer, sums) -> dict[str, float]:
     return {group: square.sqrt().item() for group, square in squares.items()}
 
 
-def report(args, ranks, policy, judging, log, progress, step, work, sums, norms, scheduler, clock):
-    """Curves, progress bar and JSON lines of one step; raises JudgeFailed on all ranks if the judge has failed too often."""
+def report(args, ranks, policy, watch, log, progress, step, work, sums, norms, scheduler, clock):
+    """Curves, progress bar and JSON lines of one step; raises on all ranks if judge or data have failed too often."""
     values, show, tokens = {}, {}, 0
     for name in sums:
         mine = [w for w in work if w.task.name == name]
@@ -173,15 +175,20 @@ def report(args, ranks, policy, judging, log, progress, step, work, sums, norms,
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
     if ranks.device.type == "cuda":
         values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
-    if judging:
-        judged = distributed.all_sum(judging.judge.take_counts(), ranks.device)
+    if watch.judge:
+        judged = distributed.all_sum(watch.judge.take_counts(), ranks.device)
         values["judge/failed_frac"] = judged["failed"] / max(judged["asked"], 1)
         show["judge_failed"] = f"{values['judge/failed_frac']:.0%}"
+    mine = [name for w in work for name in w.rollout.batch.damaged]
+    for name in watch.damaged.add(name for names in distributed.gather_objects(mine) for name in names):
+        print0(f"left out, another sample in its place: {name}")
+    values["data/damaged"] = len(watch.damaged.names)
     log.scalars(values, step + 1)
     progress.set_postfix(show)
     progress.update()
-    if judging:
-        judging.window.add(**judged)
+    if watch.judge:
+        watch.judge_failures.add(**judged)
+    watch.damaged.check()
 
 
 class Clock:
@@ -211,26 +218,29 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
 
 
 def split_dataset(args):
-    """(training set, held-out set of --eval_samples) from --data_dir and --eval_data_dir."""
+    """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir."""
     dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
+    damaged = DamagedSamples(dataset.report(), args.max_bad_fraction)
     if args.eval_data_dir:
         heldout = DATASETS[args.dataset](args.eval_data_dir)
-        return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout))))
+        check_bad_fraction(heldout.report(), 0, args.max_bad_fraction)
+        return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout)))), damaged
     if len(dataset) <= args.eval_samples:
         raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, not more than --eval_samples {args.eval_samples}")
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-    return Subset(dataset, sorted(order[:-args.eval_samples])), Subset(dataset, sorted(order[-args.eval_samples:]))
+    return (Subset(dataset, sorted(order[:-args.eval_samples])), Subset(dataset, sorted(order[-args.eval_samples:])), damaged)
 
 
 @dataclass
-class Judging:
-    """The judge of a run and its last failures."""
-    judge: LLMJudge
-    window: FailureWindow
+class Watch:
+    """What may stop a run from outside: a judge that fails, and samples that turn out damaged."""
+    damaged: DamagedSamples
+    judge: LLMJudge | None
+    judge_failures: FailureWindow
 
 
-def build_judging(args) -> Judging | None:
+def build_judge(args) -> LLMJudge | None:
     """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
     if not args.use_llm_judge:
         return None
@@ -239,7 +249,7 @@ def build_judging(args) -> Judging | None:
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
-    return Judging(judge, FailureWindow(args.max_judge_failures))
+    return judge
 
 
 @dataclass
@@ -248,7 +258,7 @@ class Parts:
     policy: object
     roles: Roles
     tasks: list
-    judging: Judging | None
+    watch: Watch
     optimizer: torch.optim.Optimizer
     scheduler: object
     train_set: object
@@ -265,13 +275,13 @@ def build(args, ranks) -> Parts:
     distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = load_user_rewards(args.reward)
-    judging = build_judging(args)
+    judge = build_judge(args)
     torch.manual_seed(args.seed)
-    train_set, heldout = split_dataset(args)
+    train_set, heldout, damaged = split_dataset(args)
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
     roles = Roles(policy.trainable)
-    tasks = [TASKS[name](policy, roles, args, judging and judging.judge, user_rewards) for name in args.tasks]
+    tasks = [TASKS[name](policy, roles, args, judge, user_rewards) for name in args.tasks]
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
     optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -281,7 +291,8 @@ def build(args, ranks) -> Parts:
         check_resumed(resume, args)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
-    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], judging, optimizer, scheduler, train_set, heldout, sampler,
+    watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))
+    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], watch, optimizer, scheduler, train_set, heldout, sampler,
                  max_steps, resume)
 
 
@@ -290,8 +301,16 @@ def run(args, ranks, p: Parts):
     measured = {}
 
     def evaluate_now(step):
-        measured[step] = evaluate(p.policy, p.heldout, args.batch_size, args.max_completion_length, args.num_workers, ranks)
-        log.scalars({f"eval/{m}": mean for m, (mean, _) in summary(measured[step]).items()}, step)
+        roles = ("policy", "teacher") if step else ("policy",)            # alike before the first step
+        found = evaluate_roles(p.policy, p.roles.use, roles, p.heldout, EVAL_BATCHES * args.batch_size, args.max_completion_length,
+                               args.num_workers, ranks)
+        measured[step] = found["policy"].values
+        metrics = means(measured[step])
+        log.scalars({f"eval/{metric}": value for metric, value in metrics.items()}, step)
+        log.scalars({f"eval_ema/{metric}": value for metric, value in means(found[roles[-1]].values).items()}, step)
+        if step and args.eval_steps:
+            score = sum(metrics[name] for name in SCORES) / len(SCORES)
+            checkpoint.save_if_best(args.output_dir, step, score, metrics, p.policy, p.roles, p.optimizer, p.scheduler, args, ranks.is_main)
 
     if p.resume:
         print0(f"resuming from {p.resume}")
@@ -301,7 +320,7 @@ def run(args, ranks, p: Parts):
         if p.resume:
             p.sampler.start = checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
         loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
-        train(args, ranks, p.policy, p.roles, p.tasks, p.judging, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps,
+        train(args, ranks, p.policy, p.roles, p.tasks, p.watch, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps,
               evaluate_now)
         if p.max_steps not in measured:                                   # resumed after its last step
             evaluate_now(p.max_steps)
@@ -321,6 +340,8 @@ def main(argv=None):
             run(args, ranks, parts)
         except JudgeFailed as error:
             raise SystemExit(f"rl_train: --llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
+        except BadData as error:
+            raise SystemExit(f"rl_train: --data_dir {args.data_dir}: {error}") from error
     finally:
         distributed.close()
 

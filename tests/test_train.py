@@ -7,7 +7,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_train import train
 from rl_train.config import parse_args
+from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import Ranks
+from rl_train.evaluation import METRICS
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -17,9 +19,9 @@ LOOP = ("loss", "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero
 LOOP2 = ("meteor", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss")
 TAGS = ({f"loop1/{tag}" for tag in LOOP} | {f"loop2/{tag}" for tag in LOOP + LOOP2} | {"total_loss", "learning_rate"}
         | {f"grad_norm/{group}" for group in ("lora", "mlp1", "text_hidden_fcs", "sam2")}
-        | {f"eval/{metric}" for metric in ("cycle_iou", "seg_iou", "caption_meteor", "cycle_meteor")}
+        | {f"{place}/{metric}" for place in ("eval", "eval_ema") for metric in METRICS if metric != "caption_cider"}
         | {f"perf/{phase}_seconds" for phase in ("step", "encode", "rollout", "teacher", "reference", "update")}
-        | {"perf/rollout_tokens_per_second"})
+        | {"perf/rollout_tokens_per_second", "data/damaged"})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_every_documented_curve_is_there(two_steps):
     log = events(two_steps)
     assert set(log.Tags()["scalars"]) == TAGS
     for tag in TAGS:
-        assert [e.step for e in log.Scalars(tag)] == ([0, 2] if tag.startswith("eval/") else [1, 2]), tag
+        assert [e.step for e in log.Scalars(tag)] == ([0, 2] if tag.startswith("eval") else [1, 2]), tag
         assert all(e.value == e.value for e in log.Scalars(tag)), tag
     assert all(e.value > 0 for tag in TAGS if tag.startswith("grad_norm/") for e in log.Scalars(tag))
     assert log.Tensors("hparams/text_summary")
@@ -203,3 +205,23 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path,
     assert all(torch.equal(p, start[n]) for n, p in parts.policy.trainable.items())
     assert all(torch.equal(t, start[n]) for n, t in parts.roles.banks["teacher"].items())
     assert not parts.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
+
+
+def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, monkeypatch):
+    """A region whose image does not decode is left out with its name; above --max_bad_fraction the run ends with one sentence."""
+    read = GraspAnyRegionDataset.__getitem__
+    bad = {1, 2, 3, 5, 8, 13, 21, 34, 55}
+
+    def damaged(dataset, i):
+        if i in bad and len(dataset) > 30:
+            raise DamagedSample(f"region{i}", "damaged image")
+        return read(dataset, i)
+
+    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", damaged)
+    output = run(data, tmp_path / "kept", max_steps=8, batch_size=4, max_bad_fraction=0.5, tasks="mask_caption_mask")
+    found = list(curve(output, "data/damaged").values())
+    assert 0 <= found[0] <= found[-1] <= len(bad) and found[-1] >= 3
+    assert all("region" not in line["image_id"] for line in rollouts(output))
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path / "stopped", max_steps=8, batch_size=4, max_bad_fraction=0.03, tasks="mask_caption_mask")
+    assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(stopped.value)

@@ -1,59 +1,169 @@
-"""Held-out measures of a Sa2VA checkpoint, or of a run's checkpoint on top of it.
+"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals, and against an earlier measurement.
 
-    python -m tools.evaluate --model_path M --data_dir D                             # a Sa2VA folder
-    python -m tools.evaluate --model_path M --data_dir D --checkpoint O/checkpoint_step_N [--role ema]
+    python -m tools.evaluate --model_path M --data_dir D --output before.json                 # a base, or an exported folder
+    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D [--role ema] --before before.json
+    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test      # D/refcocog/instances.json ..
+    torchrun --nproc_per_node 8 -m tools.evaluate ...                                         # samples shared by 8 GPUs
+
+A checkpoint's base is the one that its config.json names; if that has moved, give the base as --model_path and the checkpoint as
+--checkpoint. Decoding is greedy, so two runs on the same number of processes write the same file.
 """
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
 from rl_train.data import DATASETS
-from rl_train.evaluation import evaluate, summary
+from rl_train.data.refcoco import NAMES, RefCOCODataset
+from rl_train.distributed import print0
+from rl_train.evaluation import METRICS, Measured, before_after_table, bootstrap, cider, evaluate, means, rows_of
 from rl_train.policy import build_policy
 from rl_train.rewards.meteor import require_wordnet
 
 # What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
 BASE = dict(lora_r=1, lora_alpha=1, lora_dropout=0.0, temperature=1.0, gradient_checkpointing=False, mask_sigma=1.0, mask_loss_coef=1.0,
             tasks=["mask_caption_mask", "caption_mask_caption"], caption_to_mask_weight=1.0)
+NOT_SAVED = ("output", "before", "num_workers")      # flags that change no number
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model_path", required=True, type=Path, help="Sa2VA folder in the original layout, or a checkpoint folder of a run")
+    add("--data_dir", required=True, help="folder of held-out regions")
+    add("--dataset", choices=[*DATASETS, *NAMES], default="gar", help="its format")
+    add("--split", help="of RefCOCO; default val")
+    add("--image_root", help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked for in --data_dir")
+    add("--checkpoint", type=Path, help="checkpoint_step_N folder of a run that started from --model_path")
+    add("--role", choices=["policy", "ema"], default="policy", help="whose weights of the checkpoint")
+    add("--num_samples", type=int, help="first regions to measure; default all")
+    add("--batch_size", type=int, default=8)
+    add("--max_completion_length", type=int, default=128)
+    add("--max_tiles", type=int, default=1)
+    add("--num_workers", type=int, default=2)
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--output", type=Path, help="JSON file for means, intervals, per-sample values, captions and flags")
+    add("--before", type=Path, help="--output of an earlier run on the same samples: print the paired differences to it")
+    return parser
+
+
+def build_measured_policy(args, device):
+    """The policy that the flags name. Raises ValueError, naming the flag, if there is none."""
+    base, folder = args.model_path, args.checkpoint
+    if (base / "trainables.safetensors").is_file():
+        if folder:
+            raise ValueError(f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many")
+        folder, base = base, Path(json.loads((base / "config.json").read_text())["model_path"])
+        if not base.is_dir():
+            raise ValueError(f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
+                             f"and this folder as --checkpoint")
+    if folder is None and args.role == "ema":
+        raise ValueError(f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher")
+    flags = json.loads((folder / "config.json").read_text()) if folder else BASE
+    chosen = dict(model_path=str(base), dtype=args.dtype, max_tiles=args.max_tiles, max_completion_length=args.max_completion_length)
+    policy = build_policy(SimpleNamespace(**flags | chosen), device)
+    if folder:
+        checkpoint.load_weights(folder, policy.trainable, "ema.safetensors" if args.role == "ema" else "trainables.safetensors")
+    return policy
+
+
+def build_dataset(args):
+    """The samples that the flags name. Raises ValueError, naming the flag or file."""
+    if args.dataset in NAMES:
+        dataset = RefCOCODataset(args.data_dir, args.dataset, args.split or "val", args.image_root)
+    elif args.split or args.image_root:
+        raise ValueError(f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}")
+    else:
+        dataset = DATASETS[args.dataset](args.data_dir)
+    print0(f"--data_dir {args.data_dir}: {dataset.report()}")
+    return Subset(dataset, range(min(args.num_samples, len(dataset)))) if args.num_samples else dataset
+
+
+def read_before(file: Path, num_samples: int) -> dict:
+    """An earlier --output. Raises ValueError if it is none, or of another number of samples."""
+    try:
+        before = json.loads(file.read_text())
+        num_before = min(len(before["image_ids"]), len(before["references"]))
+        before["values"] = {name: torch.tensor(values, dtype=torch.float64) for name, values in before["values"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"--before {file} is not an --output of this program: {error!r}") from error
+    if num_before != num_samples:
+        raise ValueError(f"--before {file} holds {num_before} samples, this data set {num_samples}: the difference would not be paired")
+    return before
+
+
+def check_same_samples(before: dict, file: Path, measured: Measured):
+    """Raise ValueError, with the first difference, if `before` was measured on other samples.
+
+    True captions count too: an image_id begins below --data_dir, so that two folders of one layout have the same ones.
+    """
+    earlier = list(zip(before["image_ids"], before["references"]))
+    now = list(zip(measured.image_ids, measured.references))
+    for place in range(len(now)):
+        if earlier[place] != now[place]:
+            raise ValueError(f"--before {file} was measured on other samples, the difference would not be paired: sample {place} was "
+                             f"{earlier[place]}, now {now[place]}")
+
+
+def result(measured: Measured, flags: dict) -> dict:
+    """What --output holds."""
+    return dict(flags=flags, num_samples=len(measured.image_ids), num_damaged=measured.num_damaged, means=means(measured.values),
+                intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in means(measured.values)},
+                values={name: values.tolist() for name, values in measured.values.items()}, image_ids=measured.image_ids,
+                references=measured.references, captions=measured.captions)
+
+
+def table(found: dict) -> str:
+    """Means and intervals of a `result`, as text."""
+    lines = [f"{'n = ' + str(found['num_samples']):16s} {'mean':>8s}   95 % interval"]
+    for metric, mean in found["means"].items():
+        low, high = found["intervals"][metric]
+        lines.append(f"{metric:16s} {mean:8.4f}   {f'[{low:.4f}, {high:.4f}]':20s} {METRICS[metric]}")
+    return "\n".join(lines)
+
+
+def run(args, ranks):
+    """Measure, print, write and compare. Raises ValueError for what is wrong in the flags and files."""
+    dataset = build_dataset(args)
+    before = read_before(args.before, len(dataset)) if args.before else None
+    policy = build_measured_policy(args, ranks.device)
+    measured = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)
+    if not ranks.is_main:
+        return
+    if find_spec("pycocoevalcap"):
+        measured.values["caption_cider"] = cider(measured.references, measured.captions)
+    else:
+        print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name not in NOT_SAVED}
+    found = result(measured, flags)
+    print0(table(found))
+    if measured.num_damaged:
+        print0(f"{measured.num_damaged} samples did not decode; others were measured in their place")
+    if args.output:
+        args.output.write_text(json.dumps(found))
+    if before:
+        check_same_samples(before, args.before, measured)
+        changed = [f"--{name} was {before['flags'].get(name)}, now {value}" for name, value in flags.items()
+                   if before["flags"].get(name) != value]
+        print0("\n".join(["", f"against {args.before}", *changed, before_after_table(before["values"], measured.values)]))
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--model_path", required=True, help="Sa2VA folder in the original layout")
-    parser.add_argument("--data_dir", required=True, help="folder of held-out regions (GAR Arrow shards)")
-    parser.add_argument("--dataset", choices=list(DATASETS), default="gar", help="its format")
-    parser.add_argument("--checkpoint", type=Path, help="checkpoint_step_N folder of a run that started from --model_path")
-    parser.add_argument("--role", choices=["policy", "ema"], default="policy", help="whose weights of the checkpoint")
-    parser.add_argument("--num_samples", type=int, help="first regions to measure; default all")
-    parser.add_argument("--batch_size", type=int, default=8)
-    parser.add_argument("--max_completion_length", type=int, default=128)
-    parser.add_argument("--max_tiles", type=int, default=1)
-    parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--output", type=Path, help="JSON file for the means, standard errors and per-sample values")
-    args = parser.parse_args(argv)
-
+    args = build_parser().parse_args(argv)
     require_wordnet()
     ranks = distributed.init()
-    flags = json.loads((args.checkpoint / "config.json").read_text()) if args.checkpoint else BASE
-    policy = build_policy(SimpleNamespace(**{**flags, **{k: getattr(args, k) for k in ("model_path", "dtype", "max_tiles", "max_completion_length")}}), ranks.device)
-    if args.checkpoint:
-        checkpoint.load_weights(args.checkpoint, policy.trainable, "ema.safetensors" if args.role == "ema" else "trainables.safetensors")
-    dataset = DATASETS[args.dataset](args.data_dir)
-    if args.num_samples:
-        dataset = Subset(dataset, range(min(args.num_samples, len(dataset))))
-    values = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)
-    if ranks.is_main:
-        for metric, (mean, error) in summary(values).items():
-            print(f"{metric:16s} {mean:.4f} +- {error:.4f}   (n = {len(dataset)})")
-        if args.output:
-            args.output.write_text(json.dumps({m: dict(mean=mean, standard_error=error, values=[round(v, 5) for v in values[m].tolist()])
-                                               for m, (mean, error) in summary(values).items()}))
-    distributed.close()
+    try:
+        run(args, ranks)
+    except ValueError as error:                                           # the user's input: one sentence, no traceback
+        raise SystemExit(f"evaluate: {error}") from error
+    finally:
+        distributed.close()
 
 
 if __name__ == "__main__":

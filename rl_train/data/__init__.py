@@ -2,7 +2,9 @@
 from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.errors import BadData, DamagedSample, DamagedSamples, check_bad_fraction
 from rl_train.data.gar import GraspAnyRegionDataset
+from rl_train.data.refcoco import RefCOCODataset
 
 DATASETS = {"gar": GraspAnyRegionDataset, "dam": DescribeAnythingDataset}      # by --dataset
 
-__all__ = ["DATASETS", "BadData", "DamagedSample", "DamagedSamples", "DescribeAnythingDataset", "GraspAnyRegionDataset", "check_bad_fraction"]
+__all__ = ["DATASETS", "BadData", "DamagedSample", "DamagedSamples", "DescribeAnythingDataset", "GraspAnyRegionDataset",
+           "RefCOCODataset", "check_bad_fraction"]
