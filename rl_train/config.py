@@ -25,8 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--dataset", choices=list(DATASETS), default="gar", help="its format: gar = Grasp-Any-Region, Arrow shards; dam = "
         "Describe-Anything, annotations.json beside tar files (docs/data.md)")
     add("--max_bad_fraction", type=float, default=0.01, help="the run stops when a larger share of the data set cannot be used")
-    add("--eval_data_dir", help="folder of held-out regions; default: the last --eval_samples regions of a fixed shuffle of "
-        "--data_dir, which are then not trained on")
+    add("--eval_data_dir", help="folder of held-out regions; default: --eval_samples regions of the last images of a "
+        "fixed shuffle of --data_dir, which are then not trained on")
     add("--output_dir", required=True, help="receives config.json, TensorBoard logs, rollouts and checkpoints")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="of the frozen base; what trains is float32")
     add("--max_tiles", type=int, default=1, help="tiles per image: 1 = the whole image at 448 px, up to 12 + thumbnail")

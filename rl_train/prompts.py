@@ -24,7 +24,7 @@ def phrase(caption: str) -> str:
 
     A sampled caption may hold special-token strings; as text of a prompt they would become image or [SEG] tokens.
     """
-    text = clean_caption(caption).lower()
+    text = clean_caption(caption.lower())
     return text[:-1] if text.endswith(".") else text
 
 

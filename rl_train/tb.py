@@ -52,6 +52,8 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
                clip_frac=s["clipped"] / max(s["tokens"], 1), completion_length=s["length"] / s["rows"],
                truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
                unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"])
+    if not s["scored"]:                                 # no reward was obtained, which is not a reward of 0
+        del out["reward_mean"], out["reward_std"]
     for name, value in s.items():
         if name.startswith("component/"):
             component = name.removeprefix("component/")

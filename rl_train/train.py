@@ -168,7 +168,7 @@ def report(args, ranks, policy, watch, log, progress, step, work, sums, norms, s
         curves = scalars(total)
         values |= {f"{name}/{key}": value for key, value in curves.items()}
         values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]
-        show[name] = f"{curves['reward_mean']:.3f}"
+        show[name] = f"{curves.get('reward_mean', math.nan):.3f}"
     values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
     values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
     values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
@@ -218,7 +218,10 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
 
 
 def split_dataset(args):
-    """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir."""
+    """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir.
+
+    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions.
+    """
     dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     damaged = DamagedSamples(dataset.report(), args.max_bad_fraction)
@@ -226,10 +229,14 @@ def split_dataset(args):
         heldout = DATASETS[args.dataset](args.eval_data_dir)
         check_bad_fraction(heldout.report(), 0, args.max_bad_fraction)
         return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout)))), damaged
-    if len(dataset) <= args.eval_samples:
-        raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, not more than --eval_samples {args.eval_samples}")
-    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0)).tolist()
-    return (Subset(dataset, sorted(order[:-args.eval_samples])), Subset(dataset, sorted(order[-args.eval_samples:])), damaged)
+    order = torch.randperm(int(dataset.images.max()) + 1, generator=torch.Generator().manual_seed(0)).numpy()
+    place = order.argsort()[dataset.images]                               # of each region's image in the order
+    last_first = place.argsort(kind="stable")[::-1]
+    heldout = last_first[:args.eval_samples]                              # whole images, but for what of the last one is too many
+    training = sorted(last_first[place[last_first] < place[heldout].min()].tolist())
+    if not training:
+        raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, too few to hold out --eval_samples {args.eval_samples}")
+    return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
 
 
 @dataclass
@@ -341,7 +348,8 @@ def main(argv=None):
         except JudgeFailed as error:
             raise SystemExit(f"rl_train: --llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
         except BadData as error:
-            raise SystemExit(f"rl_train: --data_dir {args.data_dir}: {error}") from error
+            sentence = str(error).splitlines()[-1]                        # from a worker it comes with the worker's traceback
+            raise SystemExit(f"rl_train: --data_dir {args.data_dir}: {sentence}") from error
     finally:
         distributed.close()
 

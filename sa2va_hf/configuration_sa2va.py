@@ -39,7 +39,7 @@ class Sa2VAConfig:
 
     Raises:
         ValueError: the file describes a model that this code would compute wrongly (another LLM, `ps_version` v1,
-            another feature layer, query-key normalisation in the vision encoder).
+            another feature layer, query-key normalisation in the vision encoder, sliding window, scaled RoPE).
     """
 
     def __init__(self, **raw):
@@ -66,6 +66,12 @@ class Sa2VAConfig:
         for key, value in expected.items():
             if self.raw[key] != value:
                 raise ValueError(f"config.json: {key} is {self.raw[key]!r}; only {value!r} is supported")
+        if self.raw["llm_config"].get("use_sliding_window"):
+            raise ValueError("config.json: llm_config.use_sliding_window is not supported")
+        # "dynamic" (InternVL3) changes nothing within max_position_embeddings, which prompts are checked against.
+        rope = self.raw["llm_config"].get("rope_scaling") or {}
+        if rope.get("rope_type", rope.get("type", "default")) not in ("default", "dynamic"):
+            raise ValueError(f"config.json: llm_config.rope_scaling {rope} is not supported")
         vision = self.raw["vision_config"]
         if vision.get("qk_normalization") or vision.get("norm_type", "layer_norm") != "layer_norm":
             raise ValueError("config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is not supported")

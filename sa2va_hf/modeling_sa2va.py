@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys
 from .configuration_sa2va import Sa2VAConfig
-from .prediction import predict_forward
+from .prediction import MAX_NEW_TOKENS, predict_forward
 from .processing_sa2va import normalise_sam_pixels
 
 IMG_CONTEXT_TOKEN, SEG_TOKEN = "<IMG_CONTEXT>", "[SEG]"
@@ -47,7 +47,9 @@ class Sa2VAModel(nn.Module):
         self.grounding_encoder.prompt_encoder.shared_embedding = self.grounding_encoder.shared_image_embedding
         self.text_hidden_fcs = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.prompt_size),
                                              nn.Dropout(0.0))
-        self.img_context_id = self.seg_id = None
+        self.img_context_id = self.seg_id = self.tokenizer = None
+        self.max_new_tokens = MAX_NEW_TOKENS                            # of predict_forward
+        self.unwritten = LM_HEAD if config.tied else None               # the one of two tied tensors that files leave out
         self.eval()
 
     @property
@@ -66,7 +68,7 @@ class Sa2VAModel(nn.Module):
         if max(ids.values()) >= self.config.llm.vocab_size:
             raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
                              f"{self.config.llm.vocab_size}")
-        self.img_context_id, self.seg_id = ids[IMG_CONTEXT_TOKEN], ids[SEG_TOKEN]
+        self.img_context_id, self.seg_id, self.tokenizer = ids[IMG_CONTEXT_TOKEN], ids[SEG_TOKEN], tokenizer
 
     # Vision and language
 
@@ -109,7 +111,7 @@ class Sa2VAModel(nn.Module):
         for tile, flag in zip(image_features, flags):
             pieces.append(tile)
             if flag:
-                cells = prompt_masks[flagged].to(tile.device).flatten(1)             # (n, 256)
+                cells = prompt_masks[flagged].to(tile.device).bool().flatten(1)      # (n, 256)
                 pieces += [tile[region] for region in cells]
                 flagged += 1
         features = torch.cat(pieces)
@@ -212,7 +214,12 @@ class Sa2VAModel(nn.Module):
         image = torch.arange(len(prompts), device=prompts.device)
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
-    def predict_forward(self, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None, *,
+    def preparing_for_generation(self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None):
+        """Set the tokenizer and the longest answer of `predict_forward`; torch_dtype is ignored, the model keeps its own."""
+        self.bind_tokenizer(tokenizer)
+        self.max_new_tokens = max_new_tokens
+
+    def predict_forward(self, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None, processor=None, *,
                         rounded_normalisation=False) -> dict:
         """The answer to `text` and the masks of its [SEG] tokens: see `sa2va_hf.prediction.predict_forward`."""
         return predict_forward(self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation)
@@ -235,10 +242,11 @@ class Sa2VAModel(nn.Module):
         files, source = _shards(Path(path)), {}
         llm = model.language_model
         if config.tied and EMBED_TOKENS in files and LM_HEAD in files:
+            model.unwritten = None
             llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
         elif config.tied and (EMBED_TOKENS in files or LM_HEAD in files):
             there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
-            files[absent], source = files[there], {absent: there}
+            files[absent], source, model.unwritten = files[there], {absent: there}, absent
         state = model.state_dict()
         _check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
@@ -253,7 +261,7 @@ class Sa2VAModel(nn.Module):
     def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
         """Write `path` in the original layout: safetensors (sharded with an index above max_shard_size) and config.json.
 
-        A tied lm_head is left out, as transformers does.
+        Of tied embed_tokens and lm_head those are written that the loaded file had; without one, embed_tokens alone.
 
         Raises:
             ValueError: a LoRA is still attached; `tools/export.py` merges it first.
@@ -261,8 +269,10 @@ class Sa2VAModel(nn.Module):
         state = self.state_dict()
         if any("lora_" in key for key in state):
             raise ValueError("the model carries a LoRA adapter: merge it first (python -m tools.export)")
-        if self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
-            del state[LM_HEAD]
+        if self.unwritten:
+            del state[self.unwritten]
+        elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
+            state[LM_HEAD] = state[LM_HEAD].clone()
         state = {k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()}
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -288,7 +298,10 @@ def _shards(folder: Path) -> dict[str, Path]:
     """{original key: safetensors file}. Every file's header is read, so a truncated file is found at once."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: {error!r}") from error
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif (folder / "adapter_config.json").is_file():

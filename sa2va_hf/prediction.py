@@ -39,33 +39,35 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
         model: `Sa2VAModel`.
         image: PIL image of any mode and size, tiled up to the config's `max_dynamic_patch` and a thumbnail.
         video: list of PIL frames of one size, instead of an image. The LLM sees the first 5, one tile each.
-        text: the user's words; `<image>` stands where the image or video goes.
+        text: the user's words; `<image>` stands where the image or video goes (without either it is removed).
         past_text: earlier turns, as they went into the model (template and image tokens included), before this one.
         mask_prompts: [(n, H, W)]: n regions of the image, non-zero inside, introduced to the model behind the image.
-        tokenizer: Sa2VA's; needed at the first call, or after `bind_tokenizer`, at every one.
+        tokenizer: Sa2VA's; needed at the first call, later ones keep it.
         rounded_normalisation: SAM2's mean and std rounded to bfloat16 as in the original's inference code; the default is
             what Sa2VA's supervised training had (see `normalise_sam_pixels`).
 
     Returns:
-        {"prediction": str, at most 2048 new tokens, special tokens and the stop text `<|end|>` included,
+        {"prediction": str, at most 2048 new tokens (see `preparing_for_generation`), special tokens and the stop text `<|end|>` included,
          "prediction_masks": list over [SEG] tokens of (F, H, W) bool arrays; F = 1 for an image}.
         An answer without [SEG] has no masks, one with two has two. A [SEG] that is the very last token (no stop text
         after it) has no hidden state and is dropped, as in the original; without image and video there are none.
 
     Raises:
-        ValueError: text or tokenizer is missing; image and video together; `<image>` without either, or either without
-            `<image>` here or in past_text; frames of different sizes; an empty region; mask_prompts with a video or
+        ValueError: text or tokenizer is missing; image and video together; either without `<image>` here or its tokens in
+            past_text; frames of different sizes; an empty region; mask_prompts with a video or
             with past_text. (The original asserts some of these and computes without the image in others.)
 
-    Differences from the original: images of mode L, P, CMYK and RGBA are converted instead of failing; a region too
+    Differences from the original: SAM2's mean and std are exact unless asked otherwise; tiles follow the config's
+    `max_dynamic_patch` (12 in every published one, where the original has a constant); images of mode L, P, CMYK and RGBA are converted instead of failing; a region too
     small for every cell of the grid gets the cell it covers most instead of no token; the image is encoded by SAM2 once
     and not once per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
 
     Source: `predict_forward` in the original's `modeling_sa2va_chat.py`.
     """
-    _check(image, video, text, past_text, mask_prompts, tokenizer)
-    if model.img_context_id is None:
+    if tokenizer is not None and tokenizer is not model.tokenizer:
         model.bind_tokenizer(tokenizer)
+    tokenizer = model.tokenizer
+    _check(image, video, text, past_text, mask_prompts, tokenizer)
     processor, config = Sa2VAProcessor(model.config), model.config
     template = chat_template(config.template)
     frames = [image] if image is not None else list(video or [])
@@ -86,7 +88,7 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
     features = None if tiles is None else model.extract_feature(tiles.to(model.device))
     flags = None if grids is None else torch.arange(len(tiles)) == len(tiles) - 1
     embeds = model.embed(ids, features, None if grids is None else [grids], flags)
-    answer, hidden = _generate(model.language_model, embeds, tokenizer, template.get("STOP_WORDS", []))
+    answer, hidden = _generate(model.language_model, embeds, tokenizer, template.get("STOP_WORDS", []), model.max_new_tokens)
     seg = hidden[answer[:-1] == model.seg_id]                                                      # (M, C)
     masks = []
     if frames and len(seg):
@@ -107,10 +109,7 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
         raise ValueError(f"mask_prompts is a list of one (n, H, W) array for the one image, got {len(mask_prompts)}")
     if "<image>" in text and past_text:
         raise ValueError("<image> belongs to the first turn: text holds it although past_text is not empty")
-    if image is None and video is None:
-        if "<image>" in text:
-            raise ValueError("text holds <image>, but neither an image nor a video was given")
-    elif "<image>" not in text and "<IMG_CONTEXT>" not in past_text:
+    if (image is not None or video is not None) and "<image>" not in text and "<IMG_CONTEXT>" not in past_text:
         raise ValueError("an image or video was given, but text has no <image> and past_text no image tokens")
 
 
@@ -125,12 +124,12 @@ def _region_grids(processor, mask_prompts) -> torch.Tensor:
     return region_grid(masks, processor.grid_size, processor.image_size, "nearest")
 
 
-def _generate(language_model, embeds, tokenizer, stop_words) -> tuple[torch.Tensor, torch.Tensor]:
+def _generate(language_model, embeds, tokenizer, stop_words, max_new_tokens) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,) greedy tokens after the prompt (1, L, C), and the last hidden states (T-1, C) at all but the last as input."""
     states = []
     handle = language_model.model.register_forward_hook(lambda module, args, out: states.append(out.last_hidden_state[0, -1]))
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    config = GenerationConfig(max_new_tokens=MAX_NEW_TOKENS, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
+    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
     try:
         answer = language_model.generate(
             inputs_embeds=embeds, attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device),

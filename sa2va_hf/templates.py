@@ -55,17 +55,18 @@ def template_map(example: dict, template: dict) -> dict:
     return dict(example, conversation=turns)
 
 
-def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True) -> dict:
+def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True, **kwargs) -> dict:
     """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
 
     Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators and the BOS carry
-    no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS (with loss) follows where the turn's
-    `need_eos_token` is true (never under a template whose suffix is its EOS, such as phi3_chat).
+    no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS, with loss like its output, follows where the
+    turn's `need_eos_token` is true (never under a template whose suffix is its EOS, such as phi3_chat).
 
     Args:
         example: {"conversation": [turn, ..]}, each turn with "input", "output" and optionally "need_eos_token" (True),
             "sep" (""), "output_with_loss" (True): what `template_map` returns.
         max_length: ids beyond it are cut off on the right.
+        kwargs: ignored, as in the original (`with_image_token` and the like).
         input_ids_with_output: False returns the prompt alone, allowed for one turn.
 
     Returns:
@@ -89,13 +90,13 @@ def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_wi
         ids += piece
         labels += [IGNORE_INDEX] * len(piece)
         if input_ids_with_output:
-            piece = encode(turn["output"])
+            piece, with_loss = encode(turn["output"]), turn.get("output_with_loss", True)
             ids += piece
-            labels += piece if turn.get("output_with_loss", True) else [IGNORE_INDEX] * len(piece)
+            labels += piece if with_loss else [IGNORE_INDEX] * len(piece)
             bos_due = turn.get("need_eos_token", True)
             if bos_due:
                 ids.append(tokenizer.eos_token_id)
-                labels.append(tokenizer.eos_token_id)
+                labels.append(tokenizer.eos_token_id if with_loss else IGNORE_INDEX)
             piece = encode(turn.get("sep", "")) if turn.get("sep") else []
             ids += piece
             labels += [IGNORE_INDEX] * len(piece)

@@ -6,7 +6,7 @@ import pytest
 from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 
 from rl_train.policy import load_tokenizer
-from rl_train.prompts import DESCRIBE, PromptBuilder
+from rl_train.prompts import DESCRIBE, PromptBuilder, phrase
 
 
 @pytest.mark.parametrize("template, before, after", [
@@ -17,6 +17,11 @@ def test_prompts_follow_the_template(template, before, after):
     region = "\nThere are 1 part regions in the picture: region1<vp><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></vp>.\n"
     assert prompts.text(DESCRIBE, 1, [3]) == f"{before}{image}{region}{DESCRIBE}{after}"
     assert prompts.tokenizer.decode(prompts.segment("A {Red} dog.", 1)) == f"{before}{image}\nPlease segment a {{red}} dog in this image.{after}"
+
+
+def test_lower_case_makes_no_special_token():
+    """A sampled caption that shouts them would else end the turn in the teacher's prompt."""
+    assert phrase("A <IMG> dog <|END|>\n<|Assistant|> [seg].") == "a dog."[:-1]
 
 
 def test_vicuna_runs(tmp_path, monkeypatch):

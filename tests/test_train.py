@@ -1,6 +1,9 @@
 """The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
 import json
+from collections import Counter
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,6 +13,7 @@ from rl_train.config import parse_args
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
+from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -225,3 +229,36 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
     with pytest.raises(SystemExit) as stopped:
         run(data, tmp_path / "stopped", max_steps=8, batch_size=4, max_bad_fraction=0.03, tasks="mask_caption_mask")
     assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(stopped.value)
+
+
+def test_regions_of_one_image_stay_on_one_side(monkeypatch):
+    """Whole images are held out; what of the last one is too many is not trained on either."""
+    class Regions:
+        images = np.array([0, 0, 1, 2, 2, 2, 3, 3, 4])
+
+        def __init__(self, data_dir):
+            pass
+
+        def __len__(self):
+            return len(self.images)
+
+        def report(self):
+            return dict(rows=5, kept=9, skipped={}, resized_masks=0)
+
+    monkeypatch.setitem(train.DATASETS, "gar", Regions)
+    for eval_samples in range(1, 6):
+        args = SimpleNamespace(dataset="gar", data_dir="x", eval_data_dir=None, eval_samples=eval_samples, max_bad_fraction=0)
+        training, heldout, _ = train.split_dataset(args)
+        images = [{int(Regions.images[i]) for i in part.indices} for part in (training, heldout)]
+        assert len(heldout) == eval_samples and images[0].isdisjoint(images[1]) and len(images[0] | images[1]) == 5
+        assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices
+
+
+def test_no_reward_at_all_is_no_reward_of_zero():
+    """A step in which the judge was down leaves no point on the reward's curve."""
+    rewards = {"meteor": torch.full((4,), torch.nan)}
+    rollout = SimpleNamespace(num_generations=2, valid=torch.ones(4, 3, dtype=torch.bool), stopped=torch.ones(4, dtype=torch.bool),
+                              texts=["a"] * 4, has_mask=False)
+    sums = Counter(rollout_sums(rollout, rewards, rewards["meteor"])) + Counter()
+    curves = scalars(Counter(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap"), 0.0)) | sums)
+    assert curves["unscored_frac"] == 1 and not {"reward_mean", "reward_std", "meteor"} & set(curves)

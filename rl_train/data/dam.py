@@ -65,6 +65,11 @@ class DescribeAnythingDataset:
     def __len__(self) -> int:
         return len(self._regions)
 
+    @property
+    def images(self) -> np.ndarray:
+        """(n,) int64 number of each sample's image."""
+        return self._regions[:, 0]
+
     def report(self) -> dict:
         """{"rows": samples read, "kept": regions, "skipped": {reason: regions or samples}, "resized_masks": of the kept, other
         size than the image, "ignored_members": of tar files: links and names that lead out of the folder}."""

@@ -62,6 +62,11 @@ class GraspAnyRegionDataset:
     def __len__(self) -> int:
         return len(self._samples)
 
+    @property
+    def images(self) -> np.ndarray:
+        """(n,) int64 number of each sample's image."""
+        return np.unique(self._samples[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
+
     def report(self) -> dict:
         """{"rows": read, "kept": regions, "skipped": {reason: rows or regions}, "resized_masks": of the kept}."""
         return {"rows": self._num_rows, "kept": len(self), "skipped": dict(self._skipped), "resized_masks": self._num_resized}
@@ -83,7 +88,7 @@ class GraspAnyRegionDataset:
             mask = np.ones((image.height, image.width), dtype=bool)
         if mask.shape != (image.height, image.width):
             mask = resize_nearest(mask, image.height, image.width)                             # (H, W) of the image
-        answers = [said["value"] for said in table["conversations"][row].as_py() if said["from"] in ASSISTANT]
+        answers = [said["value"] for said in table["conversations"][row].as_py() if said and said["from"] in ASSISTANT]
         return {"image": image, "mask": mask, "caption": clean_caption(answers[turn]), "category": _category(table, row),
                 "image_id": image_id}
 

@@ -1,4 +1,5 @@
 """Data sets by their name on the Hugging Face hub."""
+import os
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ def resolve(data_dir) -> Path:
     """The local folder of `data_dir`: itself if it is one, else the data set "owner/name", fetched into the hub's cache.
 
     A data set whose repository holds Arrow shards or annotations.json is taken as it is (`huggingface_hub`); any other
-    is loaded by `datasets`, which writes Arrow shards into its cache.
+    is loaded by `datasets`, which writes Arrow shards into its cache; its split "train" is taken.
 
     Raises:
         ValueError: names --data_dir; neither a folder nor a hub name, a missing library, or the fetch failed.
@@ -24,7 +25,7 @@ def resolve(data_dir) -> Path:
         import huggingface_hub
     except ImportError as error:
         raise ValueError(f"--data_dir {data_dir} is not a folder, and fetching it from the hub needs {error.name}: "
-                         f"pip install 'rl-sa2va[hub]', or give a folder.") from error
+                         f"pip install -e '.[hub]', or give a folder.") from error
     try:
         folder = Path(huggingface_hub.snapshot_download(str(data_dir), repo_type="dataset", allow_patterns=PATTERNS))
         if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
@@ -35,4 +36,11 @@ def resolve(data_dir) -> Path:
                          f"machine that reaches the hub and give its folder: {error}") from error
     if not loaded.cache_files:
         raise ValueError(f"--data_dir {data_dir}: the hub data set holds no file.")
-    return Path(loaded.cache_files[0]["filename"]).parent
+    # Links to this split's shards alone: the folder that they lie in holds those of every split.
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "train_splits" / str(data_dir).replace("/", "--")
+    folder.mkdir(parents=True, exist_ok=True)
+    for k, file in enumerate(loaded.cache_files):
+        link = folder / f"data-{k:05d}.arrow.{os.getpid()}"
+        link.symlink_to(file["filename"])
+        link.replace(folder / f"data-{k:05d}.arrow")                       # of several ranks the last one stays
+    return folder

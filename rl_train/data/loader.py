@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from rl_train.data.errors import DamagedSample
+from rl_train.data.errors import BadData, DamagedSample
 from sa2va_hf.processing_sa2va import IMAGENET_MEAN, IMAGENET_STD, to_rgb
 
 MAX_ATTEMPTS = 10      # samples that may stand in for a damaged one
@@ -60,7 +60,7 @@ class Prepared(Dataset):
     """A region dataset with Sa2VA's preprocessing, run in DataLoader workers: [i] is a Sample, of which `collate` makes a Batch.
 
     In place of a damaged sample comes another one, drawn from (index, attempt) alone, so that a batch does not depend on
-    the number of workers. Raises DamagedSample after MAX_ATTEMPTS damaged ones in a row.
+    the number of workers. Raises BadData after MAX_ATTEMPTS damaged ones in a row.
     """
 
     def __init__(self, dataset, processor):
@@ -85,7 +85,7 @@ class Prepared(Dataset):
                 return index, self.dataset[index], damaged
             except DamagedSample as error:
                 damaged.append(str(error))
-        raise DamagedSample("; ".join(damaged), f"and no undamaged sample in {MAX_ATTEMPTS} draws")
+        raise BadData(f"{'; '.join(damaged)}; and {MAX_ATTEMPTS} other samples in their place were damaged too")
 
 
 def collate(samples: list[Sample]) -> Batch:

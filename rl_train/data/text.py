@@ -7,14 +7,17 @@ SPECIAL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>", "<
 
 
 def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
-    """`text` on one line without dataset markers (`<image>`, `<Prompt0>`) and without the strings of special tokens.
+    """`text` on one line without dataset markers (`<image>`, `<Prompt0>`) and without the strings of special tokens, in any case.
 
     A special token inside a caption would count as an image feature, a segmentation request or the end of the turn.
     Everything else stays as it is, quotes and braces too. The result may be empty.
     """
     marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
-    text = re.sub(rf"(?:\s*(?:{marker}))+\s*(?=[.,;:!?])", "", text)     # "a dog [SEG]." -> "a dog."
-    return " ".join(re.sub(marker, " ", text).split())
+
+    def gap(found: re.Match) -> str:
+        following = found.string[found.end():found.end() + 1]
+        return "" if following and following in ".,;:!?" else " "                                     # "a dog [SEG]." -> "a dog."
+    return " ".join(re.sub(rf"(?: ?(?:{marker}))+ ?", gap, " ".join(text.split()), flags=re.IGNORECASE).split())
 
 
 def is_blank(text: str | None) -> bool:

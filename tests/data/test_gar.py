@@ -352,3 +352,13 @@ print(len(dataset), peak() - before, time.process_time() - start)"""
 def test_import_pulls_no_heavy_package():
     code = "import sys, rl_train.data; print([m for m in ('torch', 'transformers', 'datasets', 'trl', 'openai') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_null_turn_is_passed_over(tmp_path):
+    said = [turns(("human", "Describe."))[0], None, turns(("gpt", "A cup."))[0]]
+    assert read(tmp_path, row(conversations=said))[0]["caption"] == "A cup."
+
+
+def test_regions_of_one_image_share_its_number(tmp_path):
+    dataset = read(tmp_path, row(), row(conversations=[]), row())
+    assert dataset.images.tolist() == [0, 1]

@@ -93,5 +93,19 @@ def test_no_network(monkeypatch, error):
 @pytest.mark.parametrize("library", ["datasets", "huggingface_hub"])
 def test_missing_library(monkeypatch, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=r"--data_dir owner/name is not a folder, and .* pip install 'rl-sa2va\[hub\]'"):
+    with pytest.raises(ValueError, match=r"--data_dir owner/name is not a folder, and .* pip install -e '\.\[hub\]'"):
         GraspAnyRegionDataset("owner/name")
+
+
+def test_only_the_training_split_of_a_data_set_is_read(tmp_path, monkeypatch):
+    """`datasets` keeps all splits in one cache folder."""
+    rows = rows_for_datasets()
+    for split, num in (("train", 3), ("test", 2)):
+        datasets.concatenate_datasets([rows, rows]).select(range(num)).to_parquet(tmp_path / "repository" / "data" / f"{split}-00000.parquet")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path / "empty"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: load(str(tmp_path / "repository"), split=split, cache_dir=tmp_path / "cache"))
+    for _ in range(2):
+        check(GraspAnyRegionDataset("owner/name"), 3)

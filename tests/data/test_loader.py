@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.data import DamagedSample, GraspAnyRegionDataset
+from rl_train.data import BadData, DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
 from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
 from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
@@ -127,7 +127,7 @@ def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers)
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_set_without_an_undamaged_sample_raises(dataset, processor, num_workers):
-    with pytest.raises(Exception, match=r"id0: damaged image; .* no undamaged sample in 10 draws"):
+    with pytest.raises(BadData, match=r"id0: damaged image; .* 10 other samples in their place were damaged too"):
         list(eval_loader(Scratched(dataset, range(len(dataset))), processor, 2, num_workers))
 
 

@@ -167,6 +167,12 @@ def test_missing_shard(model, tmp_path):
     refused(tmp_path, shard.name)
 
 
+@pytest.mark.parametrize("text", ['{"weight_map": {"mlp1', "{}", "[]"])
+def test_damaged_index(folder, text):
+    (folder / "model.safetensors.index.json").write_text(text)
+    refused(folder, "model.safetensors.index.json is damaged")
+
+
 def test_no_weights(folder):
     (folder / "model.safetensors").unlink()
     refused(folder, "neither model.safetensors nor model.safetensors.index.json")
@@ -210,7 +216,7 @@ def test_tied_embeddings_come_back(folder, tmp_path_factory, file, absent):
     assert torch.equal(llm.lm_head.weight, file[EMBED if absent == HEAD else HEAD].float())
     saved = tmp_path_factory.mktemp("tied")
     model.save_pretrained(saved)
-    assert set(load_file(saved / "model.safetensors")) == set(file) - {HEAD}
+    assert set(load_file(saved / "model.safetensors")) == set(file) - {absent}
     again = Sa2VAModel.from_pretrained(saved)
     assert again.language_model.lm_head.weight is again.language_model.model.embed_tokens.weight
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
@@ -226,8 +232,10 @@ def test_tied_in_name_only(folder, tmp_path_factory, file):
     model.save_pretrained(saved)
     assert set(load_file(saved / "model.safetensors")) == set(file)
     damage(folder, lambda t: t.update({HEAD: t[EMBED].clone()}))
-    llm = Sa2VAModel.from_pretrained(folder).language_model
-    assert llm.lm_head.weight is llm.model.embed_tokens.weight
+    model = Sa2VAModel.from_pretrained(folder)
+    assert model.language_model.lm_head.weight is model.language_model.model.embed_tokens.weight
+    model.save_pretrained(saved / "equal")
+    assert set(load_file(saved / "equal" / "model.safetensors")) == set(file)
 
 
 def test_tied_without_either(folder):
@@ -247,6 +255,15 @@ def test_unknown_fields_are_kept(folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     Sa2VAConfig.from_pretrained(folder).save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(use_sliding_window=True), "use_sliding_window"), (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling")])
+def test_an_llm_that_would_be_computed_wrongly_is_refused(change, message):
+    config = json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())
+    Sa2VAConfig(**config | {"llm_config": config["llm_config"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "use_sliding_window": False}})
+    with pytest.raises(ValueError, match=message):
+        Sa2VAConfig(**config | {"llm_config": config["llm_config"] | change})
 
 
 @pytest.mark.parametrize("llm", ["InternLM2ForCausalLM", "Phi3ForCausalLM", "LlamaForCausalLM"])

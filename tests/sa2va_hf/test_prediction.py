@@ -57,6 +57,30 @@ def test_captions_are_those_of_the_batched_form(built, scenes, batch):
         assert result == {"prediction": caption + "<|end|>", "prediction_masks": []}
 
 
+def test_scripts_of_the_original_run(built, scenes, policy):
+    """The tokenizer is kept, `processor` is ignored, <image> without an image is removed, an answer's length can be set."""
+    model = policy().model
+    fresh = type(model)(model.config)
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        fresh.predict_forward(text="Go")
+    text = SEGMENT.format(x=scenes[0]["caption"])
+    model.preparing_for_generation(built.tokenizer, max_new_tokens=2, torch_dtype=torch.bfloat16)
+    short = model.predict_forward(scenes[0]["image"], None, text, processor=None)["prediction"]
+    assert len(built.tokenizer.encode(short)) == 2
+    model.preparing_for_generation(built.tokenizer)
+    assert model.predict_forward(image=scenes[0]["image"], text=text)["prediction"].startswith(short)
+    assert model.predict_forward(text="<image>Who?", tokenizer=built.tokenizer) == model.predict_forward(text="Who?")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
+def test_region_masks_of_any_dtype(built, batch, dtype):
+    images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    prompts = built.describe_prompts(images, [0], list(batch.grids[:1]))
+    ids, features = torch.tensor(prompts.ids), built.model.extract_feature(batch.pixel_values[0])
+    embed = lambda masks: built.model.embed(ids, features, [masks], torch.tensor([True]))  # noqa: E731
+    assert torch.equal(embed(batch.grids[:1].to(dtype)), embed(batch.grids[:1]))
+
+
 def test_text_alone_and_past_text(built):
     first = predict(built, text="Please segment a dog in this image.")
     assert first["prediction_masks"] == [] and first["prediction"].endswith("<|end|>")
@@ -79,7 +103,7 @@ def test_seg_never_once_and_twice(built, scenes, force, answer, masks):
 
 
 def test_seg_as_the_very_last_token_is_dropped(built, scenes, force, monkeypatch):
-    monkeypatch.setattr("sa2va_hf.prediction.MAX_NEW_TOKENS", len(built.tokenizer.encode("It is [SEG]")))
+    monkeypatch.setattr(built.model, "max_new_tokens", len(built.tokenizer.encode("It is [SEG]")))
     force("It is [SEG]")
     assert predict(built, image=scenes[0]["image"], text="<image>\nGo.") == {"prediction": "It is [SEG]", "prediction_masks": []}
 
@@ -120,9 +144,7 @@ IMAGE, REGION = Image.new("RGB", (64, 64)), np.ones((1, 64, 64))
 
 @pytest.mark.parametrize("arguments, message", [
     (dict(image=IMAGE), "needs text"),
-    (dict(image=IMAGE, text="<image>Go", tokenizer=None), "needs a tokenizer"),
     (dict(image=IMAGE, video=[IMAGE], text="<image>Go"), "not both"),
-    (dict(text="<image>Go"), "neither an image nor a video"),
     (dict(image=IMAGE, text="Go"), "text has no <image>"),
     (dict(image=IMAGE, text="<image><image>Go"), "<IMG_CONTEXT> tokens"),
     (dict(video=[], text="<image>Go"), "one size, got"),

@@ -94,6 +94,15 @@ def test_prompt_alone():
     assert set(data["labels"]) == {IGNORE_INDEX} and len(data["labels"]) == len(data["input_ids"])
 
 
+def test_an_output_without_loss_has_an_eos_without_loss():
+    turns = [dict(input="a", output="b", output_with_loss=False), dict(input="c", output="d")]
+    found = video_lisa_encode_fn({"conversation": turns}, Characters(), MAX, with_image_token=True)
+    a, b, c, d = (Characters().encode(letter, add_special_tokens=False)[0] for letter in "abcd")
+    bos, eos = [i for i in [Characters().bos_token_id] if i is not None], Characters().eos_token_id
+    assert found["input_ids"] == [*bos, a, b, eos, *bos, c, d, eos]
+    assert found["labels"] == [-100] * (len(bos) + 3 + len(bos) + 1) + [d, eos]
+
+
 def test_several_turns_need_their_outputs():
     example = template_map({"conversation": [turn("q", "a"), turn("r", "b")]}, PHI3)
     with pytest.raises(ValueError, match="input_ids_with_output=True"):
