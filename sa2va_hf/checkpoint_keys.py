@@ -4,9 +4,12 @@ The table maps a native name to where its numbers lie in the original file. Load
 backwards, so the two cannot disagree. (transformers' own conversion mapping does not carry the one original tensor
 that feeds two native buffers, and its internals differ between the 5.x releases that this project runs on.)
 """
+import json
 import re
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 _SAM = "grounding_encoder.sam2_model."
 
@@ -126,3 +129,48 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     for key, parts in fused.items():
         out[key] = torch.cat([parts[i] for i in range(3)], dim=0)
     return out
+
+
+# Files
+
+def find_keys(folder: Path) -> dict[str, Path]:
+    """{original key: safetensors file} of a checkpoint folder. Every file's header is read, so a truncated one is found at once.
+
+    Raises:
+        ValueError: no checkpoint there, or an index or shard that is missing or damaged; names the file.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: {error!r}") from error
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif (folder / "adapter_config.json").is_file():
+        raise ValueError(f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)")
+    else:
+        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+    files = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing although {index.name} lists it")
+        try:
+            with safe_open(folder / name, framework="pt") as reader:
+                files.update(dict.fromkeys(reader.keys(), folder / name))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
+    return files
+
+
+def check_keys(path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
+    """Raise ValueError unless `files` hold exactly the keys `expected`, in their shapes."""
+    missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
+    if missing or unexpected:
+        raise ValueError(f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}")
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as reader:
+            for key in reader.keys():
+                shape = tuple(reader.get_slice(key).get_shape())
+                if shape != expected[key]:
+                    raise ValueError(f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}")

@@ -6,13 +6,12 @@ prompt embedding at `[SEG]`, the path through SAM2's mask decoder, and the origi
 Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions, H W image height, width.
 """
 import contextlib
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
 from transformers.initialization import no_init_weights
@@ -239,7 +238,7 @@ class Sa2VAModel(nn.Module):
         config = Sa2VAConfig.from_pretrained(path)
         with _default_dtype(dtype), no_init_weights():
             model = cls(config)
-        files, source = _shards(Path(path)), {}
+        files, source = checkpoint_keys.find_keys(Path(path)), {}
         llm = model.language_model
         if config.tied and EMBED_TOKENS in files and LM_HEAD in files:
             model.unwritten = None
@@ -248,7 +247,7 @@ class Sa2VAModel(nn.Module):
             there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
             files[absent], source, model.unwritten = files[there], {absent: there}, absent
         state = model.state_dict()
-        _check_keys(path, files, checkpoint_keys.original_shapes(state))
+        checkpoint_keys.check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
             read = lambda key: readers[files[key]].get_tensor(source.get(key, key))  # noqa: E731
@@ -292,41 +291,3 @@ def _default_dtype(dtype):
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _shards(folder: Path) -> dict[str, Path]:
-    """{original key: safetensors file}. Every file's header is read, so a truncated file is found at once."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged: {error!r}") from error
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)")
-    else:
-        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
-    files = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing although {index.name} lists it")
-        try:
-            with safe_open(folder / name, framework="pt") as reader:
-                files.update(dict.fromkeys(reader.keys(), folder / name))
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
-    return files
-
-
-def _check_keys(path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
-    missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
-    if missing or unexpected:
-        raise ValueError(f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}")
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():
-                shape = tuple(reader.get_slice(key).get_shape())
-                if shape != expected[key]:
-                    raise ValueError(f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}")

@@ -14,7 +14,7 @@ from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS, bootstrap, cider, means, paired_difference, repeats, rows_of
 from rl_train.rewards import meteor
 from rl_train.roles import Roles
-from rl_train.train import cosine_schedule
+from rl_train.parts import cosine_schedule
 from tests.runs import draw_data, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)

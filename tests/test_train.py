@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_train import train
+from rl_train import parts, train
 from rl_train.config import parse_args
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import Ranks
@@ -172,7 +172,7 @@ def test_length_from_epochs(data, tmp_path):
 def test_learning_rate_schedule():
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    schedule = train.cosine_schedule(optimizer, 10, 0.2)
+    schedule = parts.cosine_schedule(optimizer, 10, 0.2)
     rates = []
     for _ in range(11):
         rates.append(schedule.get_last_lr()[0])
@@ -245,10 +245,10 @@ def test_regions_of_one_image_stay_on_one_side(monkeypatch):
         def report(self):
             return dict(rows=5, kept=9, skipped={}, resized_masks=0)
 
-    monkeypatch.setitem(train.DATASETS, "gar", Regions)
+    monkeypatch.setitem(parts.DATASETS, "gar", Regions)
     for eval_samples in range(1, 6):
         args = SimpleNamespace(dataset="gar", data_dir="x", eval_data_dir=None, eval_samples=eval_samples, max_bad_fraction=0)
-        training, heldout, _ = train.split_dataset(args)
+        training, heldout, _ = parts.split_dataset(args)
         images = [{int(Regions.images[i]) for i in part.indices} for part in (training, heldout)]
         assert len(heldout) == eval_samples and images[0].isdisjoint(images[1]) and len(images[0] | images[1]) == 5
         assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices

@@ -1,0 +1,117 @@
+"""What a run is made of, built from its flags before the first step: data, model, roles, tasks, optimizer."""
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import Subset
+
+from rl_train import checkpoint, distributed
+from rl_train.config import check_output_dir, check_resumed, claim_output_dir
+from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
+from rl_train.data.loader import StepSampler
+from rl_train.distributed import print0
+from rl_train.policy import build_policy
+from rl_train.rewards import LLMJudge
+from rl_train.rewards.custom import load_user_rewards
+from rl_train.rewards.judge import FailureWindow
+from rl_train.rewards.meteor import require_wordnet
+from rl_train.roles import Roles
+from rl_train.tasks import TASKS
+
+
+def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
+    """Linear warm-up over the first share of updates, then cosine to 0."""
+    warmup = math.ceil(num_updates * warmup_ratio)
+
+    def factor(update):
+        if update < warmup:
+            return (update + 1) / (warmup + 1)
+        return 0.5 * (1 + math.cos(math.pi * min((update - warmup) / max(num_updates - warmup, 1), 1.0)))
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def split_dataset(args):
+    """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir.
+
+    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions.
+    """
+    dataset = DATASETS[args.dataset](args.data_dir)
+    print0(f"--data_dir {args.data_dir}: {dataset.report()}")
+    damaged = DamagedSamples(dataset.report(), args.max_bad_fraction)
+    if args.eval_data_dir:
+        heldout = DATASETS[args.dataset](args.eval_data_dir)
+        check_bad_fraction(heldout.report(), 0, args.max_bad_fraction)
+        return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout)))), damaged
+    order = torch.randperm(int(dataset.images.max()) + 1, generator=torch.Generator().manual_seed(0)).numpy()
+    place = order.argsort()[dataset.images]                               # of each region's image in the order
+    last_first = place.argsort(kind="stable")[::-1]
+    heldout = last_first[:args.eval_samples]                              # whole images, but for what of the last one is too many
+    training = sorted(last_first[place[last_first] < place[heldout].min()].tolist())
+    if not training:
+        raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, too few to hold out --eval_samples {args.eval_samples}")
+    return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
+
+
+@dataclass
+class Watch:
+    """What may stop a run from outside: a judge that fails, and samples that turn out damaged."""
+    damaged: DamagedSamples
+    judge: LLMJudge | None
+    judge_failures: FailureWindow
+
+
+def build_judge(args) -> LLMJudge | None:
+    """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
+    if not args.use_llm_judge:
+        return None
+    judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model, args.llm_judge_mode, seed=args.seed,
+                     cache_path=Path(args.output_dir) / "judge_cache.sqlite")
+    faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
+    if faults:
+        raise ValueError(faults[0])
+    return judge
+
+
+@dataclass
+class Parts:
+    """What a run is made of, before its first step."""
+    policy: object
+    roles: Roles
+    tasks: list
+    watch: Watch
+    optimizer: torch.optim.Optimizer
+    scheduler: object
+    train_set: object
+    heldout: object
+    sampler: StepSampler
+    max_steps: int
+    resume: object            # checkpoint folder to continue from, or None
+
+
+def build(args, ranks) -> Parts:
+    """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
+    if ranks.is_main:
+        check_output_dir(args)
+    distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
+    require_wordnet()
+    user_rewards = load_user_rewards(args.reward)
+    judge = build_judge(args)
+    torch.manual_seed(args.seed)
+    train_set, heldout, damaged = split_dataset(args)
+    policy = build_policy(args, ranks.device)
+    print0("parameters:\n" + policy.parameter_table())
+    roles = Roles(policy.trainable)
+    tasks = [TASKS[name](policy, roles, args, judge, user_rewards) for name in args.tasks]
+    sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
+    max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
+    optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
+    resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    if resume:
+        check_resumed(resume, args)
+    if ranks.is_main:
+        claim_output_dir(args)                                            # last, so that bad input uses up no folder
+    watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))
+    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], watch, optimizer, scheduler, train_set, heldout, sampler,
+                 max_steps, resume)
