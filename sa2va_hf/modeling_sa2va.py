@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import nn
-from transformers import InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
+from transformers import AutoTokenizer, InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
 from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys
@@ -28,8 +28,9 @@ EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_mo
 class Sa2VAModel(nn.Module):
     """Sa2VA with native modules: `vision_model`, `mlp1`, `language_model`, `grounding_encoder` (SAM2), `text_hidden_fcs`.
 
-    The `<IMG_CONTEXT>` and `[SEG]` ids come from the tokenizer; set `img_context_id` and `seg_id` (or call
-    `bind_tokenizer`) before a forward with images.
+    The `<IMG_CONTEXT>` and `[SEG]` ids come from a tokenizer: `bind_tokenizer`, else the one in the folder that the model was
+    loaded from. `img_context_id` and `seg_id` may also be set by hand, under the original's names too
+    (`img_context_token_id`, `seg_token_idx`).
     """
 
     def __init__(self, config: Sa2VAConfig):
@@ -46,10 +47,26 @@ class Sa2VAModel(nn.Module):
         self.grounding_encoder.prompt_encoder.shared_embedding = self.grounding_encoder.shared_image_embedding
         self.text_hidden_fcs = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.prompt_size),
                                              nn.Dropout(0.0))
-        self.img_context_id = self.seg_id = self.tokenizer = None
+        self.img_context_id = self.seg_id = self.tokenizer = self.folder = None
         self.max_new_tokens = MAX_NEW_TOKENS                            # of predict_forward
         self.unwritten = LM_HEAD if config.tied else None               # the one of two tied tensors that files leave out
         self.eval()
+
+    @property
+    def img_context_token_id(self) -> int | None:
+        return self.img_context_id
+
+    @img_context_token_id.setter
+    def img_context_token_id(self, token_id: int):
+        self.img_context_id = token_id
+
+    @property
+    def seg_token_idx(self) -> int | None:
+        return self.seg_id
+
+    @seg_token_idx.setter
+    def seg_token_idx(self, token_id: int):
+        self.seg_id = token_id
 
     @property
     def device(self) -> torch.device:
@@ -68,6 +85,13 @@ class Sa2VAModel(nn.Module):
             raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
                              f"{self.config.llm.vocab_size}")
         self.img_context_id, self.seg_id, self.tokenizer = ids[IMG_CONTEXT_TOKEN], ids[SEG_TOKEN], tokenizer
+
+    def require_tokenizer(self):
+        """Bind the tokenizer of the model's own folder if no ids are set. Raises ValueError if there is none."""
+        if self.img_context_id is None and self.folder is not None and (self.folder / "tokenizer_config.json").is_file():
+            self.bind_tokenizer(AutoTokenizer.from_pretrained(self.folder))
+        if self.img_context_id is None:
+            raise ValueError(f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's tokenizer first")
 
     # Vision and language
 
@@ -95,12 +119,13 @@ class Sa2VAModel(nn.Module):
             (B, L, C).
 
         Raises:
-            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features. (The original prints a
-                line and then computes without any image, or repeats features.)
+            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features (the original prints a
+                line and then computes without any image, or repeats features); no tokenizer is known.
         """
         embeds = self.language_model.get_input_embeddings()(input_ids)
         if image_features is None:
             return embeds
+        self.require_tokenizer()
         pieces, flagged = [], 0
         flags = [False] * len(image_features) if vp_overall_mask is None else vp_overall_mask.tolist()
         if len(flags) != len(image_features):
@@ -238,6 +263,7 @@ class Sa2VAModel(nn.Module):
         config = Sa2VAConfig.from_pretrained(path)
         with _default_dtype(dtype), no_init_weights():
             model = cls(config)
+        model.folder = Path(path)
         files, source = checkpoint_keys.find_keys(Path(path)), {}
         llm = model.language_model
         if config.tied and EMBED_TOKENS in files and LM_HEAD in files:

@@ -64,9 +64,9 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
 
     Source: `predict_forward` in the original's `modeling_sa2va_chat.py`.
     """
-    if tokenizer is not None and tokenizer is not model.tokenizer:
+    if tokenizer is not None and model.img_context_id is None:
         model.bind_tokenizer(tokenizer)
-    tokenizer = model.tokenizer
+    model.tokenizer = tokenizer = model.tokenizer if tokenizer is None else tokenizer
     _check(image, video, text, past_text, mask_prompts, tokenizer)
     processor, config = Sa2VAProcessor(model.config), model.config
     template = chat_template(config.template)
@@ -115,7 +115,8 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
 
 def _region_grids(processor, mask_prompts) -> torch.Tensor:
     """(n, g, g) bool cells of the regions. Raises ValueError naming a region without a pixel."""
-    masks = torch.as_tensor(np.asarray(mask_prompts[0])).bool()
+    masks = mask_prompts[0]
+    masks = (masks.cpu() if isinstance(masks, torch.Tensor) else torch.as_tensor(np.asarray(masks))).bool()
     if masks.ndim != 3 or len(masks) == 0:
         raise ValueError(f"mask_prompts[0] must be (n, H, W) with n >= 1, got {tuple(masks.shape)}")
     empty = (~masks.flatten(1).any(1)).nonzero()[:, 0].tolist()

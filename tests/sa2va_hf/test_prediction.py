@@ -4,9 +4,12 @@ import pytest
 import torch
 from PIL import Image
 
+from rl_train.policy import load_tokenizer
 from rl_train.rollout import describe, sample
+from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.video import track
+from tools.make_demo import SHIPPED_CHECKPOINT
 
 SEGMENT = "<image>\nPlease segment {x} in this image."
 
@@ -70,6 +73,22 @@ def test_scripts_of_the_original_run(built, scenes, policy):
     model.preparing_for_generation(built.tokenizer)
     assert model.predict_forward(image=scenes[0]["image"], text=text)["prediction"].startswith(short)
     assert model.predict_forward(text="<image>Who?", tokenizer=built.tokenizer) == model.predict_forward(text="Who?")
+
+
+def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
+    ids = torch.tensor([[560, 561]])
+    model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
+    features = model.extract_feature(batch.pixel_values[0])
+    with pytest.raises(ValueError, match="0 <IMG_CONTEXT> tokens"):                 # known, though nobody bound a tokenizer
+        model.embed(torch.tensor([[1, 2]]), features)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    assert (model.img_context_token_id, model.seg_token_idx) == tuple(tokenizer.convert_tokens_to_ids(["<IMG_CONTEXT>", "[SEG]"]))
+    bare = Sa2VAModel(model.config)
+    with pytest.raises(ValueError, match="call bind_tokenizer"):
+        bare.embed(ids, features)
+    bare.img_context_token_id, bare.seg_token_idx = 561, 5
+    assert (bare.img_context_id, bare.seg_id) == (561, 5)
+    assert bare.embed(ids, features[:, :1]).shape == (1, 2, model.config.llm.hidden_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
