@@ -150,3 +150,15 @@ def test_bad_input(data, base, trained, tmp_path):
     # Another data set of the same size and layout, hence of the same ids: known when it was measured, so the measurement is kept.
     refused("--before", "other samples", "sample 0 was", before=base, data_dir=data / "train")
     assert json.loads((tmp_path / "new.json").read_text())["num_samples"] == 5
+
+
+def test_legacy_cleaner_changes_the_caption_score_alone(data, base, tmp_path, monkeypatch):
+    """Here every caption begins with boilerplate, which the option cuts and nothing else does."""
+    describe = evaluation.describe
+    monkeypatch.setattr(evaluation, "describe", lambda *args: ["The region shows " + text for text in describe(*args)])
+    plain = measured(data, tmp_path)
+    evaluate.main([*flags(data, output=tmp_path / "clean.json"), "--legacy_cleaner"])
+    clean, before = json.loads((tmp_path / "clean.json").read_text()), json.loads(base.read_text())
+    assert clean["values"]["caption_meteor"] == pytest.approx(before["values"]["caption_meteor"])
+    assert plain["values"]["caption_meteor"] != pytest.approx(before["values"]["caption_meteor"])
+    assert clean["captions"] == plain["captions"] and clean["values"]["cycle_meteor"] == plain["values"]["cycle_meteor"]

@@ -23,7 +23,7 @@ from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
 from rl_train.evaluation import METRICS, Measured, before_after_table, bootstrap, cider, evaluate, means, rows_of
 from rl_train.policy import build_policy
-from rl_train.rewards.meteor import require_wordnet
+from rl_train.rewards.meteor import meteor, require_wordnet
 
 # What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
 BASE = dict(lora_r=1, lora_alpha=1, lora_dropout=0.0, temperature=1.0, gradient_checkpointing=False, mask_sigma=1.0, mask_loss_coef=1.0,
@@ -48,6 +48,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_tiles", type=int, default=1)
     add("--num_workers", type=int, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--legacy_cleaner", action="store_true", help="caption_meteor of captions without the boilerplate that published region-caption "
+        "numbers were cleaned of; training scores captions as they are")
     add("--output", type=Path, help="JSON file for means, intervals, per-sample values, captions and flags")
     add("--before", type=Path, help="--output of an earlier run on the same samples: print the paired differences to it")
     return parser
@@ -136,6 +138,8 @@ def run(args, ranks):
     measured = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)
     if not ranks.is_main:
         return
+    if args.legacy_cleaner:
+        measured.values["caption_meteor"] = meteor(measured.references, measured.captions, legacy_cleaner=True).double()
     if find_spec("pycocoevalcap"):
         measured.values["caption_cider"] = cider(measured.references, measured.captions)
     else:
