@@ -47,20 +47,20 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
             what Sa2VA's supervised training had (see `normalise_sam_pixels`).
 
     Returns:
-        {"prediction": str, at most 2048 new tokens (see `preparing_for_generation`), special tokens and the stop text `<|end|>` included,
+        {"prediction": str, at most 2048 new tokens (see `preparing_for_generation`), special tokens and the stop text
+         `<|end|>` included,
          "prediction_masks": list over [SEG] tokens of (F, H, W) bool arrays; F = 1 for an image}.
         An answer without [SEG] has no masks, one with two has two. A [SEG] that is the very last token (no stop text
         after it) has no hidden state and is dropped, as in the original; without image and video there are none.
 
     Raises:
         ValueError: text or tokenizer is missing; image and video together; either without `<image>` here or its tokens in
-            past_text; frames of different sizes; an empty region; mask_prompts with a video or
-            with past_text. (The original asserts some of these and computes without the image in others.)
+            past_text; frames of different sizes; an empty region; mask_prompts with a video or with past_text. (The original asserts some of these and computes without the image in others.)
 
     Differences from the original: SAM2's mean and std are exact unless asked otherwise; tiles follow the config's
-    `max_dynamic_patch` (12 in every published one, where the original has a constant); images of mode L, P, CMYK and RGBA are converted instead of failing; a region too
-    small for every cell of the grid gets the cell it covers most instead of no token; the image is encoded by SAM2 once
-    and not once per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
+    `max_dynamic_patch` (the original has a constant 12); images of mode L, P, CMYK and RGBA are converted instead of
+    failing; a region too small for every cell of the grid gets the cell it covers most instead of no token; the image is
+    encoded by SAM2 once and not once per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
 
     Source: `predict_forward` in the original's `modeling_sa2va_chat.py`.
     """

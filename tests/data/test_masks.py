@@ -3,8 +3,9 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from rl_train.data import masks
+from rl_train.data import images, masks
 from rl_train.data.masks import compress_runs, decode_runs, foreground, foregrounds, resize_nearest, rle_runs
+from sa2va_hf import processing_sa2va
 from tools.gar_writer import encode_mask
 
 
@@ -99,3 +100,8 @@ def test_resize_nearest():
     big = np.zeros((4, 4), dtype=bool)
     big[1, 3] = True                                   # 2x2 takes pixels 1 and 3 of each axis
     assert resize_nearest(big, 2, 2).tolist() == [[False, True], [False, False]]
+
+
+def test_readers_and_processor_have_one_limit():
+    """Written in both, so that opening a data set does not import the model."""
+    assert images.MAX_PIXELS == processing_sa2va.MAX_PIXELS
