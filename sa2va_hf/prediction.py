@@ -55,7 +55,8 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
 
     Raises:
         ValueError: text or tokenizer is missing; image and video together; either without `<image>` here or its tokens in
-            past_text; frames of different sizes; an empty region; mask_prompts with a video or with past_text. (The original asserts some of these and computes without the image in others.)
+            past_text; frames of different sizes; an empty region; mask_prompts with a video or with past_text. (The
+            original asserts some of these and computes without the image in others.)
 
     Differences from the original: SAM2's mean and std are exact unless asked otherwise; tiles follow the config's
     `max_dynamic_patch` (the original has a constant 12); images of mode L, P, CMYK and RGBA are converted instead of
