@@ -4,12 +4,22 @@ import json
 from pathlib import Path
 
 from rl_train.data import DATASETS, hub
-from rl_train.grpo import LOSS_TYPES
+from rl_train.grpo import CONTROLS, LOSS_TYPES
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
                   "save_total_limit", "eval_steps", "micro_batch_size", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"}
+
+
+def sigma(text: str) -> float | str:
+    """--mask_sigma: "auto" or a number of at least 0."""
+    if text == "auto":
+        return text
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError
+    return value
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -41,8 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_generations", type=int, default=8, help="samples per prompt (G), at least 2")
     add("--max_completion_length", type=int, default=128, help="new tokens per sample (T)")
     add("--temperature", type=float, default=1.0, help="of sampling and of every log-prob")
-    add("--mask_sigma", type=float, default=0.3, help="std of the Gaussian over SAM2's prompt embedding in loop 2; 0 = no "
-        "sampled mask, the text is the only action")
+    add("--mask_sigma", type=sigma, default="auto", help="std of the Gaussian over SAM2's prompt embedding in loop 2; auto = the one "
+        "whose masks have a mean IoU of 0.8 with the mask of the mean, found at the start; 0 = no sampled mask, the text is the "
+        "only action")
 
     add = p.add_argument_group("rewards").add_argument
     add("--use_llm_judge", action="store_true", help="have an LLM judge: loop 1's reward becomes IoU + (0.25 METEOR + 0.75 judge) "
@@ -56,6 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
         "made from the true caption, answered from the generated one")
     add("--max_judge_failures", type=float, default=0.2, help=f"the run stops when a larger share of the last {FAILURE_WINDOW} captions "
         "could not be judged")
+    add("--likelihood_share", type=float, help="share, in loop 2's reward, of the likelihood per token that the teacher gives the prompt's "
+        "caption as a description of the sampled mask; METEOR (with the judge) has the rest. It tells masks apart whose captions are the "
+        "same; default 0.5, with --use_llm_judge_loop2 0")
+    add("--control", choices=CONTROLS, default="none", help="train on rewards that cannot teach: shuffled = each group's in random "
+        "order, constant = all equal; held-out metrics should then not rise")
     add("--reward", nargs="+", default=[], metavar="MODULE:FUNCTION[=WEIGHT]", help="reward functions of your own, added to the reward "
         "of each loop with their weight (default 1) and logged by name; called as TRL calls them: (completions, **kwargs) -> "
         "list of float or None")
@@ -75,10 +91,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gradient_accumulation_steps", type=int, default=1, help="batches of --batch_size prompts per step and rank")
     add("--micro_batch_size", type=int, default=8, help="rows per forward and backward of the update")
     add("--learning_rate", type=float, default=1e-5, help="peak, of AdamW (betas .9 .999)")
+    add("--prompt_learning_rate", type=float, help="peak, of text_hidden_fcs, through which [SEG] prompts SAM2; default --learning_rate")
     add("--weight_decay", type=float, default=0.05, help="of AdamW")
     add("--warmup_ratio", type=float, default=0.05, help="share of updates with linear warm-up; then cosine to 0")
     add("--max_grad_norm", type=float, default=1.0, help="gradient clipping by global norm")
-    add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each step")
+    add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each step; 0 = the policy is its own teacher, "
+        "1 = the teacher stays what the run started from")
     add("--gradient_checkpointing", action="store_true", help="recompute LLM layers in the backward pass")
 
     add = p.add_argument_group("LoRA on the LLM").add_argument
@@ -104,12 +122,16 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     at_least = dict(num_generations=2, batch_size=1, max_completion_length=1, num_iterations=1, gradient_accumulation_steps=1,
                     micro_batch_size=1, lora_r=1, max_tiles=1, eval_samples=1, max_steps=0, num_workers=0, save_steps=1,
-                    eval_steps=0, save_total_limit=0, mask_sigma=0, mask_loss_coef=0, kl_coef=0,
+                    eval_steps=0, save_total_limit=0, mask_loss_coef=0, kl_coef=0,
                     mask_to_caption_weight=0, caption_to_mask_weight=0)
+    if args.likelihood_share is None:
+        args.likelihood_share = 0.0 if args.use_llm_judge_loop2 else 0.5
     for name, least in at_least.items():
         if getattr(args, name) < least:
             parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
-    for name in ("temperature", "learning_rate", "clip_range", "max_grad_norm", "num_epochs"):
+    if args.prompt_learning_rate is None:
+        args.prompt_learning_rate = args.learning_rate
+    for name in ("temperature", "learning_rate", "prompt_learning_rate", "clip_range", "max_grad_norm", "num_epochs"):
         if not 0 < getattr(args, name) < float("inf"):
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if len(set(args.tasks)) < len(args.tasks):
@@ -119,12 +141,11 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         parser.error("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available")
-    for name in ("max_judge_failures", "max_bad_fraction"):
+    for name in ("max_judge_failures", "max_bad_fraction", "ema_decay", "likelihood_share"):
         if not 0 <= getattr(args, name) <= 1:
             parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1]")
-    for name in ("ema_decay", "warmup_ratio"):
-        if not 0 <= getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: must be in [0, 1)")
+    if not 0 <= args.warmup_ratio < 1:
+        parser.error(f"--warmup_ratio {args.warmup_ratio}: must be in [0, 1)")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         if path is not None and not Path(path).is_dir() and (name == "model_path" or not hub.NAME.fullmatch(path)):

@@ -2,7 +2,6 @@
 
 Letters: n samples of the held-out dataset, in its order.
 """
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,13 +11,12 @@ from tqdm import tqdm
 
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks, gather_objects
+from rl_train.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.policy import Policy
 from rl_train.prompts import phrase
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.meteor import tokenize
 from rl_train.rollout import Rollout, describe, sample
-
-WHOLE = 0.9      # share of the image above which a mask counts as all of it
 
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
@@ -93,8 +91,8 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
         caption_meteor=meteor(batch.captions, captions).tolist(),
         caption_words=[len(tokenize(text)) for text in captions],
         caption_repeats=[repeats(text) for text in captions],
-        caption_digits=[any(letter.isdigit() for letter in text) for text in captions],
-        mask_whole=[mask.float().mean().item() > WHOLE for mask in direct.masks],
+        caption_digits=[has_digit(text) for text in captions],
+        mask_whole=[is_whole(mask) for mask in direct.masks],
         no_seg=[row not in with_seg for row in range(len(batch))],
         image_id=batch.image_ids, reference=batch.captions, caption=captions, index=batch.index)
 
@@ -115,13 +113,6 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     image_ids, references, captions, index = (merged.pop(name) for name in ("image_id", "reference", "caption", "index"))
     return Measured({name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()}, image_ids, references, captions,
                     sum(i != place for place, i in enumerate(index)))
-
-
-def repeats(text: str) -> bool:
-    """Whether three words or punctuation marks in a row occur twice in `text`."""
-    words = re.findall(r"[^\W_]+|[^\w\s]", text.lower())
-    triples = list(zip(words, words[1:], words[2:]))
-    return len(set(triples)) < len(triples)
 
 
 def cider(references: list[str], captions: list[str]) -> torch.Tensor:
@@ -174,6 +165,15 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
         return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
     pairs = torch.stack([before, after], dim=-1)
     return (difference(pairs), *bootstrap(pairs, statistic=difference))
+
+
+def record(measured: Measured, flags: dict) -> dict:
+    """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
+    summary = means(measured.values)
+    return dict(flags=flags, num_samples=len(measured.image_ids), num_damaged=measured.num_damaged, means=summary,
+                intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in summary},
+                values={name: values.tolist() for name, values in measured.values.items()}, image_ids=measured.image_ids,
+                references=measured.references, captions=measured.captions)
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:

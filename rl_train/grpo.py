@@ -5,8 +5,10 @@ huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`); `docs/
 
 Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V vocabulary.
 """
+import numpy as np
 import torch
 
+CONTROLS = ("none", "shuffled", "constant")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 ADVANTAGE_EPS = 1e-4      # added to the standard deviation, as in TRL
 MIN_STD = 1e-6            # below it a group's rewards are equal up to rounding and carry no signal
@@ -19,6 +21,20 @@ def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torc
     """
     parts = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)         # (N, components)
     return torch.where(parts.isnan().all(-1), torch.nan, parts.nansum(-1))
+
+
+def control_rewards(rewards: torch.Tensor, num_generations: int, control: str, seed: tuple[int, ...], indices: list[int]) -> torch.Tensor:
+    """(N,) rewards for an experiment that must not learn: "shuffled" inside each group, or "constant"; or as they are.
+
+    Missing rewards (NaN) move with the shuffle and stay where they are under "constant".
+
+    Args:
+        seed, indices: the order of group i follows from seed and indices[i], the number of its sample, alone.
+    """
+    if control == "shuffled":
+        return torch.cat([group[np.random.default_rng([*seed, index]).permutation(num_generations)]
+                          for group, index in zip(rewards.split(num_generations), indices)])
+    return torch.where(rewards.isnan(), rewards, 1.0) if control == "constant" else rewards
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:

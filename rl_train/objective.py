@@ -82,11 +82,11 @@ def latent_loss(mean, latent, pick, advantages, scored, ref_mean, totals: Totals
     Each [SEG] is one action whose log-ratio is the mean over the D dimensions; the sum over them, divided by the
     number of [SEG] tokens of the step.
     """
-    logp = gaussian_logp(latent.z[pick], mean, args.mask_sigma)                                 # (M,)
+    logp = gaussian_logp(latent.z[pick], mean, latent.sigma)                                 # (M,)
     loss, _ = grpo_loss(logp[:, None], latent.logp[pick][:, None], None, advantages, scored[:, None],
                         clip_range=args.clip_range, clip_range_high=args.clip_range_high, loss_type="bnpo",
                         num_tokens=totals.latents)
-    kl = (gaussian_kl(mean, ref_mean, args.mask_sigma) * scored).sum()
+    kl = (gaussian_kl(mean, ref_mean, latent.sigma) * scored).sum()
     return loss + args.kl_coef * kl / totals.latents, kl.detach()
 
 

@@ -1,5 +1,6 @@
 """What a run is made of, built from its flags before the first step: data, model, roles, tasks, optimizer."""
 import math
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch.utils.data import Subset
 from rl_train import checkpoint, distributed
 from rl_train.config import check_output_dir, check_resumed, claim_output_dir
 from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
-from rl_train.data.loader import StepSampler
+from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.distributed import print0
 from rl_train.policy import build_policy
 from rl_train.rewards import LLMJudge
@@ -17,7 +18,10 @@ from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import Roles
+from rl_train.rollout import calibrate_sigma
 from rl_train.tasks import TASKS
+
+SIGMA_REGIONS = 32      # training regions that --mask_sigma auto looks at
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -89,6 +93,17 @@ class Parts:
     resume: object            # checkpoint folder to continue from, or None
 
 
+def mask_sigma(policy, train_set, args) -> float:
+    """--mask_sigma as a number, the same on all ranks and at every resume: calibrated on the base's answers to a few training captions."""
+    if args.mask_sigma != "auto" or "caption_mask_caption" not in args.tasks or not args.caption_to_mask_weight:
+        return args.mask_sigma
+    few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[:SIGMA_REGIONS].tolist()
+    loader = eval_loader(Subset(train_set, few), policy.processor, args.batch_size, 0, 0, 1)
+    value = distributed.gather_objects(calibrate_sigma(policy, loader, args.max_completion_length))[0]
+    print0(f"--mask_sigma auto: {value:.3g}")
+    return value
+
+
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
     if ranks.is_main:
@@ -102,10 +117,14 @@ def build(args, ranks) -> Parts:
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
     roles = Roles(policy.trainable)
-    tasks = [TASKS[name](policy, roles, args, judge, user_rewards) for name in args.tasks]
+    resolved = Namespace(**vars(args) | dict(mask_sigma=mask_sigma(policy, train_set, args)))
+    tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
-    optimizer = torch.optim.AdamW(policy.trainable.values(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    rates = dict.fromkeys(policy.trainable, args.learning_rate)
+    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
+    optimizer = torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
+                                   for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:

@@ -233,7 +233,7 @@ def trainable_groups(args) -> tuple[str, ...]:
     """The groups that some term of this run's loss can reach; the others are not handed to the optimizer."""
     groups = ["lora", "mlp1"]
     loop2 = "caption_mask_caption" in args.tasks and args.caption_to_mask_weight > 0
-    if loop2 and (args.mask_sigma > 0 or args.mask_loss_coef > 0):
+    if loop2 and (args.mask_sigma != 0 or args.mask_loss_coef > 0):
         groups.append("text_hidden_fcs")
     if loop2 and args.mask_loss_coef > 0:
         groups.append("sam2")

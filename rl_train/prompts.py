@@ -62,6 +62,11 @@ class PromptBuilder:
         """Prompt ids that ask for the mask of `caption`."""
         return self.ids(SEGMENT.replace("{x}", phrase(caption)), num_tiles)
 
+    def answer(self, caption: str) -> list[int]:
+        """Ids of `caption` as an answer, with what ends it in the supervised training."""
+        ids = self.tokenizer.encode(caption + self.template.get("SUFFIX", ""), add_special_tokens=False)
+        return ids if self.template.get("SUFFIX_AS_EOS") else [*ids, self.tokenizer.eos_token_id]
+
     def completion_text(self, ids: list[int]) -> str:
         """Decoded completion, cut at the stop text."""
         text = self.tokenizer.decode(ids)

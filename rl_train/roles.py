@@ -62,6 +62,14 @@ class Roles:
         teacher = self.banks["teacher"]
         torch._foreach_lerp_([teacher[n] for n in self.trainable], [p.data for p in self.trainable.values()], 1 - decay)
 
+    @torch.no_grad()
+    def distance(self, a: str, b: str) -> float:
+        """RMS difference of the trainable weights of two roles, relative to the RMS of the reference's."""
+        weights = {"policy": self.trainable, **self.banks}
+        left, right, reference = ([weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference"))
+        norm = lambda tensors: torch.stack(torch._foreach_norm(tensors)).norm().item()  # noqa: E731
+        return norm(torch._foreach_sub(left, right)) / norm(reference)
+
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """{"teacher": .., "reference": ..}: the banks (the policy's weights belong to the model)."""
         return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.banks.items()}

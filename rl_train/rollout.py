@@ -11,9 +11,11 @@ import torch
 from rl_train.data.loader import Batch
 from rl_train.grpo import gaussian_logp
 from rl_train.policy import Images, Policy, Prompts
+from rl_train.rewards import mask_iou
 from rl_train.sampler import generate
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
+SIGMA_IOU, SIGMA_SAMPLES = 0.8, 4     # --mask_sigma auto: IoU of sampled masks with the mean's; samples for each caption
 TEACHER_ROWS = 64      # rows that segment() and describe() put through the model at a time
 
 
@@ -23,6 +25,7 @@ class Latent:
     z: torch.Tensor         # (M, D) sampled
     offset: torch.Tensor    # (M, D) z minus the mean it was sampled around
     logp: torch.Tensor      # (M,) log-density, mean over dimensions
+    sigma: float            # standard deviation in each dimension
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Rollout:
     texts: list[str]                # N completions, cut at the stop text
     num_generations: int
     seg_rows: torch.Tensor | None = None    # (M,) row of each [SEG] token, where the answer has a mask
+    seg_means: torch.Tensor | None = None   # (M, D) prompt embedding of each before sampling
     latent: Latent | None = None            # its sampled prompt embeddings, where --mask_sigma > 0
     masks: list[torch.Tensor] = field(default_factory=list)   # N (H, W) bool: the policy's (loop 2) or the teacher's (loop 1)
     replies: list[str] = field(default_factory=list)          # N captions of the teacher (loop 2)
@@ -57,7 +61,8 @@ def noise(seed: int, step: int, task: int, indices: list[int], num_generations: 
     """Random numbers of N rows, each from (seed, step, task, sample, generation) and nothing else.
 
     Returns:
-        uniforms (N, num_tokens) in [0, 1) for token sampling; normals (N, num_tokens, dim) for latents at [SEG].
+        uniforms (N, num_tokens) in [0, 1) for token sampling; normals (N, num_tokens, dim), of which a row uses its k-th for its
+        k-th [SEG], or None if dim is 0.
     """
     rngs = [np.random.default_rng([seed, step, task, i, j]) for i in indices for j in range(num_generations)]
     uniforms = np.stack([rng.random(num_tokens) for rng in rngs])
@@ -89,12 +94,46 @@ def sample(policy: Policy, batch: Batch, images: Images, prompts: Prompts, num_g
         seg = policy.seg_tokens(rollout.ids, rollout.valid)                                    # (N, T)
         with policy.autocast():
             mean = policy.model.text_hidden_fcs(completions.hidden[seg]).float()               # (M, D)
-        z, rollout.seg_rows = mean, seg.nonzero()[:, 0]
+        z, rollout.seg_rows, rollout.seg_means = mean, seg.nonzero()[:, 0], mean
         if normals is not None and mask_sigma > 0:
-            z = mean + mask_sigma * normals[:, :seg.shape[1]].to(mean.device)[seg]
-            rollout.latent = Latent(z, z - mean, gaussian_logp(z, mean, mask_sigma))
+            ordinal = seg.cumsum(1)[seg] - 1                                                   # (M,) of each [SEG] in its row
+            z = mean + mask_sigma * normals.to(mean.device)[rollout.seg_rows, ordinal]
+            rollout.latent = Latent(z, z - mean, gaussian_logp(z, mean, mask_sigma), mask_sigma)
         rollout.masks = row_masks(policy, images, rows.image, rollout.seg_rows.tolist(), z)
     return rollout
+
+
+@torch.no_grad()
+def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
+    """The mask_sigma whose masks have a mean IoU of SIGMA_IOU with the mask of the mean, over the captions of `batches`.
+
+    By bisection of its logarithm around the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
+
+    Raises:
+        ValueError: no caption was answered with [SEG].
+    """
+    drawn = []                                                    # (images, image of each row, mean, its masks, noise)
+    for batch in batches:
+        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        prompts = policy.segment_prompts(images, list(range(len(batch))), batch.captions)
+        answers = sample(policy, batch, images, prompts, 1, max_new_tokens, None, 0.0)
+        if len(answers.seg_rows):
+            image = answers.seg_rows.repeat_interleave(SIGMA_SAMPLES).tolist()
+            mean = answers.seg_means.repeat_interleave(SIGMA_SAMPLES, 0)
+            indices = [batch.index[row] for row in answers.seg_rows.tolist()]
+            eps = noise(0, 0, 0, indices, SIGMA_SAMPLES, 1, mean.shape[1])[1][:, 0].to(mean.device)
+            drawn.append((images, image, mean, policy.decode_masks(images, image, mean) > 0, eps))
+    if not drawn:
+        raise ValueError("--mask_sigma auto: the model answered no caption with [SEG], give a number")
+
+    def agreement(sigma):
+        return torch.cat([mask_iou(policy.decode_masks(images, image, mean + sigma * eps) > 0, masks, 1.0)
+                          for images, image, mean, masks, eps in drawn]).mean()
+    low, high = (torch.cat([mean for _, _, mean, _, _ in drawn]).std().log2().item() + octaves for octaves in (-6, 4))
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if agreement(2 ** middle) > SIGMA_IOU else (low, middle)
+    return 2 ** low
 
 
 def row_masks(policy: Policy, images: Images, image: list[int], seg_rows: list[int], prompts: torch.Tensor) -> list[torch.Tensor]:
@@ -141,3 +180,26 @@ def describe(policy: Policy, batch: Batch, images: Images, image: list[int], mas
         for p, text in zip(chunk, sample(policy, batch, images, prompts, 1, max_new_tokens).texts):
             captions[p] = text
     return captions
+
+
+@torch.no_grad()
+def caption_likelihood(policy: Policy, images: Images, image: list[int], masks: list[torch.Tensor], captions: list[str],
+                       micro_batch_size: int) -> torch.Tensor:
+    """(N,) likelihood per token, exp(mean log-prob), of captions[p] as the model's description of masks[p] (H, W) in image[p].
+
+    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One forward, no decoding.
+    """
+    processor = policy.processor
+    likelihood = torch.zeros(len(masks))
+    asked = [p for p, mask in enumerate(masks) if mask.any()]
+    for start in range(0, len(asked), micro_batch_size):
+        chunk = asked[start:start + micro_batch_size]
+        grids = [region_grid(masks[p][None], processor.grid_size, processor.image_size, processor.rule)[0] for p in chunk]
+        prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
+        answers = [policy.prompts.answer(captions[p]) for p in chunk]
+        longest = max(map(len, answers))
+        ids = torch.tensor([answer + [policy.pad_id] * (longest - len(answer)) for answer in answers], device=policy.device)
+        valid = torch.arange(longest, device=policy.device) < torch.tensor([[len(a)] for a in answers], device=policy.device)
+        logp = policy.score(images, prompts, ids, valid).logp
+        likelihood[chunk] = (torch.where(valid, logp, 0.0).sum(1) / valid.sum(1)).exp().cpu()
+    return likelihood

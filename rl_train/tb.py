@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_train.grpo import group_std
+from rl_train.guards import has_digit, is_whole, repeats
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)      # colours of the given region and of a model's mask
 PICTURE_WIDTH, FONT_SIZE, LINE_CHARACTERS = 240, 14, 66      # of one side, in pixels; of the text below
@@ -21,7 +22,9 @@ def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor
     sums = dict(rows=len(reward), scored=scored.sum(), reward=values.sum(), reward_squares=(values ** 2).sum(),
                 groups=len(reward) // rollout.num_generations,
                 zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
-                length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts))
+                length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts),
+                repeats=sum(map(repeats, rollout.texts)), digits=sum(map(has_digit, rollout.texts)),
+                whole=sum(map(is_whole, rollout.masks)))
     for name, component in rewards.items():
         sums[f"component/{name}"] = component.nansum()
         sums[f"rows_with/{name}"] = (~component.isnan()).sum()
@@ -51,7 +54,8 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
                reward_std=variance ** 0.5, frac_zero_std=s["zero_std"] / s["groups"], entropy=s["entropy"] / max(s["tokens"], 1),
                clip_frac=s["clipped"] / max(s["tokens"], 1), completion_length=s["length"] / s["rows"],
                truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
-               unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"])
+               unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"], repeats_frac=s["repeats"] / s["rows"],
+               digits_frac=s["digits"] / s["rows"], whole_mask_frac=s["whole"] / s["rows"])
     if not s["scored"]:                                 # no reward was obtained, which is not a reward of 0
         del out["reward_mean"], out["reward_std"]
     for name, value in s.items():

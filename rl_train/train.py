@@ -8,11 +8,13 @@ This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides 
 the reward is computed by an EMA teacher of the policy itself; in loop 2 the action holds, beside the text, a sampled
 prompt embedding for SAM2; and `--mask_loss_coef` adds a supervised term on the sampled masks. See docs/algorithm.md.
 """
+import json
 import math
 import time
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -22,8 +24,8 @@ from rl_train.config import parse_args
 from rl_train.data import BadData
 from rl_train.data.loader import steps, train_loader
 from rl_train.distributed import print0
-from rl_train.evaluation import SCORES, before_after_table, evaluate_roles, means
-from rl_train.grpo import combine, group_advantages, group_std
+from rl_train.evaluation import SCORES, before_after_table, evaluate_roles, means, record
+from rl_train.grpo import combine, control_rewards, group_advantages, group_std
 from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
 from rl_train.parts import Parts, build
 from rl_train.rewards.judge import JudgeFailed
@@ -64,6 +66,7 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
                 clock("rollout")
                 rewards = task.rewards(rollout)                                       # {component: (N,)}
                 reward = combine(rewards, task.weights)                               # (N,)
+                reward = control_rewards(reward, args.num_generations, args.control, (args.seed, step, number), batch.index)
                 advantages = group_advantages(reward, args.num_generations)           # (N,)
                 clock("teacher")
                 with roles.use("reference"):
@@ -87,7 +90,7 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
             scheduler.step()                                                          # by time, also where nothing was learnt
         clock("update")
         done = step + 1
-        report(args, ranks, policy, watch, log, progress, step, work, sums, norms, scheduler, clock)
+        report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
             for w in work[-len(tasks):]:
                 log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
@@ -142,7 +145,7 @@ def update(args, policy, optimizer, sums) -> dict[str, float]:
     return {group: square.sqrt().item() for group, square in squares.items()}
 
 
-def report(args, ranks, policy, watch, log, progress, step, work, sums, norms, scheduler, clock):
+def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock):
     """Curves, progress bar and JSON lines of one step; raises on all ranks if judge or data have failed too often."""
     values, show, tokens = {}, {}, 0
     for name in sums:
@@ -163,6 +166,7 @@ def report(args, ranks, policy, watch, log, progress, step, work, sums, norms, s
         values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]
         show[name] = f"{curves.get('reward_mean', math.nan):.3f}"
     values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
+    values |= {"teacher/drift": roles.distance("teacher", "reference"), "teacher/lag": roles.distance("teacher", "policy")}
     values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
     values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
@@ -211,6 +215,10 @@ def run(args, ranks, p: Parts):
         metrics = means(measured[step])
         log.scalars({f"eval/{metric}": value for metric, value in metrics.items()}, step)
         log.scalars({f"eval_ema/{metric}": value for metric, value in means(found[roles[-1]].values).items()}, step)
+        if ranks.is_main:
+            file = Path(args.output_dir) / "evaluation" / f"step_{step}.json"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(record(found["policy"], vars(args))))
         if step and args.eval_steps:
             score = sum(metrics[name] for name in SCORES) / len(SCORES)
             checkpoint.save_if_best(args.output_dir, step, score, metrics, p.policy, p.roles, p.optimizer, p.scheduler, args, ranks.is_main)

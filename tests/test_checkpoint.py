@@ -99,6 +99,20 @@ def test_resume_from_a_named_checkpoint_in_a_fresh_folder(data, whole, tmp_path)
     assert {line["step"] for line in rollouts(output)} == {3}
 
 
+def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys):
+    """Two groups of parameters find their moments again, and --mask_sigma auto its number."""
+    flags = RUN | dict(max_steps=2, prompt_learning_rate=5e-3, mask_sigma="auto", num_generations=2)
+    whole = run(data, tmp_path / "whole", **flags)
+    output = run(data, tmp_path / "broken", **flags, resume=whole / "checkpoint_step_1")
+    run(data, output, **flags, resume="")                                 # and what is finished resumes without complaint
+    assert same_bytes(whole, output, 2) == [True, True]
+    before, after = training_state(whole, 2), training_state(output, 2)
+    assert len(after["optimizer"]["param_groups"]) == 2
+    assert all(same_state(before[part], after[part]) for part in ("optimizer", "scheduler"))
+    printed = [line for line in capsys.readouterr().out.split("\n") if line.startswith("--mask_sigma auto: ")]
+    assert len(printed) == 3 and len(set(printed)) == 1
+
+
 def test_resume_before_the_first_checkpoint_starts_over(data, whole, tmp_path):
     shutil.copy(whole / "config.json", tmp_path)
     args = parse_args(flags(data, tmp_path, resume="", **RUN))

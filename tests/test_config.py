@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from rl_train import train
 from rl_train.config import build_parser, claim_output_dir, parse_args
+from rl_train.policy import Policy
 from tests.runs import CHECKPOINT, ROOT, draw_data, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -56,10 +58,27 @@ def test_flag_that_is_needed(complaint, name):
 
 @pytest.mark.parametrize("name, value", [
     ("num_generations", 1), ("batch_size", 0), ("max_completion_length", 0), ("micro_batch_size", 0), ("num_iterations", 0),
-    ("gradient_accumulation_steps", 0), ("temperature", 0), ("learning_rate", -1), ("ema_decay", 1), ("mask_sigma", -0.1),
+    ("gradient_accumulation_steps", 0), ("temperature", 0), ("learning_rate", -1), ("prompt_learning_rate", 0),
+    ("ema_decay", 1.1), ("ema_decay", -0.1), ("ema_decay", "nan"), ("likelihood_share", 1.1), ("likelihood_share", "nan"),
+    ("control", "random"), ("mask_sigma", -0.1), ("mask_sigma", -1), ("mask_sigma", "x"), ("mask_sigma", "nan"), ("mask_sigma", "inf"),
     ("save_steps", 0), ("kl_coef", -1), ("mask_to_caption_weight", -1), ("lora_r", "four"), ("loss_type", "ppo"), ("tasks", "loop3")])
 def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
+
+
+def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
+    monkeypatch.setattr(Policy, "seg_tokens", lambda policy, ids, valid: torch.zeros_like(valid))
+    assert "--mask_sigma auto: " in complaint(mask_sigma="auto")
+
+
+def test_values_that_depend_on_others(data, tmp_path):
+    parse = lambda **changes: parse_args(flags(data, tmp_path, **changes))  # noqa: E731
+    judge = dict(use_llm_judge="", use_llm_judge_loop2="")
+    assert parse().likelihood_share == 0.5 and parse(**judge).likelihood_share == 0
+    assert parse(**judge, likelihood_share=0.3).likelihood_share == 0.3 and parse(likelihood_share=0).likelihood_share == 0
+    assert parse(learning_rate=3e-6).prompt_learning_rate == 3e-6 and parse(prompt_learning_rate=1e-3).prompt_learning_rate == 1e-3
+    assert parse(mask_sigma=None).mask_sigma == parse(mask_sigma="auto").mask_sigma == "auto" and parse(mask_sigma="0").mask_sigma == 0
+    assert parse(ema_decay=0).ema_decay == 0 and parse(ema_decay=1).ema_decay == 1
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.1, "nan"])

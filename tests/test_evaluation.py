@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rl_train import checkpoint, evaluation
 from rl_train.data.loader import Batch
 from rl_train.distributed import Ranks
-from rl_train.evaluation import METRICS, bootstrap, cider, means, paired_difference, repeats, rows_of
+from rl_train.evaluation import METRICS, bootstrap, cider, means, paired_difference, rows_of
 from rl_train.rewards import meteor
 from rl_train.roles import Roles
 from rl_train.parts import cosine_schedule
@@ -86,12 +86,6 @@ def test_guards_by_hand(measure_answers):
     assert values["caption_repeats"].tolist() == [0, 1]
     assert values["mask_whole"].tolist() == [1, 0]                            # 100 and 90 of 100 pixels
     assert values["cycle_iou"][0] == 0                                        # no caption finds nothing, whatever the model drew
-
-
-@pytest.mark.parametrize("text, expected", [("a b c a b d", False), ("A b c. a B c.", True), ("!!!", False), ("!!!!", True), ("", False),
-                                            ("a dog on the left of the dog", False), ("no no no no", True)])
-def test_repeated_triples(text, expected):
-    assert repeats(text) is expected
 
 
 def test_cider_by_hand():

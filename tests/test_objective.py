@@ -17,7 +17,7 @@ SIGMA = 0.3
 
 def arguments(**changes):
     return SimpleNamespace(**(dict(loss_type="dapo", clip_range=0.2, clip_range_high=None, kl_coef=0.0, mask_loss_coef=0.0,
-                                   mask_sigma=SIGMA, max_completion_length=STEPS) | changes))
+                                   max_completion_length=STEPS) | changes))
 
 
 @pytest.fixture(scope="module")
@@ -143,31 +143,42 @@ def test_one_step_moves_what_trains_and_nothing_else(policy, batch):
     assert all(torch.equal(roles.banks[role][n], before[n]) for role in ("teacher", "reference") for n in model.trainable)
 
 
-PATTERNS = [
-    # loop, flags, advantages, groups
-    (1, dict(), True, {"lora", "mlp1"}),
-    (1, dict(kl_coef=0.1, mask_loss_coef=0.1), True, {"lora", "mlp1"}),
-    (2, dict(), True, {"lora", "mlp1", "text_hidden_fcs"}),
-    (2, dict(mask_loss_coef=0.1), False, {"lora", "mlp1", "text_hidden_fcs", "sam2"}),
-    (2, dict(mask_loss_coef=0.1), True, {"lora", "mlp1", "text_hidden_fcs", "sam2"}),
-    (2, dict(), False, set()),
-]
+COLUMNS = ("lora", "mlp1", "text_hidden_fcs", "mask_decoder", "prompt_encoder")
+TABLE = {   # one update by each term alone, KL off unless it says so: 1 where its gradient is not zero, 0 where it is exactly zero
+    # term                               lora mlp1 text_hidden_fcs mask_decoder prompt_encoder
+    "loop 1, policy":                   (1,   1,   0,              0,           0),
+    "loop 1, policy, KL, mask flag":    (1,   1,   0,              0,           0),     # --mask_loss_coef means nothing to loop 1
+    "loop 2, policy, sigma 0":          (1,   1,   0,              0,           0),
+    "loop 2, policy, latent":           (1,   1,   1,              0,           0),     # IoU and captions are black boxes
+    "loop 2, mask term":                (1,   1,   1,              1,           1),
+    "loop 2, mask term, sigma 0":       (1,   1,   1,              1,           1),
+    "loop 2, policy, latent, mask term": (1,  1,   1,              1,           1),
+    "loop 2, equal rewards":            (0,   0,   0,              0,           0),
+}
 
 
-@pytest.mark.parametrize("loop, flags, learns, groups", PATTERNS)
-def test_each_term_reaches_its_weights(model, caption_rollout, mask_rollout, loop, flags, learns, groups):
-    rollout = caption_rollout if loop == 1 else mask_rollout
-    grads, _, _ = backward(model, rollout, arguments(**flags), ADVANTAGES if learns else torch.zeros(4))
-    assert reached(model, grads) == groups
-    assert all(g.isfinite().all() for g in grads.values())
+def column_of(model, name) -> str:
+    group = model.group_of(name)
+    return next(part for part in COLUMNS[3:] if f"grounding_encoder.{part}." in name) if group == "sam2" else group
 
 
-@pytest.mark.parametrize("mask_loss_coef, groups", [(0.0, {"lora", "mlp1"}), (0.1, set(TRAINABLE))])
-def test_without_sigma_only_text_and_the_mask_term_learn(model, batch, mask_loss_coef, groups):
-    rollout = rollout_of(model, batch, 2, sigma=0.0)
-    assert rollout.latent is None
-    grads, sums, _ = backward(model, rollout, arguments(mask_sigma=0.0, mask_loss_coef=mask_loss_coef))
-    assert reached(model, grads) == groups and "latents" not in sums
+def test_gradient_of_each_term_by_module(model, batch, caption_rollout, mask_rollout):
+    """Which weights one update of each term reaches; prints the norms."""
+    plain = rollout_of(model, batch, 2, sigma=0.0)
+    assert plain.latent is None and {column_of(model, n) for n in model.trainable} == set(COLUMNS)
+    rollouts = {"loop 1": caption_rollout, "loop 2": mask_rollout}
+    print("\n" + " " * 36 + "".join(f"{column:>17s}" for column in COLUMNS))
+    for term, expected in TABLE.items():
+        args = arguments(mask_loss_coef=0.1 if "mask" in term else 0.0, kl_coef=0.1 if "KL" in term else 0.0)
+        advantages = ADVANTAGES if "policy" in term else torch.zeros(4)
+        grads, sums, _ = backward(model, plain if "sigma 0" in term else rollouts[term[:6]], args, advantages)
+        assert all(g.isfinite().all() for g in grads.values())
+        assert ("latents" in sums) == (term[:6] == "loop 2" and "sigma 0" not in term)
+        norms = dict.fromkeys(COLUMNS, 0.0)
+        for n, g in grads.items():
+            norms[column_of(model, n)] += g.double().square().sum().item()
+        print(f"{term:36s}" + "".join(f"{norm ** 0.5:17.3g}" for norm in norms.values()))
+        assert tuple(int(norm > 0) for norm in norms.values()) == expected, (term, norms)
 
 
 def test_every_sam2_weight_that_trains_can_get_a_gradient(model, batch):
@@ -242,7 +253,7 @@ def test_rows_without_a_mask_have_no_mask_terms(model, mask_rollout):
     ids = mask_rollout.ids.clone()
     ids[ids == model.model.seg_id] = 5
     none = torch.zeros(0, dtype=torch.long)
-    silent = replace(mask_rollout, ids=ids, seg_rows=none, latent=Latent(torch.zeros(0, 64), torch.zeros(0, 64), torch.zeros(0)))
+    silent = replace(mask_rollout, ids=ids, seg_rows=none, latent=Latent(torch.zeros(0, 64), torch.zeros(0, 64), torch.zeros(0), SIGMA))
     grads, sums, loss = backward(model, silent, arguments(mask_loss_coef=0.1))
     assert "mask_loss" not in sums and "latent_loss" not in sums and loss == loss
     assert reached(model, grads) == {"lora", "mlp1"}

@@ -7,6 +7,7 @@ from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 
 from rl_train.policy import load_tokenizer
 from rl_train.prompts import DESCRIBE, PromptBuilder, phrase
+from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
 
 
 @pytest.mark.parametrize("template, before, after", [
@@ -17,6 +18,19 @@ def test_prompts_follow_the_template(template, before, after):
     region = "\nThere are 1 part regions in the picture: region1<vp><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></vp>.\n"
     assert prompts.text(DESCRIBE, 1, [3]) == f"{before}{image}{region}{DESCRIBE}{after}"
     assert prompts.tokenizer.decode(prompts.segment("A {Red} dog.", 1)) == f"{before}{image}\nPlease segment a {{red}} dog in this image.{after}"
+
+
+def test_an_answer_is_encoded_as_in_the_supervised_training():
+    """phi3_chat's answer ends in its suffix, which is one piece with it; vicuna's, which has none, in EOS."""
+    tokenizer = load_tokenizer(CHECKPOINT)
+    for template in ("phi3_chat", "vicuna"):
+        prompts = PromptBuilder(tokenizer, template, tokens_per_tile=2)
+        turn = dict(input=prompts.question(DESCRIBE, 1, [3]), output="A red dog.")
+        data = video_lisa_encode_fn(template_map({"conversation": [turn]}, PROMPT_TEMPLATE[template]), tokenizer, 8192)
+        answer = [i for i, label in zip(data["input_ids"], data["labels"]) if label != IGNORE_INDEX]
+        assert prompts.answer("A red dog.") == answer
+        assert (answer[-1] == tokenizer.eos_token_id) == (template == "vicuna")
+        assert prompts.completion_text(answer) == "A red dog."
 
 
 def test_lower_case_makes_no_special_token():

@@ -90,6 +90,23 @@ def test_decay_zero_copies_the_policy(toy, roles):
     assert all(torch.equal(roles.banks["teacher"][n], p.detach()) for n, p in toy.trainable.items())
 
 
+def test_decay_one_keeps_what_the_run_started_from(toy, roles):
+    set_policy(toy, 0.3)
+    roles.update_teacher(1.0)
+    assert all(torch.equal(roles.banks["teacher"][n], t) for n, t in roles.banks["reference"].items())
+
+
+def test_distance_of_roles_by_hand(toy, roles):
+    # reference (1, 2, 3), norm sqrt 14; policy (1, 2, 5): 2 off; teacher half way: 1 off both
+    names = ("policy", "teacher", "reference")
+    assert [roles.distance(a, b) for a in names for b in names] == [0] * 9
+    with torch.no_grad():
+        toy.b.fill_(5.0)
+    roles.update_teacher(0.5)
+    assert roles.distance("policy", "reference") == roles.distance("reference", "policy") == pytest.approx(2 / 14 ** 0.5)
+    assert roles.distance("teacher", "policy") == roles.distance("teacher", "reference") == pytest.approx(1 / 14 ** 0.5)
+
+
 def test_no_storage_is_shared(toy, roles):
     state = roles.state_dict()
     tensors = [*toy.trainable.values(), *(t for bank in [*roles.banks.values(), *state.values()] for t in bank.values())]

@@ -15,17 +15,19 @@ from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
 from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
+from tools.evaluate import read_before
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
 LOOP = ("loss", "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero_std", "entropy", "clip_frac",
-        "completion_length", "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "iou")
-LOOP2 = ("meteor", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss")
+        "completion_length", "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "iou", "repeats_frac", "digits_frac",
+        "whole_mask_frac")
+LOOP2 = ("meteor", "likelihood", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss")
 TAGS = ({f"loop1/{tag}" for tag in LOOP} | {f"loop2/{tag}" for tag in LOOP + LOOP2} | {"total_loss", "learning_rate"}
         | {f"grad_norm/{group}" for group in ("lora", "mlp1", "text_hidden_fcs", "sam2")}
         | {f"{place}/{metric}" for place in ("eval", "eval_ema") for metric in METRICS if metric != "caption_cider"}
         | {f"perf/{phase}_seconds" for phase in ("step", "encode", "rollout", "teacher", "reference", "update")}
-        | {"perf/rollout_tokens_per_second", "data/damaged"})
+        | {"perf/rollout_tokens_per_second", "data/damaged", "teacher/drift", "teacher/lag"})
 
 
 @pytest.fixture(scope="module")
@@ -97,8 +99,10 @@ def test_rollouts_are_readable(two_steps):
     assert len(lines) == 2 * 2 * 2 * 4                                    # steps, loops, prompts, samples
     needed = {"step", "task", "image_id", "caption", "completion", "reward", "advantage", "iou"}
     for line in lines:
-        assert set(line) == (needed if line["task"] == "loop1" else needed | {"meteor", "reply"})
+        assert set(line) == (needed if line["task"] == "loop1" else needed | {"meteor", "likelihood", "reply"})
         assert 0 <= line["iou"] <= 1 and 0 <= line.get("meteor", 0) <= 1 and line["caption"]
+        expected = line["iou"] if line["task"] == "loop1" else 0.5 * line["meteor"] + 0.5 * line["likelihood"]
+        assert line["reward"] == pytest.approx(expected, abs=1e-6)
     assert {line["step"] for line in lines} == {0, 1}
     assert len({line["image_id"] for line in lines}) == 4                 # two prompts a step, both loops on the same
     assert any(line["advantage"] for line in lines if line["task"] == "loop1")
@@ -182,6 +186,77 @@ def test_learning_rate_schedule():
     assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
 
 
+def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
+    assert sorted(file.name for file in (two_steps / "evaluation").iterdir()) == ["step_0.json", "step_2.json"]
+    for step in (0, 2):
+        found = read_before(two_steps / "evaluation" / f"step_{step}.json", 4)
+        assert found["flags"]["seed"] == 1 and len(found["captions"]) == 4
+        for metric in ("cycle_iou", "seg_iou"):
+            assert curve(two_steps, f"eval/{metric}")[step] == pytest.approx(found["values"][metric].mean().item(), abs=1e-6)
+        with pytest.raises(ValueError, match="holds 4 samples"):
+            read_before(two_steps / "evaluation" / f"step_{step}.json", 5)
+
+
+@pytest.mark.parametrize("share", [0, 0.25, 1])
+def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, share):
+    lines = rollouts(run(data, tmp_path, max_steps=1, tasks="caption_mask_caption", likelihood_share=share))
+    assert any(line["meteor"] for line in lines) and any(line["likelihood"] for line in lines)
+    for line in lines:
+        assert line["reward"] == pytest.approx((1 - share) * line["meteor"] + share * line["likelihood"], abs=1e-6)
+
+
+def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
+    """--control constant: no step is taken, though every row has a reward."""
+    built = parts_of(monkeypatch)
+    output = run(data, tmp_path, control="constant", weight_decay=0.5)
+    (p,) = built
+    assert all(torch.equal(parameter, p.roles.banks["reference"][n]) for n, parameter in p.policy.trainable.items())
+    assert not p.optimizer.state and {line["reward"] for line in rollouts(output)} == {1.0}
+    assert any(line["iou"] != 1 for line in rollouts(output))             # the rewards as they were are still logged by name
+    for loop in ("loop1", "loop2"):
+        assert curve(output, f"{loop}/frac_zero_std") == {1: 1, 2: 1}
+    for tag in ("teacher/drift", "teacher/lag"):
+        assert curve(output, tag) == {1: 0, 2: 0}
+
+
+def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
+    """--control shuffled: the first step's rollouts and measurements are the run's without it, the rewards in another order."""
+    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, control="shuffled")
+    plain = [line for line in rollouts(two_steps) if line["step"] == 0]
+    turned = rollouts(output)
+    assert [line["completion"] for line in turned] == [line["completion"] for line in plain]
+    rewards = [[[line["reward"] for line in lines[i:i + 4]] for i in range(0, 16, 4)] for lines in (plain, turned)]
+    assert list(map(sorted, rewards[0])) == list(map(sorted, rewards[1])) and rewards[0] != rewards[1]
+    assert [line["iou"] for line in turned] == [line["iou"] for line in plain]
+
+
+@pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
+def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
+    args = parse_args(flags(data, tmp_path, learning_rate=1e-4, prompt_learning_rate=rate))
+    built = train.build(args, Ranks(0, 1, torch.device("cpu")))
+    assert len(built.optimizer.param_groups) == groups
+    rate_of = {id(p): group["initial_lr"] for group in built.optimizer.param_groups for p in group["params"]}
+    assert len(rate_of) == sum(len(group["params"]) for group in built.optimizer.param_groups) == len(built.policy.trainable)
+    for name, parameter in built.policy.trainable.items():
+        own = built.policy.group_of(name) == "text_hidden_fcs"
+        assert rate_of[id(parameter)] == ((rate or 1e-4) if own else 1e-4), name
+    assert built.scheduler.base_lrs[0] == 1e-4                            # what the curve `learning_rate` shows
+    assert all(group["weight_decay"] == args.weight_decay for group in built.optimizer.param_groups)
+
+
+@pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])
+def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
+    """0: the policy is its own teacher; 1: the teacher stays what the run started from."""
+    built = parts_of(monkeypatch)
+    output = run(data, tmp_path, ema_decay=decay, learning_rate=1e-3)
+    (p,) = built
+    same = p.policy.trainable if twin == "policy" else p.roles.banks["reference"]
+    assert all(torch.equal(t, same[n]) for n, t in p.roles.banks["teacher"].items())
+    assert p.roles.distance("policy", "reference") > 1e-4
+    lag, drift = curve(output, "teacher/lag"), curve(output, "teacher/drift")
+    assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (drift if twin == "policy" else lag)[2] > 1e-4
+
+
 # What goes wrong stops the run
 
 def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
@@ -258,7 +333,7 @@ def test_no_reward_at_all_is_no_reward_of_zero():
     """A step in which the judge was down leaves no point on the reward's curve."""
     rewards = {"meteor": torch.full((4,), torch.nan)}
     rollout = SimpleNamespace(num_generations=2, valid=torch.ones(4, 3, dtype=torch.bool), stopped=torch.ones(4, dtype=torch.bool),
-                              texts=["a"] * 4, has_mask=False)
+                              texts=["a"] * 4, has_mask=False, masks=[torch.zeros(2, 2, dtype=torch.bool)] * 4)
     sums = Counter(rollout_sums(rollout, rewards, rewards["meteor"])) + Counter()
     curves = scalars(Counter(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap"), 0.0)) | sums)
     assert curves["unscored_frac"] == 1 and not {"reward_mean", "reward_std", "meteor"} & set(curves)

@@ -21,7 +21,7 @@ from rl_train import checkpoint, distributed
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
-from rl_train.evaluation import METRICS, Measured, before_after_table, bootstrap, cider, evaluate, means, rows_of
+from rl_train.evaluation import METRICS, Measured, before_after_table, cider, evaluate, record
 from rl_train.policy import build_policy
 from rl_train.rewards.meteor import meteor, require_wordnet
 
@@ -113,16 +113,8 @@ def check_same_samples(before: dict, file: Path, measured: Measured):
                              f"{earlier[place]}, now {now[place]}")
 
 
-def result(measured: Measured, flags: dict) -> dict:
-    """What --output holds."""
-    return dict(flags=flags, num_samples=len(measured.image_ids), num_damaged=measured.num_damaged, means=means(measured.values),
-                intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in means(measured.values)},
-                values={name: values.tolist() for name, values in measured.values.items()}, image_ids=measured.image_ids,
-                references=measured.references, captions=measured.captions)
-
-
 def table(found: dict) -> str:
-    """Means and intervals of a `result`, as text."""
+    """Means and intervals of a `record`, as text."""
     lines = [f"{'n = ' + str(found['num_samples']):16s} {'mean':>8s}   95 % interval"]
     for metric, mean in found["means"].items():
         low, high = found["intervals"][metric]
@@ -145,7 +137,7 @@ def run(args, ranks):
     else:
         print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name not in NOT_SAVED}
-    found = result(measured, flags)
+    found = record(measured, flags)
     print0(table(found))
     if measured.num_damaged:
         print0(f"{measured.num_damaged} samples did not decode; others were measured in their place")

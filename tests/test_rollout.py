@@ -1,0 +1,186 @@
+"""The random numbers of a rollout, the sampled prompt embeddings, their spread, and the likelihood of a caption."""
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train import parts, rollout
+from rl_train.rewards import mask_iou
+from rl_train.roles import Roles
+from rl_train.rollout import SIGMA_IOU, calibrate_sigma, caption_likelihood, noise, sample
+from rl_train.sampler import Completions
+from rl_train.tasks import CaptionMaskCaption
+from sa2va_hf.processing_sa2va import region_grid
+from tools.demo_scenes import make_scene
+
+STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def model(policy):
+    return policy()
+
+
+@pytest.fixture(scope="module")
+def images(model, batch):
+    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+
+
+# Random numbers
+
+def test_every_row_and_token_has_numbers_of_its_own():
+    uniforms, normals = noise(0, 3, 1, list(range(100)), 5, 6, 16)
+    assert uniforms.shape == (500, 6) and normals.shape == (500, 6, 16)
+    assert len(uniforms.unique()) == uniforms.numel() and 0 <= uniforms.min() and uniforms.max() < 1
+    assert abs(uniforms.mean() - 0.5) < 0.02 and abs(normals.mean()) < 0.02 and abs(normals.std() - 1) < 0.02
+    for numbers in (uniforms.view(100, 5, -1), normals.view(100, 5, -1)):                 # of generations, over samples
+        correlation = torch.corrcoef(numbers.transpose(0, 1).flatten(1).double())
+        assert (correlation - torch.eye(5)).abs().max() < 0.15
+
+
+def test_a_rows_numbers_are_its_own():
+    """Whatever else is in the batch, and however many generations follow."""
+    together, alone = noise(0, 3, 1, [7, 2, 9], 4, 6, 16), noise(0, 3, 1, [2], 4, 6, 16)
+    for many, one in zip(together, alone):
+        assert torch.equal(many[4:8], one)
+    for many, few in zip(alone, noise(0, 3, 1, [2], 3, 6, 16)):
+        assert torch.equal(many[:3], few)
+    for seed, step, task, sample_index in ((1, 3, 1, 2), (0, 4, 1, 2), (0, 3, 0, 2), (0, 3, 1, 3)):
+        other = noise(seed, step, task, [sample_index], 4, 6, 16)
+        assert not any(torch.equal(a, b) for a, b in zip(alone, other))
+    assert torch.equal(noise(0, 3, 1, [2], 4, 6, 0)[0], alone[0]) and noise(0, 3, 1, [2], 4, 6, 0)[1] is None
+
+
+def test_a_row_uses_its_normals_by_ordinal(model, images, batch, monkeypatch):
+    """The k-th [SEG] of a row its k-th normals, wherever the row's words put it."""
+    seg, word = model.model.seg_id, 5
+    rows = [[seg, word, word, seg, word], [word, seg, seg, word, word], [word, word, word, word, seg], [word, word, word, seg, word]]
+    ids = torch.tensor(rows)
+    hidden = torch.randn(4, 5, model.model.config.llm.hidden_size, generator=torch.Generator().manual_seed(0))
+    every = torch.ones(4, 5, dtype=torch.bool)
+    monkeypatch.setattr(rollout, "generate", lambda *_, **__: Completions(ids, torch.zeros(4, 5), every, every[:, 0], hidden))
+    random = noise(0, 0, 1, [0, 1], 2, 5, model.model.config.prompt_size)
+    drawn = sample(model, batch, images, model.segment_prompts(images, [0, 1], batch.captions[:2]), 2, 5, random, 0.5)
+    assert drawn.seg_rows.tolist() == [0, 0, 1, 1, 3]                     # row 2's [SEG] is its last token and has no hidden state
+    normals = random[1]
+    expected = torch.stack([normals[0, 0], normals[0, 1], normals[1, 0], normals[1, 1], normals[3, 0]])
+    torch.testing.assert_close(drawn.latent.offset, 0.5 * expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn.latent.z, drawn.seg_means + 0.5 * expected)
+    assert drawn.latent.sigma == 0.5
+
+
+# The likelihood of a caption
+
+@torch.no_grad()
+def by_hand(model, images, image: int, mask, caption: str) -> float:
+    """exp of the mean log-prob of one caption, by a forward of its own without padding."""
+    grid = region_grid(mask[None], model.processor.grid_size, model.processor.image_size, model.processor.rule)[0]
+    ids = torch.tensor([model.tokenizer.encode(caption + "<|end|>", add_special_tokens=False)])
+    logp = model.score(images, model.describe_prompts(images, [image], [grid]), ids, torch.ones_like(ids, dtype=torch.bool)).logp
+    return logp.mean().exp().item()
+
+
+def test_likelihood_by_hand(model, images, batch):
+    """Ragged captions and prompts, an empty mask between them, an image twice; however many rows a forward holds."""
+    image, captions = [0, 1, 1, 2, 3], ["Dog.", *batch.captions[1:2] * 2, batch.captions[2] + " It has no stripes.", batch.captions[3]]
+    masks = [batch.masks[i] for i in image]
+    masks[2] = torch.zeros_like(masks[2])
+    expected = [by_hand(model, images, i, m, c) if m.any() else 0.0 for i, m, c in zip(image, masks, captions)]
+    for size in (1, 2, 32):
+        found = caption_likelihood(model, images, image, masks, captions, size)
+        assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, abs=1e-5), size
+    assert found[2] == 0 and all(0 < p < 1 for p in found[[0, 1, 3, 4]].tolist())
+
+
+def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
+    monkeypatch.setattr(model, "score", None)
+    empty = [torch.zeros_like(mask) for mask in batch.masks[:2]]
+    assert caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 4).tolist() == [0, 0]
+
+
+def test_the_true_region_explains_its_caption_best(model, images, batch):
+    """On average over the scenes, against the masks of the other objects of each."""
+    true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 4)
+    for i in range(4):
+        scene = make_scene(0, 7, i)                                       # as the fixture `scenes` draws it
+        masks = [torch.from_numpy(scene.objects[t].mask) for t in scene.targets]
+        others = [mask for mask in masks if not torch.equal(mask, batch.masks[i])]
+        assert 0 < len(others) == len(masks) - 1
+        false = caption_likelihood(model, images, [i] * len(others), others, [batch.captions[i]] * len(others), 4).mean()
+        print(f"scene {i}: likelihood of the caption by its region {true[i]:.3f}, by others {false:.3f}")
+        true[i] -= false
+    assert true.mean() > 0.05
+
+
+def loop2_args(**changes):
+    return SimpleNamespace(**dict(use_llm_judge_loop2=False, likelihood_share=0.5, caption_to_mask_weight=1.0, mask_sigma=0.5,
+                                  max_completion_length=STEPS, micro_batch_size=3) | changes)
+
+
+def test_loop_2_asks_the_teacher(policy, batch):
+    """Not the policy: with other weights in the teacher's bank the likelihood is those weights'."""
+    model = policy()
+    roles = Roles(model.trainable)
+    task = CaptionMaskCaption(model, roles, loop2_args())
+    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    random = noise(0, 0, 1, [0, 1, 2, 3], 2, STEPS, model.model.config.prompt_size)
+    drawn = sample(model, batch, images, task.prompts(batch, images), 2, STEPS, random, 0.5)
+
+    def likelihoods():
+        rows = [(drawn.prompts.image[row], mask, batch.captions[row // 2]) for row, mask in enumerate(drawn.masks)]
+        return [by_hand(model, images, *row) if row[1].any() else 0.0 for row in rows]
+    policys = likelihoods()
+    for tensor in roles.banks["teacher"].values():
+        tensor.mul_(1.2)
+    with roles.use("teacher"):
+        teachers = likelihoods()
+    found = task.rewards(drawn)["likelihood"].tolist()
+    assert found == pytest.approx(teachers, abs=1e-5) and max(abs(a - b) for a, b in zip(found, policys)) > 1e-3
+
+
+@pytest.mark.parametrize("share, alone, judged", [
+    (0.0, {"meteor": 1.0}, {"meteor": 0.25, "judge": 0.75}),
+    (0.5, {"meteor": 0.5, "likelihood": 0.5}, {"meteor": 0.125, "judge": 0.375, "likelihood": 0.5}),
+    (1.0, {"likelihood": 1.0}, {"likelihood": 1.0})])
+def test_weights_of_loop_2(share, alone, judged):
+    for judge, expected in ((None, alone), (object(), judged)):
+        args = loop2_args(likelihood_share=share, use_llm_judge_loop2=bool(judge))
+        assert CaptionMaskCaption(None, None, args, judge).weights == expected
+
+
+# --mask_sigma auto
+
+def test_calibrated_masks_agree_as_they_should(model, images, batch):
+    """At that sigma, under other noise, the mean IoU with the mask of the mean is .8. The scenes several times, with noise each time."""
+    sigma = calibrate_sigma(model, [batch] * 10, STEPS)
+    answers = sample(model, batch, images, model.segment_prompts(images, [0, 1, 2, 3], batch.captions), 1, STEPS, None, 0.0)
+    mean, image = answers.seg_means, answers.seg_rows.tolist()
+
+    def agreement(sigma, samples=64):
+        generator = torch.Generator().manual_seed(123)
+        plain = model.decode_masks(images, image, mean) > 0
+        return torch.cat([mask_iou(model.decode_masks(images, image, mean + sigma * torch.randn(mean.shape, generator=generator)) > 0,
+                                   plain, 1.0) for _ in range(samples)]).mean().item()
+    found = agreement(sigma)
+    print(f"sigma {sigma:.3f}: IoU {found:.3f}; of half and twice of it {agreement(sigma / 2):.3f}, {agreement(2 * sigma):.3f}")
+    assert found == pytest.approx(SIGMA_IOU, abs=0.05)
+    assert agreement(sigma / 2) > 0.85 and agreement(2 * sigma) < 0.75   # so that .8 is said about this sigma
+
+
+def test_calibration_needs_a_mask(model, batch, monkeypatch):
+    monkeypatch.setattr(model, "seg_tokens", lambda ids, valid: torch.zeros_like(valid))
+    with pytest.raises(ValueError, match="--mask_sigma auto"):
+        calibrate_sigma(model, [batch], STEPS)
+
+
+def test_sigma_is_the_same_number_whatever_the_batch(policy, scenes):
+    def found(seed=0, **changes):
+        flags = dict(mask_sigma="auto", tasks=["caption_mask_caption"], caption_to_mask_weight=1.0, batch_size=2, max_completion_length=STEPS)
+        return parts.mask_sigma(policy(seed=seed), scenes, Namespace(**flags | changes))
+    first = found()
+    assert 0 < first < 100
+    assert found(seed=1) == first                                                                  # a fresh LoRA adds nothing
+    assert found(batch_size=1) == pytest.approx(first, rel=0.02) == found(batch_size=4)            # of ranks: one step of the bisection
+    assert found(mask_sigma=0.3) == 0.3
+    assert found(tasks=["mask_caption_mask"]) == found(caption_to_mask_weight=0.0) == "auto"       # nothing to draw
