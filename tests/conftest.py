@@ -58,3 +58,15 @@ def prepare():
 def batch(scenes, prepare) -> Batch:
     """The four scenes, one tile each."""
     return prepare(scenes, Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), 1))
+
+
+@pytest.fixture(scope="module")
+def model(policy) -> Policy:
+    """A policy with all groups and a fresh LoRA, one for each file of tests."""
+    return policy()
+
+
+@pytest.fixture(scope="module")
+def images(model, batch):
+    """Features of the four scenes."""
+    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)

@@ -18,16 +18,6 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 
 
 @pytest.fixture(scope="module")
-def model(policy):
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def images(model, batch):
-    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-
-
-@pytest.fixture(scope="module")
 def prompts(model, images, batch):
     """Three regions of different size: ragged prompts."""
     prompts = model.describe_prompts(images, [0, 1, 2], list(batch.grids[:3]))

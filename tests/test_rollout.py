@@ -17,16 +17,6 @@ from tools.demo_scenes import make_scene
 STEPS = 14
 
 
-@pytest.fixture(scope="module")
-def model(policy):
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def images(model, batch):
-    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-
-
 # Random numbers
 
 def test_every_row_and_token_has_numbers_of_its_own():

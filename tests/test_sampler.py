@@ -13,16 +13,6 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 STEPS = 16
 
 
-@pytest.fixture(scope="module")
-def model(policy):
-    return policy()
-
-
-@pytest.fixture(scope="module")
-def images(model, batch):
-    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-
-
 def describe_prompts(model, images, batch, which):
     return model.describe_prompts(images, which, [batch.grids[i] for i in which])
 
