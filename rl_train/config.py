@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         "caption as a description of the sampled mask; METEOR (with the judge) has the rest. It tells masks apart whose captions are the "
         "same; default 0.5, with --use_llm_judge_loop2 0")
     add("--control", choices=CONTROLS, default="none", help="train on rewards that cannot teach: shuffled = each group's in random "
-        "order, constant = all equal; held-out metrics should then not rise")
+        "order, constant = all equal; held-out metrics should then not rise, unless by the supervised --mask_loss_coef")
     add("--reward", nargs="+", default=[], metavar="MODULE:FUNCTION[=WEIGHT]", help="reward functions of your own, added to the reward "
         "of each loop with their weight (default 1) and logged by name; called as TRL calls them: (completions, **kwargs) -> "
         "list of float or None")
@@ -139,6 +139,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     weights = dict(mask_caption_mask=args.mask_to_caption_weight, caption_mask_caption=args.caption_to_mask_weight)
     if not any(weights[task] > 0 for task in args.tasks):
         parser.error("--mask_to_caption_weight, --caption_to_mask_weight: one of the chosen --tasks must have a weight above 0")
+    if args.use_llm_judge_loop2 and args.likelihood_share == 1:
+        parser.error("--use_llm_judge_loop2: with --likelihood_share 1 the judge would have no share in the reward")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         parser.error("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available")
     for name in ("max_judge_failures", "max_bad_fraction", "ema_decay", "likelihood_share"):
@@ -164,22 +166,23 @@ def check_output_dir(args):
     if file.is_file():
         if not args.resume:
             raise ValueError(f"--output_dir {args.output_dir} already holds a run: pass --resume to continue it, or another folder")
-        _check_same(file, values, f"--output_dir {args.output_dir}")
+        check_same(file, values, f"--output_dir {args.output_dir}")
     elif args.resume == "latest":
         raise ValueError(f"--resume: {file} does not exist, there is no run to continue in --output_dir")
 
 
 def check_resumed(folder, args):
     """Raise ValueError if the checkpoint in `folder` was written by a run of other flags."""
-    _check_same(Path(folder) / "config.json", vars(args), f"--resume {folder}")
+    check_same(Path(folder) / "config.json", vars(args), f"--resume {folder}")
 
 
-def _check_same(file: Path, values: dict, place: str):
+def check_same(file: Path, values: dict, place: str):
+    """Raise ValueError, beginning with `place`, if the config in `file` differs from the flags `values` in what may not differ."""
     before = json.loads(file.read_text())
-    differing = sorted(k for k in values if k not in FREE_ON_RESUME and before.get(k) != values[k])
+    differing = sorted(k for k in values if k not in FREE_ON_RESUME and (k not in before or before[k] != values[k]))
     if differing:
-        raise ValueError(f"{place} holds a run of another config: "
-                         + ", ".join(f"--{k} was {before.get(k)}, now {values[k]}" for k in differing))
+        raise ValueError(f"{place} holds a run of another config: " + ", ".join(
+            f"--{k} was {before[k]}, now {values[k]}" if k in before else f"--{k} did not exist then" for k in differing))
 
 
 def claim_output_dir(args):

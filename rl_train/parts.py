@@ -1,4 +1,5 @@
 """What a run is made of, built from its flags before the first step: data, model, roles, tasks, optimizer."""
+import json
 import math
 from argparse import Namespace
 from dataclasses import dataclass
@@ -93,10 +94,17 @@ class Parts:
     resume: object            # checkpoint folder to continue from, or None
 
 
-def mask_sigma(policy, train_set, args) -> float:
-    """--mask_sigma as a number, the same on all ranks and at every resume: calibrated on the base's answers to a few training captions."""
-    if args.mask_sigma != "auto" or "caption_mask_caption" not in args.tasks or not args.caption_to_mask_weight:
+def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | None:
+    """--mask_sigma as a number, the same on all ranks: calibrated on the base's answers to a few training captions.
+
+    A resumed run keeps the one that its checkpoint's config.json has as calibrated_mask_sigma. None if no task samples masks.
+    """
+    if "caption_mask_caption" not in args.tasks or not args.caption_to_mask_weight:
+        return None
+    if args.mask_sigma != "auto":
         return args.mask_sigma
+    if resume:
+        return json.loads((resume / "config.json").read_text())["calibrated_mask_sigma"]
     few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[:SIGMA_REGIONS].tolist()
     loader = eval_loader(Subset(train_set, few), policy.processor, args.batch_size, 0, 0, 1)
     value = distributed.gather_objects(calibrate_sigma(policy, loader, args.max_completion_length))[0]
@@ -117,7 +125,13 @@ def build(args, ranks) -> Parts:
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
     roles = Roles(policy.trainable)
-    resolved = Namespace(**vars(args) | dict(mask_sigma=mask_sigma(policy, train_set, args)))
+    resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    if resume:
+        check_resumed(resume, args)
+    sigma = mask_sigma(policy, train_set, args, resume)
+    if args.mask_sigma == "auto":
+        vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags
+    resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
     tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
@@ -126,9 +140,6 @@ def build(args, ranks) -> Parts:
     optimizer = torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
                                    for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
-    resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
-    if resume:
-        check_resumed(resume, args)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
     watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))

@@ -107,10 +107,11 @@ def sample(policy: Policy, batch: Batch, images: Images, prompts: Prompts, num_g
 def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
     """The mask_sigma whose masks have a mean IoU of SIGMA_IOU with the mask of the mean, over the captions of `batches`.
 
-    By bisection of its logarithm around the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
+    Of each answer the first [SEG] counts. By bisection of the logarithm, between 1/64 and 16 times the spread of the prompt
+    embeddings themselves: SAM2's embedding has no scale of its own.
 
     Raises:
-        ValueError: no caption was answered with [SEG].
+        ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
     """
     drawn = []                                                    # (images, image of each row, mean, its masks, noise)
     for batch in batches:
@@ -118,9 +119,11 @@ def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
         prompts = policy.segment_prompts(images, list(range(len(batch))), batch.captions)
         answers = sample(policy, batch, images, prompts, 1, max_new_tokens, None, 0.0)
         if len(answers.seg_rows):
-            image = answers.seg_rows.repeat_interleave(SIGMA_SAMPLES).tolist()
-            mean = answers.seg_means.repeat_interleave(SIGMA_SAMPLES, 0)
-            indices = [batch.index[row] for row in answers.seg_rows.tolist()]
+            rows = answers.seg_rows
+            first = torch.cat([rows.new_ones(1, dtype=torch.bool), rows[1:] != rows[:-1]])
+            image = rows[first].repeat_interleave(SIGMA_SAMPLES).tolist()
+            mean = answers.seg_means[first].repeat_interleave(SIGMA_SAMPLES, 0)
+            indices = [batch.index[row] for row in rows[first].tolist()]
             eps = noise(0, 0, 0, indices, SIGMA_SAMPLES, 1, mean.shape[1])[1][:, 0].to(mean.device)
             drawn.append((images, image, mean, policy.decode_masks(images, image, mean) > 0, eps))
     if not drawn:
@@ -128,8 +131,12 @@ def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
 
     def agreement(sigma):
         return torch.cat([mask_iou(policy.decode_masks(images, image, mean + sigma * eps) > 0, masks, 1.0)
-                          for images, image, mean, masks, eps in drawn]).mean()
+                          for images, image, mean, masks, eps in drawn]).mean().item()
     low, high = (torch.cat([mean for _, _, mean, _, _ in drawn]).std().log2().item() + octaves for octaves in (-6, 4))
+    ends = agreement(2 ** low), agreement(2 ** high)
+    if not ends[0] > SIGMA_IOU > ends[1]:
+        raise ValueError(f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with the mean's for sigma from "
+                         f"{2 ** low:.3g} to {2 ** high:.3g}, never {SIGMA_IOU}; look at the model's masks, or give a number")
     for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if agreement(2 ** middle) > SIGMA_IOU else (low, middle)
@@ -184,22 +191,30 @@ def describe(policy: Policy, batch: Batch, images: Images, image: list[int], mas
 
 @torch.no_grad()
 def caption_likelihood(policy: Policy, images: Images, image: list[int], masks: list[torch.Tensor], captions: list[str],
-                       micro_batch_size: int) -> torch.Tensor:
+                       max_new_tokens: int, micro_batch_size: int) -> torch.Tensor:
     """(N,) likelihood per token, exp(mean log-prob), of captions[p] as the model's description of masks[p] (H, W) in image[p].
 
-    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One forward, no decoding.
+    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One forward, no decoding; of a caption
+    the first max_new_tokens tokens. Masks of one region grid are one question: asked once, so that rounding (which depends on a
+    row's neighbours) does not make equal rewards differ.
     """
-    processor = policy.processor
+    processor, questions = policy.processor, {}                            # {question: its rows}
+    for p, mask in enumerate(masks):
+        if mask.any():
+            grid = region_grid(mask[None], processor.grid_size, processor.image_size, processor.rule)[0].cpu()
+            questions.setdefault((image[p], captions[p], grid.numpy().tobytes()), []).append((p, grid))
     likelihood = torch.zeros(len(masks))
-    asked = [p for p, mask in enumerate(masks) if mask.any()]
+    asked = list(questions.values())
     for start in range(0, len(asked), micro_batch_size):
         chunk = asked[start:start + micro_batch_size]
-        grids = [region_grid(masks[p][None], processor.grid_size, processor.image_size, processor.rule)[0] for p in chunk]
-        prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
-        answers = [policy.prompts.answer(captions[p]) for p in chunk]
+        rows, grids = zip(*[question[0] for question in chunk])
+        prompts = policy.describe_prompts(images, [image[p] for p in rows], list(grids))
+        answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
         longest = max(map(len, answers))
         ids = torch.tensor([answer + [policy.pad_id] * (longest - len(answer)) for answer in answers], device=policy.device)
         valid = torch.arange(longest, device=policy.device) < torch.tensor([[len(a)] for a in answers], device=policy.device)
         logp = policy.score(images, prompts, ids, valid).logp
-        likelihood[chunk] = (torch.where(valid, logp, 0.0).sum(1) / valid.sum(1)).exp().cpu()
+        values = (torch.where(valid, logp, 0.0).sum(1) / valid.sum(1)).exp().cpu()
+        for question, value in zip(chunk, values):
+            likelihood[[p for p, _ in question]] = value
     return likelihood

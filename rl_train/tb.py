@@ -19,11 +19,12 @@ def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor
     """Sums over this rank's rows, to be added over ranks and divided by `scalars`."""
     scored = ~reward.isnan()
     values = reward[scored].double()
+    captions = rollout.replies or rollout.texts         # what describes: in loop 2 the teacher's replies
     sums = dict(rows=len(reward), scored=scored.sum(), reward=values.sum(), reward_squares=(values ** 2).sum(),
                 groups=len(reward) // rollout.num_generations,
                 zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
                 length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts),
-                repeats=sum(map(repeats, rollout.texts)), digits=sum(map(has_digit, rollout.texts)),
+                repeats=sum(map(repeats, captions)), digits=sum(map(has_digit, captions)),
                 whole=sum(map(is_whole, rollout.masks)))
     for name, component in rewards.items():
         sums[f"component/{name}"] = component.nansum()

@@ -164,6 +164,8 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
         curves = scalars(total)
         values |= {f"{name}/{key}": value for key, value in curves.items()}
         values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]
+        if mine[0].task.mask_sigma:
+            values[f"{name}/mask_sigma"] = mine[0].task.mask_sigma
         show[name] = f"{curves.get('reward_mean', math.nan):.3f}"
     values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
     values |= {"teacher/drift": roles.distance("teacher", "reference"), "teacher/lag": roles.distance("teacher", "policy")}
@@ -218,7 +220,8 @@ def run(args, ranks, p: Parts):
         if ranks.is_main:
             file = Path(args.output_dir) / "evaluation" / f"step_{step}.json"
             file.parent.mkdir(exist_ok=True)
-            file.write_text(json.dumps(record(found["policy"], vars(args))))
+            file.with_suffix(".tmp").write_text(json.dumps(record(found["policy"], vars(args))))
+            file.with_suffix(".tmp").replace(file)
         if step and args.eval_steps:
             score = sum(metrics[name] for name in SCORES) / len(SCORES)
             checkpoint.save_if_best(args.output_dir, step, score, metrics, p.policy, p.roles, p.optimizer, p.scheduler, args, ranks.is_main)

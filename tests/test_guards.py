@@ -32,8 +32,10 @@ def test_shares_of_a_rollout():
     """8 rows: 3 repeat themselves, 1 has a digit, 2 masks are the whole image."""
     texts = ["no no no no", "a a a a", "b b b b b", "at 3", "", "a dog", "a cat", "two"]
     rollout = SimpleNamespace(num_generations=4, valid=torch.ones(8, 3, dtype=torch.bool), stopped=torch.ones(8, dtype=torch.bool),
-                              texts=texts, has_mask=False, masks=[mask(filled) for filled in (100, 91, 90, 50, 0, 0, 1, 2)])
+                              texts=texts, replies=[], has_mask=False, masks=[mask(filled) for filled in (100, 91, 90, 50, 0, 0, 1, 2)])
     reward = torch.linspace(0, 1, 8)
     sums = rollout_sums(rollout, {"iou": reward}, reward)
     curves = scalars(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap"), 0.0) | sums)
     assert (curves["repeats_frac"], curves["digits_frac"], curves["whole_mask_frac"], curves["empty_frac"]) == (3 / 8, 1 / 8, 2 / 8, 1 / 8)
+    rollout.replies = ["no no no no", *["at 3"] * 7]                      # in loop 2 it is the teacher who describes
+    assert rollout_sums(rollout, {"iou": reward}, reward)["digits"] == 7

@@ -1,5 +1,6 @@
 """The random numbers of a rollout, the sampled prompt embeddings, their spread, and the likelihood of a caption."""
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -78,26 +79,48 @@ def test_likelihood_by_hand(model, images, batch):
     masks[2] = torch.zeros_like(masks[2])
     expected = [by_hand(model, images, i, m, c) if m.any() else 0.0 for i, m, c in zip(image, masks, captions)]
     for size in (1, 2, 32):
-        found = caption_likelihood(model, images, image, masks, captions, size)
+        found = caption_likelihood(model, images, image, masks, captions, 64, size)
         assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, abs=1e-5), size
     assert found[2] == 0 and all(0 < p < 1 for p in found[[0, 1, 3, 4]].tolist())
+
+
+def test_masks_of_one_grid_are_exactly_equally_likely(policy, batch):
+    """In bfloat16, where a forward's rounding depends on its rows: it must not look like a reward."""
+    model = policy(dtype=torch.bfloat16)
+    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    image = [0, 0, 0, 1, 1, 0, 1, 0]
+    found = caption_likelihood(model, images, image, [batch.masks[i] for i in image], [batch.captions[i] for i in image], 64, 3)
+    assert len({p.item() for p, i in zip(found, image) if i == 0}) == len({p.item() for p, i in zip(found, image) if i == 1}) == 1
+    other = caption_likelihood(model, images, [0, 0], [batch.masks[0], ~batch.masks[0]], [batch.captions[0]] * 2, 64, 1)
+    assert other[0] != other[1]
+
+
+def test_only_the_first_tokens_of_a_long_caption_count(model, images, batch):
+    ids = model.tokenizer.encode(batch.captions[0], add_special_tokens=False)
+    cut, longer = (caption_likelihood(model, images, [0], batch.masks[:1], [caption], 5, 4).item()
+                   for caption in (batch.captions[0], batch.captions[0] + " And more." * 500))
+    grid = region_grid(batch.masks[0][None], model.processor.grid_size, model.processor.image_size, model.processor.rule)[0]
+    with torch.no_grad():
+        prompts, first = model.describe_prompts(images, [0], [grid]), torch.tensor([ids[:5]])
+        logp = model.score(images, prompts, first, torch.ones_like(first, dtype=torch.bool)).logp
+    assert cut == longer == pytest.approx(logp.mean().exp().item(), abs=1e-5)
 
 
 def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
     monkeypatch.setattr(model, "score", None)
     empty = [torch.zeros_like(mask) for mask in batch.masks[:2]]
-    assert caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 4).tolist() == [0, 0]
+    assert caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 64, 4).tolist() == [0, 0]
 
 
 def test_the_true_region_explains_its_caption_best(model, images, batch):
     """On average over the scenes, against the masks of the other objects of each."""
-    true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 4)
+    true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64, 4)
     for i in range(4):
         scene = make_scene(0, 7, i)                                       # as the fixture `scenes` draws it
         masks = [torch.from_numpy(scene.objects[t].mask) for t in scene.targets]
         others = [mask for mask in masks if not torch.equal(mask, batch.masks[i])]
         assert 0 < len(others) == len(masks) - 1
-        false = caption_likelihood(model, images, [i] * len(others), others, [batch.captions[i]] * len(others), 4).mean()
+        false = caption_likelihood(model, images, [i] * len(others), others, [batch.captions[i]] * len(others), 64, 4).mean()
         print(f"scene {i}: likelihood of the caption by its region {true[i]:.3f}, by others {false:.3f}")
         true[i] -= false
     assert true.mean() > 0.05
@@ -112,7 +135,7 @@ def test_loop_2_asks_the_teacher(policy, batch):
     """Not the policy: with other weights in the teacher's bank the likelihood is those weights'."""
     model = policy()
     roles = Roles(model.trainable)
-    task = CaptionMaskCaption(model, roles, loop2_args())
+    task = CaptionMaskCaption(model, roles, loop2_args(max_completion_length=64))
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     random = noise(0, 0, 1, [0, 1, 2, 3], 2, STEPS, model.model.config.prompt_size)
     drawn = sample(model, batch, images, task.prompts(batch, images), 2, STEPS, random, 0.5)
@@ -143,7 +166,7 @@ def test_weights_of_loop_2(share, alone, judged):
 
 def test_calibrated_masks_agree_as_they_should(model, images, batch):
     """At that sigma, under other noise, the mean IoU with the mask of the mean is .8. The scenes several times, with noise each time."""
-    sigma = calibrate_sigma(model, [batch] * 10, STEPS)
+    sigma = calibrate_sigma(model, [replace(batch, index=list(range(4 * k, 4 * k + 4))) for k in range(10)], STEPS)
     answers = sample(model, batch, images, model.segment_prompts(images, [0, 1, 2, 3], batch.captions), 1, STEPS, None, 0.0)
     mean, image = answers.seg_means, answers.seg_rows.tolist()
 
@@ -166,11 +189,26 @@ def test_calibration_needs_a_mask(model, batch, monkeypatch):
 
 def test_sigma_is_the_same_number_whatever_the_batch(policy, scenes):
     def found(seed=0, **changes):
-        flags = dict(mask_sigma="auto", tasks=["caption_mask_caption"], caption_to_mask_weight=1.0, batch_size=2, max_completion_length=STEPS)
+        flags = dict(mask_sigma="auto", tasks=["caption_mask_caption"], caption_to_mask_weight=1.0, batch_size=2,
+                     max_completion_length=STEPS)
         return parts.mask_sigma(policy(seed=seed), scenes, Namespace(**flags | changes))
     first = found()
     assert 0 < first < 100
     assert found(seed=1) == first                                                                  # a fresh LoRA adds nothing
     assert found(batch_size=1) == pytest.approx(first, rel=0.02) == found(batch_size=4)            # of ranks: one step of the bisection
     assert found(mask_sigma=0.3) == 0.3
-    assert found(tasks=["mask_caption_mask"]) == found(caption_to_mask_weight=0.0) == "auto"       # nothing to draw
+    assert found(tasks=["mask_caption_mask"]) is found(caption_to_mask_weight=0.0) is None         # nothing to draw
+
+
+def test_a_resumed_run_keeps_its_sigma(tmp_path):
+    """Whatever the base would give on this machine: neither model nor data are asked."""
+    (tmp_path / "config.json").write_text('{"calibrated_mask_sigma": 1.25}')
+    args = Namespace(mask_sigma="auto", tasks=["caption_mask_caption"], caption_to_mask_weight=1.0)
+    assert parts.mask_sigma(None, None, args, tmp_path) == 1.25
+
+
+def test_masks_that_sigma_does_not_move_cannot_calibrate_it(model, batch, monkeypatch):
+    """Two empty masks agree: without a complaint the largest sigma would pass for the right one."""
+    monkeypatch.setattr(model, "decode_masks", lambda images, image, z: torch.full((len(z), 8, 8), -1.0))
+    with pytest.raises(ValueError, match="--mask_sigma auto: sampled masks have an IoU of 1.00 to 1.00"):
+        calibrate_sigma(model, [batch], STEPS)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_train.config import build_parser
+from rl_train.config import build_parser, parse_args
 from tests.runs import ROOT
 from tools import sweep
 
@@ -24,11 +24,11 @@ def test_every_arm_is_flags_that_the_run_knows(arm, tmp_path):
     assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
 
 
-def finished(folder, before, after, rewards, steps=2):
+def finished(folder, before, after, rewards, steps=2, config=None):
     """A run's folder as `rl_train.train` leaves it; without `after`, one that was killed."""
     (folder / "evaluation").mkdir(parents=True)
     (folder / "rollouts").mkdir()
-    (folder / "config.json").write_text(json.dumps(dict(max_steps=steps, num_generations=2)))
+    (folder / "config.json").write_text(json.dumps(dict(max_steps=steps, num_generations=2) | (config or {})))
     for step, values in ((0, before), (steps, after)):
         if values is not None:
             (folder / "evaluation" / f"step_{step}.json").write_text(json.dumps(dict(values=dict.fromkeys(
@@ -52,9 +52,16 @@ def test_the_table_by_hand(tmp_path, capsys):
     assert "arm" in capsys.readouterr().out
 
 
-def test_a_complete_run_is_not_run_again_and_a_killed_one_is_resumed(tmp_path, monkeypatch):
-    finished(tmp_path / "loop1" / "seed0", [0.0], [0.1], [0.5, 0.5])
-    finished(tmp_path / "loop1" / "seed1", [0.0], None, [0.5, 0.5])
+def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_other_flags_refused(tmp_path, monkeypatch):
+    demo, output = tmp_path / "demo", tmp_path / "sweep"
+    for name in ("checkpoint", "train", "heldout"):
+        (demo / name).mkdir(parents=True)
+
+    def flags(seed, *extra):
+        return vars(parse_args(sweep.command("loop1", seed, demo, output / "loop1" / f"seed{seed}", list(extra))[3:]))
+    finished(output / "loop1" / "seed0", [0.0], [0.1], [0.5] * 8, 120, flags(0))
+    finished(output / "loop1" / "seed1", [0.0], None, [0.5] * 8, 120, flags(1))
+    finished(output / "loop1" / "seed2", [0.0], [0.1], [0.5] * 8, 20, flags(2, "--max_steps", "20"))
     lines = []
 
     def run(line, env, **kwargs):
@@ -62,7 +69,15 @@ def test_a_complete_run_is_not_run_again_and_a_killed_one_is_resumed(tmp_path, m
         assert env["CUDA_VISIBLE_DEVICES"] == "" and env["OMP_NUM_THREADS"] == "1"
         return SimpleNamespace(returncode=1)
     monkeypatch.setattr(sweep.subprocess, "run", run)
-    with pytest.raises(SystemExit, match="loop1 seed 1: exit status 1, see .*log.txt; loop1 seed 2"):
-        sweep.main(["--arms", "loop1", "--seeds", "0", "1", "2", "--jobs", "1", "--output", str(tmp_path)])
-    assert len(lines) == 2
-    assert lines[0][-1] == "--resume" and "--resume" not in lines[1]
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(["--arms", "loop1", "--seeds", "0", "1", "2", "3", "--jobs", "1", "--demo", str(demo), "--output", str(output)])
+    faults = str(stopped.value).split("; ")
+    assert len(faults) == 3
+    assert "seed 1: exit status 1, see" in faults[0] and "--max_steps was 20, now 120" in faults[1] and "seed 3" in faults[2]
+    assert len(lines) == 2 and lines[0][-1] == "--resume" and "--resume" not in lines[1]
+
+
+def test_an_output_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["--output", str(tmp_path / "typo")])
+    assert "typo: no such folder" in capsys.readouterr().err

@@ -5,7 +5,8 @@
     python -m tools.sweep --output outputs/sweep                    # no arms: the table of what is there
 
 An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo. Every run is one process on one CPU core (with
---gpu also on one of the GPUs, in turn); a run that is complete is not run again. docs/results.md was made by this program.
+--gpu also on one of the GPUs, in turn); a run that is complete is not run again, and one of other flags stops the sweep's arm.
+docs/results.md was made by this program.
 """
 import argparse
 import json
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from rl_train.config import check_same, parse_args
 from rl_train.evaluation import bootstrap, rows_of
 from rl_train.grpo import group_std
 
@@ -37,13 +39,15 @@ ARMS = {
     "small_G2": f"{SMALL} --num_generations 2 --batch_size 8", "small_G4": f"{SMALL} --num_generations 4 --batch_size 4",
     "small_G16": f"{SMALL} --num_generations 16 --batch_size 1",
     "loop2_meteor": f"{LOOP2} --likelihood_share 0", "loop2_half": f"{LOOP2} --likelihood_share 0.5",
-    "loop2_sigma_0.3": f"{LOOP2} --mask_sigma 0.3", "loop2_sigma_1": f"{LOOP2} --mask_sigma 1", "loop2_sigma_5": f"{LOOP2} --mask_sigma 5",
+    "loop2_sigma_0.3": f"{LOOP2} --mask_sigma 0.3", "loop2_sigma_1": f"{LOOP2} --mask_sigma 1",
+    "loop2_sigma_5": f"{LOOP2} --mask_sigma 5",
     "loop2_one_rate": f"{LOOP2} --prompt_learning_rate 1e-4", "loop2_mask_term": f"{LOOP2} --mask_loss_coef 0.1",
     "loop1_no_kl": f"{LOOP1} --kl_coef 0", "loop1_kl_0.1": f"{LOOP1} --kl_coef 0.1", "loop1_cool": f"{LOOP1} --temperature 0.7",
     "loop1_no_warmup": f"{LOOP1} --warmup_ratio 0", "loop1_clip_0.05": f"{LOOP1} --clip_range 0.05 --num_iterations 2",
 }
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
-T_QUANTILE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}      # .975, by degrees of freedom
+T_QUANTILE = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+                             2.110, 2.101, 2.093), 1))      # of Student's t at .975, by degrees of freedom
 
 
 def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> list[str]:
@@ -56,10 +60,13 @@ def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> 
 def run(number: int, arm: str, seed: int, args) -> str | None:
     """Train one arm at one seed, as job `number`, unless that is done; returns what went wrong."""
     output = args.output / arm / f"seed{seed}"
-    gpu = str(number % torch.cuda.device_count()) if args.gpu else ""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpu}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": args.gpus[number % len(args.gpus)]}
     line = command(arm, seed, args.demo, output, args.extra)
     if (output / "config.json").is_file():
+        try:
+            check_same(output / "config.json", vars(parse_args(line[3:])), str(output))
+        except ValueError as error:
+            return str(error)
         if evaluations(output)[1:]:
             return None
         line.append("--resume")
@@ -83,13 +90,13 @@ def change(runs: list[Path], metric: str) -> dict:
     """Of a metric, after minus before: the mean over runs (seeds), and its 95 % intervals.
 
     Over seeds: Student's t of the runs' means, for other seeds on these regions. Over regions: bootstrap of the regions' means
-    over runs, for other regions with these seeds.
+    over runs, for other regions with these seeds; regions count as independent, though some share an image.
     """
     before, after = zip(*(evaluations(output) for output in runs))
     rows = torch.stack([rows_of(b, metric) - rows_of(a, metric) for a, b in zip(before, after)])       # (runs, n)
     seeds = rows.mean(1).numpy()
-    half = T_QUANTILE[len(seeds) - 1] * seeds.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else float("nan")
-    return dict(before=float(torch.stack([rows_of(a, metric) for a in before]).mean()), mean=float(seeds.mean()), half=float(half),
+    half = T_QUANTILE.get(len(seeds) - 1, 2.09) * seeds.std(ddof=1) / len(seeds) ** 0.5 if len(seeds) > 1 else float("inf")
+    return dict(before=float(torch.stack([rows_of(a, metric) for a in before]).mean()), mean=float(seeds.mean()), half=half,
                 regions=bootstrap(rows.mean(0)), seeds=seeds.tolist())
 
 
@@ -127,7 +134,7 @@ def main(argv=None):
     add = parser.add_argument
     add("--arms", nargs="+", choices=sorted(ARMS), default=[], help="what to run; none: only print the table")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    add("--jobs", type=int, default=os.cpu_count(), help="runs at a time")
+    add("--jobs", type=int, help="runs at a time; default: one for each CPU core, with --gpu one for each GPU")
     add("--demo", type=Path, default=Path("outputs/demo"), help="what tools.make_demo wrote")
     add("--output", type=Path, required=True, help="folder of all runs, and of table.json")
     add("--gpu", action="store_true", help="run on the GPUs")
@@ -135,11 +142,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.gpu and not torch.cuda.is_available():
         parser.error("--gpu: there is none")
+    if not args.arms and not args.output.is_dir():
+        parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    args.gpus = visible.split(",") if args.gpu else [""]
     jobs = [(number, *job) for number, job in enumerate((arm, seed) for seed in args.seeds for arm in args.arms)]
-    with ThreadPoolExecutor(args.jobs) as pool:
+    with ThreadPoolExecutor(args.jobs or (len(args.gpus) if args.gpu else os.cpu_count())) as pool:
         faults = [fault for fault in pool.map(lambda job: run(*job, args), jobs) if fault]
-    if args.output.is_dir():
-        (args.output / "table.json").write_text(json.dumps(table(args.output), indent=1) + "\n")
+    (args.output / "table.json").write_text(json.dumps(table(args.output), indent=1) + "\n")
     if faults:
         raise SystemExit("sweep: " + "; ".join(faults))
 

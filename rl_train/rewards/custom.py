@@ -17,7 +17,8 @@ import torch
 RESERVED = frozenset((
     "step", "task", "image_id", "caption", "completion", "reply", "reward", "advantage", "iou", "meteor", "judge", "caption_reward", "loss",
     "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero_std", "entropy", "clip_frac", "completion_length",
-    "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss"))
+    "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss",
+    "likelihood", "repeats_frac", "digits_frac", "whole_mask_frac", "mask_sigma"))
 
 
 def load_reward(spec: str) -> Callable:

@@ -34,7 +34,7 @@ class CaptionMaskCaption:
         return self.policy.segment_prompts(images, list(range(len(batch))), batch.captions)
 
     def rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
-        """{"meteor", "likelihood", "iou": (N,)} of the sampled masks.
+        """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
         METEOR of the teacher's caption of each mask against the prompt's caption, and the likelihood that the teacher gives the
         prompt's caption as a description of it; an empty mask scores 0 without asking the teacher. The IoU with the region is a
@@ -49,11 +49,13 @@ class CaptionMaskCaption:
         with self.roles.use("teacher"):
             rollout.replies = describe(self.policy, rollout.batch, rollout.images, rollout.prompts.image, rollout.masks,
                                        self.max_new_tokens)
-            likelihood = caption_likelihood(self.policy, rollout.images, rollout.prompts.image, rollout.masks, references,
-                                            self.micro_batch_size)
+            if "likelihood" in self.weights:
+                likelihood = caption_likelihood(self.policy, rollout.images, rollout.prompts.image, rollout.masks, references,
+                                                self.max_new_tokens, self.micro_batch_size)
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
-        rewards = {"meteor": meteor(references, rollout.replies), "likelihood": likelihood,
-                   "iou": mask_iou(rollout.masks, targets).cpu()}
+        rewards = {"meteor": meteor(references, rollout.replies), "iou": mask_iou(rollout.masks, targets).cpu()}
+        if "likelihood" in self.weights:
+            rewards["likelihood"] = likelihood
         for reward in self.user_rewards:
             rewards[reward.name] = reward(rollout.texts, prompts=[SEGMENT.replace("{x}", phrase(text)) for text in references],
                                           captions=references, replies=rollout.replies, masks=rollout.masks, targets=targets,

@@ -5,6 +5,7 @@ import torch
 
 from rl_train.rewards import UserReward, load_reward
 from rl_train.rewards.custom import RESERVED
+from tests.test_train import TAGS
 
 MODULE = '''
 import numpy as np
@@ -94,4 +95,4 @@ def test_faults_of_the_users_code_pass_through():
 def test_names_of_our_curves_are_taken():
     with pytest.raises(ValueError, match="--reward user_rewards:loss: the name loss is taken"):
         UserReward("user_rewards:loss")
-    assert {"iou", "meteor", "judge", "caption_reward"} <= RESERVED
+    assert {"iou", "meteor", "judge", "caption_reward"} | {tag.split("/")[1] for tag in TAGS if tag.startswith("loop")} <= RESERVED
