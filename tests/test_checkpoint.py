@@ -1,4 +1,5 @@
 """A killed run goes on as if nothing had happened, and a checkpoint can be read by others."""
+import json
 import shutil
 import signal
 import time
