@@ -30,20 +30,20 @@ SHORT = "--num_workers 0 --max_steps 120 --eval_samples 128 --eval_steps 0 --sav
 LOOP1 = "--tasks mask_caption_mask"
 LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0 --learning_rate 1e-4"      # policy term only
 BOTH = "--mask_loss_coef 0"
-SMALL = f"{BOTH} --batch_size 2 --max_steps 60 --eval_samples 64"                    # both loops, 16 rollouts a step
+SIZE = "--batch_size 2 --max_steps 60 --eval_samples 64"                              # 16 rollouts a step
+SMALL, SMALL1, SMALL2 = f"{BOTH} {SIZE}", f"{LOOP1} {SIZE}", f"{LOOP2} {SIZE}"
 ARMS = {
-    "loop1": LOOP1, "loop2": LOOP2, "both": BOTH, "both_mask_term": "--mask_loss_coef 0.1",
+    "loop1": LOOP1, "loop2": LOOP2, "both": BOTH,
     "loop1_shuffled": f"{LOOP1} --control shuffled", "loop2_shuffled": f"{LOOP2} --control shuffled",
     "small_constant": f"{SMALL} --control constant", "loop2_tokens": f"{LOOP2} --mask_sigma 0",
     "small": SMALL, "small_teacher_reference": f"{SMALL} --ema_decay 1", "small_teacher_self": f"{SMALL} --ema_decay 0",
     "small_G2": f"{SMALL} --num_generations 2 --batch_size 8", "small_G4": f"{SMALL} --num_generations 4 --batch_size 4",
     "small_G16": f"{SMALL} --num_generations 16 --batch_size 1",
     "loop2_meteor": f"{LOOP2} --likelihood_share 0", "loop2_half": f"{LOOP2} --likelihood_share 0.5",
-    "loop2_sigma_0.3": f"{LOOP2} --mask_sigma 0.3", "loop2_sigma_1": f"{LOOP2} --mask_sigma 1",
-    "loop2_sigma_5": f"{LOOP2} --mask_sigma 5",
-    "loop2_one_rate": f"{LOOP2} --prompt_learning_rate 1e-4", "loop2_mask_term": f"{LOOP2} --mask_loss_coef 0.1",
-    "loop1_no_kl": f"{LOOP1} --kl_coef 0", "loop1_kl_0.1": f"{LOOP1} --kl_coef 0.1", "loop1_cool": f"{LOOP1} --temperature 0.7",
-    "loop1_no_warmup": f"{LOOP1} --warmup_ratio 0", "loop1_clip_0.05": f"{LOOP1} --clip_range 0.05 --num_iterations 2",
+    "small1": SMALL1, "small1_no_kl": f"{SMALL1} --kl_coef 0", "small1_kl_0.1": f"{SMALL1} --kl_coef 0.1",
+    "small1_cool": f"{SMALL1} --temperature 0.7", "small1_no_warmup": f"{SMALL1} --warmup_ratio 0",
+    "small2": SMALL2, "small2_sigma_1": f"{SMALL2} --mask_sigma 1", "small2_sigma_6": f"{SMALL2} --mask_sigma 6",
+    "small2_one_rate": f"{SMALL2} --prompt_learning_rate 1e-4", "small2_mask_term": f"{SMALL2} --mask_loss_coef 0.1",
 }
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
 T_QUANTILE = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
