@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from rl_train import grpo
 from rl_train.prompts import PromptBuilder
-from rl_train.sampler import StopText
+from rl_train.tokens import StopText
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.modeling_sa2va import positions
 

@@ -7,7 +7,8 @@ from rl_train.objective import token_logps
 from rl_train.policy import load_tokenizer
 from rl_train.prompts import PromptBuilder
 from rl_train.rollout import noise, sample
-from rl_train.sampler import StopText, _inverse_cdf, generate
+from rl_train.sampler import generate
+from rl_train.tokens import StopText, inverse_cdf
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 STEPS = 16
@@ -80,17 +81,17 @@ def test_uniforms_need_their_shape(model, images, batch):
 def test_a_low_and_a_high_uniform_hit_the_ends():
     # p = .2, .3, .5; cumulative .2, .5, 1: u below .2 is class 0, exactly .2 already class 1, .999 class 2
     logp = torch.tensor([[0.2, 0.3, 0.5]]).double().log().expand(5, -1)
-    assert _inverse_cdf(logp, torch.tensor([0.0, 0.19, 0.21, 0.49, 0.999999999]).double()).tolist() == [0, 0, 1, 1, 2]
+    assert inverse_cdf(logp, torch.tensor([0.0, 0.19, 0.21, 0.49, 0.999999999]).double()).tolist() == [0, 0, 1, 1, 2]
     # a class without probability is never drawn, not even by u = 0
     certain = torch.tensor([[0.0, 1.0, 0.0]]).log()
-    assert _inverse_cdf(certain, torch.tensor([0.0])).item() == 1 and _inverse_cdf(certain, torch.tensor([0.9999999])).item() == 1
+    assert inverse_cdf(certain, torch.tensor([0.0])).item() == 1 and inverse_cdf(certain, torch.tensor([0.9999999])).item() == 1
 
 
 def test_frequencies_are_the_softmax():
     """Chi-square of 20,000 draws over 12 classes: 11 degrees of freedom, 31.3 is its 0.1 % tail."""
     logp = torch.log_softmax(torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5, -1)
     u = torch.rand(20000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    counts = _inverse_cdf(logp.expand(20000, -1), u).bincount(minlength=12)
+    counts = inverse_cdf(logp.expand(20000, -1), u).bincount(minlength=12)
     expected = logp.exp() * 20000
     assert ((counts - expected) ** 2 / expected).sum() < 31.3
 

@@ -1,6 +1,7 @@
 """Measure the parts that a run's speed depends on.
 
     python -m tools.benchmark data [--num_workers 2] [--output data.json]     # the loader and the opening of a data set
+    python -m tools.benchmark decode [--static] [--output decode.json]        # the token sampler, on a GPU, at Sa2VA-4B's sizes
 """
 import argparse
 import io
@@ -17,14 +18,20 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
+from transformers import Qwen2ForCausalLM
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
 from rl_train.data.loader import PREFETCH, StepSampler, train_loader
-from sa2va_hf import Sa2VAProcessor
+from rl_train.fused import unsupported
+from rl_train.policy import LORA_TARGETS
+from rl_train.sampler import decoder_of, generate_plain
+from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_mask
+from tools.random_checkpoint import CONFIG_4B
 
 CAPTION = "A red ceramic cup with a white rim and a chipped handle stands on a wooden table next to a folded newspaper. " * 3
 REAL_SIZES = SimpleNamespace(image_size=448, grid_size=16, sam2=SimpleNamespace(image_size=1024),     # of Sa2VA-4B
@@ -142,6 +149,111 @@ def benchmark_data(args) -> dict:
         return found | {"opening": opening(Path(folder) / "many", args.num_rows)}
 
 
+def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
+    """A language model of random bf16 weights with a float32 LoRA on all linears, whose B is not zero."""
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"))    # in place
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.01)
+    return model.eval()
+
+
+def seconds(work, args) -> float:
+    """Median over the rounds, of which one more comes first and is not counted."""
+    found = []
+    for _ in range(args.rounds + 1):
+        synchronize(args.device)
+        start = time.perf_counter()
+        work()
+        synchronize(args.device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[1:])
+
+
+def synchronize(device):
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def floor_bytes(model, num_prompts: int, num_rows: int, args) -> int:
+    """What a token must read once: all weights but the embedding table, the LoRA in bf16, the keys and values of a mean token."""
+    config, embedding = model.config, model.get_input_embeddings().weight
+    weights = 2 * sum(p.numel() for p in model.parameters() if p is not embedding)
+    slot = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * model.model.layers[0].self_attn.head_dim
+    return weights + slot * (num_prompts * args.prompt_length + num_rows * args.num_tokens // 2)
+
+
+def samplers(model, num_prompts: int, args) -> dict:
+    """{name: function of a number of new tokens}: each draws that many for each row, without stopping."""
+    group, width = args.num_generations, model.config.hidden_size
+    embeds = torch.randn(num_prompts, args.prompt_length, width, device=args.device, dtype=torch.bfloat16)
+    mask = torch.ones(num_prompts, args.prompt_length, dtype=torch.long, device=args.device)
+
+    def ours(function):
+        def work(num_tokens):
+            uniforms = torch.rand(num_prompts * group, num_tokens, dtype=torch.float64, device=args.device)
+            function(model, embeds, mask, num_generations=group, max_new_tokens=num_tokens, stop=None, pad_id=0, temperature=1.0,
+                     uniforms=uniforms)
+        return work
+
+    def huggingface(**how):
+        def work(num_tokens):
+            found = model.generate(
+                inputs_embeds=embeds.repeat_interleave(group, 0), attention_mask=mask.repeat_interleave(group, 0), do_sample=True, top_k=0,
+                top_p=1.0, max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=0, **how)
+            assert found.shape == (num_prompts * group, num_tokens)
+        return work
+
+    named = {"decoder": ours(decoder_of(model).generate), "plain": ours(generate_plain), "generate": huggingface()}
+    return named | ({"generate, static": huggingface(cache_implementation="static")} if args.static else {})
+
+
+@torch.no_grad()
+def decode_speeds(config, args) -> dict:
+    """Bandwidth of a copy, and for each number of prompts the floor and every sampler's time of a token after the first."""
+    model = random_llm(config, args.lora_r, args.device)
+    reason = unsupported(model)
+    if reason:
+        raise ValueError(f"the fast sampler does not take this model: {reason}")
+    source = torch.zeros(args.copy_mib * 2**20, dtype=torch.uint8, device=args.device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.numel() / seconds(lambda: target.copy_(source), args)
+    del source, target
+    found = dict(device=torch.cuda.get_device_name(args.device) if torch.device(args.device).type == "cuda" else "cpu",
+                 bandwidth_tb_per_second=bandwidth / 1e12, sizes=[])
+    print(f"{found['device']}, copy {bandwidth / 1e12:.2f} TB/s")
+    print(f"{'rows':>5} {'sampler':18} {'ms/token':>9} {'x floor':>8} {'first token ms':>15}")
+    for num_prompts in args.num_prompts:
+        rows = num_prompts * args.num_generations
+        floor = 1e3 * floor_bytes(model, num_prompts, rows, args) / bandwidth
+        size = dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers={})
+        found["sizes"].append(size)
+        print(f"{rows:>5} {'floor':18} {floor:>9.2f}")
+        for name, work in samplers(model, num_prompts, args).items():
+            with torch.autocast(torch.device(args.device).type, torch.bfloat16):
+                whole, first = (1e3 * seconds(lambda n=n, w=work: w(n), args) for n in (args.num_tokens, 1))
+            token = (whole - first) / (args.num_tokens - 1)
+            size["samplers"][name] = dict(ms_per_token=token, ratio_to_floor=token / floor, first_token_ms=first, total_ms=whole)
+            print(f"{rows:>5} {name:18} {token:>9.2f} {token / floor:>8.2f} {first:>15.1f}")
+    return found
+
+
+def benchmark_decode(args) -> dict:
+    """See `decode_speeds`."""
+    return decode_speeds(Sa2VAConfig(**CONFIG_4B).llm, args)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -156,7 +268,20 @@ def main(argv=None):
     data.add_argument("--num_batches", type=int, default=40, help="timed in each round")
     data.add_argument("--rounds", type=int, default=5, help="of either loader, in turns; the median counts")
     data.add_argument("--num_rows", type=int, default=50_000, help="of the data set that is opened")
-    data.add_argument("--output", type=Path, help="JSON file for the figures")
+    decode = commands.add_parser("decode", help="the token sampler against memory bandwidth and the alternatives, random weights",
+                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    decode.set_defaults(measure=benchmark_decode)
+    decode.add_argument("--num_prompts", type=int, nargs="+", default=[4, 16], help="prompts in a batch, measured one after the other")
+    decode.add_argument("--num_generations", type=int, default=8, help="rows of each prompt")
+    decode.add_argument("--prompt_length", type=int, default=400, help="tokens")
+    decode.add_argument("--num_tokens", type=int, default=128, help="new tokens of each row")
+    decode.add_argument("--lora_r", type=int, default=128, help="rank")
+    decode.add_argument("--rounds", type=int, default=5, help="of each measurement; the median counts")
+    decode.add_argument("--copy_mib", type=int, default=4096, help="size of the copy that measures the bandwidth")
+    decode.add_argument("--static", action="store_true", help="generate with a compiled static cache too; compiling takes minutes")
+    decode.add_argument("--device", default="cuda", help="where")
+    for command in (data, decode):
+        command.add_argument("--output", type=Path, help="JSON file for the figures")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     found = args.measure(args)

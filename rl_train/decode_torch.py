@@ -1,0 +1,74 @@
+"""The parts of a decode step that are not matrix products, in plain torch: for the CPU, and what `decode_triton` is tested against.
+
+Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width, r LoRA rank.
+"""
+import torch
+import torch.nn.functional as F
+
+
+def add_norm(residual, delta, weight, eps):
+    """RMSNorm (N, C) of the residual stream, to which delta (N, C), unless None, is added in place first."""
+    if delta is not None:
+        residual.add_(delta)
+    x = residual.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return weight * x.to(residual.dtype)
+
+
+def add_lora(y, lora_b, scaling, sizes):
+    """Add to each linear's columns of y (N, sum(sizes) + m*r), which end in the m outputs of LoRA A, its LoRA B, in place."""
+    if lora_b is not None:
+        rank = lora_b.shape[1]
+        inner = y[:, sum(sizes):].split(rank, dim=1)
+        for out, a, b in zip(y[:, :sum(sizes)].split(sizes, dim=1), inner, lora_b.split(sizes)):
+            out.addmm_(a, b.t(), alpha=scaling)
+
+
+def rotate_and_store(y, lora_b, scaling, cos, sin, keys, values, step):
+    """Add LoRA B to y = [q, k, v, their LoRA A outputs], turn q and k, write k and v to slot `step` of keys, values (N, K, T, D).
+
+    Args:
+        y: (N, (H + 2K) D + 3r), overwritten; lora_b: ((H + 2K) D, r) or None; cos, sin: (N, D/2); step: (1,) long.
+
+    Returns:
+        q (N, H, D).
+    """
+    n, num_kv, _, size = keys.shape
+    width = lora_b.shape[0] if lora_b is not None else y.shape[1]
+    num_heads = width // size - 2 * num_kv
+    add_lora(y, lora_b, scaling, [num_heads * size, num_kv * size, num_kv * size])
+    qkv = y[:, :width].view(n, -1, size)                                        # (N, H + 2K, D)
+    first, second = qkv[:, :num_heads + num_kv].chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    keys.index_copy_(2, step, turned[:, num_heads:, None])
+    values.index_copy_(2, step, qkv[:, num_heads + num_kv:, None])
+    return turned[:, :num_heads].contiguous()
+
+
+def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
+    """Attention (N, H*D) of q (N, H, D) over the prompt, whose keys its G rows share, and over the row's own slots up to `step`.
+
+    Args:
+        prefix_keys, prefix_values: (P, K, L, D), the first pad[p] slots of which are empty; keys, values: (N, K, T, D).
+    """
+    (n, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
+    q = q * size ** -0.5
+    own = q.view(n, num_kv, -1, size)                                           # (N, K, H/K, D)
+    shared = own.view(num_prompts, -1, num_kv, num_heads // num_kv, size).transpose(1, 2)   # (P, K, G, H/K, D)
+    shape = shared.shape
+    prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)                 # (P, K, G*H/K, L)
+    prefix = prefix.masked_fill(torch.arange(length, device=q.device) < pad[:, None, None, None], float("-inf"))
+    prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(n, num_kv, -1, length)
+    suffix = own @ keys.transpose(2, 3)                                         # (N, K, H/K, T)
+    suffix = suffix.masked_fill(torch.arange(keys.shape[2], device=q.device) > step, float("-inf"))
+    p = torch.softmax(torch.cat([prefix, suffix], dim=-1).float(), dim=-1).to(q.dtype)
+    prefix = p[..., :length].view(num_prompts, -1, num_kv, num_heads // num_kv, length).transpose(1, 2).flatten(2, 3) @ prefix_values
+    prefix = prefix.view(shape).transpose(1, 2).reshape(own.shape)
+    return (prefix + p[..., length:] @ values).reshape(n, -1)
+
+
+def gate(y, lora_b, scaling, width):
+    """silu(gate) * up (N, F) of y = [gate, up, their LoRA A outputs] (N, 2F + 2r) with LoRA B (2F, r) added; overwrites y."""
+    add_lora(y, lora_b, scaling, [width, width])
+    return F.silu(y[:, :width]) * y[:, width:2 * width]

@@ -1,0 +1,287 @@
+"""The fast sampler draws what the plain one draws: tokens alike, numbers to rounding, whatever the sizes and the weights."""
+import importlib
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+
+from rl_train import checkpoint, decode_torch
+from rl_train.decode import Decoder
+from rl_train.fused import unsupported
+from rl_train.policy import load_tokenizer
+from rl_train.roles import Roles
+from rl_train.rollout import noise
+from rl_train.sampler import decoder_of, generate, generate_plain
+from rl_train.tokens import StopText, _token_bytes
+from sa2va_hf import Sa2VAModel
+from tools.make_demo import SHIPPED_CHECKPOINT
+
+STEPS = 20
+
+
+def randomise(policy, seed=0, std=0.02):
+    """Give the LoRA's B, which starts at zero, a value."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in policy.trainable.items():
+            if "lora_B" in name:
+                parameter += std * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+@pytest.fixture(scope="module")
+def model(policy):
+    model = policy()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def images(model, batch):
+    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+
+
+@pytest.fixture(scope="module")
+def decoder(model):
+    return Decoder(model.model.language_model)
+
+
+@torch.no_grad()
+def both(policy, decoder, images, batch, which=(0, 1, 2), num_generations=4, steps=STEPS, temperature=1.7, greedy=False, segment=False,
+         seed=0):
+    """(fast, plain) completions of the same prompts, uniforms and weights."""
+    prompts = (policy.segment_prompts(images, list(which), [batch.captions[i] for i in which]) if segment else
+               policy.describe_prompts(images, list(which), [batch.grids[i] for i in which]))
+    embeds, mask = policy.embed(images, prompts)
+    uniforms = None if greedy else noise(seed, 0, 0, list(which), num_generations, steps, 0)[0].to(embeds.device)
+    lm, how = policy.model.language_model, dict(
+        num_generations=num_generations, max_new_tokens=steps, stop=policy.stop.to(embeds.device), pad_id=policy.pad_id,
+        temperature=temperature, uniforms=uniforms)
+    return decoder.generate(lm, embeds, mask, **how), generate_plain(lm, embeds, mask, **how)
+
+
+def assert_same(fast, plain):
+    assert torch.equal(fast.ids, plain.ids) and torch.equal(fast.valid, plain.valid) and torch.equal(fast.stopped, plain.stopped)
+    torch.testing.assert_close(fast.logp, plain.logp, atol=1e-4, rtol=0)
+    fed = plain.valid[:, 1:]                                            # tokens of which the next one was sampled
+    torch.testing.assert_close(fast.hidden[:, :-1][fed], plain.hidden[:, :-1][fed], atol=1e-4, rtol=0)
+    assert not fast.hidden[:, -1].any()
+
+
+@pytest.mark.parametrize("how", [
+    dict(), dict(num_generations=1), dict(temperature=1.0), dict(greedy=True, num_generations=1), dict(which=[1]), dict(steps=1),
+    dict(steps=2), dict(which=[0, 1, 2, 3], num_generations=3, steps=70), dict(segment=True, temperature=1.0), dict(temperature=3.0, steps=48)], ids=str)
+def test_fast_equals_plain(model, decoder, images, batch, how):
+    """Ragged prompts, several sizes one after the other through one decoder."""
+    fast, plain = both(model, decoder, images, batch, **how)
+    assert_same(fast, plain)
+
+
+def test_rows_stop_at_different_times_and_at_the_limit(model, decoder, images, batch):
+    fast, plain = both(model, decoder, images, batch, steps=48, temperature=1.0)
+    assert_same(fast, plain)
+    assert len({int(v.sum()) for v in fast.valid}) > 2 and fast.stopped.any()
+    fast, _ = both(model, decoder, images, batch, steps=5)
+    assert fast.valid.all() and not fast.stopped.any() and fast.ids.shape[1] == 5
+
+
+def test_all_rows_done_ends_early(model, decoder, images, batch):
+    fast, plain = both(model, decoder, images, batch, steps=64, segment=True, temperature=0.5)
+    assert_same(fast, plain)
+    assert fast.stopped.all() and fast.ids.shape[1] < 64
+
+
+def test_hidden_states_at_seg(model, decoder, images, batch):
+    fast, plain = both(model, decoder, images, batch, segment=True, temperature=1.0)
+    seg = model.seg_tokens(fast.ids, fast.valid)
+    assert seg.any()
+    torch.testing.assert_close(fast.hidden[seg], plain.hidden[seg], atol=1e-4, rtol=0)
+
+
+def test_an_optimizer_step_changes_the_rollouts(policy, images, batch):
+    """The matrices of the decoder hold a copy of the LoRA: it must be the newest one, and each role's own."""
+    model = policy()
+    randomise(model)
+    decoder, roles = Decoder(model.model.language_model), Roles(model.trainable)
+    before, plain = both(model, decoder, images, batch)
+    assert_same(before, plain)
+    optimizer = torch.optim.AdamW(model.trainable.values(), lr=2e-2)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.trainable.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+    after, plain = both(model, decoder, images, batch)
+    assert_same(after, plain)
+    assert before.ids.shape != after.ids.shape or not torch.equal(before.ids, after.ids)
+    with roles.use("teacher"):
+        teacher, plain = both(model, decoder, images, batch)
+        assert_same(teacher, plain)
+        assert_same(teacher, before)
+    assert_same(both(model, decoder, images, batch)[0], after)
+
+
+def test_without_a_lora(policy, images, batch):
+    model = policy()
+    base = model.peft.unload()                                          # injected in place: the same language model, bare again
+    assert base is model.model.language_model and unsupported(base) is None
+    assert_same(*both(model, Decoder(base), images, batch))
+
+
+def test_base_parameters_are_views_and_can_be_saved(policy, images, batch, tmp_path):
+    """One copy of the weights; the state dict is unchanged, and can be written and read."""
+    model = policy()
+    before = {k: v.clone() for k, v in model.model.state_dict().items()}
+    decoder = Decoder(model.model.language_model)
+    (qkv, *_), _, _ = decoder.layers[0]
+    q = model.model.language_model.model.layers[0].self_attn.q_proj.base_layer
+    assert q.weight.data_ptr() == qkv.weight.data_ptr() and q.bias.data_ptr() == qkv.bias.data_ptr()
+    assert all(torch.equal(v, before[k]) for k, v in model.model.state_dict().items())
+    with torch.no_grad():
+        q.weight.mul_(2)                                                # seen by the decoder
+    assert_same(*both(model, decoder, images, batch))
+    optimizer = torch.optim.AdamW(model.trainable.values())
+    checkpoint.write(tmp_path / "checkpoint_step_0", 0, model, Roles(model.trainable), optimizer,
+                     torch.optim.lr_scheduler.ConstantLR(optimizer), Namespace(), [checkpoint.rng_state()])
+    checkpoint.load_weights(tmp_path / "checkpoint_step_0", model.trainable)
+    model.peft.unload()
+    model.model.save_pretrained(tmp_path / "model")
+    again, state = Sa2VAModel.from_pretrained(tmp_path / "model").state_dict(), model.model.state_dict()
+    assert again.keys() == state.keys() and all(torch.equal(v, state[k]) for k, v in again.items())
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 1.05 * sum(v.nbytes for v in state.values())
+
+
+def test_moved_weights_are_noticed(policy):
+    lm = policy().model.language_model
+    decoder = decoder_of(lm)
+    assert decoder_of(lm) is decoder and not decoder.stale
+    lm.double().float()
+    assert decoder.stale and decoder_of(lm) is not decoder and not decoder_of(lm).stale
+
+
+def test_what_the_decoder_does_not_know_is_refused(policy):
+    model = policy()
+    lm = model.model.language_model
+    assert unsupported(lm) is None
+    assert "not Qwen2ForCausalLM" in unsupported(lm.model)
+    with model.peft.disable_adapter():
+        assert "disabled" in unsupported(lm)
+    lora = lm.model.layers[2].self_attn.k_proj
+    lora.scaling["default"] *= 2
+    assert "layer 2: LoRA of different rank or scale" in unsupported(lm)
+    lm.model.layers[2].self_attn.k_proj = lora.base_layer
+    assert "layer 2: LoRA on some linears only" in unsupported(lm)
+    assert "float16" in unsupported(policy(dtype=torch.float16).model.language_model)
+
+
+# On the GPU
+
+@pytest.fixture(scope="module")
+def on_gpu(policy):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    model = policy()
+    model.model.cuda()
+    randomise(model)
+    return model
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ops", ["decode_torch", "decode_triton"])
+def test_graphs_equal_plain(on_gpu, batch, ops):
+    """float32, by CUDA graph: the plain sampler's tokens, at sizes that share a graph, need a larger cache, or go back."""
+    decoder = Decoder(on_gpu.model.language_model, importlib.import_module(f"rl_train.{ops}"))
+    images = on_gpu.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    for how in (dict(), dict(which=[0, 1, 2, 3], steps=30), dict(num_generations=8, steps=70), dict(greedy=True, num_generations=1), dict(),
+                dict(segment=True, temperature=0.5, steps=64)):
+        fast, plain = both(on_gpu, decoder, images, batch, **how)
+        assert_same(fast, plain)
+    randomise(on_gpu, seed=2)
+    changed, plain = both(on_gpu, decoder, images, batch)
+    assert_same(changed, plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prompts, group, heads, slots, rank",
+                         [(2, 4, 4, 128, 4), (1, 1, 4, 384, 0), (4, 8, 16, 512, 128), (16, 8, 16, 1024, 128)])
+def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
+    """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
+    from rl_train import decode_triton
+    n, kv, size, width, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352, 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
+    lora_b = lambda out: make(out, rank) if rank else None  # noqa: E731
+    step, pad = torch.tensor([37], device="cuda"), torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts]
+    qkv = (heads + 2 * kv) * size
+    cases = dict(
+        add_norm=(make(n, heads * size), make(n, heads * size + rank)[:, :heads * size], make(heads * size), 1e-6),
+        rotate_and_store=(make(n, qkv + 3 * rank), lora_b(qkv), 2.0, make(n, size // 2), make(n, size // 2), make(n, kv, suffix, size),
+                          make(n, kv, suffix, size), step),
+        attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), make(n, kv, suffix, size),
+                make(n, kv, suffix, size), pad, step),
+        gate=(make(n, 2 * width + 2 * rank), lora_b(2 * width), 2.0, width))
+    for name, arguments in cases.items():
+        exact = [a.float() if torch.is_tensor(a) and a.dtype == dtype else a for a in arguments]
+        exact = [a.clone() if torch.is_tensor(a) else a for a in exact]
+        expected = [getattr(decode_torch, name)(*exact)] + (exact[5:7] if name == "rotate_and_store" else [])
+        found = [getattr(decode_triton, name)(*arguments)] + (list(arguments[5:7]) if name == "rotate_and_store" else [])
+        for f, e in zip(found, expected):
+            assert (f.float() - e).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.abs().max(), name
+
+
+# The stop text
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(SHIPPED_CHECKPOINT)
+
+
+def by_decoding(tokenizer, stop_texts, ids: list[int]) -> bool:
+    """The end by its definition: the newest token is EOS or completes a stop text in the decoded answer."""
+    def found(some):
+        return any(text in tokenizer.decode(some) for text in stop_texts)
+    return ids[-1] == tokenizer.eos_token_id or (found(ids) and not found(ids[:-1]))
+
+
+@pytest.mark.parametrize("stop_texts", [["<|end|>"], ["<|im_end|>", "<|endoftext|>"], ["aab", "ab<", "<|end|>"], ["d."], ["ä!"], []], ids=str)
+def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
+    """Random ids among those that touch the stop texts, special tokens, and pieces that reach beyond the end."""
+    stop = StopText(tokenizer, stop_texts, len(tokenizer) + 5)
+    rng = np.random.default_rng(0)
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    near = [i for i, piece in enumerate(pieces) if set(piece) & set("".join(stop_texts)) or piece.startswith("<")]
+    ends = 0
+    for trial in range(150):
+        pool = near if near and trial % 3 else range(len(tokenizer) + 5)
+        ids = rng.choice(pool, 6).tolist()
+        if stop_texts and trial % 2:                                    # the text cut at random places, each part encoded by itself
+            text = str(rng.choice(stop_texts))
+            cuts = sorted(rng.integers(0, len(text) + 1, 3))
+            parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+            ids += [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
+            ids += tokenizer.encode(str(rng.choice(["\n", "|", "<", "end", ">>"])), add_special_tokens=False)
+        state, over = stop.start(1), False
+        for t in range(1, len(ids) + 1):
+            state, done = stop.step(state, torch.tensor(ids[t - 1:t]))
+            expected = by_decoding(tokenizer, stop_texts, ids[:t])
+            assert done.item() == expected, (ids[:t], tokenizer.decode(ids[:t]))
+            ends += expected
+            if expected:
+                break
+    assert ends > 20 or not stop_texts
+
+
+@pytest.mark.parametrize("pieces", [["<|", "end", "|>Ċ"], ["<", "|", "e", "n", "d", "|", ">"], [".<|", "end", "|", ">"],
+                                    ["<|", "<|", "end", "|", ">"]])
+def test_stop_text_over_given_pieces(tokenizer, pieces):
+    stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
+    ids = tokenizer.convert_tokens_to_ids(pieces)
+    assert None not in ids
+    assert [stop(torch.tensor([ids[:t]])).item() for t in range(1, len(ids) + 1)] == [False] * (len(ids) - 1) + [True]
+
+
+def test_every_byte_of_the_alphabet(tokenizer):
+    """What a token adds to the text is what decoding says, for every token."""
+    pieces = _token_bytes(tokenizer, len(tokenizer) + 2)
+    assert [piece.decode(errors="replace") for piece in pieces[:-2]] == [tokenizer.decode([i]) for i in range(len(tokenizer))]
+    assert pieces[-2:] == [b"", b""]
