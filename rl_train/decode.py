@@ -37,6 +37,7 @@ class Decoder:
         self.inv_freq, self.rope_scale = model.rotary_emb.inv_freq.float(), model.rotary_emb.attention_scaling
         self.layers = [([Fused(group) for group in groups(layer)], layer.input_layernorm, layer.post_attention_layernorm)
                        for layer in model.layers]
+        self.source = model.layers
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         if ops is None and self.head.is_cuda and importlib.util.find_spec("triton"):
             from rl_train import decode_triton
@@ -48,7 +49,8 @@ class Decoder:
 
     @property
     def stale(self) -> bool:
-        return any(fused.stale for fuseds, _, _ in self.layers for fused in fuseds)
+        """Must there be another Decoder, since the model's weights have moved or its LoRA is another?"""
+        return any(fused.stale(group) for layer, (fuseds, _, _) in zip(self.source, self.layers) for fused, group in zip(fuseds, groups(layer)))
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""

@@ -27,7 +27,7 @@ class Fused:
         rank, self.scaling = (len(loras[0][0]), loras[0][2]) if loras else (0, 0.0)
         self.weight = torch.cat([base.weight.data for base in self.bases] + [weight.new_zeros(rank * len(loras), weight.shape[1])])
         *self.rows, a = self.weight.split([*self.sizes, rank * len(loras)])
-        self.lora_b = weight.new_empty(sum(self.sizes), rank) if loras else None
+        self.lora_b = weight.new_zeros(sum(self.sizes), rank) if loras else None           # not empty: warm-ups run before `refresh`
         for base, rows in zip(self.bases, self.rows):
             base.weight.data = rows
         self.bias = None
@@ -40,10 +40,12 @@ class Fused:
         self.sources = [p for lora in loras for p in lora[:2]]                              # A, B, A, B, ..
         self.targets = [t for pair in zip(a.split(rank), self.lora_b.split(self.sizes)) for t in pair] if loras else []
 
-    @property
-    def stale(self) -> bool:
-        """Have the model's parameters left the matrix, by `.to(..)` say?"""
-        return any(base.weight.data_ptr() != rows.data_ptr() for base, rows in zip(self.bases, self.rows))
+    def stale(self, modules: list[nn.Module]) -> bool:
+        """Is this no longer the matrix of `modules`: their parameters left it, by `.to(..)` say, or they have another LoRA?"""
+        loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
+        return (any(base.weight.data_ptr() != rows.data_ptr() for base, rows in zip(map(_base, modules), self.rows))
+                or [id(p) for lora in loras for p in lora[:2]] != [id(p) for p in self.sources]
+                or any(lora[2] != self.scaling for lora in loras))
 
     def __call__(self, x):
         """(N, inputs) -> (N, sum of outputs + m*r): base outputs, then LoRA A's."""

@@ -51,7 +51,7 @@ def generate(language_model, embeds, attention_mask, *, num_generations, max_new
 
 
 def decoder_of(language_model) -> Decoder:
-    """The model's Decoder, built on first use and again when the model's weights have moved."""
+    """The model's Decoder, built on first use and again when it is stale."""
     decoder = _DECODERS.get(language_model)
     if decoder is None or decoder.stale:
         if decoder is not None:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train import checkpoint, decode_torch
+from rl_train import checkpoint, decode_torch, sampler
 from rl_train.decode import Decoder
 from rl_train.fused import unsupported
 from rl_train.policy import load_tokenizer
 from rl_train.roles import Roles
 from rl_train.rollout import noise
 from rl_train.sampler import decoder_of, generate, generate_plain
-from rl_train.tokens import StopText, _token_bytes
+from rl_train.tokens import StopText, _token_bytes, draw
 from sa2va_hf import Sa2VAModel
 from tools.make_demo import SHIPPED_CHECKPOINT
 
@@ -46,6 +46,25 @@ def decoder(model):
     return Decoder(model.model.language_model)
 
 
+class Centred:
+    """`draw` that moves each number of `uniforms` to the middle half of the interval of the token it draws, and so away from the next one.
+
+    The numbers of the two samplers differ by rounding. Of a thousand tokens one is drawn within 1e-6 of another, and would differ.
+    """
+
+    def __init__(self, uniforms):
+        self.uniforms, self.step = uniforms, 0
+
+    def __call__(self, logits, temperature, u):
+        token, logp = draw(logits, temperature, u)
+        if u is not None:
+            p = torch.softmax(logits.double() / temperature, -1)
+            high, width = (t.gather(1, token[:, None])[:, 0] for t in (p.cumsum(-1), p))
+            self.uniforms[:, self.step] = high - width + width * ((u - high + width) / width).clamp(0.25, 0.75)
+            self.step += 1
+        return token, logp
+
+
 @torch.no_grad()
 def both(policy, decoder, images, batch, which=(0, 1, 2), num_generations=4, steps=STEPS, temperature=1.7, greedy=False, segment=False,
          seed=0):
@@ -57,7 +76,10 @@ def both(policy, decoder, images, batch, which=(0, 1, 2), num_generations=4, ste
     lm, how = policy.model.language_model, dict(
         num_generations=num_generations, max_new_tokens=steps, stop=policy.stop.to(embeds.device), pad_id=policy.pad_id,
         temperature=temperature, uniforms=uniforms)
-    return decoder.generate(lm, embeds, mask, **how), generate_plain(lm, embeds, mask, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampler, "draw", Centred(uniforms))               # writes into `uniforms`, which the fast one then takes
+        plain = generate_plain(lm, embeds, mask, **how)
+    return decoder.generate(lm, embeds, mask, **how), plain
 
 
 def assert_same(fast, plain):
@@ -156,6 +178,20 @@ def test_moved_weights_are_noticed(policy):
     assert decoder_of(lm) is decoder and not decoder.stale
     lm.double().float()
     assert decoder.stale and decoder_of(lm) is not decoder and not decoder_of(lm).stale
+
+
+def test_another_lora_is_noticed(policy, images, batch):
+    """One that is taken away must not go on being added."""
+    model = policy()
+    randomise(model)
+    lm = model.model.language_model
+    decoder = decoder_of(lm)
+    lm.model.layers[1].mlp.down_proj.scaling["default"] *= 2
+    assert decoder.stale and decoder_of(lm) is not decoder
+    decoder = decoder_of(lm)
+    model.peft.unload()
+    assert decoder.stale
+    assert_same(*both(model, decoder_of(lm), images, batch))
 
 
 def test_what_the_decoder_does_not_know_is_refused(policy):
