@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 
 from rl_train import decode_torch
-from rl_train.fused import Fused, groups
+from rl_train.fused import Fused, aligned, groups
 from rl_train.tokens import BLOCK, Completions, draw
 from sa2va_hf.modeling_sa2va import positions
 
@@ -33,6 +33,7 @@ class Decoder:
 
     def __init__(self, language_model, ops=None):
         model, config = language_model.model, language_model.config
+        self.padded_head = aligned(language_model.lm_head)
         self.embedding, self.head, self.final_norm = model.embed_tokens.weight, language_model.lm_head.weight, model.norm
         self.inv_freq, self.rope_scale = model.rotary_emb.inv_freq.float(), model.rotary_emb.attention_scaling
         self.layers = [([Fused(group) for group in groups(layer)], layer.input_layernorm, layer.post_attention_layernorm)
@@ -50,7 +51,8 @@ class Decoder:
     @property
     def stale(self) -> bool:
         """Must there be another Decoder, since the model's weights have moved or its LoRA is another?"""
-        return any(fused.stale(group) for layer, (fuseds, _, _) in zip(self.source, self.layers) for fused, group in zip(fuseds, groups(layer)))
+        return self.head.data_ptr() != self.padded_head.data_ptr() or any(
+            fused.stale(group) for layer, (fuseds, _, _) in zip(self.source, self.layers) for fused, group in zip(fuseds, groups(layer)))
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
@@ -187,7 +189,9 @@ class Graph:
     def sample(self):
         """Draw token `step` of each row from `hidden` and write it down."""
         vocab = len(self.decoder.head)
-        torch.mm(self.hidden, self.decoder.head.t(), out=self.logits[:, :vocab])
+        padded = self.decoder.padded_head
+        torch.mm(self.hidden, padded.t(), out=self.logits[:, :len(padded)])
+        self.logits[:, vocab:len(padded)] = float("-inf")                       # of rows that are no token's
         u = None if self.greedy else self.uniforms.index_select(1, self.step)[:, 0]
         token, logp = draw(self.logits, self.temperature, u)
         self.token.copy_(token.masked_fill(self.done, self.pad_id))

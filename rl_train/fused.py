@@ -58,6 +58,16 @@ class Fused:
         return y[:, :self.sizes[0]]
 
 
+def aligned(head: nn.Linear) -> torch.Tensor:
+    """(V rounded up to a multiple of 64, C) whose first V rows `head`'s weight becomes, and the others 0.
+
+    Sa2VA-4B's 151,674 rows alone take a matrix product to a kernel that reads single numbers, at a third of the speed.
+    """
+    weight = torch.cat([head.weight.data, head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])])
+    head.weight.data = weight[:len(head.weight)]
+    return weight
+
+
 def _base(module) -> nn.Linear:
     return module.base_layer if isinstance(module, LoraLinear) else module
 
