@@ -112,6 +112,21 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
     return value
 
 
+def build_tasks(args, policy, roles, sigma: float | None, judge=None, user_rewards=()) -> list:
+    """The tasks of --tasks that have a weight; sigma: --mask_sigma as a number."""
+    resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
+    tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
+    return [task for task in tasks if task.loss_weight > 0]
+
+
+def build_optimizer(args, policy) -> torch.optim.AdamW:
+    """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
+    rates = dict.fromkeys(policy.trainable, args.learning_rate)
+    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
+    return torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
+                              for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
+
+
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
     if ranks.is_main:
@@ -131,17 +146,12 @@ def build(args, ranks) -> Parts:
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags
-    resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
-    tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
+    tasks = build_tasks(args, policy, roles, sigma, judge, user_rewards)
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
-    rates = dict.fromkeys(policy.trainable, args.learning_rate)
-    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
-    optimizer = torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
-                                   for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
+    optimizer = build_optimizer(args, policy)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
     watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))
-    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], watch, optimizer, scheduler, train_set, heldout, sampler,
-                 max_steps, resume)
+    return Parts(policy, roles, tasks, watch, optimizer, scheduler, train_set, heldout, sampler, max_steps, resume)

@@ -47,48 +47,13 @@ class Work:
 
 
 def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
-    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+    """The loop: steps, and what is seen and kept of them."""
     progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
     for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
         if step >= max_steps:
             break
         clock = Clock(ranks.device)
-        work = []
-        for batch in batches:                                                         # B samples, already tensors
-            images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-            clock("encode")
-            for number, task in enumerate(tasks):
-                random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
-                               policy.model.config.prompt_size if task.mask_sigma else 0)
-                with roles.use("policy"):
-                    rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
-                                     args.max_completion_length, random, task.mask_sigma)          # N rows
-                clock("rollout")
-                rewards = task.rewards(rollout)                                       # {component: (N,)}
-                reward = combine(rewards, task.weights)                               # (N,)
-                reward = control_rewards(reward, args.num_generations, args.control, (args.seed, step, number), batch.index)
-                advantages = group_advantages(reward, args.num_generations)           # (N,)
-                clock("teacher")
-                with roles.use("reference"):
-                    reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
-                work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
-                clock("reference")
-        learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
-        totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
-        sums = {task.name: Counter() for task in tasks}
-        norms = {}
-        for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
-            for w in work:
-                scored = ~w.reward.isnan().to(ranks.device)
-                for rows in micro_batches(len(w.rollout), args.micro_batch_size):
-                    loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
-                    (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
-                    add_stats(sums[w.task.name], loss, stats)
-            norms = update(args, policy, optimizer, sums)
-            roles.update_teacher(args.ema_decay)
-        for _ in range(args.num_iterations):
-            scheduler.step()                                                          # by time, also where nothing was learnt
-        clock("update")
+        work, sums, norms = train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock)
         done = step + 1
         report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
@@ -98,6 +63,51 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
         if done % args.save_steps == 0 or done == max_steps:
             checkpoint.save(args.output_dir, done, policy, roles, optimizer, scheduler, args, ranks.is_main)
     progress.close()
+
+
+def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock) -> tuple[list[Work], dict, dict]:
+    """One step: rollouts of all batches, then the updates. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
+
+    Returns:
+        the work of each batch and task; {task: sums of loss and statistics}; {group: gradient norm}, empty if nothing could be learnt.
+    """
+    work = []
+    for batch in batches:                                                         # B samples, already tensors
+        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        clock("encode")
+        for number, task in enumerate(tasks):
+            random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
+                           policy.model.config.prompt_size if task.mask_sigma else 0)
+            with roles.use("policy"):
+                rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
+                                 args.max_completion_length, random, task.mask_sigma)          # N rows
+            clock("rollout")
+            rewards = task.rewards(rollout)                                       # {component: (N,)}
+            reward = combine(rewards, task.weights)                               # (N,)
+            reward = control_rewards(reward, args.num_generations, args.control, (args.seed, step, number), batch.index)
+            advantages = group_advantages(reward, args.num_generations)           # (N,)
+            clock("teacher")
+            with roles.use("reference"):
+                reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
+            work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
+            clock("reference")
+    learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
+    totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
+    sums = {task.name: Counter() for task in tasks}
+    norms = {}
+    for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
+        for w in work:
+            scored = ~w.reward.isnan().to(ranks.device)
+            for rows in micro_batches(len(w.rollout), args.micro_batch_size):
+                loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
+                (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
+                add_stats(sums[w.task.name], loss, stats)
+        norms = update(args, policy, optimizer, sums)
+        roles.update_teacher(args.ema_decay)
+    for _ in range(args.num_iterations):
+        scheduler.step()                                                          # by time, also where nothing was learnt
+    clock("update")
+    return work, sums, norms
 
 
 def score_all(policy, rollout, micro_batch_size) -> list[torch.Tensor]:

@@ -50,17 +50,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left")
 
 
+def random_model(config: dict = CONFIG_4B, device="cpu", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sa2VAModel:
+    """A model of random weights."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Sa2VAModel(Sa2VAConfig(**config))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def write(folder: Path, config: dict = CONFIG_4B, device="cpu", seed: int = 0):
     """Write the checkpoint `folder`: weights in bfloat16, config and tokenizer."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = Sa2VAModel(Sa2VAConfig(**config))
-        finally:
-            torch.set_default_dtype(before)
-    text = tokenizer()
+    model, text = random_model(config, device, seed), tokenizer()
     with torch.no_grad():
         head = model.language_model.lm_head.weight                      # (V, C); hidden states have unit variance
         seg = torch.randn(head.shape[1], device=head.device)
