@@ -112,6 +112,14 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
     return value
 
 
+def standing_memory(policy) -> dict[str, int]:
+    """{part: bytes} that a run holds on each GPU whatever its batch; gradients from the first backward of a step to its end."""
+    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
+    everything = sum(parameter.nbytes for parameter in policy.model.parameters())
+    return {"frozen base": everything - weights, "trainable weights": weights, "teacher and reference": 2 * weights,
+            "optimizer": 2 * weights, "gradients": weights}
+
+
 def build_tasks(args, policy, roles, sigma: float | None, judge=None, user_rewards=()) -> list:
     """The tasks of --tasks that have a weight; sigma: --mask_sigma as a number."""
     resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
@@ -139,6 +147,7 @@ def build(args, ranks) -> Parts:
     train_set, heldout, damaged = split_dataset(args)
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
+    print0("memory, GiB, before activations: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in standing_memory(policy).items()))
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:

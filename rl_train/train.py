@@ -54,6 +54,8 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
             break
         clock = Clock(ranks.device)
         work, sums, norms = train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock)
+        if step == start and clock.peaks:
+            print0("peak memory of the first step, GiB: " + ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items()))
         done = step + 1
         report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
@@ -182,8 +184,9 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
     values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
     values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
-    if ranks.device.type == "cuda":
-        values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+    if clock.peaks:
+        values |= {f"perf/peak_memory_gib/{phase}": peak for phase, peak in clock.peaks.items()}
+        values["perf/peak_memory_gib"] = max(clock.peaks.values())
     if watch.judge:
         judged = distributed.all_sum(watch.judge.take_counts(), ranks.device)
         values["judge/failed_frac"] = judged["failed"] / max(judged["asked"], 1)
@@ -201,18 +204,40 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
 
 
 class Clock:
-    """Seconds of each phase of a step; waits for the GPU, so that work is booked where it was asked for."""
+    """Seconds and peak GPU memory of each phase of a step; waits for the GPU, so that work is booked where it was asked for.
+
+    Attributes:
+        laps: (phase, seconds, bytes) of each phase that has ended, in order; 0 bytes without a GPU.
+    """
 
     def __init__(self, device):
-        self.device, self.seconds = device, Counter()
+        self.gpu, self.laps = device if device.type == "cuda" else None, []
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.gpu)
         self.last = time.perf_counter()
 
     def __call__(self, phase: str):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        peak = 0
+        if self.gpu:
+            torch.cuda.synchronize(self.gpu)
+            peak = torch.cuda.max_memory_allocated(self.gpu)
+            torch.cuda.reset_peak_memory_stats(self.gpu)
         now = time.perf_counter()
-        self.seconds[phase] += now - self.last
+        self.laps.append((phase, now - self.last, peak))
         self.last = now
+
+    @property
+    def seconds(self) -> Counter:
+        """{phase: seconds}, of all its laps together."""
+        found = Counter()
+        for phase, seconds, _ in self.laps:
+            found[phase] += seconds
+        return found
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """{phase: GiB at most}, empty without a GPU."""
+        return {phase: max(peak for name, _, peak in self.laps if name == phase) / 2 ** 30 for phase in self.seconds} if self.gpu else {}
 
 
 def run(args, ranks, p: Parts):
