@@ -147,7 +147,8 @@ def build(args, ranks) -> Parts:
     train_set, heldout, damaged = split_dataset(args)
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
-    print0("memory, GiB, before activations: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in standing_memory(policy).items()))
+    held = standing_memory(policy)
+    print0("memory before activations, GiB: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in held.items()))
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:

@@ -32,15 +32,15 @@ ADDED = (["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [f"<|unused_{i}|>" fo
 SEG_LOGIT_STD = 6.0      # of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2 has masks
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 151,679 tokens: words of up to four letters are one token each, so that random ids decode to
+def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 151,679 tokens, or fewer: words of up to four letters are one token each, so that random ids decode to
     text that encodes to about as many ids."""
     letters = string.ascii_lowercase
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for length in range(1, 5):
         for word in map("".join, itertools.product(letters, repeat=length)):
-            if len(vocab) == NUM_TEXT_TOKENS:
+            if len(vocab) == num_text_tokens:
                 break
             merges.append(("Ġ" + word[:-1], word[-1]))
             vocab["Ġ" + word] = len(vocab)
