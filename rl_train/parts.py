@@ -112,6 +112,29 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
     return value
 
 
+def standing_memory(policy) -> dict[str, int]:
+    """{part: bytes} that a run holds on each GPU whatever its batch; gradients from the first backward of a step to its end."""
+    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
+    everything = sum(parameter.nbytes for parameter in policy.model.parameters())
+    return {"frozen base": everything - weights, "trainable weights": weights, "teacher and reference": 2 * weights,
+            "optimizer": 2 * weights, "gradients": weights}
+
+
+def build_tasks(args, policy, roles, sigma: float | None, judge=None, user_rewards=()) -> list:
+    """The tasks of --tasks that have a weight; sigma: --mask_sigma as a number."""
+    resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
+    tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
+    return [task for task in tasks if task.loss_weight > 0]
+
+
+def build_optimizer(args, policy) -> torch.optim.AdamW:
+    """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
+    rates = dict.fromkeys(policy.trainable, args.learning_rate)
+    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
+    return torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
+                              for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
+
+
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
     if ranks.is_main:
@@ -124,6 +147,8 @@ def build(args, ranks) -> Parts:
     train_set, heldout, damaged = split_dataset(args)
     policy = build_policy(args, ranks.device)
     print0("parameters:\n" + policy.parameter_table())
+    held = standing_memory(policy)
+    print0("memory before activations, GiB: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in held.items()))
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:
@@ -131,17 +156,12 @@ def build(args, ranks) -> Parts:
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags
-    resolved = Namespace(**vars(args) | dict(mask_sigma=sigma))
-    tasks = [TASKS[name](policy, roles, resolved, judge, user_rewards) for name in args.tasks]
+    tasks = build_tasks(args, policy, roles, sigma, judge, user_rewards)
     sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
-    rates = dict.fromkeys(policy.trainable, args.learning_rate)
-    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
-    optimizer = torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
-                                   for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
+    optimizer = build_optimizer(args, policy)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     if ranks.is_main:
         claim_output_dir(args)                                            # last, so that bad input uses up no folder
     watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))
-    return Parts(policy, roles, [t for t in tasks if t.loss_weight > 0], watch, optimizer, scheduler, train_set, heldout, sampler,
-                 max_steps, resume)
+    return Parts(policy, roles, tasks, watch, optimizer, scheduler, train_set, heldout, sampler, max_steps, resume)

@@ -268,7 +268,12 @@ def build_policy(args, device) -> Policy:
     dtype = getattr(torch, args.dtype)
     check_context(Sa2VAConfig.from_pretrained(args.model_path), args)
     model = Sa2VAModel.from_pretrained(args.model_path, dtype=dtype, device=device)
+    return make_policy(args, model, load_tokenizer(args.model_path))
+
+
+def make_policy(args, model, tokenizer) -> Policy:
+    """Policy of a run over the base weights of `model`."""
     lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, bias="none",
                       target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-    return Policy(model, Sa2VAProcessor(model.config, args.max_tiles), load_tokenizer(args.model_path), lora,
-                  trainable_groups(args), args.temperature, args.gradient_checkpointing)
+    return Policy(model, Sa2VAProcessor(model.config, args.max_tiles), tokenizer, lora, trainable_groups(args), args.temperature,
+                  args.gradient_checkpointing)

@@ -47,48 +47,15 @@ class Work:
 
 
 def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler, log, start, max_steps, evaluate_now):
-    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+    """The loop: steps, and what is seen and kept of them."""
     progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
     for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
         if step >= max_steps:
             break
         clock = Clock(ranks.device)
-        work = []
-        for batch in batches:                                                         # B samples, already tensors
-            images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-            clock("encode")
-            for number, task in enumerate(tasks):
-                random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
-                               policy.model.config.prompt_size if task.mask_sigma else 0)
-                with roles.use("policy"):
-                    rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
-                                     args.max_completion_length, random, task.mask_sigma)          # N rows
-                clock("rollout")
-                rewards = task.rewards(rollout)                                       # {component: (N,)}
-                reward = combine(rewards, task.weights)                               # (N,)
-                reward = control_rewards(reward, args.num_generations, args.control, (args.seed, step, number), batch.index)
-                advantages = group_advantages(reward, args.num_generations)           # (N,)
-                clock("teacher")
-                with roles.use("reference"):
-                    reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
-                work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
-                clock("reference")
-        learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
-        totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
-        sums = {task.name: Counter() for task in tasks}
-        norms = {}
-        for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
-            for w in work:
-                scored = ~w.reward.isnan().to(ranks.device)
-                for rows in micro_batches(len(w.rollout), args.micro_batch_size):
-                    loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
-                    (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
-                    add_stats(sums[w.task.name], loss, stats)
-            norms = update(args, policy, optimizer, sums)
-            roles.update_teacher(args.ema_decay)
-        for _ in range(args.num_iterations):
-            scheduler.step()                                                          # by time, also where nothing was learnt
-        clock("update")
+        work, sums, norms = train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock)
+        if step == start and clock.peaks:
+            print0("peak memory of the first step, GiB: " + ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items()))
         done = step + 1
         report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
@@ -98,6 +65,51 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
         if done % args.save_steps == 0 or done == max_steps:
             checkpoint.save(args.output_dir, done, policy, roles, optimizer, scheduler, args, ranks.is_main)
     progress.close()
+
+
+def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock) -> tuple[list[Work], dict, dict]:
+    """One step: rollouts of all batches, then the updates. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
+
+    Returns:
+        the work of each batch and task; {task: sums of loss and statistics}; {group: gradient norm}, empty if nothing could be learnt.
+    """
+    work = []
+    for batch in batches:                                                         # B samples, already tensors
+        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        clock("encode")
+        for number, task in enumerate(tasks):
+            random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
+                           policy.model.config.prompt_size if task.mask_sigma else 0)
+            with roles.use("policy"):
+                rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
+                                 args.max_completion_length, random, task.mask_sigma)          # N rows
+            clock("rollout")
+            rewards = task.rewards(rollout)                                       # {component: (N,)}
+            reward = combine(rewards, task.weights)                               # (N,)
+            reward = control_rewards(reward, args.num_generations, args.control, (args.seed, step, number), batch.index)
+            advantages = group_advantages(reward, args.num_generations)           # (N,)
+            clock("teacher")
+            with roles.use("reference"):
+                reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
+            work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
+            clock("reference")
+    learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
+    totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
+    sums = {task.name: Counter() for task in tasks}
+    norms = {}
+    for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
+        for w in work:
+            scored = ~w.reward.isnan().to(ranks.device)
+            for rows in micro_batches(len(w.rollout), args.micro_batch_size):
+                loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
+                (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
+                add_stats(sums[w.task.name], loss, stats)
+        norms = update(args, policy, optimizer, sums)
+        roles.update_teacher(args.ema_decay)
+    for _ in range(args.num_iterations):
+        scheduler.step()                                                          # by time, also where nothing was learnt
+    clock("update")
+    return work, sums, norms
 
 
 def score_all(policy, rollout, micro_batch_size) -> list[torch.Tensor]:
@@ -172,8 +184,9 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
     values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
     values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
-    if ranks.device.type == "cuda":
-        values["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+    if clock.peaks:
+        values |= {f"perf/peak_memory_gib/{phase}": peak for phase, peak in clock.peaks.items()}
+        values["perf/peak_memory_gib"] = max(clock.peaks.values())
     if watch.judge:
         judged = distributed.all_sum(watch.judge.take_counts(), ranks.device)
         values["judge/failed_frac"] = judged["failed"] / max(judged["asked"], 1)
@@ -191,18 +204,40 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
 
 
 class Clock:
-    """Seconds of each phase of a step; waits for the GPU, so that work is booked where it was asked for."""
+    """Seconds and peak GPU memory of each phase of a step; waits for the GPU, so that work is booked where it was asked for.
+
+    Attributes:
+        laps: (phase, seconds, bytes) of each phase that has ended, in order; 0 bytes without a GPU.
+    """
 
     def __init__(self, device):
-        self.device, self.seconds = device, Counter()
+        self.gpu, self.laps = device if device.type == "cuda" else None, []
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.gpu)
         self.last = time.perf_counter()
 
     def __call__(self, phase: str):
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        peak = 0
+        if self.gpu:
+            torch.cuda.synchronize(self.gpu)
+            peak = torch.cuda.max_memory_allocated(self.gpu)
+            torch.cuda.reset_peak_memory_stats(self.gpu)
         now = time.perf_counter()
-        self.seconds[phase] += now - self.last
+        self.laps.append((phase, now - self.last, peak))
         self.last = now
+
+    @property
+    def seconds(self) -> Counter:
+        """{phase: seconds}, of all its laps together."""
+        found = Counter()
+        for phase, seconds, _ in self.laps:
+            found[phase] += seconds
+        return found
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """{phase: GiB at most}, empty without a GPU."""
+        return {phase: max(peak for name, _, peak in self.laps if name == phase) / 2 ** 30 for phase in self.seconds} if self.gpu else {}
 
 
 def run(args, ranks, p: Parts):

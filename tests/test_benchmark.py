@@ -3,9 +3,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
+from rl_train.distributed import Ranks
+from rl_train.parts import standing_memory
 from tools import benchmark
+from tools.benchmarks import alternatives, common, decode, floor, work
+from tools.benchmarks.memory import three_copies
 
 
 def test_data(tmp_path, capsys):
@@ -24,7 +29,7 @@ def test_decode(tmp_path, monkeypatch):
     """Every sampler draws, and is put beside the floor; the sizes of the real run are only replaced."""
     tiny = Qwen2Config(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
                        num_key_value_heads=1, tie_word_embeddings=False)
-    monkeypatch.setattr(benchmark, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=tiny)))
+    monkeypatch.setattr(decode, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=tiny)))
     benchmark.main(["decode", "--device", "cpu", "--num_prompts", "1", "2", "--num_generations", "2", "--prompt_length", "5",
                     "--num_tokens", "4", "--lora_r", "4", "--rounds", "1", "--copy_mib", "1", "--output", str(tmp_path / "decode.json")])
     found = json.loads((tmp_path / "decode.json").read_text())
@@ -38,9 +43,145 @@ def test_decode(tmp_path, monkeypatch):
 def test_floor_counts_each_byte_once():
     config = Qwen2Config(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=1, tie_word_embeddings=False)
-    model = benchmark.random_llm(config, 4, "cpu")
+    model = common.random_llm(config, 4, "cpu")
     layer = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64                  # q, k, v with biases, o, MLP, norms
     lora = 4 * (128 + 2 * 96 + 128 + 3 * 160)
     cache = 2 * 1 * 32 * 2 * (3 * 10 + 6 * 4)                                                   # k, v; slots of prompts and rows
     args = SimpleNamespace(prompt_length=10, num_tokens=8)
-    assert benchmark.floor_bytes(model, 3, 6, args) == 2 * (2 * (layer + lora) + 64 + 300 * 64 + cache)
+    assert decode.floor_bytes(model, 3, 6, args) == 2 * (2 * (layer + lora) + 64 + 300 * 64 + cache)
+
+
+# A whole step, on a tiny model
+
+FLAGS = "--flags --batch_size 2 --num_generations 3 --max_completion_length 6 --lora_r 4 --micro_batch_size 3".split()
+TINY_STEP = ["--sizes", "tiny", "--device", "cpu", "--answer_tokens", "4"]
+PHASES = {"encode", "rollout1", "teacher1", "reference1", "rollout2", "teacher2", "reference2", "update"}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    options = SimpleNamespace(sizes="tiny", prompt_length=400, answer_tokens=4, flags=FLAGS[1:])
+    return work.build(options, Ranks(0, 1, torch.device("cpu")))
+
+
+def figures(name, tmp_path, *options):
+    benchmark.main([name, "--output", str(tmp_path / "found.json"), *TINY_STEP, *options, *FLAGS])
+    return json.loads((tmp_path / "found.json").read_text())
+
+
+def test_step(tmp_path, capsys):
+    found = figures("step", tmp_path, "--rounds", "2", "--warmup", "0", "--alternatives", "naive", "trl", "static", "--naive_samples", "2",
+                    "--matmul_size", "64", "--copy_mib", "1")
+    assert all(set(found[way]["phases"]) == PHASES for way in ("ours", "naive", "static", "floor"))
+    assert set(found["trl"]["phases"]) == PHASES | {"old1", "old2"}
+    for way in ("ours", "naive", "trl", "static"):
+        assert all(seconds > 0 for seconds in found[way]["phases"].values()), way
+        assert len(found[way]["totals"]) == (1 if way == "naive" else 2)
+        assert found[way]["total"] == pytest.approx(sum(found[way]["totals"]) / len(found[way]["totals"]))
+        if way != "ours":
+            assert found["ratios"][way] == pytest.approx(found[way]["total"] / found["ours"]["total"])
+    assert found["naive"]["total"] == pytest.approx(sum(found["naive"]["phases"].values()))
+    assert found["floor"]["total"] == pytest.approx(sum(found["floor"]["phases"].values()))
+    assert found["ratio_to_floor"] == pytest.approx(found["ours"]["total"] / found["floor"]["total"])
+    assert not found["static"]["compiled"] and found["flags"]["num_generations"] == 3 and found["matmul_tflops"] > 0
+    assert "the teacher measured on 2 samples a loop, once, and scaled" in capsys.readouterr().out
+
+
+def test_lengths_are_forced(tiny, monkeypatch):
+    """Prompts of L tokens, captions of T, answers of A with one [SEG], N masks to describe, a new role of each weight."""
+    seen, embed = [], tiny.policy.embed
+
+    def watched(images, prompts, *rest):
+        seen.append(list(map(len, prompts.ids)))
+        return embed(images, prompts, *rest)
+    monkeypatch.setattr(tiny.policy, "embed", watched)
+    before = {name: p.detach().clone() for name, p in tiny.policy.trainable.items()}
+    laps = tiny.step(0)                                                  # asserts what it left behind
+    assert {phase for phase, _, _ in laps} == PHASES and len(laps) == len(PHASES)
+    assert seen[0] == [400, 400] and max(map(len, seen)) == 6            # rollouts share their prompt, the teacher has one a row
+    assert seen.count([400, 400]) == 2 and [400] * 6 in seen
+    moved = [name for name, p in tiny.policy.trainable.items() if not torch.equal(p, before[name])]
+    assert len(moved) > 0.9 * len(before)
+    assert any((tiny.roles.banks["teacher"][name] != tiny.roles.banks["reference"][name]).any() for name in moved)
+
+
+def test_each_way_scores_the_same_tokens_alike(tiny):
+    """The stand-ins' log-probs and [SEG] embeddings are the project's, to bf16; their teacher encodes each row's own image."""
+    policy, batch, args = tiny.policy, tiny.batch, tiny.args
+    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    prompts = policy.segment_prompts(images, [0, 1], batch.captions)
+    with work.forced(tiny):
+        rollout = work.rollout.sample(policy, batch, images, prompts, 3, tiny.answer_tokens, None, 0.0)
+    assert rollout.seg_rows.tolist() == list(range(6))
+    ours = work.train.token_logps(policy, rollout)
+    for all_logits in (False, True):
+        rows = alternatives.PerRow(tiny, all_logits)
+        with alternatives.replaced(*rows.replacements()[:1]):
+            theirs = rows.token_logps(policy, rollout)
+        assert torch.allclose(ours.logp, theirs.logp, atol=0.05) and torch.allclose(ours.entropy, theirs.entropy, atol=0.05)
+        assert torch.allclose(ours.latent_mean, theirs.latent_mean, atol=0.05)
+
+
+@pytest.mark.parametrize("how", [dict(), dict(cache_implementation="static")])
+def test_generate_stands_in_for_the_sampler(tiny, how):
+    """transformers' generate, greedily, gives the sampler's tokens and their hidden states."""
+    policy, batch = tiny.policy, tiny.batch
+    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    call = dict(num_generations=1, max_new_tokens=tiny.answer_tokens, stop=None, pad_id=0, temperature=1.0, uniforms=None)
+    with policy.autocast(), torch.no_grad():
+        embeds, mask = policy.embed(images, policy.segment_prompts(images, [0, 1], batch.captions))
+        ours = work.rollout.generate(policy.model.language_model, embeds, mask, **call)
+        theirs = alternatives.huggingface(tiny, **how)(policy.model.language_model, embeds, mask, **call)
+        drawn = alternatives.huggingface(tiny, **how)(policy.model.language_model, embeds, mask,
+                                                     **call | dict(num_generations=2, uniforms=torch.rand(4, tiny.answer_tokens)))
+    assert torch.equal(ours.ids, theirs.ids) and torch.allclose(ours.hidden.float(), theirs.hidden.float(), atol=0.1)
+    assert drawn.ids.shape == (4, 4) and (drawn.logp < 0).all()
+
+
+def test_a_stand_in_that_is_not_called_is_an_error(tiny):
+    with pytest.raises(AssertionError, match="does not call score_all"):
+        with alternatives.replaced((work.train, "score_all", None)):
+            pass
+
+
+def test_partial_work_is_scaled(tiny, monkeypatch):
+    """Two of six one at a time: their results stand for all, four more shares of their time are added."""
+    clock, extra = iter([10.0, 13.0]), {"teacher1": 0.0}
+    monkeypatch.setattr(alternatives.time, "perf_counter", lambda: next(clock))
+    call = alternatives.partly(lambda policy, images, rows, texts: [(rows, texts)], tiny, 2, extra, "teacher1")
+    found = call(tiny.policy, "images", list(range(6)), list("abcdef"))
+    assert found == [([0], ["a"]), ([1], ["b"])] * 3 and extra == {"teacher1": 6.0}
+
+
+def test_floor_of_a_step_by_hand(tiny):
+    """Operations of loop 1's log-probs: shared prompts, causal pairs, no gradient of frozen weights."""
+    model = floor.Model(tiny.policy.model.language_model)
+    width, inner, kv = 64, 96, 32
+    assert model.base == 2 * (2 * width * width + 2 * width * kv + 3 * width * inner)
+    assert model.lora == 2 * 4 * (2 * 2 * width + 2 * (width + kv) + 3 * (width + inner))
+    assert (model.attention, model.slot) == (2 * 64, 2 * 2 * 2 * kv)
+    tokens, scored, pairs = 2 * 400 + 6 * 6, 6 * 6, 2 * 400 ** 2 / 2 + 6 * 6 * (400 + 3)
+    forward = 2 * tokens * (model.base + model.lora) + 4 * model.attention * pairs + 2 * model.head * scored
+    least = floor.step_floor(tiny, 1.0, 1e30)
+    assert least["reference1"] == pytest.approx(forward)
+    assert least["update"] > 2 * forward
+    assert floor.step_floor(tiny, 1e30, 1.0)["update"] >= 40 * sum(p.numel() for p in tiny.policy.trainable.values())
+
+
+def test_memory(tmp_path, tiny):
+    found = figures("memory", tmp_path, "--rounds", "1")
+    standing = standing_memory(tiny.policy)
+    frozen = sum(p.numel() for name, p in tiny.policy.model.named_parameters() if name not in tiny.policy.trainable)
+    assert found["base"] == pytest.approx((2 * frozen + 5 * standing["trainable weights"]) / 2**30)
+    assert found["ratio"] == found["peak"] == 0 and set(found["later"]) == PHASES        # no GPU
+    assert three_copies(10, 3) == 3 * 13 + 9
+
+
+def test_scale(tmp_path, capsys):
+    found = figures("scale", tmp_path, "--rounds", "1", "--warmup", "0", "--num_processes", "1", "2")
+    one, two = found["runs"]
+    assert (one["num_processes"], two["num_processes"]) == (1, 2) and len(two["rounds"][0]) == 2
+    assert two["seconds"] == pytest.approx(max(two["rounds"][0])) and found["efficiency"] == {
+        "1": 1.0, "2": pytest.approx(one["seconds"] / two["seconds"])}
+    assert two["exchange_seconds"] > 0 and set(two["phases"]) == PHASES
+    assert "GB exchanged" in capsys.readouterr().out

@@ -13,6 +13,7 @@ from rl_train.config import parse_args
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
+from rl_train.policy import FLOAT32_MODULES
 from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 from tools.evaluate import read_before
@@ -256,6 +257,38 @@ def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     assert p.roles.distance("policy", "reference") > 1e-4
     lag, drift = curve(output, "teacher/lag"), curve(output, "teacher/drift")
     assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (drift if twin == "policy" else lag)[2] > 1e-4
+
+
+def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
+    """A phase of two laps has their seconds together and the higher peak; without a GPU there is none."""
+    peaks, times = iter([3 * 2 ** 30, 5 * 2 ** 30, 4 * 2 ** 30]), iter([0.0, 1.0, 3.0, 7.0])
+    resets = []
+    for name, function in dict(synchronize=lambda _: None, max_memory_allocated=lambda _: next(peaks),
+                               reset_peak_memory_stats=resets.append).items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: next(times))
+    clock = train.Clock(torch.device("cuda"))
+    for phase in ("rollout", "teacher", "rollout"):
+        clock(phase)
+    assert clock.laps == [("rollout", 1.0, 3 * 2 ** 30), ("teacher", 2.0, 5 * 2 ** 30), ("rollout", 4.0, 4 * 2 ** 30)]
+    assert clock.seconds == {"rollout": 5.0, "teacher": 2.0} and clock.peaks == {"rollout": 4.0, "teacher": 5.0}
+    assert len(resets) == 4                                               # no phase sees the peak of the one before
+    monkeypatch.undo()
+    clock = train.Clock(torch.device("cpu"))
+    clock("rollout")
+    assert list(clock.seconds) == ["rollout"] and clock.peaks == {}
+
+
+def test_memory_that_a_run_holds(policy):
+    """Roles cost banks of the trainables, not copies of the model."""
+    model = policy(groups=("lora", "mlp1"), dtype=torch.bfloat16)
+    sizes = parts.standing_memory(model)
+    trainable = 4 * sum(p.numel() for p in model.trainable.values())
+    assert sizes["trainable weights"] == sizes["gradients"] == trainable
+    assert sizes["optimizer"] == sizes["teacher and reference"] == 2 * trainable
+    frozen = {n: p for n, p in model.model.named_parameters() if n not in model.trainable}
+    float32 = sum(p.numel() for n, p in frozen.items() if n.startswith(FLOAT32_MODULES))
+    assert sizes["frozen base"] == 2 * sum(p.numel() for p in frozen.values()) + 2 * float32
 
 
 # What goes wrong stops the run

@@ -32,15 +32,15 @@ ADDED = (["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [f"<|unused_{i}|>" fo
 SEG_LOGIT_STD = 6.0      # of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2 has masks
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 151,679 tokens: words of up to four letters are one token each, so that random ids decode to
+def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 151,679 tokens, or fewer: words of up to four letters are one token each, so that random ids decode to
     text that encodes to about as many ids."""
     letters = string.ascii_lowercase
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
     for length in range(1, 5):
         for word in map("".join, itertools.product(letters, repeat=length)):
-            if len(vocab) == NUM_TEXT_TOKENS:
+            if len(vocab) == num_text_tokens:
                 break
             merges.append(("Ġ" + word[:-1], word[-1]))
             vocab["Ġ" + word] = len(vocab)
@@ -50,17 +50,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left")
 
 
+def random_model(config: dict = CONFIG_4B, device="cpu", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sa2VAModel:
+    """A model of random weights."""
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return Sa2VAModel(Sa2VAConfig(**config))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def write(folder: Path, config: dict = CONFIG_4B, device="cpu", seed: int = 0):
     """Write the checkpoint `folder`: weights in bfloat16, config and tokenizer."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            model = Sa2VAModel(Sa2VAConfig(**config))
-        finally:
-            torch.set_default_dtype(before)
-    text = tokenizer()
+    model, text = random_model(config, device, seed), tokenizer()
     with torch.no_grad():
         head = model.language_model.lm_head.weight                      # (V, C); hidden states have unit variance
         seg = torch.randn(head.shape[1], device=head.device)
