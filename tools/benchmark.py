@@ -2,6 +2,7 @@
 
     python -m tools.benchmark data [--num_workers 2] [--output data.json]     # the loader and the opening of a data set
     python -m tools.benchmark decode [--static] [--output decode.json]        # the token sampler, on a GPU, at Sa2VA-4B's sizes
+    python -m tools.benchmark logprob [--output logprob.json]                 # the update's forward and backward, likewise
 """
 import argparse
 import io
@@ -18,18 +19,17 @@ from types import SimpleNamespace
 import numpy as np
 import pyarrow as pa
 import torch
-from peft import LoraConfig, get_peft_model
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-from transformers import Qwen2ForCausalLM
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
 from rl_train.data.loader import PREFETCH, StepSampler, train_loader
 from rl_train.fused import unsupported
-from rl_train.policy import LORA_TARGETS
 from rl_train.sampler import decoder_of, generate_plain
 from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
+from tools.benchmark_llm import random_llm, seconds
+from tools.benchmark_logprob import logprob_speeds
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_mask
 from tools.random_checkpoint import CONFIG_4B
 
@@ -149,43 +149,6 @@ def benchmark_data(args) -> dict:
         return found | {"opening": opening(Path(folder) / "many", args.num_rows)}
 
 
-def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
-    """A language model of random bf16 weights with a float32 LoRA on all linears, whose B is not zero."""
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"))    # in place
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.01)
-    return model.eval()
-
-
-def seconds(work, args) -> float:
-    """Median over the rounds, of which one more comes first and is not counted."""
-    found = []
-    for _ in range(args.rounds + 1):
-        synchronize(args.device)
-        start = time.perf_counter()
-        work()
-        synchronize(args.device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
-
-
-def synchronize(device):
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def floor_bytes(model, num_prompts: int, num_rows: int, args) -> int:
     """What a token must read once: all weights but the embedding table, the LoRA in bf16, the keys and values of a mean token."""
     config, embedding = model.config, model.get_input_embeddings().weight
@@ -254,6 +217,11 @@ def benchmark_decode(args) -> dict:
     return decode_speeds(Sa2VAConfig(**CONFIG_4B).llm, args)
 
 
+def benchmark_logprob(args) -> dict:
+    """See `logprob_speeds`."""
+    return logprob_speeds(Sa2VAConfig(**CONFIG_4B).llm, args)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -280,7 +248,18 @@ def main(argv=None):
     decode.add_argument("--copy_mib", type=int, default=4096, help="size of the copy that measures the bandwidth")
     decode.add_argument("--static", action="store_true", help="generate with a compiled static cache too; compiling takes minutes")
     decode.add_argument("--device", default="cuda", help="where")
-    for command in (data, decode):
+    logprob = commands.add_parser("logprob", help="forward and backward of the update's log-probs against the plain way, random weights",
+                                  formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    logprob.set_defaults(measure=benchmark_logprob)
+    logprob.add_argument("--num_prompts", type=int, default=4, help="prompts in a batch")
+    logprob.add_argument("--num_generations", type=int, default=8, help="rows of each prompt")
+    logprob.add_argument("--prompt_length", type=int, default=400, help="tokens")
+    logprob.add_argument("--num_tokens", type=int, default=128, help="of each row's completion")
+    logprob.add_argument("--lora_r", type=int, default=128, help="rank")
+    logprob.add_argument("--rounds", type=int, default=5, help="of each way, in turns; the median counts")
+    logprob.add_argument("--matmul_size", type=int, default=8192, help="of the square matrices whose product measures the ceiling")
+    logprob.add_argument("--device", default="cuda", help="where")
+    for command in (data, decode, logprob):
         command.add_argument("--output", type=Path, help="JSON file for the figures")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
