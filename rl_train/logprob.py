@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from rl_train import forward
+from rl_train.fused import unsupported
+from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
 CHUNK = 2**25        # logits that are held at a time, however large the vocabulary is
@@ -65,10 +68,16 @@ class Packed:
     That token is never an input. Tokens see their prompt and what precedes them in their own row.
     """
     ids: torch.Tensor           # (P, M) what stands behind the prompts
-    bias: torch.Tensor          # (P, 1, S, S) for the attention scores: 0 or -inf
+    part: torch.Tensor          # (P, S) what each token belongs to: -1 padding, 0 prompt, 1 + row
     position_ids: torch.Tensor  # (P, S)
     prompt: torch.Tensor        # (n,) prompt of each row
     before: torch.Tensor        # (n, T) index, in its sequence, of what precedes each token: whose hidden state predicts it
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """(P, 1, S, S) for the attention scores: 0 or -inf. Padding sees padding, so that no query is without any key."""
+        part = self.part
+        seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()                 # (P, S, S)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
     def hidden_before(self, hidden, tokens) -> torch.Tensor:
         """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
@@ -81,13 +90,12 @@ def fed(valid: torch.Tensor) -> torch.Tensor:
     return torch.cat([valid[:, :-1] & valid[:, 1:], torch.zeros_like(valid[:, :1])], dim=1)
 
 
-def pack(mask, prompt, ids, valid, pad_id: int, dtype: torch.dtype) -> Packed:
+def pack(mask, prompt, ids, valid, pad_id: int) -> Packed:
     """The layout of `Packed`.
 
     Args:
         mask: (P, L) attention mask of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
         ids, valid: (n, T); the valid tokens of a row come first.
-        dtype: of the bias.
     """
     (num_prompts, length), device = mask.shape, ids.device
     row, column = fed(valid).nonzero(as_tuple=True)
@@ -98,7 +106,7 @@ def pack(mask, prompt, ids, valid, pad_id: int, dtype: torch.dtype) -> Packed:
     size += -size % 8                                                                          # attention kernels like that
     sequence = torch.full((num_prompts, size), pad_id, device=device)
     sequence[owner, at] = ids[row, column]
-    part = torch.full((num_prompts, size), -1, device=device)                                  # -1 padding, 0 prompt, 1 + row
+    part = torch.full((num_prompts, size), -1, device=device)
     part[:, :length] = mask - 1
     part[owner, at] = row + 1
     position_ids = torch.zeros_like(part)
@@ -106,10 +114,7 @@ def pack(mask, prompt, ids, valid, pad_id: int, dtype: torch.dtype) -> Packed:
     position_ids[owner, at] = mask.sum(1)[owner] + column
     before = torch.full(ids.shape, length - 1, device=device)                                  # the first token follows the prompt
     before[row, column + 1] = at
-    # Padding sees padding: no query is without any key.
-    seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()                 # (P, S, S)
-    bias = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
-    return Packed(sequence[:, length:], bias, position_ids, prompt, before)
+    return Packed(sequence[:, length:], part, position_ids, prompt, before)
 
 
 @dataclass
@@ -125,17 +130,20 @@ class Answers:
         return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
 
-def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, temperature, gradient_checkpointing=False) -> Answers:
+def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, temperature, gradient_checkpointing=False,
+                  how=None) -> Answers:
     """Log-probs of n answers by one forward of a causal language model; carries gradient.
 
     Args:
         embeds, mask: (P, L, C), (P, L) of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
         ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
+        how: `by_modules` or `by_kernels`; default the latter on CUDA for the models that it knows.
     """
     head = language_model.lm_head
     assert type(head) is torch.nn.Linear and head.bias is None, "lm_head is more than a matrix"
-    packed = pack(mask, prompt, ids, valid, pad_id, embeds.dtype)
-    hidden = hidden_states(language_model, follow(language_model, embeds, packed.ids), packed.bias, packed.position_ids, gradient_checkpointing)
+    packed = pack(mask, prompt, ids, valid, pad_id)
+    how = how or (by_kernels if embeds.is_cuda and unsupported(language_model) is None else by_modules)
+    hidden = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
     found = token_logps_from_hidden(packed.hidden_before(hidden, valid), head.weight, ids[valid], temperature)
     logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
     return Answers(logp, entropy, hidden, packed)
@@ -146,8 +154,18 @@ def follow(language_model, embeds, ids) -> torch.Tensor:
     return torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
 
 
+def by_kernels(language_model, embeds, packed, gradient_checkpointing):
+    """(P, S, C) last hidden states, 0 at the padding, by `forward`."""
+    return forward.hidden_states(decoder_of(language_model), embeds, packed, gradient_checkpointing)
+
+
+def by_modules(language_model, embeds, packed, gradient_checkpointing):
+    """(P, S, C) last hidden states by the model's own modules."""
+    return hidden_states(language_model, embeds, packed.bias(embeds.dtype), packed.position_ids, gradient_checkpointing)
+
+
 def hidden_states(language_model, embeds, mask, position_ids=None, gradient_checkpointing=False) -> torch.Tensor:
-    """(P, L, C) last hidden states after the final norm.
+    """(P, L, C) last hidden states after the final norm, by the model's own modules.
 
     Args:
         mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (P, L), default counts the attended tokens.

@@ -79,13 +79,20 @@ def assert_alike(model, images, prompts, ids, valid, checkpointing=False):
         assert (found[name] - right[name]).norm() <= 1e-4 * right[name].norm() + 1e-7, name
 
 
+@pytest.fixture(params=["modules", "kernels"])
+def how(request, monkeypatch):
+    """By the model's modules, as on the CPU, or by `forward`, as on a GPU."""
+    if request.param == "kernels":
+        monkeypatch.setattr(logprob, "by_modules", logprob.by_kernels)
+
+
 def describe(model, images, batch, image):
     return model.describe_prompts(images, image, [batch.grids[i] for i in image])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("task", ["describe", "segment"])
-def test_equals_the_plain_forward(model, images, batch, task, checkpointing):
+def test_equals_the_plain_forward(how, model, images, batch, task, checkpointing):
     """Three ragged prompts of three rows: ragged answers, an empty one, one of a single token, [SEG] at either end."""
     image = [0, 1, 3]
     prompts = describe(model, images, batch, image) if task == "describe" else \
@@ -100,13 +107,13 @@ def test_equals_the_plain_forward(model, images, batch, task, checkpointing):
 
 @pytest.mark.parametrize("lengths, num_tokens", [([4] * 6, 4), ([1] * 6, 1), ([1] * 6, 3), ([0, 0, 0, 2, 0, 3], 3)],
                          ids=["full", "one token", "one of three", "mostly empty"])
-def test_lengths(model, images, batch, lengths, num_tokens):
+def test_lengths(how, model, images, batch, lengths, num_tokens):
     ids, valid = completions(model, lengths, num_tokens)
     assert_alike(model, images, describe(model, images, batch, [1, 2]).repeat(3), ids, valid)
 
 
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(3, 5), slice(2, 7), slice(5, 6), slice(0, 8)])
-def test_micro_batches_may_cut_groups(model, images, batch, rows):
+def test_micro_batches_may_cut_groups(how, model, images, batch, rows):
     """Of two groups of four rows; each row's scores are also what it gets among all rows."""
     prompts = describe(model, images, batch, [0, 1]).repeat(4)
     ids, valid = completions(model, [5, 2, 6, 4, 1, 6, 3, 5], 6, segs=[(0, 1), (3, 0), (5, 2)])
@@ -116,7 +123,7 @@ def test_micro_batches_may_cut_groups(model, images, batch, rows):
     torch.testing.assert_close(part.logp, whole.logp[rows], atol=1e-5, rtol=0)
 
 
-def test_tiles(two_tiles):
+def test_tiles(how, two_tiles):
     """Images of one and of several tiles, whose prompts differ in length by hundreds of tokens."""
     model, images, batch = two_tiles
     assert max(images.tiles) > 1
@@ -124,7 +131,7 @@ def test_tiles(two_tiles):
     assert_alike(model, images, describe(model, images, batch, [0, 1]).repeat(2), ids, valid)
 
 
-def test_rows_of_other_prompts(model, images, batch):
+def test_rows_of_other_prompts(how, model, images, batch):
     """The rows of a prompt need not be together, and prompts that differ in image or region alone are not one."""
     prompts = describe(model, images, batch, [0, 0, 1, 0])
     moved = prompts.grids[0].flip(1)
@@ -165,11 +172,11 @@ def test_layout_by_hand():
     mask = torch.tensor([[1, 1, 1], [0, 1, 1]])
     ids = torch.tensor([[11, 12, 13], [21, 0, 0], [31, 32, 0]])
     valid = ids > 0
-    packed = pack(mask, torch.tensor([0, 0, 1]), ids, valid, 9, torch.float32)
+    packed = pack(mask, torch.tensor([0, 0, 1]), ids, valid, 9)
     assert packed.ids.tolist() == [[11, 12, 9, 9, 9], [31, 9, 9, 9, 9]]
     assert packed.position_ids[0, :5].tolist() == [0, 1, 2, 3, 4] and packed.position_ids[1, 1:4].tolist() == [0, 1, 2]
     assert packed.before[valid].tolist() == [2, 3, 4, 2, 2, 3]
-    seen = packed.bias[:, 0] == 0
+    seen = packed.bias(torch.float32)[:, 0] == 0
     assert seen[0, :5, :5].tolist() == torch.ones(5, 5).tril().bool().tolist()
     assert seen[1, 1:4, :4].int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]        # nobody sees the padding
     assert seen.any(-1).all() and not seen[:, :3, 3:].any()
@@ -177,9 +184,10 @@ def test_layout_by_hand():
 
 def test_rows_do_not_see_each_other():
     mask, ids = torch.ones(1, 2, dtype=torch.long), torch.arange(1, 7).view(2, 3)
-    packed = pack(mask, torch.tensor([0, 0]), ids, ids > 0, 0, torch.bfloat16)
-    assert packed.bias.dtype == torch.bfloat16 and packed.bias.shape == (1, 1, 8, 8)
-    assert (packed.bias[0, 0, :6, :6] == 0).int().tolist() == [
+    packed = pack(mask, torch.tensor([0, 0]), ids, ids > 0, 0)
+    bias = packed.bias(torch.bfloat16)
+    assert bias.dtype == torch.bfloat16 and bias.shape == (1, 1, 8, 8)
+    assert (bias[0, 0, :6, :6] == 0).int().tolist() == [
         [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0],                     # prompt
         [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0],                     # first row
         [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]                     # second row

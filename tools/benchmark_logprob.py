@@ -8,7 +8,7 @@ import gc
 import torch
 
 from rl_train import grpo
-from rl_train.logprob import follow, hidden_states, score_answers
+from rl_train.logprob import by_kernels, by_modules, follow, hidden_states, score_answers
 from tools.benchmark_llm import random_llm, seconds, seconds_in_turns
 
 VOCABULARY_SHARE = 10      # the smaller vocabulary is this many times smaller
@@ -25,15 +25,17 @@ def plain(model, embeds, mask, ids, num_generations):
         return logp, grpo.entropy_from_logits(logits, 1.0)
 
 
-def shared(model, embeds, mask, ids, num_generations, gradient_checkpointing=False):
-    """(N, T) log-probs and entropies as in training."""
-    prompt = torch.arange(len(ids), device=ids.device) // num_generations
-    answers = score_answers(model, embeds, mask, prompt, ids, torch.ones_like(ids, dtype=torch.bool), pad_id=0, temperature=1.0,
-                            gradient_checkpointing=gradient_checkpointing)
-    return answers.logp, answers.entropy
+def shared(how, gradient_checkpointing=False):
+    """The same as in training, with the model's modules or with kernels."""
+    def way(model, embeds, mask, ids, num_generations):
+        prompt = torch.arange(len(ids), device=ids.device) // num_generations
+        answers = score_answers(model, embeds, mask, prompt, ids, torch.ones_like(ids, dtype=torch.bool), pad_id=0, temperature=1.0,
+                                gradient_checkpointing=gradient_checkpointing, how=how)
+        return answers.logp, answers.entropy
+    return way
 
 
-WAYS = {"plain": plain, "shared": shared}
+WAYS = {"plain": plain, "shared prompt": shared(by_modules), "and kernels": shared(by_kernels)}       # the last one trains
 
 
 class Work:
@@ -53,7 +55,7 @@ class Work:
         """Forward and backward; the gradients replace the last ones. Returns (logp (N, T), entropy (N, T))."""
         for p in (self.embeds, *self.model.parameters()):
             p.grad = None
-        with torch.autocast(self.embeds.device.type, torch.bfloat16):
+        with torch.autocast(self.embeds.device.type, torch.bfloat16, enabled=self.embeds.dtype == torch.bfloat16):
             logp, entropy = way(self.model, self.embeds, self.mask, self.ids, self.args.num_generations)
         logp.backward(self.slope)
         return logp.detach(), entropy
@@ -61,6 +63,7 @@ class Work:
     def gradient(self) -> torch.Tensor:
         """The LoRA's and, last, the prompts', as one vector on the CPU."""
         grads = [p.grad for p in self.model.parameters() if p.requires_grad] + [self.embeds.grad]
+        assert len(grads) > 1, "no LoRA trains"
         return torch.cat([grad.flatten().float().cpu() for grad in grads])
 
     def peak(self, way) -> float:
@@ -76,6 +79,7 @@ class Work:
 
 def difference(found, right) -> dict:
     """Cosine and relative length of the difference of two vectors."""
+    found, right = found.double(), right.double()
     return dict(cosine=torch.cosine_similarity(found, right, dim=0).item(), relative=((found - right).norm() / right.norm()).item())
 
 
@@ -91,8 +95,8 @@ def operations(model, args) -> dict:
     def count(tokens, pairs):
         return 2 * tokens * (2 * base + 3 * lora) + 14 * len(layers) * heads * pairs + head       # attention: 2 products, then 5
     own = rows * new * (length + new / 2)
-    return {"plain": count(rows * (length + new), own + rows * length**2 / 2),
-            "shared": count(args.num_prompts * length + rows * new, own + args.num_prompts * length**2 / 2)}
+    once = count(args.num_prompts * length + rows * new, own + args.num_prompts * length**2 / 2)
+    return dict.fromkeys(WAYS, once) | {"plain": count(rows * (length + new), own + rows * length**2 / 2)}
 
 
 def ceiling(args) -> float:
@@ -118,20 +122,19 @@ def logprob_speeds(config, args) -> dict:
         outputs[name], gradients[name] = work(way), work.gradient()
         found["ways"][name] = dict(seconds=clocks[name], tflop=needed[name] / 1e12, share_of_ceiling=needed[name] / clocks[name] / limit,
                                    peak_gib=work.peak(way))
-    found["speedup"] = clocks["plain"] / clocks["shared"]
-    found["shared_against_plain"] = difference(gradients["shared"], gradients["plain"])
+    for name, way in found["ways"].items():
+        way["times_faster"] = clocks["plain"] / way["seconds"]
+        way["against_plain"] = difference(gradients[name], gradients["plain"])
     # The right answer: the same weights in float32, layers recomputed in the backward to fit.
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     right = Work(model.float(), args)
     right.embeds = work.embeds.detach().float().requires_grad_()
-    with torch.autocast(right.embeds.device.type, enabled=False):
-        logp, entropy = shared(model, right.embeds, right.mask, right.ids, args.num_generations, gradient_checkpointing=True)
-    logp.backward(right.slope)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    logp, entropy = right(shared(by_modules, gradient_checkpointing=True))
     for name in WAYS:
         found["ways"][name] |= dict(
             gradient_error=difference(gradients[name], right.gradient()), logp_error=(outputs[name][0] - logp).abs().max().item(),
             entropy_error=(outputs[name][1] - entropy).abs().max().item())
-    del model, work, right, logp
+    del model, work, right, logp, entropy
     gc.collect()
     smaller = copy.deepcopy(config)
     smaller.vocab_size = config.vocab_size // VOCABULARY_SHARE
@@ -145,8 +148,9 @@ def logprob_speeds(config, args) -> dict:
 def show(found, args):
     rows = args.num_prompts * args.num_generations
     print(f"{found['device']}, matrix product {found['matmul_tflops']:.0f} TFLOP/s; {rows} rows x ({args.prompt_length} + {args.num_tokens})")
-    print(f"{'way':8} {'seconds':>8} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} {'V/10':>7} {'gradient error':>15} {'logp error':>11}")
+    print(f"{'way':14} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} {'V/10':>7} {'cosine to plain':>15} "
+          f"{'gradient error':>15} {'logp error':>11}")
     for name, way in found["ways"].items():
-        print(f"{name:8} {way['seconds']:>8.3f} {way['tflop']:>7.1f} {way['share_of_ceiling']:>10.1%} {way['peak_gib']:>9.2f} "
-              f"{way['peak_gib_smaller_vocabulary']:>7.2f} {way['gradient_error']['relative']:>15.2e} {way['logp_error']:>11.2e}")
-    print(f"{found['speedup']:.2f} times faster; gradients' cosine {found['shared_against_plain']['cosine']:.6f}")
+        print(f"{name:14} {way['seconds']:>8.3f} {way['times_faster']:>7.2f} {way['tflop']:>7.1f} {way['share_of_ceiling']:>10.1%} "
+              f"{way['peak_gib']:>9.2f} {way['peak_gib_smaller_vocabulary']:>7.2f} {way['against_plain']['cosine']:>15.6f} "
+              f"{way['gradient_error']['relative']:>15.2e} {way['logp_error']:>11.2e}")
