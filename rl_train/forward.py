@@ -79,8 +79,10 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
             residual, x = _AddNorm.apply(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops)
             return residual, _MLP.apply(x, gate_up, down, ops, *gate_up.sources, *down.sources)
         for parts in decoder.layers:
-            residual, delta = checkpoint(layer, residual, delta, *parts, use_reentrant=False) if gradient_checkpointing else \
-                layer(residual, delta, *parts)
+            if gradient_checkpointing:
+                residual, delta = checkpoint(layer, residual, delta, *parts, use_reentrant=False, preserve_rng_state=False)
+            else:
+                residual, delta = layer(residual, delta, *parts)
         norm = decoder.final_norm
         hidden = _AddNorm.apply(residual, delta, norm.weight, norm.variance_epsilon, ops)[1]
         return hidden.new_zeros(shape).flatten(0, 1).index_copy(0, layout.slots, hidden).view(shape)

@@ -1,4 +1,4 @@
-"""The forward by kernels: its parts by themselves, what it keeps, and what it follows. `test_logprob` compares the whole with the modules."""
+"""The forward by kernels: its parts, what it keeps, what it follows. `test_logprob` compares the whole with the modules too."""
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -36,7 +36,8 @@ def scored(llm, how, checkpointing=False, **sizes):
     """(log-probs, entropy, {name: gradient of the LoRA, "embeds"}) of a weighted sum of the log-probs."""
     embeds, mask, prompt, ids, valid = work(llm, llm.device, **sizes)
     with torch.autocast(llm.device.type, torch.bfloat16, enabled=llm.dtype == torch.bfloat16):
-        answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing, how=how)
+        answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing,
+                                how=how)
     (answers.logp * make(*ids.shape, dtype=torch.float32, device=llm.device.type, seed=2)).sum().backward()
     found = {name: p.grad for name, p in llm.named_parameters() if p.requires_grad} | {"embeds": embeds.grad}
     for parameter in llm.parameters():
@@ -197,8 +198,10 @@ def test_triton_equals_torch(dtype, tokens, width, heads, size, rank):
     inner, m = 3 * width + 5, tokens
     cases = dict(
         add_norm=[(new(m, width), new(m, width + rank)[:, :width], new(width), 1e-6)],
-        add_norm_backward=[(new(m, width), new(m, width), new(m, width), new(width), 1e-6), (new(m, width), None, new(m, width), new(width), 1e-6)],
-        rotate=[(new(m, heads * size + rank)[:, :heads * size].unflatten(1, (heads, size)), new(m, size // 2), new(m, size // 2), heads - 1)],
+        add_norm_backward=[(new(m, width), new(m, width), new(m, width), new(width), 1e-6),
+                           (new(m, width), None, new(m, width), new(width), 1e-6)],
+        rotate=[(new(m, heads * size + rank)[:, :heads * size].unflatten(1, (heads, size)), new(m, size // 2), new(m, size // 2),
+                 heads - 1)],
         gate=[(new(m, 2 * inner + rank), inner)], gate_backward=[(new(m, inner), new(m, 2 * inner + rank))])
     for name, calls in cases.items():
         for arguments in calls:

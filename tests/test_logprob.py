@@ -233,7 +233,8 @@ def test_the_head_in_bf16_is_as_close_as_plain(head):
     truth, right = gradient(lambda h: torch.log_softmax(h @ weight.double().t() / 0.7, -1).gather(-1, ids[:, None])[:, 0], torch.float64)
     with torch.autocast("cpu", torch.bfloat16):
         logp, grad = gradient(lambda h: token_logps_from_hidden(h, weight, ids, 0.7)[0])
-        plain_logp, plain_grad = gradient(lambda h: grpo.token_logps_from_logits(torch.nn.functional.linear(h, weight)[None], ids[None], 0.7)[0])
+        plain_logp, plain_grad = gradient(
+            lambda h: grpo.token_logps_from_logits(torch.nn.functional.linear(h, weight)[None], ids[None], 0.7)[0])
     assert (logp - truth).norm() < 1.01 * (plain_logp - truth).norm()
     assert (grad - right).norm() < 1.1 * (plain_grad - right).norm()
 

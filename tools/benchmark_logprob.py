@@ -147,7 +147,8 @@ def logprob_speeds(config, args) -> dict:
 
 def show(found, args):
     rows = args.num_prompts * args.num_generations
-    print(f"{found['device']}, matrix product {found['matmul_tflops']:.0f} TFLOP/s; {rows} rows x ({args.prompt_length} + {args.num_tokens})")
+    print(f"{found['device']}, matrix product {found['matmul_tflops']:.0f} TFLOP/s; "
+          f"{rows} rows x ({args.prompt_length} + {args.num_tokens})")
     print(f"{'way':14} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} {'V/10':>7} {'cosine to plain':>15} "
           f"{'gradient error':>15} {'logp error':>11}")
     for name, way in found["ways"].items():
