@@ -13,7 +13,7 @@ from rl_train.fused import unsupported
 from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
-CHUNK = 2**25        # logits that are held at a time, however large the vocabulary is
+CHUNK = 2**26        # logits that are held at a time, however large the vocabulary is
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -33,8 +33,8 @@ class _TokenLogps(torch.autograd.Function):
             p = torch.exp(every, out=logits)
             entropy[chunk] = -every.mul_(p).sum(-1)
             if slope is not None:
-                p.neg_().scatter_add_(1, token, torch.ones_like(p[:, :1]))
-                slope[chunk] = (p.to(weight.dtype) @ weight).div_(temperature)
+                p.scatter_add_(1, token, -torch.ones_like(p[:, :1]))
+                slope[chunk] = (p.to(weight.dtype) @ weight).div_(-temperature)
         ctx.save_for_backward(slope)
         ctx.mark_non_differentiable(entropy)
         return logp, entropy
