@@ -64,7 +64,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
         decoder.refresh()
         angle = packed.position_ids.flatten()[layout.slots, None] * decoder.inv_freq                    # (m, D/2)
         turn = [(f(angle) * decoder.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        flash = embeds.is_cuda and embeds.dtype == torch.bfloat16
+        flash = by_flash(embeds)
         bias = None if flash else packed.bias(embeds.dtype)
         residual = embeds.flatten(0, 1)[layout.slots]                                                   # (m, C)
         delta = torch.zeros_like(residual)
@@ -206,6 +206,11 @@ class _Rotate(torch.autograd.Function):
 def split(qkv, num_kv):
     """q (m, H, D), k (m, K, D), v (m, K, D)."""
     return qkv.split([qkv.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
+
+
+def by_flash(x) -> bool:
+    """Does flash attention take such tensors?"""
+    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class _Flash(torch.autograd.Function):

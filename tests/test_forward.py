@@ -122,11 +122,36 @@ def test_runs_are_the_bias(llm):
     assert torch.equal(seen, bias[runs.slots][:, runs.slots])
 
 
+def flash(q, k, v, query_ends, key_ends, longest_query, longest_key, dropout, causal, *rest):
+    """What flash attention computes: run by run, causal from the last query and key on."""
+    assert causal and dropout == 0 and query_ends.dtype == key_ends.dtype == torch.int32
+    outs, group = [], q.shape[1] // k.shape[1]
+    for q0, q1, k0, k1 in zip(query_ends, query_ends[1:], key_ends, key_ends[1:]):
+        assert 0 < q1 - q0 <= longest_query and k1 - k0 <= longest_key
+        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+        seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(int(k1 - k0 - (q1 - q0)))
+        p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", p, v[k0:k1].repeat_interleave(group, 1)))
+    return torch.cat(outs), *[torch.zeros(1) for _ in range(4)]
+
+
+def flash_backward(d, q, k, v, out, sums, query_ends, key_ends, longest_query, longest_key, dropout, causal, state, unused):
+    with torch.enable_grad():
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(flash(*leaves, query_ends, key_ends, longest_query, longest_key, dropout, causal)[0], leaves, d)
+
+
 # The whole
 
+@pytest.mark.parametrize("attention", ["dense", "flash"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("num_kv_heads, lora", [(2, True), (4, True), (1, False)])
-def test_equals_modules(num_kv_heads, lora, checkpointing):
+def test_equals_modules(num_kv_heads, lora, checkpointing, attention, monkeypatch):
+    """Flash attention itself is not on a CPU: here a stand-in of the same arguments."""
+    if attention == "flash":
+        monkeypatch.setattr(forward, "by_flash", lambda x: True)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     llm = random_llm(Qwen2Config(**SIZES | dict(num_key_value_heads=num_kv_heads)), 4, "cpu").float()
     if not lora:
         for module in [m for m in llm.modules() if hasattr(m, "base_layer")]:
