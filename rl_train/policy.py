@@ -6,17 +6,17 @@ D prompt-embedding width, M [SEG] tokens in all rows.
 import contextlib
 import logging
 import re
+from bisect import bisect
 from dataclasses import dataclass
 
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-from rl_train import grpo
+from rl_train import logprob
 from rl_train.prompts import PromptBuilder
 from rl_train.tokens import StopText
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
-from sa2va_hf.modeling_sa2va import positions
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -55,6 +55,14 @@ class Prompts:
     def select(self, rows) -> "Prompts":
         return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows],
                        None if self.grids is None else [self.grids[r] for r in rows])
+
+    def distinct(self) -> tuple["Prompts", list[int]]:
+        """(the prompts without those that repeat the one before, the index among them of each of these)."""
+        def repeats(row):
+            return row > 0 and self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1] and (
+                self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
+        first = [row for row in range(len(self.ids)) if not repeats(row)]
+        return self.select(first), [bisect(first, row) - 1 for row in range(len(self.ids))]
 
 
 @dataclass
@@ -145,18 +153,19 @@ class Policy:
         """Prompts that ask for the mask of captions[p] in image[p]."""
         return Prompts([self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)], list(image), None)
 
-    def embed(self, images: Images, prompts: Prompts, suffix: torch.Tensor | None = None):
-        """Left-padded embeddings of prompts, with image and region features, optionally followed by `suffix` ids (P, S).
+    def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):
+        """Left-padded embeddings of prompts, with image and region features.
 
-        Image features go to the prompt's `<IMG_CONTEXT>` alone: one that a policy samples is a token like any other.
+        Args:
+            num_tokens: what will follow a prompt; checked against the model's context.
 
         Returns:
-            embeds (P, L+S, C), attention mask (P, L) of the prompt part.
+            embeds (P, L, C), attention mask (P, L).
         """
         ids, mask = pad_left(prompts.ids, self.pad_id)
         ids, mask = ids.to(self.device), mask.to(self.device)
         limit = self.model.config.llm.max_position_embeddings
-        if ids.shape[1] + (0 if suffix is None else suffix.shape[1]) > limit:
+        if ids.shape[1] + num_tokens > limit:
             raise ValueError(f"a prompt of {ids.shape[1]} tokens does not fit the context of {limit}: lower --max_tiles")
         # Project each image once, then repeat its features for the rows that share it.
         used = sorted(set(prompts.image))
@@ -166,54 +175,33 @@ class Policy:
         flags = None
         if prompts.grids is not None:
             flags = torch.tensor([t + 1 == images.tiles[i] for i in prompts.image for t in range(images.tiles[i])])
-        embeds = self.model.embed(ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags)
-        if suffix is not None:
-            embeds = torch.cat([embeds, self.model.language_model.get_input_embeddings()(suffix).to(embeds.dtype)], dim=1)
-        return embeds, mask
+        return self.model.embed(ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags), mask
 
     # Scoring
 
     def score(self, images: Images, prompts: Prompts, ids: torch.Tensor, valid: torch.Tensor) -> Scores:
         """Log-probs of completions by a full forward over image, regions, prompt and completion; carries gradient.
 
-        Args:
-            prompts: n rows; ids, valid: (n, T) sampled tokens and which of them are the answer.
-        """
-        with self.autocast():
-            embeds, mask = self.embed(images, prompts, ids)
-            length = mask.shape[1]
-            mask = torch.cat([mask, valid.to(mask.dtype)], dim=1)                       # (n, L+T)
-            hidden = self.hidden_states(embeds, mask)
-            logits = self.model.language_model.lm_head(hidden[:, length - 1:-1])        # (n, T, V)
-            seg = hidden[:, length:][self.seg_tokens(ids, valid)]                       # (M, C)
-            latent_mean = self.model.text_hidden_fcs(seg)
-        logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
-        with torch.no_grad():
-            entropy = grpo.entropy_from_logits(logits, self.temperature)
-        return Scores(logp, entropy, latent_mean.float())
+        Neighbouring rows of one prompt share its forward. Log-probs and entropies of tokens that are not valid are 0.
 
-    def hidden_states(self, embeds, mask):
-        """(n, L, C) last hidden states after the final norm."""
-        # Checkpointing acts on layers in training mode, and there it also drops the KV cache: so only for this forward, and
-        # only the layers' own flag, which turns no dropout on.
-        layers = self.model.language_model.model.layers if self.gradient_checkpointing and torch.is_grad_enabled() else []
-        for layer in layers:
-            layer.training = True
-        hidden = self.model.language_model.model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions(mask),
-                                                 use_cache=False).last_hidden_state
-        for layer in layers:
-            layer.training = False
-        return hidden
+        Args:
+            prompts: n rows; ids, valid: (n, T) sampled tokens and which of them are the answer, from the first on.
+        """
+        prompts, prompt = prompts.distinct()
+        with self.autocast():
+            embeds, mask = self.embed(images, prompts, ids.shape[1])
+            answers = logprob.score_answers(
+                self.model.language_model, embeds, mask, torch.tensor(prompt, device=self.device), ids, valid, pad_id=self.pad_id,
+                temperature=self.temperature, gradient_checkpointing=self.gradient_checkpointing)
+            latent_mean = self.model.text_hidden_fcs(answers.hidden_of(self.seg_tokens(ids, valid)))         # (M, D)
+        return Scores(answers.logp, answers.entropy, latent_mean.float())
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: [SEG] tokens that were fed back as input.
 
         A [SEG] that is the very last token of a row has no hidden state of its own and is dropped, as in the original.
         """
-        fed = valid.clone()
-        fed[:, :-1] &= valid[:, 1:]
-        fed[:, -1] = False
-        return fed & (ids == self.model.seg_id)
+        return logprob.fed(valid) & (ids == self.model.seg_id)
 
     def decode_masks(self, images: Images, image: list[int], prompts: torch.Tensor) -> torch.Tensor:
         """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m]."""

@@ -10,6 +10,7 @@ import torch
 
 from rl_train.data.loader import Batch
 from rl_train.grpo import gaussian_logp
+from rl_train.logprob import follow, hidden_states
 from rl_train.policy import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
 from rl_train.sampler import generate
@@ -160,14 +161,15 @@ def row_masks(policy: Policy, images: Images, image: list[int], seg_rows: list[i
 @torch.no_grad()
 def segment(policy: Policy, images: Images, image: list[int], captions: list[str]) -> list[torch.Tensor]:
     """(H, W) bool mask of captions[p] in image[p], with the answer "Sure, [SEG]" forced: one forward, no decoding."""
-    masks = []
+    language_model, masks = policy.model.language_model, []
     for start in range(0, len(captions), TEACHER_ROWS):
         chunk = slice(start, start + TEACHER_ROWS)
         prompts = policy.segment_prompts(images, image[chunk], captions[chunk])
         answer = torch.tensor([policy.prompts.forced_answer] * len(prompts.ids), device=policy.device)
         with policy.autocast():
-            embeds, mask = policy.embed(images, prompts, answer)
-            hidden = policy.hidden_states(embeds, torch.cat([mask, torch.ones_like(answer)], dim=1))[:, -1]
+            embeds, mask = policy.embed(images, prompts, answer.shape[1])
+            mask = torch.cat([mask, torch.ones_like(answer)], dim=1)
+            hidden = hidden_states(language_model, follow(language_model, embeds, answer), mask)[:, -1]
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
     return masks

@@ -9,8 +9,12 @@ from transformers import Qwen2Config
 from rl_train.distributed import Ranks
 from rl_train.parts import standing_memory
 from tools import benchmark
-from tools.benchmarks import alternatives, common, decode, floor, work
+from tools.benchmarks import alternatives, common, decode, floor, logprob, work
 from tools.benchmarks.memory import three_copies
+
+
+TINY = Qwen2Config(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                   tie_word_embeddings=False)
 
 
 def test_data(tmp_path, capsys):
@@ -27,9 +31,7 @@ def test_data(tmp_path, capsys):
 
 def test_decode(tmp_path, monkeypatch):
     """Every sampler draws, and is put beside the floor; the sizes of the real run are only replaced."""
-    tiny = Qwen2Config(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                       num_key_value_heads=1, tie_word_embeddings=False)
-    monkeypatch.setattr(decode, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=tiny)))
+    monkeypatch.setattr(decode, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=TINY)))
     benchmark.main(["decode", "--device", "cpu", "--num_prompts", "1", "2", "--num_generations", "2", "--prompt_length", "5",
                     "--num_tokens", "4", "--lora_r", "4", "--rounds", "1", "--copy_mib", "1", "--output", str(tmp_path / "decode.json")])
     found = json.loads((tmp_path / "decode.json").read_text())
@@ -40,10 +42,25 @@ def test_decode(tmp_path, monkeypatch):
             assert times["ratio_to_floor"] == pytest.approx(times["ms_per_token"] / size["floor_ms"]) and times["first_token_ms"] > 0
 
 
+def test_logprob(tmp_path, monkeypatch, capsys):
+    """Both ways give one gradient, of which float32 is the judge; what only a GPU counts is NaN."""
+    monkeypatch.setattr(logprob, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=TINY)))
+    benchmark.main(["logprob", "--device", "cpu", "--num_prompts", "2", "--num_generations", "3", "--prompt_length", "9", "--num_tokens", "5",
+                    "--lora_r", "4", "--rounds", "1", "--matmul_size", "64", "--output", str(tmp_path / "logprob.json")])
+    found = json.loads((tmp_path / "logprob.json").read_text())
+    ways = found["ways"]
+    assert list(ways) == ["plain", "shared prompt", "and kernels"] and found["matmul_tflops"] > 0
+    assert ways["and kernels"]["tflop"] == ways["shared prompt"]["tflop"] < 0.7 * ways["plain"]["tflop"]
+    for way in ways.values():
+        assert way["times_faster"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
+        assert way["share_of_ceiling"] == pytest.approx(way["tflop"] / way["seconds"] / found["matmul_tflops"])
+        assert way["gradient_error"]["relative"] < 0.1 and way["logp_error"] < 0.1 and way["entropy_error"] < 0.1
+        assert way["against_plain"]["cosine"] > 0.99
+    assert "and kernels" in capsys.readouterr().out
+
+
 def test_floor_counts_each_byte_once():
-    config = Qwen2Config(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, tie_word_embeddings=False)
-    model = common.random_llm(config, 4, "cpu")
+    model = common.random_llm(TINY, 4, "cpu")
     layer = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64                  # q, k, v with biases, o, MLP, norms
     lora = 4 * (128 + 2 * 96 + 128 + 3 * 160)
     cache = 2 * 1 * 32 * 2 * (3 * 10 + 6 * 4)                                                   # k, v; slots of prompts and rows

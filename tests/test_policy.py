@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rl_train import grpo
+from rl_train.logprob import follow
 from rl_train.policy import TRAINABLE, Images, Prompts, load_tokenizer, pad_left, trainable_groups
 from rl_train.roles import Roles
 from rl_train.rollout import describe
@@ -111,8 +112,8 @@ def test_score_is_the_models_own_forward(model, images, prompts, answers, batch)
 
 
 def test_temperature_divides_the_logits(policy, images, prompts, answers, model):
-    flat = score(policy(temperature=1e6), images, prompts, answers)
-    torch.testing.assert_close(flat.logp, torch.full_like(flat.logp, -torch.tensor(570.0).log().item()), atol=1e-3, rtol=0)
+    flat = score(policy(temperature=1e6), images, prompts, answers).logp[answers[1]]
+    torch.testing.assert_close(flat, torch.full_like(flat, -torch.tensor(570.0).log().item()), atol=1e-3, rtol=0)
 
 
 def test_a_sampled_image_token_is_a_plain_token(model, images, prompts, answers):
@@ -122,7 +123,8 @@ def test_a_sampled_image_token_is_a_plain_token(model, images, prompts, answers)
     scores = score(model, images, prompts, (ids, valid))
     assert scores.logp.isfinite().all()
     with torch.no_grad():
-        embeds, mask = model.embed(images, prompts, ids)
+        embeds, mask = model.embed(images, prompts, ids.shape[1])
+        embeds = follow(model.model.language_model, embeds, ids)
     own = model.model.language_model.get_input_embeddings().weight[model.model.img_context_id]
     assert torch.equal(embeds[1, mask.shape[1] + 3], own)
     kept = score(model, images, prompts, answers)
@@ -258,9 +260,9 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     seen, embed = [], model.embed
 
-    def noted(images, prompts, suffix=None):
+    def noted(images, prompts, num_tokens=0):
         seen.append((images, prompts))
-        return embed(images, prompts, suffix)
+        return embed(images, prompts, num_tokens)
     monkeypatch.setattr(model, "embed", noted)
     task = MaskCaptionMask(model, Roles(model.trainable), SimpleNamespace(mask_to_caption_weight=1.0, max_completion_length=2, use_llm_judge=False))
     own = task.prompts(batch, images)

@@ -3,6 +3,7 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
+from rl_train.logprob import follow, hidden_states
 from rl_train.objective import token_logps
 from rl_train.policy import load_tokenizer
 from rl_train.prompts import PromptBuilder
@@ -45,12 +46,13 @@ def test_sampled_log_probs_are_the_scored_ones(policy, images, batch, temperatur
 
 def test_greedy_is_argmax(model, images, batch):
     prompts = describe_prompts(model, images, batch, [0, 1])
-    completions = draw(model, images, prompts, steps=6)
+    completions, llm = draw(model, images, prompts, steps=6), model.model.language_model
     for t in range(completions.ids.shape[1]):
         with torch.no_grad():
-            embeds, mask = model.embed(images, prompts, completions.ids[:, :t])
+            embeds, mask = model.embed(images, prompts, t)
+            embeds = follow(llm, embeds, completions.ids[:, :t])
             mask = torch.cat([mask, torch.ones(2, t, dtype=mask.dtype)], 1)
-            logits = model.model.language_model.lm_head(model.hidden_states(embeds, mask)[:, -1])
+            logits = llm.lm_head(hidden_states(llm, embeds, mask)[:, -1])
         rows = completions.valid[:, t]
         assert torch.equal(completions.ids[rows, t], logits.argmax(-1)[rows])
 

@@ -65,7 +65,7 @@ def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
         torch.set_default_dtype(before)
     get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"))    # in place
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(False)
+        parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
             parameter.data = parameter.data.float()
         if "lora_B" in name:

@@ -1,0 +1,183 @@
+"""Log-probs of completions with little work and memory: rows share their prompt's forward, the vocabulary passes in chunks.
+
+Letters: n rows about P prompts, L prompt length, T completion tokens, M tokens behind a prompt, S = L + M, m scored tokens, C LLM width,
+V vocabulary.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rl_train import forward
+from rl_train.fused import unsupported
+from rl_train.sampler import decoder_of
+from sa2va_hf.modeling_sa2va import positions
+
+CHUNK = 2**26        # logits that are held at a time, however large the vocabulary is
+
+
+class _TokenLogps(torch.autograd.Function):
+    """Each token's derivative is known as soon as its logits are, up to the factor that backward brings: nothing is computed twice."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, temperature):
+        assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
+        logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
+        slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None                  # (m, C) d logp / d hidden
+        for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
+            chunk = slice(start, start + rows)
+            token = ids[chunk, None]
+            logits = (hidden[chunk].to(weight.dtype) @ weight.t()).float().div_(temperature)   # (c, V)
+            every = torch.log_softmax(logits, dim=-1)
+            logp[chunk] = every.gather(1, token)[:, 0]
+            p = torch.exp(every, out=logits)
+            entropy[chunk] = -every.mul_(p).sum(-1)
+            if slope is not None:
+                p.scatter_add_(1, token, -torch.ones_like(p[:, :1]))
+                slope[chunk] = (p.to(weight.dtype) @ weight).div_(-temperature)
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        slope, = ctx.saved_tensors
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None
+
+
+def token_logps_from_hidden(hidden, weight, ids, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+    """((m,) log-probs of `ids` (m,), (m,) entropies in nats, detached) under softmax(hidden @ weight.T / temperature), in float32.
+
+    As `grpo.token_logps_from_logits` and `entropy_from_logits`, but never with more than CHUNK logits at a time, forward or backward.
+
+    Args:
+        hidden: (m, C), the only input that gets a gradient; weight: (V, C) of lm_head, in whose dtype the logits are computed.
+
+    Raises:
+        AssertionError: weight wants a gradient.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _TokenLogps.apply(hidden, weight, ids, temperature)
+
+
+@dataclass
+class Packed:
+    """n rows as P sequences [prompt | tokens of its first row | of its second | ..], the last token of each row left out.
+
+    That token is never an input. Tokens see their prompt and what precedes them in their own row.
+    """
+    ids: torch.Tensor           # (P, M) what stands behind the prompts
+    part: torch.Tensor          # (P, S) what each token belongs to: -1 padding, 0 prompt, 1 + row
+    position_ids: torch.Tensor  # (P, S)
+    prompt: torch.Tensor        # (n,) prompt of each row
+    before: torch.Tensor        # (n, T) index, in its sequence, of what precedes each token: whose hidden state predicts it
+
+    def bias(self, dtype: torch.dtype) -> torch.Tensor:
+        """(P, 1, S, S) for the attention scores: 0 or -inf. Padding sees padding, so that no query is without any key."""
+        part = self.part
+        seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()                 # (P, S, S)
+        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+
+    def hidden_before(self, hidden, tokens) -> torch.Tensor:
+        """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
+        row, column = tokens.nonzero(as_tuple=True)
+        return hidden[self.prompt[row], self.before[row, column]]
+
+
+def fed(valid: torch.Tensor) -> torch.Tensor:
+    """(n, T) bool: the valid tokens (n, T) of each row but its last, which are the ones that a model has to read."""
+    return torch.cat([valid[:, :-1] & valid[:, 1:], torch.zeros_like(valid[:, :1])], dim=1)
+
+
+def pack(mask, prompt, ids, valid, pad_id: int) -> Packed:
+    """The layout of `Packed`.
+
+    Args:
+        mask: (P, L) attention mask of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
+        ids, valid: (n, T); the valid tokens of a row come first.
+    """
+    (num_prompts, length), device = mask.shape, ids.device
+    row, column = fed(valid).nonzero(as_tuple=True)
+    owner = prompt[row]
+    count = owner.bincount(minlength=num_prompts)
+    at = length + torch.arange(len(row), device=device) - (count.cumsum(0) - count)[owner]        # index in the owner's sequence
+    size = length + int(count.max())
+    size += -size % 8                                                                          # attention kernels like that
+    sequence = torch.full((num_prompts, size), pad_id, device=device)
+    sequence[owner, at] = ids[row, column]
+    part = torch.full((num_prompts, size), -1, device=device)
+    part[:, :length] = mask - 1
+    part[owner, at] = row + 1
+    position_ids = torch.zeros_like(part)
+    position_ids[:, :length] = positions(mask)
+    position_ids[owner, at] = mask.sum(1)[owner] + column
+    before = torch.full(ids.shape, length - 1, device=device)                                  # the first token follows the prompt
+    before[row, column + 1] = at
+    return Packed(sequence[:, length:], part, position_ids, prompt, before)
+
+
+@dataclass
+class Answers:
+    """What one forward says of n rows."""
+    logp: torch.Tensor          # (n, T), 0 where not valid
+    entropy: torch.Tensor       # (n, T), detached, 0 where not valid
+    hidden: torch.Tensor        # (P, S, C) last hidden states, after the final norm
+    packed: Packed
+
+    def hidden_of(self, tokens) -> torch.Tensor:
+        """(m, C) hidden states of tokens (n, T) bool that were fed, row-major."""
+        return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
+
+
+def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, temperature, gradient_checkpointing=False,
+                  how=None) -> Answers:
+    """Log-probs of n answers by one forward of a causal language model; carries gradient.
+
+    Args:
+        embeds, mask: (P, L, C), (P, L) of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
+        ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
+        how: `by_modules` or `by_kernels`; default the latter on CUDA for the models that it knows.
+    """
+    head = language_model.lm_head
+    assert type(head) is torch.nn.Linear and head.bias is None, "lm_head is more than a matrix"
+    packed = pack(mask, prompt, ids, valid, pad_id)
+    how = how or (by_kernels if embeds.is_cuda and unsupported(language_model) is None else by_modules)
+    hidden = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
+    found = token_logps_from_hidden(packed.hidden_before(hidden, valid), head.weight, ids[valid], temperature)
+    logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
+    return Answers(logp, entropy, hidden, packed)
+
+
+def follow(language_model, embeds, ids) -> torch.Tensor:
+    """(P, L+M, C) embeddings (P, L, C) with those of ids (P, M) behind them: an `<IMG_CONTEXT>` there is a token like any other."""
+    return torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
+
+
+def by_kernels(language_model, embeds, packed, gradient_checkpointing):
+    """(P, S, C) last hidden states, 0 at the padding, by `forward`."""
+    return forward.hidden_states(decoder_of(language_model), embeds, packed, gradient_checkpointing)
+
+
+def by_modules(language_model, embeds, packed, gradient_checkpointing):
+    """(P, S, C) last hidden states by the model's own modules."""
+    return hidden_states(language_model, embeds, packed.bias(embeds.dtype), packed.position_ids, gradient_checkpointing)
+
+
+def hidden_states(language_model, embeds, mask, position_ids=None, gradient_checkpointing=False) -> torch.Tensor:
+    """(P, L, C) last hidden states after the final norm, by the model's own modules.
+
+    Args:
+        mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (P, L), default counts the attended tokens.
+        gradient_checkpointing: recompute each layer in the backward, which the model has to have been set up for.
+    """
+    # Checkpointing acts on layers in training mode, and there it also drops the KV cache: so only for this forward, and
+    # only the layers' own flag, which turns no dropout on.
+    layers = language_model.model.layers if gradient_checkpointing and torch.is_grad_enabled() else []
+    for layer in layers:
+        layer.training = True
+    position_ids = positions(mask) if position_ids is None else position_ids
+    hidden = language_model.model(inputs_embeds=embeds, attention_mask=mask, position_ids=position_ids, use_cache=False).last_hidden_state
+    for layer in layers:
+        layer.training = False
+    return hidden
