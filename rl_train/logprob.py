@@ -14,13 +14,14 @@ from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
 CHUNK = 2**26        # logits that are held at a time, however large the vocabulary is
+NEVER = -1e30        # logit of what is no token: not -inf, which times its probability 0 is NaN
 
 
 class _TokenLogps(torch.autograd.Function):
     """Each token's derivative is known as soon as its logits are, up to the factor that backward brings: nothing is computed twice."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature):
+    def forward(ctx, hidden, weight, ids, temperature, vocabulary):
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
         slope = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None                  # (m, C) d logp / d hidden
@@ -28,6 +29,7 @@ class _TokenLogps(torch.autograd.Function):
             chunk = slice(start, start + rows)
             token = ids[chunk, None]
             logits = (hidden[chunk].to(weight.dtype) @ weight.t()).float().div_(temperature)   # (c, V)
+            logits[:, vocabulary:] = NEVER
             every = torch.log_softmax(logits, dim=-1)
             logp[chunk] = every.gather(1, token)[:, 0]
             p = torch.exp(every, out=logits)
@@ -43,22 +45,23 @@ class _TokenLogps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         slope, = ctx.saved_tensors
-        return (grad[:, None] * slope).to(slope.dtype), None, None, None
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None
 
 
-def token_logps_from_hidden(hidden, weight, ids, temperature) -> tuple[torch.Tensor, torch.Tensor]:
+def token_logps_from_hidden(hidden, weight, ids, temperature, vocabulary=None) -> tuple[torch.Tensor, torch.Tensor]:
     """((m,) log-probs of `ids` (m,), (m,) entropies in nats, detached) under softmax(hidden @ weight.T / temperature), in float32.
 
     As `grpo.token_logps_from_logits` and `entropy_from_logits`, but never with more than CHUNK logits at a time, forward or backward.
 
     Args:
         hidden: (m, C), the only input that gets a gradient; weight: (V, C) of lm_head, in whose dtype the logits are computed.
+        vocabulary: number of weight's rows that are tokens; the others, which only align it, are zeros.
 
     Raises:
         AssertionError: weight wants a gradient.
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        return _TokenLogps.apply(hidden, weight, ids, temperature)
+        return _TokenLogps.apply(hidden, weight, ids, temperature, len(weight) if vocabulary is None else vocabulary)
 
 
 @dataclass
@@ -140,11 +143,12 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
         how: `by_modules` or `by_kernels`; default the latter on CUDA for the models that it knows.
     """
     head = language_model.lm_head
-    assert type(head) is torch.nn.Linear and head.bias is None, "lm_head is more than a matrix"
+    assert type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad, "lm_head is more than a frozen matrix"
     packed = pack(mask, prompt, ids, valid, pad_id)
     how = how or (by_kernels if embeds.is_cuda and unsupported(language_model) is None else by_modules)
     hidden = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
-    found = token_logps_from_hidden(packed.hidden_before(hidden, valid), head.weight, ids[valid], temperature)
+    weight = decoder_of(language_model).padded_head if how is by_kernels else head.weight      # an odd V makes slow products
+    found = token_logps_from_hidden(packed.hidden_before(hidden, valid), weight, ids[valid], temperature, len(head.weight))
     logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
     return Answers(logp, entropy, hidden, packed)
 

@@ -239,6 +239,15 @@ def test_the_head_in_bf16_is_as_close_as_plain(head):
     assert (grad - right).norm() < 1.1 * (plain_grad - right).norm()
 
 
+def test_rows_that_align_the_head_are_no_tokens(head):
+    hidden, padded = head.hidden.clone().requires_grad_(), torch.cat([head.weight, torch.zeros(14, 6)])
+    expected = token_logps_from_hidden(hidden, head.weight, head.ids, 0.7)
+    found = token_logps_from_hidden(hidden, padded, head.ids, 0.7, len(head.weight))
+    torch.testing.assert_close(found, expected)
+    for f, e in zip(*(torch.autograd.grad(out[0], hidden, head.slope) for out in (found, expected))):
+        torch.testing.assert_close(f, e)
+
+
 def test_no_tokens(head):
     hidden = head.hidden[:0].requires_grad_()
     logp, entropy = token_logps_from_hidden(hidden, head.weight, head.ids[:0], 1.0)
