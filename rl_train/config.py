@@ -9,7 +9,8 @@ from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
-                  "save_total_limit", "eval_steps", "micro_batch_size", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"}
+                  "save_total_limit", "eval_steps", "micro_batch_size", "shard_base", "llm_judge_base_url", "max_judge_failures",
+                  "max_bad_fraction"}
 
 
 def sigma(text: str) -> float | str:
@@ -98,6 +99,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each step; 0 = the policy is its own teacher, "
         "1 = the teacher stays what the run started from")
     add("--gradient_checkpointing", action="store_true", help="recompute LLM layers in the backward pass")
+    add("--shard_base", action="store_true", help="for a model that does not fit one GPU: each rank keeps a share of every LLM and vision "
+        "layer (FSDP2) and gathers a layer to compute it, at each token sampled too; needs several processes (docs/real_run.md)")
 
     add = p.add_argument_group("LoRA on the LLM").add_argument
     add("--lora_r", type=int, default=128, help="rank")

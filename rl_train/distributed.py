@@ -1,4 +1,5 @@
-"""Ranks, and the few collectives of a step. Nothing else but `train` and `data/loader` knows that there are ranks.
+"""Ranks, and the few collectives of a step. Nothing else but `train`, `sharding` and `data/loader` knows that
+there are ranks.
 
 Gradients are averaged by one all-reduce of one flat buffer after the last backward of a step, instead of by
 DistributedDataParallel: every trainable takes part in every step, with zeros where no term reached it, so neither

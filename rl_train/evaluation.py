@@ -68,6 +68,7 @@ def evaluate_roles(policy: Policy, use, roles: tuple[str, ...], dataset, batch_s
         for role in roles:
             with use(role):
                 found[role].append(measure(policy, batch, images, max_new_tokens))
+    policy.join()
     return {role: _merged(gather_objects(columns), len(dataset)) for role, columns in found.items()}
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
 from rl_train.decode_torch import add_lora
@@ -91,6 +92,8 @@ def unsupported(language_model) -> str | None:
     config, model, head = language_model.config, language_model.model, language_model.lm_head
     if config.hidden_act != "silu" or set(config.layer_types) != {"full_attention"} or config.rope_parameters["rope_type"] != "default":
         return "only silu, full attention and default rotary embeddings are known"
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return "its base is shared out over the ranks"
     if head.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"its weights are {head.weight.dtype}"
     if type(head) is not nn.Linear or head.bias is not None or type(model.embed_tokens) is not nn.Embedding:

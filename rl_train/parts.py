@@ -20,6 +20,7 @@ from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import Roles
 from rl_train.rollout import calibrate_sigma
+from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import TASKS
 
 SIGMA_REGIONS = 32      # training regions that --mask_sigma auto looks at
@@ -107,7 +108,9 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
         return json.loads((resume / "config.json").read_text())["calibrated_mask_sigma"]
     few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[:SIGMA_REGIONS].tolist()
     loader = eval_loader(Subset(train_set, few), policy.processor, args.batch_size, 0, 0, 1)
-    value = distributed.gather_objects(calibrate_sigma(policy, loader, args.max_completion_length))[0]
+    value = calibrate_sigma(policy, loader, args.max_completion_length)
+    policy.join()
+    value = distributed.gather_objects(value)[0]
     print0(f"--mask_sigma auto: {value:.3g}")
     return value
 
@@ -137,6 +140,7 @@ def build_optimizer(args, policy) -> torch.optim.AdamW:
 
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
+    shards = Shards(ranks) if args.shard_base else None
     if ranks.is_main:
         check_output_dir(args)
     distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
@@ -145,10 +149,13 @@ def build(args, ranks) -> Parts:
     judge = build_judge(args)
     torch.manual_seed(args.seed)
     train_set, heldout, damaged = split_dataset(args)
-    policy = build_policy(args, ranks.device)
+    policy = build_policy(args, ranks.device, shards)
     print0("parameters:\n" + policy.parameter_table())
     held = standing_memory(policy)
     print0("memory before activations, GiB: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in held.items()))
+    if shards:
+        held, whole = held_bytes(policy.model)
+        print0(f"--shard_base: {held / 2 ** 20:.1f} MiB of {whole / 2 ** 20:.1f} MiB of parameters on each of {ranks.world_size} ranks")
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:

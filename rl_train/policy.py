@@ -81,11 +81,13 @@ class Policy:
         lora: `peft.LoraConfig`.
         groups: which of TRAINABLE train.
         temperature: of sampling and scoring alike.
+        shards: the `sharding.Shards` that the model was loaded with, if any.
     """
 
     def __init__(self, model, processor, tokenizer, lora: LoraConfig, groups=tuple(TRAINABLE), temperature=1.0,
-                 gradient_checkpointing=False):
+                 gradient_checkpointing=False, shards=None):
         self.model, self.processor, self.tokenizer, self.temperature = model, processor, tokenizer, temperature
+        self.shards = shards
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
@@ -133,6 +135,11 @@ class Policy:
         if self.model.language_model.lm_head.weight.dtype != torch.bfloat16:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
+
+    def join(self):
+        """With a sharded base, help other ranks until all are here; called before any other collective (see `sharding`)."""
+        if self.shards:
+            self.shards.join()
 
     # Inputs
 
@@ -251,17 +258,21 @@ def check_context(config, args):
                          f"the text do not fit the model's context of {config.llm.max_position_embeddings}")
 
 
-def build_policy(args, device) -> Policy:
-    """Policy of a run: base weights from --model_path in --dtype, a fresh LoRA, the groups that the loss can reach."""
+def build_policy(args, device, shards=None) -> Policy:
+    """Policy of a run: base weights from --model_path in --dtype, a fresh LoRA, the groups that the loss can reach.
+
+    Args:
+        shards: `sharding.Shards` if the base is to be shared out over the ranks.
+    """
     dtype = getattr(torch, args.dtype)
     check_context(Sa2VAConfig.from_pretrained(args.model_path), args)
-    model = Sa2VAModel.from_pretrained(args.model_path, dtype=dtype, device=device)
-    return make_policy(args, model, load_tokenizer(args.model_path))
+    model = Sa2VAModel.from_pretrained(args.model_path, dtype=dtype, device=device, shards=shards)
+    return make_policy(args, model, load_tokenizer(args.model_path), shards)
 
 
-def make_policy(args, model, tokenizer) -> Policy:
+def make_policy(args, model, tokenizer, shards=None) -> Policy:
     """Policy of a run over the base weights of `model`."""
     lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, bias="none",
                       target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
     return Policy(model, Sa2VAProcessor(model.config, args.max_tiles), tokenizer, lora, trainable_groups(args), args.temperature,
-                  args.gradient_checkpointing)
+                  args.gradient_checkpointing, shards)

@@ -93,6 +93,7 @@ def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches,
                 reference = score_all(policy, rollout, args.micro_batch_size)     # (N, T) and (M, D)
             work.append(Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference))
             clock("reference")
+    policy.join()                                                                     # of ranks that share the base out
     learnable = sum((group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight for w in work)
     totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
     sums = {task.name: Counter() for task in tasks}

@@ -251,10 +251,13 @@ class Sa2VAModel(nn.Module):
     # Checkpoints
 
     @classmethod
-    def from_pretrained(cls, path, dtype: torch.dtype = torch.float32, device="cpu") -> "Sa2VAModel":
+    def from_pretrained(cls, path, dtype: torch.dtype = torch.float32, device="cpu", shards=None) -> "Sa2VAModel":
         """Load a folder in the original layout (safetensors, one file or sharded with an index), strictly.
 
         Where the config ties embed_tokens and lm_head, the file may hold either or both; two that differ stay untied.
+
+        Args:
+            shards: `rl_train.sharding.Shards`, by which each process keeps a share of the layers and never holds them all.
 
         Raises:
             ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected keys, a shape that
@@ -272,13 +275,16 @@ class Sa2VAModel(nn.Module):
         elif config.tied and (EMBED_TOKENS in files or LM_HEAD in files):
             there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
             files[absent], source, model.unwritten = files[there], {absent: there}, absent
+        if shards:
+            shards.split(model)
+        fill = shards.fill if shards else torch.Tensor.copy_
         state = model.state_dict()
         checkpoint_keys.check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
             read = lambda key: readers[files[key]].get_tensor(source.get(key, key))  # noqa: E731
             for name, tensor in state.items():
-                tensor.copy_(checkpoint_keys.native_tensor(name, read))
+                fill(tensor, checkpoint_keys.native_tensor(name, read))
         if config.tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
             llm.lm_head.weight = llm.model.embed_tokens.weight
         return model.to(device)

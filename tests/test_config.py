@@ -66,6 +66,10 @@ def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
 
 
+def test_a_base_is_shared_by_several_processes(complaint):
+    assert "--shard_base: there is one process" in complaint(shard_base="")
+
+
 def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
     monkeypatch.setattr(Policy, "seg_tokens", lambda policy, ids, valid: torch.zeros_like(valid))
     assert "--mask_sigma auto: " in complaint(mask_sigma="auto")

@@ -31,10 +31,10 @@ def rank_environments() -> list[dict[str, str]]:
     return [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
 
 
-def finish(processes) -> list[str]:
+def finish(processes, timeout=TIMEOUT) -> list[str]:
     """Their output; kills what has not ended in time, so that a hang is a failure."""
     try:
-        return [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+        return [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

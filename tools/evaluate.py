@@ -3,7 +3,7 @@
     python -m tools.evaluate --model_path M --data_dir D --output before.json                 # a base, or an exported folder
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D [--role ema] --before before.json
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test      # D/refcocog/instances.json ..
-    torchrun --nproc_per_node 8 -m tools.evaluate ...                                         # samples shared by 8 GPUs
+    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]                          # samples (and the base) shared by 8 GPUs
 
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as --model_path and the checkpoint as
 --checkpoint. Decoding is greedy, so two runs on the same number of processes write the same file.
@@ -24,11 +24,12 @@ from rl_train.distributed import print0
 from rl_train.evaluation import METRICS, Measured, before_after_table, cider, evaluate, record
 from rl_train.policy import build_policy
 from rl_train.rewards.meteor import meteor, require_wordnet
+from rl_train.sharding import Shards
 
 # What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
 BASE = dict(lora_r=1, lora_alpha=1, lora_dropout=0.0, temperature=1.0, gradient_checkpointing=False, mask_sigma=1.0, mask_loss_coef=1.0,
             tasks=["mask_caption_mask", "caption_mask_caption"], caption_to_mask_weight=1.0)
-NOT_SAVED = ("output", "before", "num_workers")      # flags that change no number
+NOT_SAVED = ("output", "before", "num_workers", "shard_base")      # flags that change no number
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_tiles", type=int, default=1)
     add("--num_workers", type=int, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--shard_base", action="store_true", help="as in training: each process keeps a share of every layer; needs several")
     add("--legacy_cleaner", action="store_true", help="caption_meteor of captions without the boilerplate that published region-caption "
         "numbers were cleaned of; training scores captions as they are")
     add("--output", type=Path, help="JSON file for means, intervals, per-sample values, captions and flags")
@@ -55,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_measured_policy(args, device):
+def build_measured_policy(args, ranks):
     """The policy that the flags name. Raises ValueError, naming the flag, if there is none."""
     base, folder = args.model_path, args.checkpoint
     if (base / "trainables.safetensors").is_file():
@@ -69,7 +71,7 @@ def build_measured_policy(args, device):
         raise ValueError(f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher")
     flags = json.loads((folder / "config.json").read_text()) if folder else BASE
     chosen = dict(model_path=str(base), dtype=args.dtype, max_tiles=args.max_tiles, max_completion_length=args.max_completion_length)
-    policy = build_policy(SimpleNamespace(**flags | chosen), device)
+    policy = build_policy(SimpleNamespace(**flags | chosen), ranks.device, Shards(ranks) if args.shard_base else None)
     if folder:
         checkpoint.load_weights(folder, policy.trainable, "ema.safetensors" if args.role == "ema" else "trainables.safetensors")
     return policy
@@ -126,7 +128,7 @@ def run(args, ranks):
     """Measure, print, write and compare. Raises ValueError for what is wrong in the flags and files."""
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
-    policy = build_measured_policy(args, ranks.device)
+    policy = build_measured_policy(args, ranks)
     measured = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)
     if not ranks.is_main:
         return

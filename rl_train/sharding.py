@@ -1,0 +1,81 @@
+"""The frozen base shared out over the ranks (FSDP2, --shard_base), for models that do not fit one GPU.
+
+Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a layer is gathered while it computes, forward and
+backward. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2: roles, gradients, optimizer and
+checkpoints do not know of it, and results are those of a run without it.
+
+A forward is thereby a collective, but ranks sample answers of different lengths and have different numbers of masks to describe.
+So before each forward of a sharded part all ranks say which part they need next; the highest that any of them named is run by
+all, by those that did not name it on a dummy input, after which they ask again. A rank that has nothing left until the ranks meet
+in another collective says so by `join`. Forwards with gradient are equally many on all ranks as it is (same rows, same
+micro-batches), so that backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its layers
+never by themselves.
+"""
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+NOTHING = -1      # in place of the number of a part: no forward left
+
+
+class Shards:
+    """This rank's share of one model.
+
+    Raises:
+        ValueError: there is but one process.
+    """
+
+    def __init__(self, ranks):
+        if ranks.world_size == 1:
+            raise ValueError("--shard_base: there is one process and nobody to share the base with; start several (torchrun, or NPROC)")
+        self.ranks, self.parts, self.in_dummy = ranks, [], False
+
+    def split(self, model):
+        """Make `model` (a Sa2VAModel without LoRA) keep this rank's share of its layers, on the rank's device; `fill` writes weights."""
+        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("fsdp",))      # PEFT reads the name
+        config, dtype = model.config, model.language_model.dtype
+        vision, llm = model.vision_model, model.language_model.model
+        pixels = torch.zeros(1, 3, config.image_size, config.image_size, dtype=dtype, device=self.ranks.device)
+        embeds = torch.zeros(1, 1, config.llm.hidden_size, dtype=dtype, device=self.ranks.device)
+        for part, layers, dummy in ((vision, vision.encoder.layer, dict(pixel_values=pixels)),
+                                    (llm, llm.layers, dict(inputs_embeds=embeds, use_cache=False))):
+            for layer in layers:
+                fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+            fully_shard(part, mesh=mesh, ignored_params={p for p in part.parameters() if not isinstance(p, DTensor)})
+            number = len(self.parts)
+            self.parts.append((part, dummy))
+            part.register_forward_pre_hook(lambda *_, number=number: self._agree(number), prepend=True)      # before it gathers
+
+    @staticmethod
+    def fill(tensor: torch.Tensor, value: torch.Tensor):
+        """Write the whole `value` into `tensor`, of a sharded one this rank's share."""
+        if isinstance(tensor, DTensor):
+            value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
+
+    def join(self):
+        """Take part in the forwards of the other ranks until none has any left; all ranks call it."""
+        self._agree(NOTHING)
+
+    def _agree(self, number: int):
+        """Return when this rank may run the part that it needs, or at NOTHING when no rank needs any."""
+        while not self.in_dummy and (wanted := self._highest(number)) != number:
+            assert number == NOTHING or not torch.is_grad_enabled(), "a forward with gradient while another rank samples: join() first"
+            part, dummy = self.parts[wanted]
+            self.in_dummy = True
+            with torch.no_grad():
+                part(**dummy)
+            self.in_dummy = False
+
+    def _highest(self, number: int) -> int:
+        highest = torch.tensor(number, device=self.ranks.device)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return highest.item()
+
+
+def held_bytes(model) -> tuple[int, int]:
+    """(bytes that this rank holds, bytes of the whole) of all parameters."""
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in model.parameters())
+    return held, sum(p.numel() * p.element_size() for p in model.parameters())
