@@ -6,10 +6,12 @@
 Everything is drawn by code from --seed. The checkpoint is warm-started by supervised training on the prompts and the
 encode rule of `rl_train.prompts` and `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its
 training captions leave attributes out), and its `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for
-a moment only, so that it segments roughly: the room that the two loops of reinforcement learning have.
+a moment only, so that it segments roughly: the room that the two loops of reinforcement learning have. It answers with
+one wording of Sa2VA's five, so that in loop 2 nothing but the sampled mask can differ.
 """
 import argparse
 import shutil
+from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from rl_train.policy import load_tokenizer, pad_left
-from rl_train.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder, phrase
+from rl_train.prompts import DESCRIBE, FORCED_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder, phrase
+from rl_train.rewards.iou import mask_iou
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, video_lisa_encode_fn
+from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.templates import template_map
 from tools.demo_scenes import ATTRIBUTES, COLORS, POSITIONS, SHAPES, SIZES, caption, make_scene, partial_attributes, phrase_of
 from tools.gar_writer import write_gar
@@ -29,7 +33,7 @@ from tools.gar_writer import write_gar
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 TRAIN, HELDOUT, WARM_START = 0, 1, 2                      # split numbers of make_scene
 FULL_PHRASES = 0.7                                         # of the warm start's segmentation prompts; the rest are partial
-PROMPT_HEAD_STEPS = 360                                    # at which it finds what it is told with an IoU of .66; it could be .78
+PROMPT_HEAD_IOU, PROMPT_HEAD_STEPS = 0.44, 2000           # where its training ends: IoU of the last 25 batches; at most so many steps
 DETAIL_ODDS = {"full": 0.25, "partial": 0.4, "vague": 0.35}  # captions of the warm start; the RL data is all "full"
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>",
@@ -219,7 +223,7 @@ class WarmStart:
             mask = np.any([o.mask for o in scene.objects if all(getattr(o, a) == getattr(obj, a) for a in said)], axis=0)
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
         question = self.prompts.question(wording.replace("{x}", phrase(words)), 1)
-        return self._encode(question, SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]), mask, said
+        return self._encode(question, FORCED_ANSWER), mask, said
 
     def _encode(self, question, answer):
         example = template_map({"conversation": [{"input": question, "output": answer}]}, self.prompts.template)
@@ -240,9 +244,8 @@ class WarmStart:
                 schedule.step()
                 progress.set_postfix(parts)
 
-
     def prompt_head_loss(self, rng, num_scenes=4, objects_per_scene=2):
-        """The mask loss of [SEG]'s own embedding, of which nothing but text_hidden_fcs gets a gradient."""
+        """(mask loss of [SEG]'s own embedding, of which nothing but text_hidden_fcs gets a gradient; mean IoU of its masks)."""
         model, indices = self.model, rng.choice(len(self.scenes), num_scenes, replace=False)
         image = [i for i in range(num_scenes) for _ in range(objects_per_scene)]
         scenes = [self.scenes[i] for i in indices]
@@ -255,19 +258,29 @@ class WarmStart:
             hidden = model(ids, mask, image_features=features[image]).hidden_states[-1][ids == model.seg_id]
             sam = model.sam_features(self.sam_images[indices].to(model.device))
         logits = model.decode_masks(sam, torch.tensor(image, device=model.device), model.text_hidden_fcs(hidden))
-        return balanced_mask_loss(logits, masks)
+        found = [upsample_masks(one[None], self.processor.sam_size, mask.shape)[0] > 0 for one, mask in zip(logits.detach(), masks)]
+        iou = mask_iou(found, [torch.from_numpy(mask).to(model.device) for mask in masks]).mean().item()
+        return balanced_mask_loss(logits, masks), iou
 
-    def retrain_prompt_head(self, steps, learning_rate=3e-3):
-        """Draw text_hidden_fcs anew and train it alone."""
+    def retrain_prompt_head(self, target=PROMPT_HEAD_IOU, learning_rate=3e-3):
+        """Draw text_hidden_fcs anew and train it alone, until its masks have an IoU of `target`."""
         for layer in self.model.text_hidden_fcs:
             if isinstance(layer, torch.nn.Linear):
                 torch.nn.init.normal_(layer.weight, std=layer.in_features ** -0.5)
                 torch.nn.init.zeros_(layer.bias)
         optimizer = torch.optim.Adam(self.model.text_hidden_fcs.parameters(), lr=learning_rate)
-        for step in tqdm(range(steps), desc="prompt head"):
-            optimizer.zero_grad()
-            self.prompt_head_loss(np.random.default_rng([self.seed, 8, step])).backward()
-            optimizer.step()
+        ious = deque([0.0] * 25, maxlen=25)
+        with tqdm(range(PROMPT_HEAD_STEPS), desc="prompt head") as progress:
+            for step in progress:
+                loss, iou = self.prompt_head_loss(np.random.default_rng([self.seed, 8, step]))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                ious.append(iou)
+                progress.set_postfix(iou=np.mean(ious))
+                if np.mean(ious) >= target:
+                    return
+        raise RuntimeError(f"the prompt head's masks have an IoU of {np.mean(ious):.2f} after {PROMPT_HEAD_STEPS} steps, not {target}")
 
 
 def own_share(progress: float) -> float:
@@ -284,7 +297,7 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
     warm_start.run(steps)
-    warm_start.retrain_prompt_head(PROMPT_HEAD_STEPS)
+    warm_start.retrain_prompt_head()
     model.save_pretrained(folder, dtype=torch.bfloat16)
     tokenizer.save_pretrained(folder)
 

@@ -25,13 +25,12 @@ from rl_train.grpo import group_std
 
 # Flags of rl_train.train: those of the demo in run_rl_train.sh, what makes a run shorter, and what each arm changes.
 DEMO = ("--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 "
-        "--num_generations 8 --learning_rate 5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02")
+        "--num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02")
 SHORT = "--likelihood_share 1 --num_workers 0 --max_steps 120 --eval_samples 128 --eval_steps 0 --save_steps 1000"
 LOOP1 = "--tasks mask_caption_mask"
-LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0 --learning_rate 1e-4"      # policy term only
+LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0"                            # policy term only
 BOTH = "--mask_loss_coef 0"
-SIZE = "--batch_size 2 --max_steps 60 --eval_samples 64"                              # 16 rollouts a step
-SMALL, SMALL1, SMALL2 = f"{BOTH} {SIZE}", f"{LOOP1} {SIZE}", f"{LOOP2} {SIZE}"
+SMALL = f"{BOTH} --batch_size 2 --max_steps 60 --eval_samples 64"                     # 16 rollouts a step
 ARMS = {
     "loop1": LOOP1, "loop2": LOOP2, "both": BOTH,
     "loop1_shuffled": f"{LOOP1} --control shuffled", "loop2_shuffled": f"{LOOP2} --control shuffled",
@@ -40,10 +39,11 @@ ARMS = {
     "small_G2": f"{SMALL} --num_generations 2 --batch_size 8", "small_G4": f"{SMALL} --num_generations 4 --batch_size 4",
     "small_G16": f"{SMALL} --num_generations 16 --batch_size 1",
     "loop2_meteor": f"{LOOP2} --likelihood_share 0", "loop2_half": f"{LOOP2} --likelihood_share 0.5",
-    "small1": SMALL1, "small1_no_kl": f"{SMALL1} --kl_coef 0", "small1_kl_0.1": f"{SMALL1} --kl_coef 0.1",
-    "small1_cool": f"{SMALL1} --temperature 0.7", "small1_no_warmup": f"{SMALL1} --warmup_ratio 0",
-    "small2": SMALL2, "small2_sigma_1": f"{SMALL2} --mask_sigma 1", "small2_sigma_6": f"{SMALL2} --mask_sigma 6",
-    "small2_one_rate": f"{SMALL2} --prompt_learning_rate 1e-4", "small2_mask_term": f"{SMALL2} --mask_loss_coef 0.1",
+    "loop2_sigma_1": f"{LOOP2} --mask_sigma 1", "loop2_sigma_6": f"{LOOP2} --mask_sigma 6",
+    "loop2_one_rate": f"{LOOP2} --prompt_learning_rate 1.5e-4", "loop2_mask_term": f"{LOOP2} --mask_loss_coef 0.1",
+    "loop1_no_kl": f"{LOOP1} --kl_coef 0", "loop1_kl_0.1": f"{LOOP1} --kl_coef 0.1", "loop1_cool": f"{LOOP1} --temperature 0.7",
+    "loop1_no_warmup": f"{LOOP1} --warmup_ratio 0", "loop1_high_rate": f"{LOOP1} --learning_rate 5e-4",
+    "loop1_twice": f"{LOOP1} --num_iterations 2", "loop1_twice_clip_0.1": f"{LOOP1} --num_iterations 2 --clip_range 0.1",
 }
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
 T_QUANTILE = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
