@@ -11,12 +11,11 @@ import importlib.util
 
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache
 
-from rl_train import decode_torch
+from rl_train import decode_torch, forward
 from rl_train.fused import Fused, aligned, groups
+from rl_train.packing import whole
 from rl_train.tokens import BLOCK, Completions, draw
-from sa2va_hf.modeling_sa2va import positions
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64      # multiples to which L and T are rounded up
 POLL = 2                               # tokens between two looks at whether all rows are done, each a poll late
@@ -90,12 +89,9 @@ class Decoder:
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(num_prompts, num_generations, embeds.shape[1], max_new_tokens, stop=stop, pad_id=pad_id,
                                temperature=temperature, greedy=uniforms is None)
-            self.refresh()
-        cache = DynamicCache(config=language_model.config)
-        out = language_model.model(inputs_embeds=embeds, attention_mask=attention_mask, position_ids=positions(attention_mask),
-                                   past_key_values=cache, use_cache=True)
-        with torch.autocast(embeds.device.type, enabled=False):
-            graph.load(cache, attention_mask, out.last_hidden_state[:, -1], uniforms)
+            cache = []
+            hidden = forward.hidden_states(self, embeds, whole(attention_mask), cache=cache)[:, -1]
+            graph.load(cache, attention_mask, hidden, uniforms)
             del cache
             graph.run(max_new_tokens)
         length = max(1, int(graph.valid[:num_rows].sum(1).max()))
@@ -137,15 +133,14 @@ class Graph:
             self.advance()
         return graph
 
-    def load(self, cache: DynamicCache, attention_mask, hidden, uniforms):
+    def load(self, cache, attention_mask, hidden, uniforms):
         """Take over the prompts' keys and values, at the end of the slots, and sample the first token from hidden (p, C)."""
         p, length = attention_mask.shape
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
         self.pad.fill_(slots)[:p].copy_(slots - lengths)                        # prompts that are not there are empty
-        empty = attention_mask[:, None, :, None] == 0
-        for prefix, layer in zip(self.prefix, cache.layers):
-            for target, source in zip(prefix, (layer.keys, layer.values)):
-                target[:p, :, slots - length:] = source.masked_fill(empty, 0.0)
+        for prefix, layer in zip(self.prefix, cache):
+            for target, source in zip(prefix, layer):
+                target[:p, :, slots - length:] = source
         rows = slice(p * self.num_generations)
         self.hidden[rows] = hidden.repeat_interleave(self.num_generations, 0).to(self.hidden.dtype)
         self.position.zero_()[rows] = lengths.repeat_interleave(self.num_generations)

@@ -22,6 +22,7 @@ from rl_train.decode_torch import add_lora
 @dataclass
 class Runs:
     """Tokens of P packed sequences without their padding, as runs: a prompt, or what was fed of a row, which sees its prompt too."""
+    num_slots: int              # S of each sequence
     slots: torch.Tensor         # (m,) where each token is among the P*S slots
     keys: torch.Tensor          # the tokens that the first run sees, the second, ..
     query_ends: torch.Tensor    # (runs + 1,) int32, from 0
@@ -30,7 +31,7 @@ class Runs:
 
 
 def runs(part: torch.Tensor) -> Runs:
-    """Of `logprob.Packed.part` (P, S): -1 padding, 0 prompt, 1 + row."""
+    """Of `packing.Packed.part` (P, S): -1 padding, 0 prompt, 1 + row."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]
     run = part.flatten()[slots] + slots // part.shape[1] * many
@@ -46,16 +47,17 @@ def runs(part: torch.Tensor) -> Runs:
             prompt = own
         at += count
     query_ends, key_ends = (torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32) for sizes in (counts, lengths))
-    return Runs(slots, torch.cat(keys).to(part.device), query_ends, key_ends, (max(counts), max(lengths)))
+    return Runs(part.shape[1], slots, torch.cat(keys).to(part.device), query_ends, key_ends, (max(counts), max(lengths)))
 
 
-def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=None) -> torch.Tensor:
+def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=None, cache=None) -> torch.Tensor:
     """(P, S, C) last hidden states after the final norm, 0 at the padding; carries gradient to embeds and LoRA.
 
     Args:
         decoder: `decode.Decoder` of the language model, whose fused matrices are used, with the LoRA as it is now.
-        embeds: (P, S, C); packed: `logprob.Packed`.
+        embeds: (P, S, C); packed: `packing.Packed`.
         ops: `forward_triton` or `forward_torch`; default by device.
+        cache: list that receives the keys and values of each layer, [(P, K, S, D), (P, K, S, D)], 0 at the padding.
     """
     ops = ops or default_ops(embeds)
     layout = runs(packed.part)
@@ -74,6 +76,8 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
             residual, x = _AddNorm.apply(residual, delta, norm.weight, norm.variance_epsilon, ops)
             qkv = _Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))                          # (m, H + 2K, D)
             qkv = _Rotate.apply(qkv, *turn, num_kv, ops)
+            if cache is not None:
+                cache.append([padded(x, layout, len(embeds)) for x in split(qkv, num_kv)[1:]])
             x = _Flash.apply(qkv, num_kv, layout) if flash else dense_attention(qkv, num_kv, layout, bias)
             delta = _Linear.apply(x, out, *out.sources)
             residual, x = _AddNorm.apply(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops)
@@ -208,6 +212,12 @@ def split(qkv, num_kv):
     return qkv.split([qkv.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
 
 
+def padded(x, runs, num_prompts):
+    """(P, heads, S, D) of x (m, heads, D), 0 at the padding."""
+    slots = x.new_zeros(num_prompts * runs.num_slots, *x.shape[1:]).index_copy(0, runs.slots, x)
+    return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2)
+
+
 def by_flash(x) -> bool:
     """Does flash attention take such tensors?"""
     return x.is_cuda and x.dtype == torch.bfloat16
@@ -243,8 +253,6 @@ class _Flash(torch.autograd.Function):
 
 def dense_attention(qkv, num_kv, runs, bias):
     """The same over the padded sequences with a bias (P, 1, S, S), for what flash attention does not know."""
-    def padded(x):                                                              # (m, heads, D) -> (P, heads, S, D)
-        slots = x.new_zeros(len(bias) * bias.shape[2], *x.shape[1:]).index_copy(0, runs.slots, x)
-        return slots.unflatten(0, (len(bias), -1)).transpose(1, 2)
-    out = F.scaled_dot_product_attention(*map(padded, split(qkv, num_kv)), attn_mask=bias, enable_gqa=True)
+    q, k, v = (padded(x, runs, len(bias)) for x in split(qkv, num_kv))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)

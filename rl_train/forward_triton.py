@@ -61,7 +61,8 @@ def _rotate(qkv, cos, sin, out, num_turned, stride, NUM: tl.constexpr, BLOCK: tl
     first = tl.load(qkv + row * stride + at, mask=kept, other=0.0).to(tl.float32)
     second = tl.load(qkv + row * stride + at + HALF, mask=kept, other=0.0).to(tl.float32)
     c, s = tl.load(cos + row * HALF + half).to(tl.float32), tl.load(sin + row * HALF + half).to(tl.float32)
-    out, dtype = out + row * NUM * 2 * HALF + at, out.dtype.element_ty
+    dtype = out.dtype.element_ty
+    out += row * NUM * 2 * HALF + at
     tl.store(out, tl.where(turned, first * c - second * s, first).to(dtype), mask=kept)
     tl.store(out + HALF, tl.where(turned, second * c + first * s, second).to(dtype), mask=kept)
 
@@ -76,7 +77,8 @@ def rotate(qkv, cos, sin, num_turned):
 @triton.jit
 def _gate(y, out, width, stride, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept, dtype = column < width, out.dtype.element_ty
+    kept = column < width
+    dtype = out.dtype.element_ty
     g = tl.load(y + row * stride + column, mask=kept, other=0.0).to(tl.float32)
     u = tl.load(y + row * stride + width + column, mask=kept, other=0.0).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
@@ -92,7 +94,8 @@ def gate(y, width):
 @triton.jit
 def _gate_backward(d, y, dy, out, width, stride, BLOCK: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept, dtype = column < width, out.dtype.element_ty
+    kept = column < width
+    dtype = out.dtype.element_ty
     g = tl.load(y + row * stride + column, mask=kept, other=0.0).to(tl.float32)
     u = tl.load(y + row * stride + width + column, mask=kept, other=0.0).to(tl.float32)
     by = tl.load(d + row * width + column, mask=kept, other=0.0).to(tl.float32)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_train import forward
 from rl_train.fused import unsupported
+from rl_train.packing import Packed, pack, whole
 from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
@@ -65,62 +66,6 @@ def token_logps_from_hidden(hidden, weight, ids, temperature, vocabulary=None) -
 
 
 @dataclass
-class Packed:
-    """n rows as P sequences [prompt | tokens of its first row | of its second | ..], the last token of each row left out.
-
-    That token is never an input. Tokens see their prompt and what precedes them in their own row.
-    """
-    ids: torch.Tensor           # (P, M) what stands behind the prompts
-    part: torch.Tensor          # (P, S) what each token belongs to: -1 padding, 0 prompt, 1 + row
-    position_ids: torch.Tensor  # (P, S)
-    prompt: torch.Tensor        # (n,) prompt of each row
-    before: torch.Tensor        # (n, T) index, in its sequence, of what precedes each token: whose hidden state predicts it
-
-    def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """(P, 1, S, S) for the attention scores: 0 or -inf. Padding sees padding, so that no query is without any key."""
-        part = self.part
-        seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()                 # (P, S, S)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
-
-    def hidden_before(self, hidden, tokens) -> torch.Tensor:
-        """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
-        row, column = tokens.nonzero(as_tuple=True)
-        return hidden[self.prompt[row], self.before[row, column]]
-
-
-def fed(valid: torch.Tensor) -> torch.Tensor:
-    """(n, T) bool: the valid tokens (n, T) of each row but its last, which are the ones that a model has to read."""
-    return torch.cat([valid[:, :-1] & valid[:, 1:], torch.zeros_like(valid[:, :1])], dim=1)
-
-
-def pack(mask, prompt, ids, valid, pad_id: int) -> Packed:
-    """The layout of `Packed`.
-
-    Args:
-        mask: (P, L) attention mask of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
-        ids, valid: (n, T); the valid tokens of a row come first.
-    """
-    (num_prompts, length), device = mask.shape, ids.device
-    row, column = fed(valid).nonzero(as_tuple=True)
-    owner = prompt[row]
-    count = owner.bincount(minlength=num_prompts)
-    at = length + torch.arange(len(row), device=device) - (count.cumsum(0) - count)[owner]        # index in the owner's sequence
-    size = length + int(count.max())
-    size += -size % 8                                                                          # attention kernels like that
-    sequence = torch.full((num_prompts, size), pad_id, device=device)
-    sequence[owner, at] = ids[row, column]
-    part = torch.full((num_prompts, size), -1, device=device)
-    part[:, :length] = mask - 1
-    part[owner, at] = row + 1
-    position_ids = torch.zeros_like(part)
-    position_ids[:, :length] = positions(mask)
-    position_ids[owner, at] = mask.sum(1)[owner] + column
-    before = torch.full(ids.shape, length - 1, device=device)                                  # the first token follows the prompt
-    before[row, column + 1] = at
-    return Packed(sequence[:, length:], part, position_ids, prompt, before)
-
-
-@dataclass
 class Answers:
     """What one forward says of n rows."""
     logp: torch.Tensor          # (n, T), 0 where not valid
@@ -145,12 +90,25 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
     head = language_model.lm_head
     assert type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad, "lm_head is more than a frozen matrix"
     packed = pack(mask, prompt, ids, valid, pad_id)
-    how = how or (by_kernels if embeds.is_cuda and unsupported(language_model) is None else by_modules)
+    how = how or (by_kernels if knows(language_model, embeds) else by_modules)
     hidden = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
     weight = decoder_of(language_model).padded_head if how is by_kernels else head.weight      # an odd V makes slow products
     found = token_logps_from_hidden(packed.hidden_before(hidden, valid), weight, ids[valid], temperature, len(head.weight))
     logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
     return Answers(logp, entropy, hidden, packed)
+
+
+@torch.no_grad()
+def read(language_model, embeds, mask) -> torch.Tensor:
+    """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says."""
+    if knows(language_model, embeds):
+        return forward.hidden_states(decoder_of(language_model), embeds, whole(mask))[:, -1]
+    return hidden_states(language_model, embeds, mask)[:, -1]
+
+
+def knows(language_model, embeds) -> bool:
+    """Are there kernels for this model, here?"""
+    return embeds.is_cuda and unsupported(language_model) is None
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:

@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
 from rl_train import logprob
+from rl_train.packing import fed
 from rl_train.prompts import PromptBuilder
 from rl_train.tokens import StopText
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
@@ -208,7 +209,7 @@ class Policy:
 
         A [SEG] that is the very last token of a row has no hidden state of its own and is dropped, as in the original.
         """
-        return logprob.fed(valid) & (ids == self.model.seg_id)
+        return fed(valid) & (ids == self.model.seg_id)
 
     def decode_masks(self, images: Images, image: list[int], prompts: torch.Tensor) -> torch.Tensor:
         """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m]."""

@@ -10,7 +10,7 @@ import torch
 
 from rl_train.data.loader import Batch
 from rl_train.grpo import gaussian_logp
-from rl_train.logprob import follow, hidden_states
+from rl_train.logprob import follow, read
 from rl_train.policy import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
 from rl_train.sampler import generate
@@ -169,7 +169,7 @@ def segment(policy: Policy, images: Images, image: list[int], captions: list[str
         with policy.autocast():
             embeds, mask = policy.embed(images, prompts, answer.shape[1])
             mask = torch.cat([mask, torch.ones_like(answer)], dim=1)
-            hidden = hidden_states(language_model, follow(language_model, embeds, answer), mask)[:, -1]
+            hidden = read(language_model, follow(language_model, embeds, answer), mask)                # (p, C)
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
     return masks

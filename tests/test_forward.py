@@ -6,7 +6,8 @@ from transformers import Qwen2Config
 from rl_train import forward, forward_torch
 from rl_train.decode import Decoder
 from rl_train.fused import Fused
-from rl_train.logprob import by_kernels, by_modules, pack, score_answers
+from rl_train.logprob import by_kernels, by_modules, score_answers
+from rl_train.packing import pack
 from tools.benchmarks.common import random_llm
 
 SIZES = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from rl_train import grpo, logprob
-from rl_train.logprob import follow, hidden_states, pack, token_logps_from_hidden
+from rl_train.logprob import follow, hidden_states, token_logps_from_hidden
+from rl_train.packing import pack
 from rl_train.policy import Policy, Prompts, Scores
 
 

@@ -7,6 +7,7 @@ score = PR / (0.9 P + 0.1 R) * (1 - 0.5 (c / m)^3), so identical captions of m w
 up already stemmed, so car/auto match and large/big ("larg") do not.
 """
 
+import functools
 import re
 from collections.abc import Sequence
 
@@ -65,10 +66,15 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner:
     if legacy_cleaner:
         hypotheses = [legacy_clean(hypothesis) for hypothesis in hypotheses]
     scores = [
-        single_meteor_score(tokenize(reference), tokenize(hypothesis))
+        single_meteor_score(tokenize(reference), tokenize(hypothesis), wordnet=_Remembering)
         for reference, hypothesis in zip(references, hypotheses)
     ]
     return torch.tensor(scores, dtype=torch.float32)  # (N,)
+
+
+class _Remembering:
+    """WordNet for `single_meteor_score`, which asks for the synsets of each word of each caption anew."""
+    synsets = staticmethod(functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word)))
 
 
 def require_wordnet() -> None:

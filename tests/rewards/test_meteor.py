@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_train.rewards import meteor
-from rl_train.rewards.meteor import require_wordnet, tokenize
+from rl_train.rewards.meteor import _Remembering, require_wordnet, tokenize
 
 
 def score(reference: str, hypothesis: str) -> float:
@@ -18,9 +18,11 @@ def score(reference: str, hypothesis: str) -> float:
 def no_wordnet(monkeypatch, tmp_path):
     """NLTK as on a machine without WordNet: nothing loaded and nothing to find."""
     nltk.corpus.wordnet._unload()
+    _Remembering.synsets.cache_clear()
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     yield tmp_path
     nltk.corpus.wordnet._unload()
+    _Remembering.synsets.cache_clear()
 
 
 def test_identical_captions_score_one_minus_half_over_m_cubed():
