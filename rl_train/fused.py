@@ -62,7 +62,7 @@ class Fused:
 def aligned(head: nn.Linear) -> torch.Tensor:
     """(V rounded up to a multiple of 64, C) whose first V rows `head`'s weight becomes, and the others 0.
 
-    Sa2VA-4B's 151,674 rows alone take a matrix product to a kernel that reads single numbers, at a third of the speed.
+    Sa2VA-4B's 151,679 rows alone take a matrix product to a kernel that reads single numbers, at a third of the speed.
     """
     weight = torch.cat([head.weight.data, head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])])
     head.weight.data = weight[:len(head.weight)]

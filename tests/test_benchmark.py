@@ -124,7 +124,7 @@ def test_lengths_are_forced(tiny, monkeypatch):
 
 def test_each_way_scores_the_same_tokens_alike(tiny):
     """The stand-ins' log-probs and [SEG] embeddings are the project's, to bf16; their teacher encodes each row's own image."""
-    policy, batch, args = tiny.policy, tiny.batch, tiny.args
+    policy, batch = tiny.policy, tiny.batch
     images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions)
     with work.forced(tiny):

@@ -12,7 +12,7 @@ from rl_train.fused import unsupported
 from rl_train.policy import load_tokenizer
 from rl_train.roles import Roles
 from rl_train.rollout import noise
-from rl_train.sampler import decoder_of, generate, generate_plain
+from rl_train.sampler import decoder_of, generate_plain
 from rl_train.tokens import StopText, _token_bytes, draw
 from sa2va_hf import Sa2VAModel
 from tools.make_demo import SHIPPED_CHECKPOINT
@@ -296,7 +296,7 @@ def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
             parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
             ids += [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
             ids += tokenizer.encode(str(rng.choice(["\n", "|", "<", "end", ">>"])), add_special_tokens=False)
-        state, over = stop.start(1), False
+        state = stop.start(1)
         for t in range(1, len(ids) + 1):
             state, done = stop.step(state, torch.tensor(ids[t - 1:t]))
             expected = by_decoding(tokenizer, stop_texts, ids[:t])

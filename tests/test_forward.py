@@ -4,7 +4,6 @@ import torch
 from transformers import Qwen2Config
 
 from rl_train import forward, forward_torch
-from rl_train.decode import Decoder
 from rl_train.fused import Fused
 from rl_train.logprob import by_kernels, by_modules, score_answers
 from rl_train.packing import pack

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest.mock import patch
 
-import numpy as np
 import torch
 
 from rl_train import distributed, rollout, train
