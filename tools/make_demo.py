@@ -1,7 +1,7 @@
 """Make the demo: drawn scenes in GAR's Arrow layout and a tiny but complete Sa2VA checkpoint in the original layout.
 
     python -m tools.make_demo --output_dir outputs/demo                     # data + the finished checkpoint that ships here
-    python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + the same checkpoint, trained from nothing
+    python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made the same way, from nothing
 
 Everything is drawn by code from --seed. The checkpoint is warm-started by supervised training on the prompts and the
 encode rule of `rl_train.prompts` and `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its
