@@ -100,9 +100,11 @@ def test_region_masks_of_any_dtype(built, batch, dtype):
     assert torch.equal(embed(batch.grids[:1].to(dtype)), embed(batch.grids[:1]))
 
 
-def test_text_alone_and_past_text(built):
+def test_text_alone_and_past_text(built, force):
+    answer = "It is [SEG].<|end|>"
+    force(2 * answer)                                                    # one after the other
     first = predict(built, text="Please segment a dog in this image.")
-    assert first["prediction_masks"] == [] and first["prediction"].endswith("<|end|>")
+    assert first == {"prediction": answer, "prediction_masks": []}       # without an image there is nothing to segment
     past = f"<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n{first['prediction']}\n"
     prompts = []
     embed = built.model.embed
