@@ -104,7 +104,7 @@ def test_ranks_differ_in_their_forwards_but_run_equally_many(ended):
     files = [ended / "shared" / "rollouts" / f"rank{rank}.jsonl" for rank in range(2)]
     lengths = torch.tensor([[len(json.loads(line)["completion"]) for line in file.read_text().split("\n")[:-1]] for file in files])
     longest = lengths.view(2, 4, 3).amax(2)                                               # (ranks, rollouts), in letters
-    assert (longest[0] != longest[1]).all()
+    assert (longest[0] != longest[1])[::2].all()                                          # loop 1's; loop 2's have one wording
     first, second = (json.loads((ended / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first.pop("whole") == second.pop("whole") == {}
     for name in first:
