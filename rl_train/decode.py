@@ -41,7 +41,7 @@ class Decoder:
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         if ops is None and self.head.is_cuda and importlib.util.find_spec("triton"):
             from rl_train import decode_triton
-            ops = decode_triton if decode_triton.fits(self.head_size, config.intermediate_size) else None
+            ops = decode_triton if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size) else None
         self.ops = ops or decode_torch
         self.cache = self.head.new_zeros(0)         # shared by all graphs, of which one runs at a time
         self.graphs: dict[tuple, Graph] = {}
@@ -112,14 +112,15 @@ class Graph:
         self.prefix = flat[:split].view(layers, 2, num_prompts, decoder.num_kv, length, decoder.head_size)
         self.suffix = flat[split:split + n * num_tokens * decoder.slot_size].view(layers, 2, n, *per_head)     # (.., K, T, D)
         self.pad = new(num_prompts, dtype=torch.int32)                          # empty slots before each prompt
-        # Rows of the logits start at multiples of BLOCK numbers: aligned for the product, and ready for `inverse_cdf`.
-        self.logits = new(n, _round_up(vocab, BLOCK)).fill_(float("-inf"))
+        self.logits = new(n, _round_up(vocab, BLOCK))                           # aligned for the product, ready for `inverse_cdf`
         self.hidden, self.hiddens = new(n, width), new(n, num_tokens, width)
         self.uniforms = new(n, num_tokens, dtype=torch.float64)
         self.ids, self.logp = new(n, num_tokens, dtype=torch.long), new(n, num_tokens, dtype=torch.float32)
         self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
         self.state, self.token, self.position = (new(n, dtype=torch.long) for _ in range(3))
         self.step = new(1, dtype=torch.long)
+        angle = torch.arange(length + num_tokens, device=decoder.head.device)[:, None] * decoder.inv_freq            # (L + T, D/2)
+        self.cos, self.sin = ((f(angle) * decoder.rope_scale).to(decoder.head.dtype) for f in (torch.cos, torch.sin))
         self.graph = self._capture() if decoder.head.is_cuda else None
 
     def _capture(self):
@@ -183,12 +184,9 @@ class Graph:
 
     def sample(self):
         """Draw token `step` of each row from `hidden` and write it down."""
-        vocab = len(self.decoder.head)
-        padded = self.decoder.padded_head
-        torch.mm(self.hidden, padded.t(), out=self.logits[:, :len(padded)])
-        self.logits[:, vocab:len(padded)] = float("-inf")                       # of rows that are no token's
-        u = None if self.greedy else self.uniforms.index_select(1, self.step)[:, 0]
-        token, logp = draw(self.logits, self.temperature, u)
+        decoder = self.decoder
+        torch.mm(self.hidden, decoder.padded_head.t(), out=self.logits[:, :len(decoder.padded_head)])
+        token, logp = decoder.ops.pick(self.logits, len(decoder.head), self.temperature, None if self.greedy else self.uniforms, self.step)
         self.token.copy_(token.masked_fill(self.done, self.pad_id))
         self.ids.index_copy_(1, self.step, self.token[:, None])
         self.logp.index_copy_(1, self.step, logp.masked_fill(self.done, 0.0)[:, None])
@@ -200,17 +198,17 @@ class Graph:
 
     def forward(self):
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""
-        decoder, ops = self.decoder, self.decoder.ops
-        angle = self.position[:, None] * decoder.inv_freq                       # (N, D/2)
-        cos, sin = ((f(angle) * decoder.rope_scale).to(decoder.head.dtype) for f in (torch.cos, torch.sin))
-        residual, delta = F.embedding(self.token, decoder.embedding), None      # (N, C)
-        for ((qkv, out, gate_up, down), norm, mlp_norm), prefix, suffix in zip(decoder.layers, self.prefix, self.suffix):
-            x = ops.add_norm(residual, delta, norm.weight, norm.variance_epsilon)
-            q = ops.rotate_and_store(qkv(x), qkv.lora_b, qkv.scaling, cos, sin, *suffix, self.step)
-            delta = out.with_lora(ops.attend(q, *prefix, *suffix, self.pad, self.step))
-            x = ops.add_norm(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon)
-            delta = down.with_lora(ops.gate(gate_up(x), gate_up.lora_b, gate_up.scaling, gate_up.sizes[0]))
-        return ops.add_norm(residual, delta, decoder.final_norm.weight, decoder.final_norm.variance_epsilon)
+        decoder, ops, layers = self.decoder, self.decoder.ops, self.decoder.layers
+        residual, x, power = ops.embed(self.token, decoder.embedding, layers[0][1].weight)
+        following = [norm for _, norm, _ in layers[1:]] + [decoder.final_norm]
+        for ((qkv, out, gate_up, down), norm, mlp_norm), next_norm, prefix, suffix in zip(layers, following, self.prefix, self.suffix):
+            q = ops.rotate_and_store(F.linear(x, qkv.weight), power, norm.variance_epsilon, qkv.bias, qkv.lora_b, qkv.scaling, self.cos,
+                                     self.sin, self.position, *suffix, self.step)
+            found = ops.attend(q, *prefix, *suffix, self.pad, self.step)
+            x, power = ops.add(residual, found, out.weight, out.lora_b, out.scaling, mlp_norm.weight)
+            found = ops.gate(F.linear(x, gate_up.weight), power, mlp_norm.variance_epsilon, gate_up.lora_b, gate_up.scaling, gate_up.sizes[0])
+            x, power = ops.add(residual, found, down.weight, down.lora_b, down.scaling, next_norm.weight)
+        return ops.normed(x, power, decoder.final_norm.variance_epsilon)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,18 +1,44 @@
 """The parts of a decode step that are not matrix products, in plain torch: for the CPU, and what `decode_triton` is tested against.
 
-Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width, r LoRA rank.
+Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
+r LoRA rank, V vocabulary.
 """
 import torch
 import torch.nn.functional as F
 
+from rl_train.tokens import draw
 
-def add_norm(residual, delta, weight, eps):
-    """RMSNorm (N, C) of the residual stream, to which delta (N, C), unless None, is added in place first."""
-    if delta is not None:
-        residual.add_(delta)
-    x = residual.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return weight * x.to(residual.dtype)
+
+def embed(token, table, weight):
+    """(residual stream (N, C), x, power): the embeddings of token (N,), and what `add` returns of them."""
+    residual = F.embedding(token, table)
+    return residual, *_before_norm(residual, weight)
+
+
+def add(residual, inputs, matrix, lora_b, scaling, weight):
+    """Add to residual (N, C), in place, a linear's output, given its inputs (N, F), its matrix and LoRA A (C + r, F), LoRA B (C, r) or None.
+
+    Args:
+        weight: (C,) of the RMSNorm that reads the sum.
+
+    Returns:
+        x (N, C): sum * weight; power (N, k): shares of its mean square. RMSNorm is x / sqrt(power.sum(1) + eps), and what divides
+        is one number a row: the linears are given x, and their outputs are divided.
+    """
+    width = residual.shape[1]
+    y = F.linear(inputs, matrix)
+    add_lora(y, lora_b, scaling, [width])
+    residual.add_(y[:, :width])
+    return _before_norm(residual, weight)
+
+
+def _before_norm(residual, weight):
+    return residual * weight, residual.float().square().mean(1, keepdim=True)
+
+
+def normed(x, power, eps):
+    """The RMSNorm (N, C) itself, of what `add` returns."""
+    return (x * torch.rsqrt(power.sum(1, keepdim=True) + eps)).to(x.dtype)
 
 
 def add_lora(y, lora_b, scaling, sizes):
@@ -24,11 +50,12 @@ def add_lora(y, lora_b, scaling, sizes):
             out.addmm_(a, b.t(), alpha=scaling)
 
 
-def rotate_and_store(y, lora_b, scaling, cos, sin, keys, values, step):
-    """Add LoRA B to y = [q, k, v, their LoRA A outputs], turn q and k, write k and v to slot `step` of keys, values (N, K, T, D).
+def rotate_and_store(y, power, eps, bias, lora_b, scaling, cos, sin, position, keys, values, step):
+    """Finish y = [q, k, v, their LoRA A outputs], turn q and k, write k and v to slot `step` of keys, values (N, K, T, D).
 
     Args:
-        y: (N, (H + 2K) D + 3r), overwritten; lora_b: ((H + 2K) D, r) or None; cos, sin: (N, D/2); step: (1,) long.
+        y: (N, (H + 2K) D + 3r) product with x of `add`, overwritten; power: see `add`; bias: (at least (H + 2K) D,) or None.
+        lora_b: ((H + 2K) D, r) or None; cos, sin: (positions, D/2); position: (N,) long; step: (1,) long.
 
     Returns:
         q (N, H, D).
@@ -37,9 +64,10 @@ def rotate_and_store(y, lora_b, scaling, cos, sin, keys, values, step):
     width = lora_b.shape[0] if lora_b is not None else y.shape[1]
     num_heads = width // size - 2 * num_kv
     add_lora(y, lora_b, scaling, [num_heads * size, num_kv * size, num_kv * size])
-    qkv = y[:, :width].view(n, -1, size)                                        # (N, H + 2K, D)
+    qkv = normed(y[:, :width], power, eps)
+    qkv = (qkv if bias is None else qkv + bias[:width]).view(n, -1, size)       # (N, H + 2K, D)
     first, second = qkv[:, :num_heads + num_kv].chunk(2, dim=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    cos, sin = cos[position, None], sin[position, None]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     keys.index_copy_(2, step, turned[:, num_heads:, None])
     values.index_copy_(2, step, qkv[:, num_heads + num_kv:, None])
@@ -68,7 +96,14 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
     return (prefix + p[..., length:] @ values).reshape(n, -1)
 
 
-def gate(y, lora_b, scaling, width):
-    """silu(gate) * up (N, F) of y = [gate, up, their LoRA A outputs] (N, 2F + 2r) with LoRA B (2F, r) added; overwrites y."""
+def gate(y, power, eps, lora_b, scaling, width):
+    """silu(gate) * up (N, F) of y = [gate, up, their LoRA A outputs] (N, 2F + 2r), a product with x of `add`; overwrites y."""
     add_lora(y, lora_b, scaling, [width, width])
-    return F.silu(y[:, :width]) * y[:, width:2 * width]
+    y = normed(y[:, :2 * width], power, eps)
+    return F.silu(y[:, :width]) * y[:, width:]
+
+
+def pick(logits, vocab, temperature, uniforms, step):
+    """(token (N,), its log-prob (N,)), as `tokens.draw`, of logits (N, at least V) at column `step` of uniforms (N, T), or None."""
+    logits[:, vocab:] = float("-inf")                                           # of what is no token
+    return draw(logits, temperature, None if uniforms is None else uniforms.index_select(1, step)[:, 0])

@@ -1,49 +1,32 @@
 """The parts of a decode step that are not matrix products as one Triton kernel each (attention: two). Same functions as `decode_torch`.
 
-Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width, r LoRA rank.
+Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
+r LoRA rank, V vocabulary.
 Sums are float32; products of two tensors take their own dtype, in full precision for float32. Rounding to the model's dtype
 happens where the model rounds.
 """
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from rl_train.tokens import BLOCK
+
 MAX_SPLITS = 8        # pieces of a prompt's keys that run side by side
-COLUMNS = 32          # of the MLP that a program computes
+COLUMNS = 32          # of the width or the MLP's width that a program computes
+BLOCKS = 8            # of the vocabulary that a program sums up
+SUMMANDS = 4          # of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself
 LOG2E = 1.4426950408889634
 
 
-def fits(head_size: int, mlp_width: int) -> bool:
+def fits(head_size: int, width: int, mlp_width: int) -> bool:
     """Are the kernels written for these sizes?"""
-    return head_size >= 32 and head_size & (head_size - 1) == 0 and mlp_width % COLUMNS == 0
-
-
-@triton.jit
-def _add_norm(residual, delta, weight, out, eps, width, delta_stride, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    dtype = residual.dtype.element_ty
-    kept = column < width
-    x = tl.load(residual + row * width + column, mask=kept, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        total = (x + tl.load(delta + row * delta_stride + column, mask=kept, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(residual + row * width + column, total, mask=kept)
-        x = total.to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x) / width + eps)).to(dtype).to(tl.float32)
-    tl.store(out + row * width + column, (x * tl.load(weight + column, mask=kept, other=0.0).to(tl.float32)).to(dtype), mask=kept)
-
-
-def add_norm(residual, delta, weight, eps):
-    n, width = residual.shape
-    out = torch.empty_like(residual)
-    _add_norm[(n,)](residual, residual if delta is None else delta, weight, out, eps, width, 0 if delta is None else delta.stride(0),
-                    HAS_DELTA=delta is not None, BLOCK=triton.next_power_of_2(width), num_warps=8)
-    return out
+    return head_size >= 32 and head_size & (head_size - 1) == 0 and width % COLUMNS == 0 and mlp_width % COLUMNS == 0
 
 
 @triton.jit
 def _linear(y, lora_b, rows, columns, inner, stride, num_rows, scaling, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """(rows, columns) of y with LoRA B added, as float32 that is rounded to y's dtype; the outputs of LoRA A start at column `inner`."""
-    dtype = y.dtype.element_ty
+    """(rows, columns) of y with LoRA B added, float32; the outputs of LoRA A start at column `inner`."""
     there = (rows < num_rows)[:, None]
     found = tl.load(y + rows[:, None] * stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
     if RANK > 0:
@@ -51,23 +34,122 @@ def _linear(y, lora_b, rows, columns, inner, stride, num_rows, scaling, RANK: tl
         a = tl.load(y + rows[:, None] * stride + inner + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
         b = tl.load(lora_b + columns[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None], other=0.0)
         found += scaling * tl.dot(a, b, input_precision="ieee")
-    return found.to(dtype).to(tl.float32)
+    return found
 
 
 @triton.jit
-def _rotate_and_store(y, lora_b, cos, sin, q, keys, values, step, scaling, stride, num_rows, slots, H: tl.constexpr, K: tl.constexpr,
-                      D: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr):
+def _norm_scale(power, rows, num_rows, eps, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
+    """(rows, 1) by which RMSNorm multiplies."""
+    part = tl.arange(0, PARTS_BLOCK)
+    shares = tl.load(power + rows[:, None] * PARTS + part[None, :], mask=(rows < num_rows)[:, None] & (part < PARTS)[None, :], other=0.0)
+    return tl.rsqrt(tl.sum(shares, axis=1) + eps)[:, None]
+
+
+@triton.jit
+def _before_norm(total, at, weight, columns, x, power, rows, num_rows, part, width, PARTS: tl.constexpr):
+    """Store what `decode_torch.add` returns, of these columns of the residual stream, given as float32."""
+    there = rows < num_rows
+    product = total * tl.load(weight + columns).to(tl.float32)[None, :]
+    tl.store(x + at, product.to(x.dtype.element_ty), mask=there[:, None])
+    tl.store(power + rows * PARTS + part, tl.sum(total * total, axis=1) / width, mask=there)
+
+
+@triton.jit
+def _embed(token, table, weight, residual, x, power, width, num_rows, PARTS: tl.constexpr, ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
+    there = (rows < num_rows)[:, None]
+    found = tl.load(table + tl.load(token + rows, mask=rows < num_rows, other=0)[:, None] * width + columns[None, :], mask=there, other=0.0)
+    at = rows[:, None] * width + columns[None, :]
+    tl.store(residual + at, found, mask=there)
+    _before_norm(found.to(tl.float32), at, weight, columns, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
+
+
+def embed(token, table, weight):
+    n, width, rows = len(token), table.shape[1], _rows(len(token))
+    residual, x, power = table.new_empty(n, width), table.new_empty(n, width), table.new_empty(n, width // COLUMNS, dtype=torch.float32)
+    _embed[(width // COLUMNS, triton.cdiv(n, rows))](token, table, weight, residual, x, power, width, n, PARTS=width // COLUMNS, ROWS=rows,
+                                                     NUM_COLUMNS=COLUMNS)
+    return residual, x, power
+
+
+@triton.jit
+def _add(residual, y, lora_b, weight, x, power, scaling, width, stride, num_rows, SUMMANDS: tl.constexpr, PARTS: tl.constexpr,
+         RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns, r = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS), tl.arange(0, RANK_BLOCK)
+    dtype = residual.dtype.element_ty
+    there = (rows < num_rows)[:, None]
+    delta = tl.zeros((ROWS, NUM_COLUMNS), tl.float32)
+    inner = tl.zeros((ROWS, RANK_BLOCK), tl.float32)
+    for summand in tl.static_range(SUMMANDS):
+        at = (summand * num_rows + rows)[:, None] * stride
+        delta += tl.load(y + at + columns[None, :], mask=there, other=0.0).to(tl.float32)
+        if RANK > 0:
+            inner += tl.load(y + at + width + r[None, :], mask=there & (r < RANK)[None, :], other=0.0).to(tl.float32)
+    if RANK > 0:
+        b = tl.load(lora_b + columns[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None], other=0.0)
+        delta += scaling * tl.dot(inner.to(dtype), b, input_precision="ieee")
+    at = rows[:, None] * width + columns[None, :]
+    total = (tl.load(residual + at, mask=there, other=0.0).to(tl.float32) + delta.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(residual + at, total, mask=there)
+    _before_norm(total.to(tl.float32), at, weight, columns, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
+
+
+def add(residual, inputs, matrix, lora_b, scaling, weight):
+    (n, width), rank, rows = residual.shape, 0 if lora_b is None else lora_b.shape[1], _rows(len(residual))
+    y, parts = _product(inputs, matrix), width // COLUMNS
+    x, power = torch.empty_like(residual), residual.new_empty(n, parts, dtype=torch.float32)
+    _add[(parts, triton.cdiv(n, rows))](residual, y, y if lora_b is None else lora_b, weight, x, power, scaling, width, y.shape[2], n,
+                                        SUMMANDS=len(y), PARTS=parts, RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows,
+                                        NUM_COLUMNS=COLUMNS)
+    return x, power
+
+
+def _product(inputs, matrix):
+    """(summands, N, outputs) whose sum is inputs @ matrix.T, float32 where there is more than one."""
+    if matrix.dtype == torch.float32 or matrix.shape[1] % (8 * SUMMANDS):
+        return F.linear(inputs, matrix)[None]
+    inputs, matrix = inputs.unflatten(1, (SUMMANDS, -1)).transpose(0, 1), matrix.unflatten(1, (SUMMANDS, -1)).permute(1, 2, 0)
+    return torch.bmm(inputs, matrix, out_dtype=torch.float32)
+
+
+@triton.jit
+def _normed(x, power, out, eps, width, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, part = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, PARTS_BLOCK)
+    scale = tl.rsqrt(tl.sum(tl.load(power + row * PARTS + part, mask=part < PARTS, other=0.0)) + eps)
+    at, kept = row * width + column, column < width
+    tl.store(out + at, (tl.load(x + at, mask=kept, other=0.0).to(tl.float32) * scale).to(out.dtype.element_ty), mask=kept)
+
+
+def normed(x, power, eps):
+    (n, width), parts, out = x.shape, power.shape[1], torch.empty_like(x)
+    _normed[(n,)](x, power, out, eps, width, PARTS=parts, PARTS_BLOCK=triton.next_power_of_2(parts), BLOCK=triton.next_power_of_2(width))
+    return out
+
+
+@triton.jit
+def _rotate_and_store(y, power, bias, lora_b, cos, sin, position, q, keys, values, step, eps, scaling, stride, num_rows, slots,
+                      BIAS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr,
+                      PARTS_BLOCK: tl.constexpr, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr):
     head = tl.program_id(0)
     rows, half = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, D // 2)
     inner = (H + 2 * K) * D + (head >= H).to(tl.int32) * RANK + (head >= H + K).to(tl.int32) * RANK       # of q, k or v
-    first = _linear(y, lora_b, rows, head * D + half, inner, stride, num_rows, scaling, RANK, RANK_BLOCK)
-    second = _linear(y, lora_b, rows, head * D + D // 2 + half, inner, stride, num_rows, scaling, RANK, RANK_BLOCK)
+    column = head * D + half
+    dtype = y.dtype.element_ty
+    scale = _norm_scale(power, rows, num_rows, eps, PARTS, PARTS_BLOCK)
+    first = _linear(y, lora_b, rows, column, inner, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    second = _linear(y, lora_b, rows, column + D // 2, inner, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    if BIAS:
+        first += tl.load(bias + column).to(tl.float32)[None, :]
+        second += tl.load(bias + column + D // 2).to(tl.float32)[None, :]
+    first = first.to(dtype).to(tl.float32)
+    second = second.to(dtype).to(tl.float32)
     there = (rows < num_rows)[:, None]
-    at = rows[:, None] * (D // 2) + half[None, :]
     if head < H + K:
+        at = tl.load(position + rows, mask=rows < num_rows, other=0)[:, None] * (D // 2) + half[None, :]
         c, s = tl.load(cos + at, mask=there, other=0.0).to(tl.float32), tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
-    dtype = y.dtype.element_ty
     if head < H:
         at = (rows[:, None] * H + head) * D + half[None, :]
         tl.store(q + at, first.to(dtype), mask=there)
@@ -82,14 +164,15 @@ def _rotate_and_store(y, lora_b, cos, sin, q, keys, values, step, scaling, strid
             tl.store(values + at + D // 2, second.to(dtype), mask=there)
 
 
-def rotate_and_store(y, lora_b, scaling, cos, sin, keys, values, step):
+def rotate_and_store(y, power, eps, bias, lora_b, scaling, cos, sin, position, keys, values, step):
     n, num_kv, slots, size = keys.shape
-    rank = 0 if lora_b is None else lora_b.shape[1]
+    rank, parts, rows = 0 if lora_b is None else lora_b.shape[1], power.shape[1], _rows(n)
     num_heads = (y.shape[1] - 3 * rank) // size - 2 * num_kv
-    q, rows = y.new_empty(n, num_heads, size), _rows(n)
-    _rotate_and_store[(num_heads + 2 * num_kv, triton.cdiv(n, rows))](
-        y, y if lora_b is None else lora_b, cos, sin, q, keys, values, step, scaling, y.stride(0), n, slots, H=num_heads, K=num_kv, D=size,
-        RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows)
+    q, grid = y.new_empty(n, num_heads, size), (num_heads + 2 * num_kv, triton.cdiv(n, rows))
+    _rotate_and_store[grid](
+        y, power, bias, y if lora_b is None else lora_b, cos, sin, position, q, keys, values, step, eps, scaling, y.stride(0), n, slots,
+        BIAS=bias is not None, H=num_heads, K=num_kv, D=size, PARTS=parts,
+        PARTS_BLOCK=triton.next_power_of_2(parts), RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows)
     return q
 
 
@@ -167,23 +250,85 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
 
 
 @triton.jit
-def _gate(y, lora_b, out, scaling, width, stride, num_rows, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-          NUM_COLUMNS: tl.constexpr):
+def _gate(y, power, lora_b, out, eps, scaling, width, stride, num_rows, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr,
+          RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
-    g = _linear(y, lora_b, rows, columns, 2 * width, stride, num_rows, scaling, RANK, RANK_BLOCK)
-    u = _linear(y, lora_b, rows, width + columns, 2 * width + RANK, stride, num_rows, scaling, RANK, RANK_BLOCK)
     dtype = out.dtype.element_ty
+    scale = _norm_scale(power, rows, num_rows, eps, PARTS, PARTS_BLOCK)
+    g = _linear(y, lora_b, rows, columns, 2 * width, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    u = _linear(y, lora_b, rows, width + columns, 2 * width + RANK, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    g = g.to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
-    tl.store(out + rows[:, None] * width + columns[None, :], (g * u).to(dtype), mask=(rows < num_rows)[:, None])
+    at = rows[:, None] * width + columns[None, :]
+    tl.store(out + at, (g * u.to(dtype).to(tl.float32)).to(dtype), mask=(rows < num_rows)[:, None])
 
 
-def gate(y, lora_b, scaling, width):
-    n, rank, rows = len(y), 0 if lora_b is None else lora_b.shape[1], _rows(len(y))
-    out = y.new_empty(n, width)
-    _gate[(width // COLUMNS, triton.cdiv(n, rows))](y, y if lora_b is None else lora_b, out, scaling, width, y.stride(0), n, RANK=rank,
-                                                    RANK_BLOCK=_at_least_16(rank), ROWS=rows, NUM_COLUMNS=COLUMNS)
+def gate(y, power, eps, lora_b, scaling, width):
+    n, rank, parts, rows = len(y), 0 if lora_b is None else lora_b.shape[1], power.shape[1], _rows(len(y))
+    out, grid = y.new_empty(n, width), (width // COLUMNS, triton.cdiv(n, rows))
+    _gate[grid](y, power, y if lora_b is None else lora_b, out, eps, scaling, width, y.stride(0), n, PARTS=parts,
+                PARTS_BLOCK=triton.next_power_of_2(parts), RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows, NUM_COLUMNS=COLUMNS)
     return out
+
+
+@triton.jit
+def _summarise(logits, tops, sums, stride, vocab, temperature, num_blocks, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """The highest logit of each BLOCK of the vocabulary, and the sum of its exponentials relative to that."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * NUM + tl.arange(0, NUM)
+    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
+    top = tl.maximum(tl.max(x, axis=1), -1e30)                  # not -inf: the difference of two is then a number
+    total = tl.sum(tl.exp(x - top[:, None]).to(tl.float64), axis=1)
+    at = row * num_blocks + block
+    tl.store(tops + at, top, mask=block < num_blocks)
+    tl.store(sums + at, total, mask=block < num_blocks)
+
+
+@triton.jit
+def _first_above(cdf, share, target, SIZE: tl.constexpr):
+    """Index of the first entry of a rising cdf (SIZE,) above target, at most that of the last one with a share of its own."""
+    index = tl.arange(0, SIZE)
+    return tl.minimum(tl.sum((cdf <= target).to(tl.int32)), tl.max(tl.where(share > 0, index, 0)))
+
+
+@triton.jit
+def _pick(logits, tops, sums, uniforms, step, token, logp, stride, vocab, temperature, num_blocks, num_tokens, GREEDY: tl.constexpr,
+          NUM: tl.constexpr, BLOCK: tl.constexpr):
+    """A token of each row: the block by the blocks' sums, then the token in it."""
+    row, block, inside = tl.program_id(0).to(tl.int64), tl.arange(0, NUM), tl.arange(0, BLOCK)
+    there = block < num_blocks
+    top = tl.load(tops + row * num_blocks + block, mask=there, other=-1e30)
+    highest = tl.max(top)
+    share = tl.load(sums + row * num_blocks + block, mask=there, other=0.0) * tl.exp(top - highest).to(tl.float64)
+    total = tl.sum(share)
+    if GREEDY:
+        found = tl.argmax(top, axis=0)
+    else:
+        cdf = tl.cumsum(share)
+        target = tl.load(uniforms + row * num_tokens + tl.load(step)) * total
+        found = _first_above(cdf, share, target, NUM)
+        target -= tl.sum(tl.where(block < found, share, 0.0))
+    column = found * BLOCK + inside
+    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
+    if GREEDY:
+        place = tl.argmax(x, axis=0)
+    else:
+        p = tl.exp(x - highest).to(tl.float64)
+        place = _first_above(tl.cumsum(p), p, target, BLOCK)
+    tl.store(token + row, (found * BLOCK + place).to(tl.int64))
+    tl.store(logp + row, tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32))
+
+
+def pick(logits, vocab, temperature, uniforms, step):
+    n, num_blocks = len(logits), triton.cdiv(vocab, BLOCK)
+    tops, sums = logits.new_empty(n, num_blocks, dtype=torch.float32), logits.new_empty(n, num_blocks, dtype=torch.float64)
+    token, logp = logits.new_empty(n, dtype=torch.long), logits.new_empty(n, dtype=torch.float32)
+    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](logits, tops, sums, logits.stride(0), vocab, temperature, num_blocks, NUM=BLOCKS,
+                                                     BLOCK=BLOCK, num_warps=8)
+    _pick[(n,)](logits, tops, sums, uniforms, step, token, logp, logits.stride(0), vocab, temperature, num_blocks,
+                0 if uniforms is None else uniforms.shape[1], GREEDY=uniforms is None, NUM=triton.next_power_of_2(num_blocks), BLOCK=BLOCK)
+    return token, logp
 
 
 def _rows(n: int) -> int:

@@ -52,12 +52,6 @@ class Fused:
         """(N, inputs) -> (N, sum of outputs + m*r): base outputs, then LoRA A's."""
         return F.linear(x, self.weight, self.bias)
 
-    def with_lora(self, x):
-        """(N, inputs) -> (N, outputs), of one linear."""
-        y = self(x)
-        add_lora(y, self.lora_b, self.scaling, self.sizes)
-        return y[:, :self.sizes[0]]
-
 
 def aligned(head: nn.Linear) -> torch.Tensor:
     """(V rounded up to a multiple of 64, C) whose first V rows `head`'s weight becomes, and the others 0.

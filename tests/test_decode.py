@@ -243,26 +243,63 @@ def test_graphs_equal_plain(on_gpu, batch, ops):
 def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
     from rl_train import decode_triton
-    n, kv, size, width, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352, 64
+    n, kv, size, inner, suffix, vocab = prompts * group, 2, 128 if heads == 16 else 32, 352, 64, 2000
+    width, qkv = heads * size, (heads + 2 * kv) * size
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
     lora_b = lambda out: make(out, rank) if rank else None  # noqa: E731
     step, pad = torch.tensor([37], device="cuda"), torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts]
-    qkv = (heads + 2 * kv) * size
+    power, position = 0.1 + torch.rand(n, width // 32, device="cuda", generator=generator), torch.arange(n, device="cuda") % 90
+    stored = make(n, kv, suffix, size), make(n, kv, suffix, size)
     cases = dict(
-        add_norm=(make(n, heads * size), make(n, heads * size + rank)[:, :heads * size], make(heads * size), 1e-6),
-        rotate_and_store=(make(n, qkv + 3 * rank), lora_b(qkv), 2.0, make(n, size // 2), make(n, size // 2), make(n, kv, suffix, size),
-                          make(n, kv, suffix, size), step),
-        attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), make(n, kv, suffix, size),
-                make(n, kv, suffix, size), pad, step),
-        gate=(make(n, 2 * width + 2 * rank), lora_b(2 * width), 2.0, width))
+        embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
+        add=(make(n, width), make(n, inner), make(width + rank, inner), lora_b(width), 2.0, make(width)),
+        normed=(make(n, width), power, 1e-6),
+        rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank), lora_b(qkv), 2.0, make(100, size // 2),
+                          make(100, size // 2), position, *stored, step),
+        attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), *stored, pad, step),
+        gate=(make(n, 2 * inner + 2 * rank), power, 1e-6, lora_b(2 * inner), 2.0, inner),
+        pick=(8 * make(n, 2048), vocab, 1.3, None, step))
+    changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))                  # arguments that are written to
     for name, arguments in cases.items():
-        exact = [a.float() if torch.is_tensor(a) and a.dtype == dtype else a for a in arguments]
-        exact = [a.clone() if torch.is_tensor(a) else a for a in exact]
-        expected = [getattr(decode_torch, name)(*exact)] + (exact[5:7] if name == "rotate_and_store" else [])
-        found = [getattr(decode_triton, name)(*arguments)] + (list(arguments[5:7]) if name == "rotate_and_store" else [])
-        for f, e in zip(found, expected):
+        exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]
+        exact = [a.float() if torch.is_tensor(a) and a.dtype == dtype else a for a in exact]
+        results = []
+        for ops, given in ((decode_torch, exact), (decode_triton, arguments)):
+            found = getattr(ops, name)(*given)
+            found = list(found) if isinstance(found, tuple) else [found]
+            if name in ("embed", "add"):
+                found[-1] = found[-1].sum(1)                                        # shares of any number
+            results.append(found + list(given[changed.get(name, slice(0))]))
+        for e, f in zip(*results, strict=True):
             assert (f.float() - e).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.abs().max(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])
+def test_triton_draws_as_torch(on_gpu, dtype, vocab):
+    """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability."""
+    from rl_train import decode_triton
+    n, step = 64, torch.tensor([1], device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = 3 * torch.randn(n, vocab + -vocab % 512 + 512, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
+    logits[:, 7] = float("-inf")
+    logits[1::2, 3] += 40                                                           # nearly certain
+    uniforms = torch.rand(n, 3, device="cuda", generator=generator, dtype=torch.float64)
+    p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
+    for low in (0.25, 0.75):
+        chosen = torch.multinomial(p, 1, generator=generator)
+        uniforms[:, 1] = (p.cumsum(-1).gather(1, chosen) - (1 - low) * p.gather(1, chosen))[:, 0]
+        token, logp = decode_triton.pick(logits, vocab, 1.3, uniforms, step)
+        certain = p.gather(1, chosen)[:, 0] > 1e-5
+        assert torch.equal(token[certain], chosen[certain, 0]) and certain.sum() > n // 4
+        torch.testing.assert_close(logp.double(), p.gather(1, token[:, None])[:, 0].log(), atol=1e-4, rtol=0)
+    for u in (0.0, 1 - 2**-53):
+        token, _ = decode_triton.pick(logits, vocab, 1.3, torch.full_like(uniforms, u), step)
+        assert (token < vocab).all() and (token != 7).all()
+    token, logp = decode_triton.pick(logits, vocab, 1.3, None, step)
+    assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits[:, :vocab].amax(1))
 
 
 # The stop text
