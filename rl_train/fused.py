@@ -38,19 +38,27 @@ class Fused:
             for base, part in zip(self.bases, self.bias.split([*self.sizes, len(a)])):
                 if base.bias is not None:
                     base.bias.data = part
+        self.known = [_identity(module) for module in modules]
         self.sources = [p for lora in loras for p in lora[:2]]                              # A, B, A, B, ..
         self.targets = [t for pair in zip(a.split(rank), self.lora_b.split(self.sizes)) for t in pair] if loras else []
 
     def stale(self, modules: list[nn.Module]) -> bool:
-        """Is this no longer the matrix of `modules`: their parameters left it, by `.to(..)` say, or they have another LoRA?"""
-        loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
-        return (any(base.weight.data_ptr() != rows.data_ptr() for base, rows in zip(map(_base, modules), self.rows))
-                or [id(p) for lora in loras for p in lora[:2]] != [id(p) for p in self.sources]
-                or any(lora[2] != self.scaling for lora in loras))
+        """Is this no longer what `modules` compute: their weights left it, by `.to(..)` say, or their LoRA is another, off or merged?"""
+        return self.known != [_identity(module) for module in modules]
 
     def __call__(self, x):
         """(N, inputs) -> (N, sum of outputs + m*r): base outputs, then LoRA A's."""
         return F.linear(x, self.weight, self.bias)
+
+
+def _identity(module) -> tuple:
+    """What must stay as it is while a Fused stands for `module`; cheap, as it is compared for every linear at every use."""
+    if not isinstance(module, LoraLinear):
+        return id(module), module.weight.data_ptr()
+    names = module.active_adapters
+    parameters = [id(p) for name in names for p in (module.lora_A[name].weight, module.lora_B[name].weight)]
+    return (id(module), module.base_layer.weight.data_ptr(), module.disable_adapters, module.merged, parameters,
+            [module.scaling[name] for name in names])
 
 
 def aligned(head: nn.Linear) -> torch.Tensor:

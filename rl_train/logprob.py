@@ -4,12 +4,12 @@ Letters: n rows about P prompts, L prompt length, T completion tokens, M tokens 
 V vocabulary.
 """
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from rl_train import forward
-from rl_train.fused import unsupported
 from rl_train.packing import Packed, pack, whole
 from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
@@ -90,9 +90,10 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
     head = language_model.lm_head
     assert type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad, "lm_head is more than a frozen matrix"
     packed = pack(mask, prompt, ids, valid, pad_id)
-    how = how or (by_kernels if knows(language_model, embeds) else by_modules)
-    hidden = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
-    weight = decoder_of(language_model).padded_head if how is by_kernels else head.weight      # an odd V makes slow products
+    if how is None:
+        decoder = decoder_of(language_model) if embeds.is_cuda else None
+        how = by_modules if decoder is None else partial(by_kernels, decoder=decoder)
+    hidden, weight = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
     found = token_logps_from_hidden(packed.hidden_before(hidden, valid), weight, ids[valid], temperature, len(head.weight))
     logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
     return Answers(logp, entropy, hidden, packed)
@@ -101,14 +102,10 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
 @torch.no_grad()
 def read(language_model, embeds, mask) -> torch.Tensor:
     """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says."""
-    if knows(language_model, embeds):
-        return forward.hidden_states(decoder_of(language_model), embeds, whole(mask))[:, -1]
+    decoder = decoder_of(language_model) if embeds.is_cuda else None
+    if decoder is not None:
+        return forward.hidden_states(decoder, embeds, whole(mask))[:, -1]
     return hidden_states(language_model, embeds, mask)[:, -1]
-
-
-def knows(language_model, embeds) -> bool:
-    """Are there kernels for this model, here?"""
-    return embeds.is_cuda and unsupported(language_model) is None
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:
@@ -116,14 +113,16 @@ def follow(language_model, embeds, ids) -> torch.Tensor:
     return torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
 
 
-def by_kernels(language_model, embeds, packed, gradient_checkpointing):
-    """(P, S, C) last hidden states, 0 at the padding, by `forward`."""
-    return forward.hidden_states(decoder_of(language_model), embeds, packed, gradient_checkpointing)
+def by_kernels(language_model, embeds, packed, gradient_checkpointing, decoder=None):
+    """((P, S, C) last hidden states, 0 at the padding, by `forward`; lm_head's matrix, aligned, since an odd V makes slow products)."""
+    decoder = decoder or decoder_of(language_model)
+    return forward.hidden_states(decoder, embeds, packed, gradient_checkpointing), decoder.padded_head
 
 
 def by_modules(language_model, embeds, packed, gradient_checkpointing):
-    """(P, S, C) last hidden states by the model's own modules."""
-    return hidden_states(language_model, embeds, packed.bias(embeds.dtype), packed.position_ids, gradient_checkpointing)
+    """((P, S, C) last hidden states by the model's own modules; lm_head's matrix)."""
+    hidden = hidden_states(language_model, embeds, packed.bias(embeds.dtype), packed.position_ids, gradient_checkpointing)
+    return hidden, language_model.lm_head.weight
 
 
 def hidden_states(language_model, embeds, mask, position_ids=None, gradient_checkpointing=False) -> torch.Tensor:

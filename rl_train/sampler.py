@@ -41,23 +41,27 @@ def generate(language_model, embeds, attention_mask, *, num_generations, max_new
         raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {(num_rows, max_new_tokens)}")
     how = dict(num_generations=num_generations, max_new_tokens=max_new_tokens, stop=stop and stop.to(embeds.device), pad_id=pad_id,
                temperature=temperature, uniforms=uniforms)
-    reason = unsupported(language_model) if embeds.is_cuda else "not on CUDA"
-    if reason is None:
-        return decoder_of(language_model).generate(language_model, embeds, attention_mask, **how)
-    if embeds.is_cuda and reason not in _REASONS:
-        _REASONS.add(reason)
-        logging.getLogger(__name__).warning("slow token sampling: %s", reason)
+    decoder = decoder_of(language_model) if embeds.is_cuda else None
+    if decoder is not None:
+        return decoder.generate(language_model, embeds, attention_mask, **how)
     return generate_plain(language_model, embeds, attention_mask, **how)
 
 
-def decoder_of(language_model) -> Decoder:
-    """The model's Decoder, built on first use and again when it is stale."""
+def decoder_of(language_model) -> Decoder | None:
+    """The model's Decoder, built on first use and again when it is stale; None, and one warning, if it would compute something else."""
     decoder = _DECODERS.get(language_model)
-    if decoder is None or decoder.stale:
-        if decoder is not None:
-            decoder.graphs.clear()                   # frees their buffers before there are new ones
+    if decoder is not None and not decoder.stale:
+        return decoder
+    if decoder is not None:
+        decoder.graphs.clear()                       # frees their buffers before there are new ones
+    reason = unsupported(language_model)
+    if reason is None:
         decoder = _DECODERS[language_model] = Decoder(language_model)
-    return decoder
+        return decoder
+    if reason not in _REASONS:
+        _REASONS.add(reason)
+        logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
+    return None
 
 
 @torch.no_grad()

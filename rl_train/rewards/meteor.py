@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from nltk.corpus import wordnet
+from nltk.stem.porter import PorterStemmer
 from nltk.translate.meteor_score import single_meteor_score
 from torch import Tensor
 
@@ -66,15 +67,16 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner:
     if legacy_cleaner:
         hypotheses = [legacy_clean(hypothesis) for hypothesis in hypotheses]
     scores = [
-        single_meteor_score(tokenize(reference), tokenize(hypothesis), wordnet=_Remembering)
+        single_meteor_score(tokenize(reference), tokenize(hypothesis), stemmer=_Remembering, wordnet=_Remembering)
         for reference, hypothesis in zip(references, hypotheses)
     ]
     return torch.tensor(scores, dtype=torch.float32)  # (N,)
 
 
 class _Remembering:
-    """WordNet for `single_meteor_score`, which asks for the synsets of each word of each caption anew."""
+    """WordNet and stemmer for `single_meteor_score`, which asks for the synsets and stem of each word of each caption anew."""
     synsets = staticmethod(functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word)))
+    stem = staticmethod(functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
 
 
 def require_wordnet() -> None:
