@@ -134,8 +134,8 @@ def build_optimizer(args, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
     rates = dict.fromkeys(policy.trainable, args.learning_rate)
     rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
-    return torch.optim.AdamW([dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
-                              for rate in dict.fromkeys(rates.values())], weight_decay=args.weight_decay)
+    groups = [dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate) for rate in dict.fromkeys(rates.values())]
+    return torch.optim.AdamW(groups, weight_decay=args.weight_decay, fused=policy.device.type == "cuda")
 
 
 def build(args, ranks) -> Parts:

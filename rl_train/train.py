@@ -146,16 +146,22 @@ def update(args, policy, optimizer, sums) -> dict[str, float]:
     """
     parameters = list(policy.trainable.values())
     faults = [f"{task} {name}" for task, values in sums.items() for name, value in values.items() if not math.isfinite(value)]
-    faults += [f"gradient of {n}" for n, p in policy.trainable.items() if p.grad is not None and not p.grad.isfinite().all()]
+    faults += [f"gradient of {name}" for name, norm in gradient_norms(policy).items() if not math.isfinite(norm)]
     distributed.raise_on_any_rank(faults)
     distributed.average_gradients(parameters)
     squares = Counter()
-    for name, parameter in policy.trainable.items():
-        squares[policy.group_of(name)] += parameter.grad.square().sum()
+    for name, norm in gradient_norms(policy).items():
+        squares[policy.group_of(name)] += norm**2
     torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {group: square.sqrt().item() for group, square in squares.items()}
+    return {group: math.sqrt(square) for group, square in squares.items()}
+
+
+def gradient_norms(policy) -> dict[str, float]:
+    """Of each parameter that has a gradient; one copy from the GPU for all."""
+    there = {name: p.grad for name, p in policy.trainable.items() if p.grad is not None}
+    return dict(zip(there, torch.stack(torch._foreach_norm(list(there.values()))).tolist())) if there else {}
 
 
 def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock):
