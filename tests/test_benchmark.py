@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 from transformers import Qwen2Config
 
 from rl_train.distributed import Ranks
 from rl_train.parts import standing_memory
 from tools import benchmark
-from tools.benchmarks import alternatives, common, decode, floor, logprob, work
+from tools.benchmarks import alternatives, common, decode, floor, logprob, profile, work
 from tools.benchmarks.memory import three_copies
 
 
@@ -183,6 +184,79 @@ def test_floor_of_a_step_by_hand(tiny):
     assert least["reference1"] == pytest.approx(forward)
     assert least["update"] > 2 * forward
     assert floor.step_floor(tiny, 1e30, 1.0)["update"] >= 40 * sum(p.numel() for p in tiny.policy.trainable.values())
+
+
+def test_profile(tmp_path, capsys):
+    """On a CPU operators stand for kernels: every phase has its own, and no more of them than it took under the profiler."""
+    found = figures("profile", tmp_path, "--rounds", "2", "--warmup", "0", "--picture", str(tmp_path / "bars.png"))
+    assert set(found["phases"]) == PHASES and "update, its costliest kernels" in capsys.readouterr().out
+    for phase in found["phases"].values():
+        busy = sum(phase["classes"][name] for name in profile.KERNELS)
+        assert 0 < busy < phase["profiled_seconds"] and phase["classes"]["idle"] == pytest.approx(max(0.0, phase["seconds"] - busy))
+        assert phase["classes"]["other kernels"] > phase["classes"]["our kernels"] == 0
+    assert any("backward" in kernel["name"].lower() for kernel in found["phases"]["update"]["kernels"])
+    assert not any("Backward" in kernel["name"] for kernel in found["phases"]["reference1"]["kernels"])
+    seconds = [kernel["seconds"] for kernel in found["kernels"]]
+    assert seconds == sorted(seconds, reverse=True) and len(seconds) == 25 and found["kernels"][0]["calls"] > 1
+    assert Image.open(tmp_path / "bars.png").width == 1400
+
+
+@pytest.mark.parametrize("name, kind", [
+    ("nvjet_tst_192x128_64x4_2x1_v_bz_coopA_TNT", "matrix products"), ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128", "matrix products"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>", "matrix products"), ("void cutlass::Kernel2<cutlass_80_tensorop>", "matrix products"),
+    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"), ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80", "attention"),
+    ("_attend", "attention"), ("_merge", "attention"), ("_gate", "our kernels"), ("_add_norm_backward", "our kernels"),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "other kernels"),
+    ("void at::native::reduce_kernel<512, 1>", "other kernels"), ("Memcpy DtoH (Device -> Pageable)", "copies"), ("Memset (Device)", "copies")])
+def test_class_of_a_kernel(name, kind):
+    assert profile.kind(name) == kind
+
+
+def trace(*events):
+    """Kernels (name, start, end) in seconds, as the profiler writes them, the last first."""
+    return {"traceEvents": [{"ph": "M", "name": "process_name"}, {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 0.0, "dur": 9e9}] + [
+        {"cat": "gpu_memcpy" if name.startswith("Memcpy") else "kernel", "name": name, "ts": 7e12 + start * 1e6, "dur": (end - start) * 1e6}
+        for name, start, end in reversed(events)]}
+
+
+SPIN = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+STEP = [(SPIN, 0, 0), ("lost", 0.1, 0.2), (SPIN, 0.9, 0.95),
+        ("nvjet", 1, 3), ("_gate", 2, 4), ("Memcpy HtoD", 6, 7), ("softmax", 6.25, 6.5),                    # 3 + 1 busy of 7, 5.25 in all
+        (SPIN, 8, 8), ("flash", 8.5, 9), ("flash", 9.5, 10), (SPIN, 11, 11), ("later", 11.5, 12)]
+
+
+def test_kernels_are_attributed():
+    """Each to the phase between whose marks it ran; what overlaps counts for its share of the time in which anything ran."""
+    parts = profile.split(profile.parse(trace(*STEP), "cuda"), [("one", 7.0), ("two", 3.0)], "spin_kernel")
+    assert [name for name, *_ in parts["one"]] == ["nvjet", "_gate", "Memcpy HtoD", "softmax"]
+    assert profile.attribute(parts["one"]) == pytest.approx({
+        "matrix products": 2 * 4 / 5.25, "our kernels": 2 * 4 / 5.25, "copies": 4 / 5.25, "other kernels": 0.25 * 4 / 5.25, "attention": 0})
+    assert profile.attribute(parts["two"]) == pytest.approx(dict.fromkeys(profile.KERNELS, 0) | {"attention": 1})
+    assert profile.attribute([]) == dict.fromkeys(profile.KERNELS, 0)
+    assert profile.costliest(parts["two"], 5) == [{"name": "flash", "class": "attention", "calls": 2, "seconds": pytest.approx(1)}]
+    assert profile.short("void at::native::(anonymous namespace)::" + 70 * "x") == 60 * "x"
+
+
+@pytest.mark.parametrize("events, message", [
+    ([e for e in STEP if e[0] != SPIN], "0 of 3 ends of phases are left"),
+    (STEP[3:], "2 of 3 ends of phases are left, among 9"),
+    (STEP[:7] + STEP[8:], "one took 7.000 s, in the trace 0.900"),                                          # the spare mark in its place
+    ([], "0 of 3 ends of phases are left, among 0")])
+def test_a_trace_that_lost_events_is_an_error(events, message):
+    with pytest.raises(RuntimeError, match=message):
+        profile.split(profile.parse(trace(*events), "cuda"), [("one", 7.0), ("two", 3.0)], "spin_kernel")
+
+
+def test_bars_are_as_long_as_the_phases():
+    classes = dict.fromkeys(profile.COLOURS, 0.0)
+    image = profile.draw(dict(device="GPU", total=0.5, phases={
+        "rollout1": dict(seconds=0.4, classes=classes | {"matrix products": 0.1, "copies": 0.2, "idle": 0.1}),
+        "update": dict(seconds=0.1, classes=classes | {"attention": 0.1})}))
+    colours = {name: tuple(bytes.fromhex(colour[1:])) for name, colour in profile.COLOURS.items()}
+    lines = [[image.getpixel((x, y)) for x in range(150, image.width)] for y in range(110, image.height)]   # below the legend
+    lengths = {name: max(line.count(colour) for line in lines) for name, colour in colours.items()}
+    assert lengths["copies"] == 550 and lengths["other kernels"] == lengths["our kernels"] == 0             # half of 1100
+    assert lengths["matrix products"] == lengths["attention"] == lengths["idle"] == 275
 
 
 def test_memory(tmp_path, tiny):

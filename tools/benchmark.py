@@ -4,6 +4,7 @@
     python -m tools.benchmark decode     # the token sampler, on a GPU, at Sa2VA-4B's sizes (--static: beside a compiled generate)
     python -m tools.benchmark logprob    # forward and backward of the update's log-probs against the plain way
     python -m tools.benchmark step       # one whole step of both loops (--alternatives static: beside a compiled generate)
+    python -m tools.benchmark profile    # where its time goes, by phase and class of kernel, on a GPU (--picture: as bars)
     python -m tools.benchmark memory     # its peak memory by phase
     python -m tools.benchmark scale      # the same on 1, 2, 4 .. GPUs
 """
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import torch
 
-from tools.benchmarks import data, decode, logprob, memory, scale, step
+from tools.benchmarks import data, decode, logprob, memory, profile, scale, step
 
 COMMANDS = {
     "data": (data, "the loader against bare decoding and resizing; opening a large data set"),
     "decode": (decode, "the token sampler against memory bandwidth and the alternatives, random weights"),
     "logprob": (logprob, "forward and backward of the update's log-probs against the plain way, random weights"),
     "step": (step, "one whole step of both loops against other ways to do it, random weights"),
+    "profile": (profile, "where a step's time goes: each phase by class of kernel, random weights"),
     "memory": (memory, "peak memory of a whole step by phase, random weights"),
     "scale": (scale, "the same step on 1, 2, 4 GPUs of this host"),
 }
