@@ -4,8 +4,10 @@
     python -m tools.benchmark decode     # the token sampler, on a GPU, at Sa2VA-4B's sizes (--static: beside a compiled generate)
     python -m tools.benchmark logprob    # forward and backward of the update's log-probs against the plain way
     python -m tools.benchmark step       # one whole step of both loops (--alternatives static: beside a compiled generate)
-    python -m tools.benchmark memory     # its peak memory by phase
-    python -m tools.benchmark scale      # the same on 1, 2, 4 .. GPUs
+    python -m tools.benchmark teacher    # its part of that: masks for N captions, captions for N masks
+    python -m tools.benchmark teacher --model_path M --data_dir D     # whether its forced and its sampled answer agree
+    python -m tools.benchmark memory     # peak memory of a step by phase
+    python -m tools.benchmark scale      # a step on 1, 2, 4 .. GPUs
 """
 import argparse
 import json
@@ -13,13 +15,14 @@ from pathlib import Path
 
 import torch
 
-from tools.benchmarks import data, decode, logprob, memory, scale, step
+from tools.benchmarks import data, decode, logprob, memory, scale, step, teacher
 
 COMMANDS = {
     "data": (data, "the loader against bare decoding and resizing; opening a large data set"),
     "decode": (decode, "the token sampler against memory bandwidth and the alternatives, random weights"),
     "logprob": (logprob, "forward and backward of the update's log-probs against the plain way, random weights"),
     "step": (step, "one whole step of both loops against other ways to do it, random weights"),
+    "teacher": (teacher, "the teacher in batches against one sample at a time, random weights; agreement of its answers, trained ones"),
     "memory": (memory, "peak memory of a whole step by phase, random weights"),
     "scale": (scale, "the same step on 1, 2, 4 GPUs of this host"),
 }
