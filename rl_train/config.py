@@ -55,6 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mask_sigma", type=sigma, default="auto", help="std of the Gaussian over SAM2's prompt embedding in loop 2; auto = the one "
         "whose masks have a mean IoU of 0.8 with the mask of the mean, found at the start; 0 = no sampled mask, the text is the "
         "only action")
+    add("--teacher_answer", choices=["forced", "sampled"], default="forced", help="how loop 1's teacher comes to its mask: forced = the "
+        "answer \"Sure, [SEG]\" is given to it, one forward; sampled = it answers for itself, greedily so that the reward has no noise of "
+        "its own, and without [SEG] finds nothing; held-out metrics do not depend on it, there the model always answers for itself")
 
     add = p.add_argument_group("rewards").add_argument
     add("--use_llm_judge", action="store_true", help="have an LLM judge: loop 1's reward becomes IoU + (0.25 METEOR + 0.75 judge) "

@@ -16,7 +16,7 @@ from rl_train.policy import Policy
 from rl_train.prompts import phrase
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.meteor import tokenize
-from rl_train.rollout import Rollout, describe, sample
+from rl_train.rollout import answer, describe
 
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
@@ -78,10 +78,11 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
     An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
     """
     targets = [mask.to(policy.device) for mask in batch.masks]
-    captions = describe(policy, batch, images, list(range(len(batch))), targets, max_new_tokens)
-    cycle = mask_iou(answer(policy, batch, images, captions, max_new_tokens).masks, targets, 1.0).cpu()
-    direct = answer(policy, batch, images, batch.captions, max_new_tokens)
-    replies = describe(policy, batch, images, list(range(len(batch))), direct.masks, max_new_tokens)
+    rows = list(range(len(batch)))
+    captions = describe(policy, batch, images, rows, targets, max_new_tokens)
+    cycle = mask_iou(answer(policy, batch, images, rows, captions, max_new_tokens).masks, targets, 1.0).cpu()
+    direct = answer(policy, batch, images, rows, batch.captions, max_new_tokens)
+    replies = describe(policy, batch, images, rows, direct.masks, max_new_tokens)
     with_seg = set(direct.seg_rows.tolist())
     return dict(
         cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
@@ -94,14 +95,8 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
         caption_repeats=[repeats(text) for text in captions],
         caption_digits=[has_digit(text) for text in captions],
         mask_whole=[is_whole(mask) for mask in direct.masks],
-        no_seg=[row not in with_seg for row in range(len(batch))],
+        no_seg=[row not in with_seg for row in rows],
         image_id=batch.image_ids, reference=batch.captions, caption=captions, index=batch.index)
-
-
-def answer(policy: Policy, batch, images, captions: list[str], max_new_tokens: int) -> Rollout:
-    """The model's own greedy answers (not forced ones) to captions[i] in image i, with their masks."""
-    prompts = policy.segment_prompts(images, list(range(len(captions))), captions)
-    return sample(policy, batch, images, prompts, 1, max_new_tokens, mask_sigma=0.0)
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:

@@ -17,7 +17,7 @@ from rl_train.sampler import generate
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 SIGMA_IOU, SIGMA_SAMPLES = 0.8, 4     # --mask_sigma auto: IoU of sampled masks with the mean's; samples for each caption
-TEACHER_ROWS = 64      # rows that segment() and describe() put through the model at a time
+TEACHER_ROWS = 64      # rows that segment(), segment_sampled() and describe() put through the model at a time
 
 
 @dataclass
@@ -104,6 +104,11 @@ def sample(policy: Policy, batch: Batch, images: Images, prompts: Prompts, num_g
     return rollout
 
 
+def answer(policy: Policy, batch: Batch, images: Images, image: list[int], captions: list[str], max_new_tokens: int) -> Rollout:
+    """The model's own greedy answers (not forced ones) to captions[p] in image[p], with their masks."""
+    return sample(policy, batch, images, policy.segment_prompts(images, image, captions), 1, max_new_tokens, mask_sigma=0.0)
+
+
 @torch.no_grad()
 def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
     """The mask_sigma whose masks have a mean IoU of SIGMA_IOU with the mask of the mean, over the captions of `batches`.
@@ -117,8 +122,7 @@ def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
     drawn = []                                                    # (images, image of each row, mean, its masks, noise)
     for batch in batches:
         images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-        prompts = policy.segment_prompts(images, list(range(len(batch))), batch.captions)
-        answers = sample(policy, batch, images, prompts, 1, max_new_tokens, None, 0.0)
+        answers = answer(policy, batch, images, list(range(len(batch))), batch.captions, max_new_tokens)
         if len(answers.seg_rows):
             rows = answers.seg_rows
             first = torch.cat([rows.new_ones(1, dtype=torch.bool), rows[1:] != rows[:-1]])
@@ -172,6 +176,16 @@ def segment(policy: Policy, images: Images, image: list[int], captions: list[str
             hidden = read(language_model, follow(language_model, embeds, answer), mask)                # (p, C)
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
+    return masks
+
+
+def segment_sampled(policy: Policy, batch: Batch, images: Images, image: list[int], captions: list[str],
+                    max_new_tokens: int) -> list[torch.Tensor]:
+    """(H, W) bool mask of captions[p] in image[p], by the model's own greedy answer: the union of its [SEG] masks, empty without one."""
+    masks = []
+    for start in range(0, len(captions), TEACHER_ROWS):
+        chunk = slice(start, start + TEACHER_ROWS)
+        masks += answer(policy, batch, images, image[chunk], captions[chunk], max_new_tokens).masks
     return masks
 
 

@@ -1,5 +1,6 @@
 """tools/benchmark.py at a tiny size: the figures that it must give, none of their values."""
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from transformers import Qwen2Config
 
 from rl_train.distributed import Ranks
 from rl_train.parts import standing_memory
+from tests.runs import CHECKPOINT, draw_data
 from tools import benchmark
-from tools.benchmarks import alternatives, common, decode, floor, logprob, profile, work
+from tools.benchmarks import alternatives, common, decode, floor, logprob, profile, teacher, work
 from tools.benchmarks.memory import three_copies
 
 
@@ -276,3 +278,85 @@ def test_scale(tmp_path, capsys):
         "1": 1.0, "2": pytest.approx(one["seconds"] / two["seconds"])}
     assert two["exchange_seconds"] > 0 and set(two["phases"]) == PHASES
     assert "GB exchanged" in capsys.readouterr().out
+
+
+# The teacher
+
+def test_teacher(tmp_path, capsys):
+    found = figures("teacher", tmp_path, "--rounds", "2", "--naive_samples", "2", "--matmul_size", "64", "--copy_mib", "1")
+    assert set(found["masks"]) == {"forced", "sampled", "one at a time"} and set(found["captions"]) == {"in batches", "one at a time"}
+    for kind in ("masks", "captions"):
+        for way in found[kind].values():
+            assert way["seconds"] > 0 and way["ratio_to_floor"] == pytest.approx(way["seconds"] / found["floor"][kind])
+            assert way["times_faster"] == pytest.approx(found[kind]["one at a time"]["seconds"] / way["seconds"])
+    assert found["rows"] == 6 and found["flags"]["max_completion_length"] == 6 and found["matmul_tflops"] > 0
+    assert "one at a time measured on 2 samples and scaled" in capsys.readouterr().out
+
+
+def test_one_at_a_time_is_scaled(tmp_path, monkeypatch):
+    """Two of six rows in 5 seconds are 15 for all; the others' seconds are their own."""
+    clock = {("masks", "forced"): 1.0, ("masks", "sampled"): 2.0, ("masks", "one at a time"): 5.0,
+             ("captions", "in batches"): 3.0, ("captions", "one at a time"): 4.0}
+    monkeypatch.setattr(teacher, "seconds_in_turns", lambda works, args: {name: clock[name] for name in works})
+    found = figures("teacher", tmp_path, "--naive_samples", "2", "--rounds", "1", "--matmul_size", "64", "--copy_mib", "1")
+    assert [way["seconds"] for way in found["masks"].values()] == [1, 2, 15] and found["masks"]["sampled"]["times_faster"] == 7.5
+    assert [way["seconds"] for way in found["captions"].values()] == [3, 12] and found["captions"]["in batches"]["times_faster"] == 4
+
+
+def test_what_each_way_of_the_teacher_does(tiny, monkeypatch):
+    """In batches one forward of all rows from features that are there; one at a time a forward and the encoders for each."""
+    calls = Counter()
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *inputs: calls.update([name]) or function(*inputs))
+    counted(tiny.policy, "embed")
+    counted(tiny.policy.model, "vision_features")
+    counted(tiny.policy.model, "sam_features")
+    found = {}
+    with tiny.roles.use("teacher"):
+        for name, way in teacher.ways(tiny, 2).items():
+            calls.clear()
+            way()
+            found[name] = dict(calls)
+    assert found == {("masks", "forced"): dict(embed=1), ("masks", "sampled"): dict(embed=1), ("captions", "in batches"): dict(embed=1),
+                     ("masks", "one at a time"): dict(embed=2, vision_features=2, sam_features=2),
+                     ("captions", "one at a time"): dict(embed=2, vision_features=2)}
+
+
+def test_agreement_of_a_trained_model(tmp_path, capsys):
+    """The demo's model says what is forced; its IoU is over the regions and captions of the data set."""
+    data = draw_data(tmp_path) / "heldout"
+    benchmark.main(["teacher", "--device", "cpu", "--model_path", str(CHECKPOINT), "--data_dir", str(data), "--num_samples", "5",
+                    "--dtype", "float32", "--output", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    means = found["means"]
+    assert found["num_samples"] == 5 and set(means) == set(found["intervals"]) == set(teacher.MEASURES)
+    assert means["says_seg"] == means["same_tokens"] == 1 and means["agreement"] > 0.999
+    assert 0.2 < means["sampled_iou"] == pytest.approx(means["forced_iou"], abs=1e-3) and found["difference"][0] == pytest.approx(0, abs=1e-3)
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in teacher.MEASURES)
+
+
+def test_flags_of_the_teacher(tmp_path, capsys):
+    """A data set without a model is no reason to measure seconds; a step does not measure what its forced lengths do not fit."""
+    with pytest.raises(SystemExit):
+        benchmark.main(["teacher", "--data_dir", str(tmp_path)])
+    assert "required: --model_path" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="--teacher_answer sampled"):
+        work.build(SimpleNamespace(sizes="tiny", prompt_length=400, answer_tokens=4, flags=["--teacher_answer", "sampled"]), None)
+
+
+def test_disagreement_is_seen(policy, batch):
+    """Of another forced answer, and of a model that does not come to say [SEG]."""
+    model = policy()
+    same = teacher.compare(model, batch, 14)
+    assert same["same_tokens"] == same["says_seg"] == [True] * 4 and same["sampled_iou"] == pytest.approx(same["forced_iou"], abs=1e-3)
+    model.prompts.forced_answer = model.tokenizer.encode("It is [SEG]", add_special_tokens=False)
+    other = teacher.compare(model, batch, 14)
+    assert other["same_tokens"] == [False] * 4 and other["says_seg"] == [True] * 4 and other["sampled_iou"] == same["sampled_iou"]
+    assert min(other["agreement"]) < 0.999 and other["forced_iou"] != same["forced_iou"]
+    model.model.language_model.lm_head.weight.data[model.model.seg_id] = 0
+    silent = teacher.compare(model, batch, 14)
+    assert silent["same_tokens"] == silent["says_seg"] == [False] * 4 and silent["agreement"] == silent["sampled_iou"] == [0] * 4
+    assert max(silent["forced_iou"]) > 0

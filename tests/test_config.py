@@ -61,7 +61,8 @@ def test_flag_that_is_needed(complaint, name):
     ("gradient_accumulation_steps", 0), ("temperature", 0), ("learning_rate", -1), ("prompt_learning_rate", 0),
     ("ema_decay", 1.1), ("ema_decay", -0.1), ("ema_decay", "nan"), ("likelihood_share", 1.1), ("likelihood_share", "nan"),
     ("control", "random"), ("mask_sigma", -0.1), ("mask_sigma", -1), ("mask_sigma", "x"), ("mask_sigma", "nan"), ("mask_sigma", "inf"),
-    ("save_steps", 0), ("kl_coef", -1), ("mask_to_caption_weight", -1), ("lora_r", "four"), ("loss_type", "ppo"), ("tasks", "loop3")])
+    ("save_steps", 0), ("kl_coef", -1), ("mask_to_caption_weight", -1), ("lora_r", "four"), ("loss_type", "ppo"), ("tasks", "loop3"),
+    ("teacher_answer", "free")])
 def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
 

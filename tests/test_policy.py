@@ -264,7 +264,8 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
         seen.append((images, prompts))
         return embed(images, prompts, num_tokens)
     monkeypatch.setattr(model, "embed", noted)
-    task = MaskCaptionMask(model, Roles(model.trainable), SimpleNamespace(mask_to_caption_weight=1.0, max_completion_length=2, use_llm_judge=False))
+    task = MaskCaptionMask(model, Roles(model.trainable), SimpleNamespace(
+        mask_to_caption_weight=1.0, max_completion_length=2, use_llm_judge=False, teacher_answer="forced"))
     own = task.prompts(batch, images)
     describe(model, batch, images, [0, 1], batch.masks, 2)
     (teacher_images, teachers), = seen

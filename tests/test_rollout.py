@@ -9,9 +9,9 @@ import torch
 from rl_train import parts, rollout
 from rl_train.rewards import mask_iou
 from rl_train.roles import Roles
-from rl_train.rollout import SIGMA_IOU, calibrate_sigma, caption_likelihood, noise, sample
+from rl_train.rollout import SIGMA_IOU, answer, calibrate_sigma, caption_likelihood, noise, sample, segment, segment_sampled
 from rl_train.sampler import Completions
-from rl_train.tasks import CaptionMaskCaption
+from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from sa2va_hf.processing_sa2va import region_grid
 from tools.demo_scenes import make_scene
 
@@ -59,6 +59,74 @@ def test_a_row_uses_its_normals_by_ordinal(model, images, batch, monkeypatch):
     torch.testing.assert_close(drawn.latent.offset, 0.5 * expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(drawn.latent.z, drawn.seg_means + 0.5 * expected)
     assert drawn.latent.sigma == 0.5
+
+
+# The teacher's mask, by a forced and by its own answer
+
+def all_equal(masks, others) -> bool:
+    return len(masks) == len(others) > 0 and all(map(torch.equal, masks, others))
+
+
+def silenced(policy):
+    """A policy that does not come to say [SEG]."""
+    model = policy()
+    model.model.language_model.lm_head.weight.data[model.model.seg_id] = 0
+    return model
+
+
+def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch, monkeypatch):
+    """In chunks of rows, which meet neither an image's end nor the end of the list; the same when asked again."""
+    monkeypatch.setattr(rollout, "TEACHER_ROWS", 3)
+    image = [0, 1, 1, 2, 3, 0, 3]
+    captions = [*(batch.captions[i] for i in image[:5]), "a dog", "the largest object of all on this picture"]
+    assert set(answer(model, batch, images, image, captions, STEPS).texts) == {"Sure, [SEG]."}
+    found = segment_sampled(model, batch, images, image, captions, STEPS)
+    assert [mask.shape for mask in found] == [images.sizes[i] for i in image] and all(mask.any() for mask in found)
+    assert all_equal(found, segment(model, images, image, captions))
+    assert all_equal(found, segment_sampled(model, batch, images, image, captions, STEPS))
+    assert not torch.equal(found[0], found[5])                            # one image, two captions
+    assert segment_sampled(model, batch, images, [], [], STEPS) == []
+
+
+def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monkeypatch):
+    """Its own tokens decide, not the forced ones: two [SEG] in row 0, one in row 1, none in row 2."""
+    seg, word = model.model.seg_id, 5
+    ids = torch.tensor([[word, seg, seg, word], [word, word, seg, word], [word] * 4])
+    hidden = 3 * torch.randn(3, 4, model.model.config.llm.hidden_size, generator=torch.Generator().manual_seed(0))
+    every = torch.ones(3, 4, dtype=torch.bool)
+    monkeypatch.setattr(rollout, "generate", lambda *_, **__: Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden))
+    found = segment_sampled(model, batch, images, [0, 0, 0], batch.captions[:3], 4)
+    with torch.no_grad():
+        prompts = model.model.text_hidden_fcs(torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 2]]))
+    first, second, third = rollout.row_masks(model, images, [0, 0, 0], [0, 1, 2], prompts)
+    assert all_equal(found, [first | second, third, first & False]) and not all_equal([first], [second])
+
+
+@pytest.mark.parametrize("how", ["forced", "sampled"])
+def test_loop_1_asks_the_teacher_as_the_flag_says(policy, batch, how):
+    """With other weights in the teacher's bank the masks are those weights'; where nobody says [SEG], only a forced answer finds."""
+    def drawn_by(model, scale):
+        args = SimpleNamespace(use_llm_judge=False, mask_to_caption_weight=1.0, max_completion_length=STEPS, teacher_answer=how)
+        roles = Roles(model.trainable)
+        task = MaskCaptionMask(model, roles, args)
+        images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        drawn = sample(model, batch, images, task.prompts(batch, images), 2, STEPS, noise(0, 0, 0, [0, 1, 2, 3], 2, STEPS, 0))
+        drawn.texts[3] = " "                                              # is not asked about
+        for tensor in roles.banks["teacher"].values():
+            tensor.mul_(scale)
+        return drawn, roles, task.rewards(drawn)["iou"]
+
+    model = policy()
+    drawn, roles, rewards = drawn_by(model, 1.2)
+    rows = [row for row in range(8) if row != 3]
+    inputs = drawn.images, [row // 2 for row in rows], [drawn.texts[row] for row in rows]
+    policys = segment(model, *inputs)
+    with roles.use("teacher"):
+        teachers = segment(model, *inputs) if how == "forced" else segment_sampled(model, batch, *inputs, STEPS)
+    assert all_equal([drawn.masks[row] for row in rows], teachers) and not all_equal(teachers, policys)
+    assert not drawn.masks[3].any() and rewards[3] == 0 and rewards.max() > 0
+    _, _, rewards = drawn_by(silenced(policy), 1)
+    assert (rewards.max() > 0) == (how == "forced")
 
 
 # The likelihood of a caption

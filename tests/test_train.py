@@ -198,6 +198,18 @@ def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
             read_before(two_steps / "evaluation" / f"step_{step}.json", 5)
 
 
+def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatch):
+    """--teacher_answer sampled: nothing is forced; the demo's teacher says what would be, so that the rewards are the same."""
+    def forced(*_):
+        raise AssertionError("a forced answer")
+    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment", forced)
+    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, teacher_answer="sampled")
+    plain = [line for line in rollouts(two_steps) if line["step"] == 0]
+    assert [line["iou"] for line in rollouts(output)] == pytest.approx([line["iou"] for line in plain], abs=1e-6)
+    with pytest.raises(AssertionError, match="a forced answer"):
+        run(data, tmp_path / "default", max_steps=1)
+
+
 @pytest.mark.parametrize("share", [0, 0.25, 1])
 def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, share):
     lines = rollouts(run(data, tmp_path, max_steps=1, tasks="caption_mask_caption", likelihood_share=share))

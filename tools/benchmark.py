@@ -5,8 +5,10 @@
     python -m tools.benchmark logprob    # forward and backward of the update's log-probs against the plain way
     python -m tools.benchmark step       # one whole step of both loops (--alternatives static: beside a compiled generate)
     python -m tools.benchmark profile    # where its time goes, by phase and class of kernel, on a GPU (--picture: as bars)
-    python -m tools.benchmark memory     # its peak memory by phase
-    python -m tools.benchmark scale      # the same on 1, 2, 4 .. GPUs
+    python -m tools.benchmark teacher    # its part of that: masks for N captions, captions for N masks
+    python -m tools.benchmark teacher --model_path M --data_dir D     # whether its forced and its sampled answer agree
+    python -m tools.benchmark memory     # peak memory of a step by phase
+    python -m tools.benchmark scale      # a step on 1, 2, 4 .. GPUs
 """
 import argparse
 import json
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tools.benchmarks import data, decode, logprob, memory, profile, scale, step
+from tools.benchmarks import data, decode, logprob, memory, profile, scale, step, teacher
 
 COMMANDS = {
     "data": (data, "the loader against bare decoding and resizing; opening a large data set"),
@@ -22,6 +24,7 @@ COMMANDS = {
     "logprob": (logprob, "forward and backward of the update's log-probs against the plain way, random weights"),
     "step": (step, "one whole step of both loops against other ways to do it, random weights"),
     "profile": (profile, "where a step's time goes: each phase by class of kernel, random weights"),
+    "teacher": (teacher, "the teacher in batches against one sample at a time, random weights; agreement of its answers, trained ones"),
     "memory": (memory, "peak memory of a whole step by phase, random weights"),
     "scale": (scale, "the same step on 1, 2, 4 GPUs of this host"),
 }

@@ -6,7 +6,7 @@ from rl_train.prompts import DESCRIBE, phrase
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.roles import Roles
-from rl_train.rollout import Rollout, segment
+from rl_train.rollout import Rollout, segment, segment_sampled
 
 
 class MaskCaptionMask:
@@ -22,7 +22,7 @@ class MaskCaptionMask:
         self.weights = ({"iou": 1.0} | ({"caption_reward": 1.0} if self.judge else {})
                         | {reward.name: reward.weight for reward in user_rewards})
         self.loss_weight = args.mask_to_caption_weight
-        self.max_new_tokens = args.max_completion_length
+        self.max_new_tokens, self.teacher_answer = args.max_completion_length, args.teacher_answer
 
     def prompts(self, batch, images: Images) -> Prompts:
         return self.policy.describe_prompts(images, list(range(len(batch))), list(batch.grids))
@@ -30,7 +30,8 @@ class MaskCaptionMask:
     def rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
         """{"iou": (N,)}: IoU at the image's own size of the region and what the teacher finds by the caption.
 
-        An empty caption scores 0 without asking the teacher. Fills rollout.masks with the teacher's masks.
+        An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG] (--teacher_answer sampled) gives 0.
+        Fills rollout.masks with the teacher's masks.
 
         With --use_llm_judge "caption_reward", the caption reward of the sampled caption against the true one, counts beside it;
         its parts "meteor" and "judge" are measurements. Where the judge gives NaN the row is not scored, by IoU neither. The user's
@@ -40,9 +41,10 @@ class MaskCaptionMask:
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
         rollout.masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
+        image, texts = [rollout.prompts.image[row] for row in asked], [rollout.texts[row] for row in asked]
         with self.roles.use("teacher"):
-            found = segment(self.policy, rollout.images, [rollout.prompts.image[row] for row in asked],
-                            [rollout.texts[row] for row in asked])
+            found = (segment(self.policy, rollout.images, image, texts) if self.teacher_answer == "forced" else
+                     segment_sampled(self.policy, rollout.batch, rollout.images, image, texts, self.max_new_tokens))
         for row, mask in zip(asked, found):
             rollout.masks[row] = mask
         rewards = {"iou": mask_iou(rollout.masks, targets).cpu()}

@@ -115,6 +115,8 @@ def build(options, ranks) -> Work:
                        "--likelihood_share", "0", *options.flags])
     if options.answer_tokens == args.max_completion_length:
         raise ValueError(f"--answer_tokens {options.answer_tokens}: must differ from --max_completion_length")
+    if args.teacher_answer != "forced":
+        raise ValueError(f"--teacher_answer {args.teacher_answer}: a step is measured with the forced one; `teacher` measures both")
     config = CONFIGS[options.sizes]
     text = tokenizer(config["llm_config"]["vocab_size"] - len(ADDED))
     policy = make_policy(args, random_model(config, ranks.device, args.seed), text)
