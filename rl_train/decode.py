@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rl_train import decode_torch, forward
 from rl_train.fused import Fused, aligned, groups
-from rl_train.packing import whole
+from rl_train.packing import share
 from rl_train.tokens import BLOCK, Completions, draw
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64      # multiples to which L and T are rounded up
@@ -83,15 +83,15 @@ class Decoder:
 
     @torch.no_grad()
     def generate(self, language_model, embeds, attention_mask, *, num_generations, max_new_tokens, stop, pad_id, temperature,
-                 uniforms) -> Completions:
+                 uniforms, same=None) -> Completions:
         """See `sampler.generate`."""
         num_prompts, num_rows = len(embeds), len(embeds) * num_generations
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(num_prompts, num_generations, embeds.shape[1], max_new_tokens, stop=stop, pad_id=pad_id,
                                temperature=temperature, greedy=uniforms is None)
-            cache = []
-            hidden = forward.hidden_states(self, embeds, whole(attention_mask), cache=cache)[:, -1]
-            graph.load(cache, attention_mask, hidden, uniforms)
+            cache, shared = [], share(attention_mask, same)
+            hidden = forward.hidden_states(self, shared.gather(embeds), shared.packed, cache=cache)
+            graph.load(cache, shared.tokens(), attention_mask, shared.last(hidden), uniforms)
             del cache
             graph.run(max_new_tokens)
         length = max(1, int(graph.valid[:num_rows].sum(1).max()))
@@ -134,14 +134,18 @@ class Graph:
             self.advance()
         return graph
 
-    def load(self, cache, attention_mask, hidden, uniforms):
-        """Take over the prompts' keys and values, at the end of the slots, and sample the first token from hidden (p, C)."""
+    def load(self, cache, tokens, attention_mask, hidden, uniforms):
+        """Take over the prompts' keys and values, at the end of the slots, and sample the first token from hidden (p, C).
+
+        Args:
+            cache: keys and values (m, K, D) of each layer; tokens: (p, length) which of the m stand in each slot of the prompts.
+        """
         p, length = attention_mask.shape
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
         self.pad.fill_(slots)[:p].copy_(slots - lengths)                        # prompts that are not there are empty
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
-                target[:p, :, slots - length:] = source
+                target[:p, :, slots - length:] = source[tokens].transpose(1, 2)
         rows = slice(p * self.num_generations)
         self.hidden[rows] = hidden.repeat_interleave(self.num_generations, 0).to(self.hidden.dtype)
         self.position.zero_()[rows] = lengths.repeat_interleave(self.num_generations)

@@ -15,7 +15,7 @@ from rl_train.tokens import BLOCK
 MAX_SPLITS = 8        # pieces of a prompt's keys that run side by side
 COLUMNS = 32          # of the width or the MLP's width that a program computes
 BLOCKS = 8            # of the vocabulary that a program sums up
-SUMMANDS = 4          # of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself
+SUMMANDS = 2          # of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself
 LOG2E = 1.4426950408889634
 
 
@@ -24,33 +24,52 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
     return head_size >= 32 and head_size & (head_size - 1) == 0 and width % COLUMNS == 0 and mlp_width % COLUMNS == 0
 
 
+# Kernels read all that they need before they compute: what they cost is mostly the wait for the first numbers.
+
 @triton.jit
-def _linear(y, lora_b, rows, columns, inner, stride, num_rows, scaling, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
-    """(rows, columns) of y with LoRA B added, float32; the outputs of LoRA A start at column `inner`."""
+def _read_linear(y, rows, columns, inner, stride, num_rows, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """(rows, columns) of y, and the outputs of LoRA A, which start at column `inner`."""
     there = (rows < num_rows)[:, None]
-    found = tl.load(y + rows[:, None] * stride + columns[None, :], mask=there, other=0.0).to(tl.float32)
-    if RANK > 0:
-        r = tl.arange(0, RANK_BLOCK)
-        a = tl.load(y + rows[:, None] * stride + inner + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
-        b = tl.load(lora_b + columns[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None], other=0.0)
-        found += scaling * tl.dot(a, b, input_precision="ieee")
-    return found
+    found = tl.load(y + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
+    if RANK == 0:
+        return found, found
+    r = tl.arange(0, RANK_BLOCK)
+    return found, tl.load(y + rows[:, None] * stride + inner + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
 
 
 @triton.jit
-def _norm_scale(power, rows, num_rows, eps, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
-    """(rows, 1) by which RMSNorm multiplies."""
+def _read_lora_b(lora_b, columns, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
+    """(RANK_BLOCK, columns) LoRA B, transposed."""
+    r = tl.arange(0, RANK_BLOCK)
+    return tl.load(lora_b + columns[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None], other=0.0)
+
+
+@triton.jit
+def _linear(found, a, b, scaling, RANK: tl.constexpr):
+    """found + scaling a b, float32."""
+    total = found.to(tl.float32)
+    if RANK > 0:
+        total += scaling * tl.dot(a, b, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _read_power(power, rows, num_rows, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr):
     part = tl.arange(0, PARTS_BLOCK)
-    shares = tl.load(power + rows[:, None] * PARTS + part[None, :], mask=(rows < num_rows)[:, None] & (part < PARTS)[None, :], other=0.0)
+    return tl.load(power + rows[:, None] * PARTS + part[None, :], mask=(rows < num_rows)[:, None] & (part < PARTS)[None, :], other=0.0)
+
+
+@triton.jit
+def _norm_scale(shares, eps):
+    """(rows, 1) by which RMSNorm multiplies."""
     return tl.rsqrt(tl.sum(shares, axis=1) + eps)[:, None]
 
 
 @triton.jit
-def _before_norm(total, at, weight, columns, x, power, rows, num_rows, part, width, PARTS: tl.constexpr):
-    """Store what `decode_torch.add` returns, of these columns of the residual stream, given as float32."""
+def _before_norm(total, weight, at, x, power, rows, num_rows, part, width, PARTS: tl.constexpr):
+    """Store what `decode_torch.add` returns, of some columns of the residual stream and of the norm's weight, as float32."""
     there = rows < num_rows
-    product = total * tl.load(weight + columns).to(tl.float32)[None, :]
-    tl.store(x + at, product.to(x.dtype.element_ty), mask=there[:, None])
+    tl.store(x + at, (total * weight[None, :]).to(x.dtype.element_ty), mask=there[:, None])
     tl.store(power + rows * PARTS + part, tl.sum(total * total, axis=1) / width, mask=there)
 
 
@@ -59,10 +78,11 @@ def _embed(token, table, weight, residual, x, power, width, num_rows, PARTS: tl.
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
     there = (rows < num_rows)[:, None]
+    scale = tl.load(weight + columns).to(tl.float32)
     found = tl.load(table + tl.load(token + rows, mask=rows < num_rows, other=0)[:, None] * width + columns[None, :], mask=there, other=0.0)
     at = rows[:, None] * width + columns[None, :]
     tl.store(residual + at, found, mask=there)
-    _before_norm(found.to(tl.float32), at, weight, columns, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
+    _before_norm(found.to(tl.float32), scale, at, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
 
 
 def embed(token, table, weight):
@@ -77,23 +97,22 @@ def embed(token, table, weight):
 def _add(residual, y, lora_b, weight, x, power, scaling, width, stride, num_rows, SUMMANDS: tl.constexpr, PARTS: tl.constexpr,
          RANK: tl.constexpr, RANK_BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr):
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns, r = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS), tl.arange(0, RANK_BLOCK)
+    columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
     dtype = residual.dtype.element_ty
     there = (rows < num_rows)[:, None]
-    delta = tl.zeros((ROWS, NUM_COLUMNS), tl.float32)
-    inner = tl.zeros((ROWS, RANK_BLOCK), tl.float32)
-    for summand in tl.static_range(SUMMANDS):
-        at = (summand * num_rows + rows)[:, None] * stride
-        delta += tl.load(y + at + columns[None, :], mask=there, other=0.0).to(tl.float32)
-        if RANK > 0:
-            inner += tl.load(y + at + width + r[None, :], mask=there & (r < RANK)[None, :], other=0.0).to(tl.float32)
-    if RANK > 0:
-        b = tl.load(lora_b + columns[None, :] * RANK + r[:, None], mask=(r < RANK)[:, None], other=0.0)
-        delta += scaling * tl.dot(inner.to(dtype), b, input_precision="ieee")
     at = rows[:, None] * width + columns[None, :]
-    total = (tl.load(residual + at, mask=there, other=0.0).to(tl.float32) + delta.to(dtype).to(tl.float32)).to(dtype)
+    before = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns).to(tl.float32)
+    b = _read_lora_b(lora_b, columns, RANK, RANK_BLOCK)
+    delta, inner = _read_linear(y, rows, columns, width, stride, num_rows, RANK, RANK_BLOCK)
+    for summand in tl.static_range(1, SUMMANDS):
+        more, more_inner = _read_linear(y + summand * num_rows * stride, rows, columns, width, stride, num_rows, RANK, RANK_BLOCK)
+        delta += more
+        inner += more_inner
+    delta = _linear(delta, inner.to(dtype), b, scaling, RANK)
+    total = (before + delta.to(dtype).to(tl.float32)).to(dtype)
     tl.store(residual + at, total, mask=there)
-    _before_norm(total.to(tl.float32), at, weight, columns, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
+    _before_norm(total.to(tl.float32), scale, at, x, power, rows, num_rows, tl.program_id(0), width, PARTS)
 
 
 def add(residual, inputs, matrix, lora_b, scaling, weight):
@@ -137,25 +156,32 @@ def _rotate_and_store(y, power, bias, lora_b, cos, sin, position, q, keys, value
     inner = (H + 2 * K) * D + (head >= H).to(tl.int32) * RANK + (head >= H + K).to(tl.int32) * RANK       # of q, k or v
     column = head * D + half
     dtype = y.dtype.element_ty
-    scale = _norm_scale(power, rows, num_rows, eps, PARTS, PARTS_BLOCK)
-    first = _linear(y, lora_b, rows, column, inner, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
-    second = _linear(y, lora_b, rows, column + D // 2, inner, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    there = (rows < num_rows)[:, None]
+    slot = tl.load(step)
+    at = tl.load(position + rows, mask=rows < num_rows, other=0)[:, None] * (D // 2) + half[None, :]
+    shares = _read_power(power, rows, num_rows, PARTS, PARTS_BLOCK)
+    first, a = _read_linear(y, rows, column, inner, stride, num_rows, RANK, RANK_BLOCK)
+    second = tl.load(y + rows[:, None] * stride + column[None, :] + D // 2, mask=there, other=0.0)
+    first_b = _read_lora_b(lora_b, column, RANK, RANK_BLOCK)
+    second_b = _read_lora_b(lora_b, column + D // 2, RANK, RANK_BLOCK)
+    c = tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
+    scale = _norm_scale(shares, eps)
+    first = _linear(first, a, first_b, scaling, RANK) * scale
+    second = _linear(second, a, second_b, scaling, RANK) * scale
     if BIAS:
         first += tl.load(bias + column).to(tl.float32)[None, :]
         second += tl.load(bias + column + D // 2).to(tl.float32)[None, :]
     first = first.to(dtype).to(tl.float32)
     second = second.to(dtype).to(tl.float32)
-    there = (rows < num_rows)[:, None]
     if head < H + K:
-        at = tl.load(position + rows, mask=rows < num_rows, other=0)[:, None] * (D // 2) + half[None, :]
-        c, s = tl.load(cos + at, mask=there, other=0.0).to(tl.float32), tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
     if head < H:
         at = (rows[:, None] * H + head) * D + half[None, :]
         tl.store(q + at, first.to(dtype), mask=there)
         tl.store(q + at + D // 2, second.to(dtype), mask=there)
     else:
-        at = ((rows[:, None] * K + (head - H) % K) * slots + tl.load(step)) * D + half[None, :]
+        at = ((rows[:, None] * K + (head - H) % K) * slots + slot) * D + half[None, :]
         if head < H + K:
             tl.store(keys + at, first.to(dtype), mask=there)
             tl.store(keys + at + D // 2, second.to(dtype), mask=there)
@@ -236,7 +262,8 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
 
 def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
     (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
-    group, per, queries, num_keys = n // num_prompts, num_heads // num_kv, 16, 128 // q.element_size()       # by shared memory
+    group, per, num_keys = n // num_prompts, num_heads // num_kv, 128 // q.element_size()       # by shared memory
+    queries = _rows(group * per)
     splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
     chunk = triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
     parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
@@ -255,9 +282,14 @@ def _gate(y, power, lora_b, out, eps, scaling, width, stride, num_rows, PARTS: t
     rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
     dtype = out.dtype.element_ty
-    scale = _norm_scale(power, rows, num_rows, eps, PARTS, PARTS_BLOCK)
-    g = _linear(y, lora_b, rows, columns, 2 * width, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
-    u = _linear(y, lora_b, rows, width + columns, 2 * width + RANK, stride, num_rows, scaling, RANK, RANK_BLOCK) * scale
+    shares = _read_power(power, rows, num_rows, PARTS, PARTS_BLOCK)
+    g_b = _read_lora_b(lora_b, columns, RANK, RANK_BLOCK)
+    u_b = _read_lora_b(lora_b, width + columns, RANK, RANK_BLOCK)
+    g, g_a = _read_linear(y, rows, columns, 2 * width, stride, num_rows, RANK, RANK_BLOCK)
+    u, u_a = _read_linear(y, rows, width + columns, 2 * width + RANK, stride, num_rows, RANK, RANK_BLOCK)
+    scale = _norm_scale(shares, eps)
+    g = _linear(g, g_a, g_b, scaling, RANK) * scale
+    u = _linear(u, u_a, u_b, scaling, RANK) * scale
     g = g.to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
     at = rows[:, None] * width + columns[None, :]

@@ -57,7 +57,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
         decoder: `decode.Decoder` of the language model, whose fused matrices are used, with the LoRA as it is now.
         embeds: (P, S, C); packed: `packing.Packed`.
         ops: `forward_triton` or `forward_torch`; default by device.
-        cache: list that receives the keys and values of each layer, [(P, K, S, D), (P, K, S, D)], 0 at the padding.
+        cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     ops = ops or default_ops(embeds)
     layout = runs(packed.part)
@@ -77,7 +77,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
             qkv = _Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))                          # (m, H + 2K, D)
             qkv = _Rotate.apply(qkv, *turn, num_kv, ops)
             if cache is not None:
-                cache.append([padded(x, layout, len(embeds)) for x in split(qkv, num_kv)[1:]])
+                cache.append([x.contiguous() for x in split(qkv, num_kv)[1:]])
             x = _Flash.apply(qkv, num_kv, layout) if flash else dense_attention(qkv, num_kv, layout, bias)
             delta = _Linear.apply(x, out, *out.sources)
             residual, x = _AddNorm.apply(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops)

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rl_train import forward
-from rl_train.packing import Packed, pack, whole
+from rl_train.packing import Packed, pack, share
 from rl_train.sampler import decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
@@ -100,11 +100,12 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
 
 
 @torch.no_grad()
-def read(language_model, embeds, mask) -> torch.Tensor:
-    """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says."""
+def read(language_model, embeds, mask, same=None) -> torch.Tensor:
+    """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says; same: see `packing.share`."""
     decoder = decoder_of(language_model) if embeds.is_cuda else None
     if decoder is not None:
-        return forward.hidden_states(decoder, embeds, whole(mask))[:, -1]
+        shared = share(mask, same)
+        return shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.packed))
     return hidden_states(language_model, embeds, mask)[:, -1]
 
 

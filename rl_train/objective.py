@@ -96,7 +96,9 @@ def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor
     Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it sampled 12,544 points).
     """
     size = logits.shape[-2:]
-    target = torch.stack([F.interpolate(t[None, None].float(), size=size, mode="nearest")[0, 0] for t in targets]).to(logits.device)
+    distinct = {id(t): t.to(logits.device, torch.uint8) for t in {id(t): t for t in targets}.values()}          # rows of an image share it
+    resized = {key: F.interpolate(t[None, None], size=size, mode="nearest")[0, 0].float() for key, t in distinct.items()}
+    target = torch.stack([resized[id(t)] for t in targets])
     bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none").flatten(1).mean(1)
     probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
     dice = 1 - (2 * (probability * target).sum(1) + 1) / (probability.sum(1) + target.sum(1) + 1)

@@ -4,6 +4,7 @@ Letters: n rows about P prompts, L prompt length, T completion tokens, M tokens 
 """
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from sa2va_hf.modeling_sa2va import positions
@@ -65,6 +66,54 @@ def pack(mask, prompt, ids, valid, pad_id: int) -> Packed:
     return Packed(sequence[:, length:], part, position_ids, prompt, before)
 
 
-def whole(mask) -> Packed:
-    """Sequences with no rows behind them, of the attention mask (P, L), padded on the left."""
-    return Packed(mask.new_zeros(len(mask), 0), mask.long() - 1, positions(mask), mask.new_zeros(0), mask.new_zeros(0, 0))
+@dataclass
+class Shared:
+    """P prompts as fewer sequences [what some of them begin with | the rest of the first of these | of the second | ..]."""
+    packed: Packed
+    source: torch.Tensor        # (sequences, S) index, among the P*L slots of the prompts, of the token in each slot; 0 at the padding
+    where: torch.Tensor         # (P, L) index, among the sequences' slots, of each prompt's tokens; 0 at the padding
+
+    def gather(self, embeds):
+        """(sequences, S, C) of embeds (P, L, C)."""
+        return embeds.flatten(0, 1)[self.source]
+
+    def last(self, hidden):
+        """(P, C) of hidden (sequences, S, C), at each prompt's last token."""
+        return hidden.flatten(0, 1)[self.where[:, -1]]
+
+    def tokens(self):
+        """(P, L) index of each prompt's tokens among those of all sequences, without padding."""
+        return ((self.packed.part >= 0).flatten().cumsum(0) - 1)[self.where]
+
+
+def share(mask, same: list[int] | None = None) -> Shared:
+    """The layout of `Shared`.
+
+    Args:
+        mask: (P, L) attention mask of the prompts, padded on the left.
+        same: how many leading tokens each prompt has in common with the one before it; 0: it begins a sequence; None: all do.
+    """
+    lengths, length = mask.sum(1).tolist(), mask.shape[1]
+    groups = []                                                                                # the prompts of each sequence
+    for prompt, common in enumerate(same or [0] * len(lengths)):
+        groups = [*groups[:-1], [*groups[-1], prompt]] if common else [*groups, [prompt]]
+    sequences = []                                                                             # pieces: (prompt, from, to)
+    for first, *others in groups:
+        common = min((same[prompt] for prompt in others), default=lengths[first])
+        sequences.append([(first, 0, common), *((prompt, common, lengths[prompt]) for prompt in (first, *others) if others)])
+    size = max(sum(end - start for _, start, end in pieces) for pieces in sequences)
+    size += -size % 8                                                                          # attention kernels like that
+    part, position, source = np.full((len(groups), size), -1), *np.zeros((2, len(groups), size), dtype=np.int64)
+    where = np.zeros((len(lengths), length), dtype=np.int64)
+    for number, pieces in enumerate(sequences):
+        filled = 0
+        for piece, (prompt, start, end) in enumerate(pieces):
+            slots, count = slice(filled, filled + end - start), np.arange(start, end)
+            part[number, slots], position[number, slots] = piece, count
+            source[number, slots] = prompt * length + length - lengths[prompt] + count
+            for reader in groups[number] if piece == 0 else [prompt]:
+                where[reader, length - lengths[reader] + count] = number * size + np.arange(filled, filled + len(count))
+            filled = slots.stop
+    part, position, source, where = (torch.from_numpy(x).to(mask.device) for x in (part, position, source, where))
+    rows = mask.new_zeros(0)                                                                   # the pieces are no rows to be scored
+    return Shared(Packed(mask.new_zeros(len(groups), 0), part, position, rows, rows[:, None]), source, where)

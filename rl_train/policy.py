@@ -185,6 +185,14 @@ class Policy:
             flags = torch.tensor([t + 1 == images.tiles[i] for i in prompts.image for t in range(images.tiles[i])])
         return self.model.embed(ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags), mask
 
+    def same(self, images: Images, prompts: Prompts) -> list[int]:
+        """How many leading tokens each prompt has in common with the one before it: if that is about the same image, up to its end."""
+        def end(prompt):
+            ids, length = prompts.ids[prompt], images.tiles[prompts.image[prompt]] * self.model.config.tokens_per_tile
+            at = ids.index(self.model.img_context_id) + length
+            return at if prompt and prompts.image[prompt] == prompts.image[prompt - 1] and ids[:at] == prompts.ids[prompt - 1][:at] else 0
+        return [end(prompt) for prompt in range(len(prompts.ids))]
+
     # Scoring
 
     def score(self, images: Images, prompts: Prompts, ids: torch.Tensor, valid: torch.Tensor) -> Scores:

@@ -87,7 +87,7 @@ def sample(policy: Policy, batch: Batch, images: Images, prompts: Prompts, num_g
         embeds, attention = policy.embed(images, prompts)
         completions = generate(policy.model.language_model, embeds, attention, num_generations=num_generations,
                                max_new_tokens=max_new_tokens, stop=policy.stop, pad_id=policy.pad_id,
-                               temperature=policy.temperature, uniforms=uniforms)
+                               temperature=policy.temperature, uniforms=uniforms, same=policy.same(images, prompts))
     texts = [policy.prompts.completion_text(ids[valid].tolist()) for ids, valid in zip(completions.ids, completions.valid)]
     rollout = Rollout(batch, images, rows, completions.ids, completions.logp, completions.valid, completions.stopped, texts,
                       num_generations)
@@ -173,7 +173,7 @@ def segment(policy: Policy, images: Images, image: list[int], captions: list[str
         with policy.autocast():
             embeds, mask = policy.embed(images, prompts, answer.shape[1])
             mask = torch.cat([mask, torch.ones_like(answer)], dim=1)
-            hidden = read(language_model, follow(language_model, embeds, answer), mask)                # (p, C)
+            hidden = read(language_model, follow(language_model, embeds, answer), mask, policy.same(images, prompts))   # (p, C)
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
     return masks

@@ -22,7 +22,7 @@ _REASONS = set()                             # for which the plain path was take
 
 @torch.no_grad()
 def generate(language_model, embeds, attention_mask, *, num_generations, max_new_tokens, stop: StopText | None, pad_id, temperature=1.0,
-             uniforms=None) -> Completions:
+             uniforms=None, same=None) -> Completions:
     """Sample `num_generations` completions of each prompt.
 
     Sampling is by inverse CDF of softmax(logits / temperature): no top-k, no top-p, no clipping, so the returned
@@ -32,6 +32,7 @@ def generate(language_model, embeds, attention_mask, *, num_generations, max_new
         embeds: (P, L, C) prompt embeddings, left-padded; attention_mask: (P, L).
         stop: says where a row ends; None: nowhere before `max_new_tokens`.
         uniforms: (N, max_new_tokens) in [0, 1), one number a token, or None for greedy decoding.
+        same: how many leading embeddings each prompt has in common with the one before it, which are then computed once; None: 0.
 
     Returns:
         Completions whose T is the longest row's length.
@@ -43,7 +44,7 @@ def generate(language_model, embeds, attention_mask, *, num_generations, max_new
                temperature=temperature, uniforms=uniforms)
     decoder = decoder_of(language_model) if embeds.is_cuda else None
     if decoder is not None:
-        return decoder.generate(language_model, embeds, attention_mask, **how)
+        return decoder.generate(language_model, embeds, attention_mask, same=same, **how)
     return generate_plain(language_model, embeds, attention_mask, **how)
 
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train import checkpoint, decode_torch, sampler
+from rl_train import checkpoint, decode_torch, forward, sampler
 from rl_train.decode import Decoder
 from rl_train.fused import unsupported
+from rl_train.logprob import hidden_states
+from rl_train.packing import share
 from rl_train.policy import load_tokenizer
 from rl_train.roles import Roles
 from rl_train.rollout import noise
@@ -118,6 +120,51 @@ def test_hidden_states_at_seg(model, decoder, images, batch):
     seg = model.seg_tokens(fast.ids, fast.valid)
     assert seg.any()
     torch.testing.assert_close(fast.hidden[seg], plain.hidden[seg], atol=1e-4, rtol=0)
+
+
+def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, monkeypatch):
+    """Two regions of one image, one of another, a third of that, ragged: as if each were alone, and the image passes once."""
+    grids = list(batch.grids)
+    prompts = model.describe_prompts(images, [0, 0, 1, 2, 2, 2], [grids[0], grids[1], grids[2], grids[0], grids[3], grids[0]])
+    same, image = model.same(images, prompts), model.model.config.tokens_per_tile
+    assert [s > image for s in same] == [False, True, False, False, True, True] and same[0] == same[2] == 0
+    embeds, mask = model.embed(images, prompts)
+    uniforms = noise(0, 0, 0, list(range(6)), 2, STEPS, 0)[0]
+    how = dict(num_generations=2, max_new_tokens=STEPS, stop=model.stop, pad_id=model.pad_id, temperature=1.0, uniforms=uniforms)
+    tokens, real = [], forward.hidden_states
+
+    def counted(decoder, embeds, packed, *args, **kwargs):
+        tokens.append(int((packed.part >= 0).sum()))
+        return real(decoder, embeds, packed, *args, **kwargs)
+    monkeypatch.setattr(forward, "hidden_states", counted)
+    language_model = model.model.language_model
+    shared, alone = (decoder.generate(language_model, embeds, mask, same=s, **how) for s in (same, None))
+    assert_same(shared, alone)
+    assert_same(shared, generate_plain(language_model, embeds, mask, **how))
+    assert tokens == [mask.sum() - sum(same), mask.sum()]
+    layout = share(mask, same)
+    found = layout.last(real(decoder, layout.gather(embeds), layout.packed))
+    torch.testing.assert_close(found, hidden_states(language_model, embeds, mask)[:, -1], atol=1e-4, rtol=0)
+
+
+def test_what_prompts_have_in_common_ends_with_their_image(model, images, batch):
+    """The same caption twice: the whole prompts are equal, but each needs a token of its own; another image: nothing."""
+    prompts = model.segment_prompts(images, [1, 1, 3], ["a cup", "a cup", "a cup"])
+    same = model.same(images, prompts)
+    ids = prompts.ids[1]
+    assert same == [0, same[1], 0] and ids[same[1] - 1] == model.model.img_context_id != ids[same[1]]
+    assert ids[:same[1]].count(model.model.img_context_id) == model.model.config.tokens_per_tile
+
+
+def test_shared_layout():
+    """By hand: prompts of 3, 4 and 2 tokens, of which the first two begin with 2 equal ones."""
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
+    layout = share(mask, [0, 2, 0])
+    assert layout.packed.part.tolist() == [[0, 0, 1, 2, 2, -1, -1, -1], [0, 0, -1, -1, -1, -1, -1, -1]]
+    assert layout.packed.position_ids[0, :5].tolist() == [0, 1, 2, 2, 3] and layout.packed.position_ids[1, :2].tolist() == [0, 1]
+    assert layout.source[0, :5].tolist() == [1, 2, 3, 6, 7] and layout.source[1, :2].tolist() == [10, 11]
+    assert layout.where[mask.bool()].tolist() == [0, 1, 2, 0, 1, 3, 4, 8, 9]
+    assert layout.tokens()[mask.bool()].tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6]
 
 
 def test_an_optimizer_step_changes_the_rollouts(policy, images, batch):

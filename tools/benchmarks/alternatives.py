@@ -109,7 +109,8 @@ def partly(function, work: Work, num_samples: int, extra: Counter, phase: str):
 
 def huggingface(work: Work, **how):
     """A stand-in for `sampler.generate` by transformers' own, whose rows each have their prompt's cache."""
-    def generate(language_model, embeds, attention_mask, *, num_generations, max_new_tokens, stop, pad_id, temperature, uniforms):
+    def generate(language_model, embeds, attention_mask, *, num_generations, max_new_tokens, stop, pad_id, temperature, uniforms,
+                 same=None):
         drawn = uniforms is not None
         sampling = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature) if drawn else dict(do_sample=False)
         with_hidden = max_new_tokens == work.answer_tokens
