@@ -30,10 +30,8 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
 def _read_linear(y, rows, columns, inner, stride, num_rows, RANK: tl.constexpr, RANK_BLOCK: tl.constexpr):
     """(rows, columns) of y, and the outputs of LoRA A, which start at column `inner`."""
     there = (rows < num_rows)[:, None]
-    found = tl.load(y + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
-    if RANK == 0:
-        return found, found
     r = tl.arange(0, RANK_BLOCK)
+    found = tl.load(y + rows[:, None] * stride + columns[None, :], mask=there, other=0.0)
     return found, tl.load(y + rows[:, None] * stride + inner + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
 
 
