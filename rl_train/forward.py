@@ -83,7 +83,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
             residual, x = _AddNorm.apply(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops)
             return residual, _MLP.apply(x, gate_up, down, ops, *gate_up.sources, *down.sources)
         for parts in decoder.layers:
-            if gradient_checkpointing:
+            if gradient_checkpointing and torch.is_grad_enabled():
                 residual, delta = checkpoint(layer, residual, delta, *parts, use_reentrant=False, preserve_rng_state=False)
             else:
                 residual, delta = layer(residual, delta, *parts)
