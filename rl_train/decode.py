@@ -105,7 +105,8 @@ class Graph:
 
     def __init__(self, decoder: Decoder, num_prompts, num_generations, length, num_tokens, *, stop, pad_id, temperature, greedy):
         self.decoder, self.stop, self.pad_id, self.temperature, self.greedy = decoder, stop, pad_id, temperature, greedy
-        self.num_generations, self.table = num_generations, stop and stop.table        # the graph holds the table's address
+        self.num_generations, self.vocab = num_generations, len(decoder.head)
+        self.table = stop and stop.table                                        # whose address the graph holds
         n, (vocab, width), new = num_prompts * num_generations, decoder.head.shape, decoder.head.new_zeros
         flat, layers, per_head = decoder.cache, len(decoder.layers), (decoder.num_kv, -1, decoder.head_size)
         split = num_prompts * length * decoder.slot_size
@@ -113,7 +114,7 @@ class Graph:
         self.suffix = flat[split:split + n * num_tokens * decoder.slot_size].view(layers, 2, n, *per_head)     # (.., K, T, D)
         self.pad = new(num_prompts, dtype=torch.int32)                          # empty slots before each prompt
         self.logits = new(n, _round_up(vocab, BLOCK))                           # aligned for the product, ready for `inverse_cdf`
-        self.hidden, self.hiddens = new(n, width), new(n, num_tokens, width)
+        self.hiddens = new(n, num_tokens, width)
         self.uniforms = new(n, num_tokens, dtype=torch.float64)
         self.ids, self.logp = new(n, num_tokens, dtype=torch.long), new(n, num_tokens, dtype=torch.float32)
         self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
@@ -147,14 +148,15 @@ class Graph:
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length:] = source[tokens].transpose(1, 2)
         rows = slice(p * self.num_generations)
-        self.hidden[rows] = hidden.repeat_interleave(self.num_generations, 0).to(self.hidden.dtype)
         self.position.zero_()[rows] = lengths.repeat_interleave(self.num_generations)
         if uniforms is not None:
             self.uniforms[rows, :uniforms.shape[1]] = uniforms.to(self.uniforms)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False
-        self.sample()
+        first = hidden.new_zeros(len(self.done), hidden.shape[1], dtype=self.hiddens.dtype)
+        first[rows] = hidden.repeat_interleave(self.num_generations, 0)
+        self.sample(first)
 
     def run(self, max_new_tokens: int):
         """Decode until all rows are done, or max_new_tokens. The host looks at the poll before the last: the device never waits."""
@@ -181,24 +183,15 @@ class Graph:
         """Feed the newest token, sample the next."""
         hidden = self.forward()
         self.hiddens.index_copy_(1, self.step, hidden[:, None])
-        self.hidden.copy_(hidden)
         self.step += 1
         self.position += 1
-        self.sample()
+        self.sample(hidden)
 
-    def sample(self):
-        """Draw token `step` of each row from `hidden` and write it down."""
-        decoder = self.decoder
-        torch.mm(self.hidden, decoder.padded_head.t(), out=self.logits[:, :len(decoder.padded_head)])
-        token, logp = decoder.ops.pick(self.logits, len(decoder.head), self.temperature, None if self.greedy else self.uniforms, self.step)
-        self.token.copy_(token.masked_fill(self.done, self.pad_id))
-        self.ids.index_copy_(1, self.step, self.token[:, None])
-        self.logp.index_copy_(1, self.step, logp.masked_fill(self.done, 0.0)[:, None])
-        self.valid.index_copy_(1, self.step, ~self.done[:, None])
-        if self.stop:
-            state, ends = self.stop.step(self.state, self.token)
-            self.state.copy_(state)
-            self.done |= ends
+    def sample(self, hidden):
+        """Draw token `step` of each row from hidden (N, C) and write it down."""
+        padded = self.decoder.padded_head
+        torch.mm(hidden, padded.t(), out=self.logits[:, :len(padded)])
+        self.decoder.ops.choose(self)
 
     def forward(self):
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""

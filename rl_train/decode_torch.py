@@ -103,7 +103,21 @@ def gate(y, power, eps, lora_b, scaling, width):
     return F.silu(y[:, :width]) * y[:, width:]
 
 
-def pick(logits, vocab, temperature, uniforms, step):
-    """(token (N,), its log-prob (N,)), as `tokens.draw`, of logits (N, at least V) at column `step` of uniforms (N, T), or None."""
-    logits[:, vocab:] = float("-inf")                                           # of what is no token
-    return draw(logits, temperature, None if uniforms is None else uniforms.index_select(1, step)[:, 0])
+def choose(rows):
+    """Draw a token of each row as `tokens.draw` does, and write it down at column `step`; pad for rows that are done.
+
+    Args:
+        rows: `decode.Graph`, of which it reads logits (N, at least V), of which vocab are tokens', uniforms (N, T), step and how to draw;
+            and writes token, ids, logp, valid, the stop text's state, done.
+    """
+    rows.logits[:, rows.vocab:] = float("-inf")
+    u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
+    token, logp = draw(rows.logits, rows.temperature, u)
+    rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))
+    rows.ids.index_copy_(1, rows.step, rows.token[:, None])
+    rows.logp.index_copy_(1, rows.step, logp.masked_fill(rows.done, 0.0)[:, None])
+    rows.valid.index_copy_(1, rows.step, ~rows.done[:, None])
+    if rows.stop:
+        state, ends = rows.stop.step(rows.state, rows.token)
+        rows.state.copy_(state)
+        rows.done |= ends

@@ -323,42 +323,54 @@ def _first_above(cdf, share, target, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pick(logits, tops, sums, uniforms, step, token, logp, stride, vocab, temperature, num_blocks, num_tokens, GREEDY: tl.constexpr,
-          NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """A token of each row: the block by the blocks' sums, then the token in it."""
+def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, state, table, stride, vocab, temperature, num_blocks,
+            num_tokens, pad, eos, found_state, num_states, GREEDY: tl.constexpr, STOPS: tl.constexpr, NUM: tl.constexpr,
+            BLOCK: tl.constexpr):
+    """A token of each row: the block by the blocks' sums, then the token in it; and its record."""
     row, block, inside = tl.program_id(0).to(tl.int64), tl.arange(0, NUM), tl.arange(0, BLOCK)
     there = block < num_blocks
+    at = row * num_tokens + tl.load(step)
+    over = tl.load(done + row)
     top = tl.load(tops + row * num_blocks + block, mask=there, other=-1e30)
     highest = tl.max(top)
     share = tl.load(sums + row * num_blocks + block, mask=there, other=0.0) * tl.exp(top - highest).to(tl.float64)
     total = tl.sum(share)
     if GREEDY:
-        found = tl.argmax(top, axis=0)
+        hit = tl.argmax(top, axis=0)
     else:
         cdf = tl.cumsum(share)
-        target = tl.load(uniforms + row * num_tokens + tl.load(step)) * total
-        found = _first_above(cdf, share, target, NUM)
-        target -= tl.sum(tl.where(block < found, share, 0.0))
-    column = found * BLOCK + inside
+        target = tl.load(uniforms + at) * total
+        hit = _first_above(cdf, share, target, NUM)
+        target -= tl.sum(tl.where(block < hit, share, 0.0))
+    column = hit * BLOCK + inside
     x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
     if GREEDY:
         place = tl.argmax(x, axis=0)
     else:
         p = tl.exp(x - highest).to(tl.float64)
         place = _first_above(tl.cumsum(p), p, target, BLOCK)
-    tl.store(token + row, (found * BLOCK + place).to(tl.int64))
-    tl.store(logp + row, tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32))
+    chosen = tl.where(over, pad, hit * BLOCK + place).to(tl.int64)
+    logp = tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32)
+    tl.store(token + row, chosen)
+    tl.store(ids + at, chosen)
+    tl.store(logps + at, tl.where(over, 0.0, logp))
+    tl.store(valid + at, ~over)
+    if STOPS:
+        after = tl.load(table + chosen * num_states + tl.load(state + row))
+        tl.store(state + row, after)
+        tl.store(done + row, over | (after == found_state) | (chosen == eos))
 
 
-def pick(logits, vocab, temperature, uniforms, step):
-    n, num_blocks = len(logits), triton.cdiv(vocab, BLOCK)
+def choose(rows):
+    logits, stop, uniforms = rows.logits, rows.stop, rows.uniforms
+    n, num_blocks = len(logits), triton.cdiv(rows.vocab, BLOCK)
     tops, sums = logits.new_empty(n, num_blocks, dtype=torch.float32), logits.new_empty(n, num_blocks, dtype=torch.float64)
-    token, logp = logits.new_empty(n, dtype=torch.long), logits.new_empty(n, dtype=torch.float32)
-    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](logits, tops, sums, logits.stride(0), vocab, temperature, num_blocks, NUM=BLOCKS,
-                                                     BLOCK=BLOCK, num_warps=8)
-    _pick[(n,)](logits, tops, sums, uniforms, step, token, logp, logits.stride(0), vocab, temperature, num_blocks,
-                0 if uniforms is None else uniforms.shape[1], GREEDY=uniforms is None, NUM=triton.next_power_of_2(num_blocks), BLOCK=BLOCK)
-    return token, logp
+    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](logits, tops, sums, logits.stride(0), rows.vocab, rows.temperature, num_blocks,
+                                                     NUM=BLOCKS, BLOCK=BLOCK, num_warps=8)
+    _choose[(n,)](logits, tops, sums, uniforms, rows.step, rows.token, rows.ids, rows.logp, rows.valid, rows.done, rows.state, rows.table,
+                  logits.stride(0), rows.vocab, rows.temperature, num_blocks, uniforms.shape[1], rows.pad_id,
+                  -1 if stop is None or stop.eos_id is None else stop.eos_id, stop.found if stop else 0, rows.table.shape[1] if stop else 0,
+                  GREEDY=rows.greedy, STOPS=stop is not None, NUM=triton.next_power_of_2(num_blocks), BLOCK=BLOCK)
 
 
 def _rows(n: int) -> int:

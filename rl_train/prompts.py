@@ -3,6 +3,7 @@
 Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
 """
 from rl_train.data.text import clean_caption
+from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
 from sa2va_hf.templates import chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
@@ -38,7 +39,7 @@ class PromptBuilder:
     def __init__(self, tokenizer, template: str, tokens_per_tile: int):
         self.tokenizer, self.template, self.tokens_per_tile = tokenizer, chat_template(template), tokens_per_tile
         self.stop_texts = self.template.get("STOP_WORDS", [])
-        seg_id = tokenizer.convert_tokens_to_ids("[SEG]")
+        self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         self.forced_answer = answer[: answer.index(seg_id) + 1]
 
@@ -52,7 +53,11 @@ class PromptBuilder:
         return self.template["INSTRUCTION"].replace("{input}", self.question(question, num_tiles, cells))
 
     def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
-        return self.tokenizer.encode(self.text(question, num_tiles, cells), add_special_tokens=False)
+        """Ids of `text`. The image's many equal tokens are put in afterwards: encoding them took most of the time."""
+        many = IMG_CONTEXT_TOKEN * (num_tiles * self.tokens_per_tile)
+        ids = self.tokenizer.encode(self.text(question, num_tiles, cells).replace(many, IMG_CONTEXT_TOKEN, 1), add_special_tokens=False)
+        at = ids.index(self.context_id)
+        return [*ids[:at], *[self.context_id] * (num_tiles * self.tokens_per_tile), *ids[at + 1:]]
 
     def describe(self, num_tiles: int, num_cells: int) -> list[int]:
         """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""

@@ -75,14 +75,14 @@ def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches,
     """
     work = []
     for batch in batches:                                                         # B samples, already tensors
-        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)       # a GPU goes on while the noise is drawn
+        random = [noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
+                        policy.model.config.prompt_size if task.mask_sigma else 0) for number, task in enumerate(tasks)]
         clock("encode")
         for number, task in enumerate(tasks):
-            random = noise(args.seed, step, number, batch.index, args.num_generations, args.max_completion_length,
-                           policy.model.config.prompt_size if task.mask_sigma else 0)
             with roles.use("policy"):
                 rollout = sample(policy, batch, images, task.prompts(batch, images), args.num_generations,
-                                 args.max_completion_length, random, task.mask_sigma)          # N rows
+                                 args.max_completion_length, random[number], task.mask_sigma)  # N rows
             clock("rollout")
             rewards = task.rewards(rollout)                                       # {component: (N,)}
             reward = combine(rewards, task.weights)                               # (N,)

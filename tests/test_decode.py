@@ -1,6 +1,8 @@
 """The fast sampler draws what the plain one draws: tokens alike, numbers to rounding, whatever the sizes and the weights."""
 import importlib
 from argparse import Namespace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -290,7 +292,7 @@ def test_graphs_equal_plain(on_gpu, batch, ops):
 def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
     from rl_train import decode_triton
-    n, kv, size, inner, suffix, vocab = prompts * group, 2, 128 if heads == 16 else 32, 352, 64, 2000
+    n, kv, size, inner, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352, 64
     width, qkv = heads * size, (heads + 2 * kv) * size
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
@@ -305,8 +307,7 @@ def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
         rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank), lora_b(qkv), 2.0, make(100, size // 2),
                           make(100, size // 2), position, *stored, step),
         attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), *stored, pad, step),
-        gate=(make(n, 2 * inner + 2 * rank), power, 1e-6, lora_b(2 * inner), 2.0, inner),
-        pick=(8 * make(n, 2048), vocab, 1.3, None, step))
+        gate=(make(n, 2 * inner + 2 * rank), power, 1e-6, lora_b(2 * inner), 2.0, inner))
     changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))                  # arguments that are written to
     for name, arguments in cases.items():
         exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]
@@ -325,28 +326,52 @@ def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])
-def test_triton_draws_as_torch(on_gpu, dtype, vocab):
-    """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability."""
+def test_triton_chooses_as_torch(on_gpu, dtype, vocab):
+    """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability; same record."""
     from rl_train import decode_triton
-    n, step = 64, torch.tensor([1], device="cuda")
+    n, num_tokens, column, stops = 64, 3, 1, vocab // 4
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(n, vocab + -vocab % 512 + 512, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
     logits[:, 7] = float("-inf")
     logits[1::2, 3] += 40                                                           # nearly certain
-    uniforms = torch.rand(n, 3, device="cuda", generator=generator, dtype=torch.float64)
     p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
-    for low in (0.25, 0.75):
-        chosen = torch.multinomial(p, 1, generator=generator)
-        uniforms[:, 1] = (p.cumsum(-1).gather(1, chosen) - (1 - low) * p.gather(1, chosen))[:, 0]
-        token, logp = decode_triton.pick(logits, vocab, 1.3, uniforms, step)
-        certain = p.gather(1, chosen)[:, 0] > 1e-5
-        assert torch.equal(token[certain], chosen[certain, 0]) and certain.sum() > n // 4
-        torch.testing.assert_close(logp.double(), p.gather(1, token[:, None])[:, 0].log(), atol=1e-4, rtol=0)
+    table = torch.arange(2, device="cuda").repeat(vocab, 1)
+    table[stops:2 * stops] = 1                                                      # tokens that end the answer
+    stop = SimpleNamespace(found=1, eos_id=3, table=table)
+    stop.step = lambda state, token: StopText.step(stop, state, token)
+
+    def rows(uniforms, greedy=False, stop=stop):
+        new = partial(torch.zeros, n, num_tokens, device="cuda")
+        done = torch.arange(n, device="cuda") % 5 == 0
+        return SimpleNamespace(
+            logits=logits.clone(), vocab=vocab, temperature=1.3, greedy=greedy, uniforms=uniforms, step=torch.tensor([column], device="cuda"),
+            stop=stop, table=stop and stop.table, pad_id=5, ids=new(dtype=torch.long), logp=new(), valid=new(dtype=torch.bool), done=done,
+            token=torch.zeros_like(done, dtype=torch.long), state=torch.zeros_like(done, dtype=torch.long))
+
+    def chosen(ops, *how, **options):
+        found = rows(*how, **options)
+        ops.choose(found)
+        return found
+    uniforms = torch.rand(n, num_tokens, device="cuda", generator=generator, dtype=torch.float64)
+    for place in (0.25, 0.75):
+        wanted = torch.multinomial(p, 1, generator=generator)
+        uniforms[:, column] = (p.cumsum(-1).gather(1, wanted) - (1 - place) * p.gather(1, wanted))[:, 0]
+        certain = (p.gather(1, wanted)[:, 0] > 1e-5).nonzero()[:, 0]
+        assert len(certain) > n // 4
+        for how in (dict(), dict(stop=None)):
+            mine, theirs = (chosen(ops, uniforms, **how) for ops in (decode_triton, decode_torch))
+            for name in ("token", "ids", "valid", "done", "state"):
+                assert torch.equal(getattr(mine, name)[certain], getattr(theirs, name)[certain]), name
+            torch.testing.assert_close(mine.logp[certain], theirs.logp[certain], atol=1e-4, rtol=0)
+            alive = certain[~rows(uniforms).done[certain]]
+            assert torch.equal(mine.token[alive], wanted[alive, 0]) and (mine.ids[:, column] == mine.token).all()
+            assert not mine.ids[:, ~(torch.arange(num_tokens) == column)].any() and (mine.token[::5] == 5).all()
     for u in (0.0, 1 - 2**-53):
-        token, _ = decode_triton.pick(logits, vocab, 1.3, torch.full_like(uniforms, u), step)
+        token = chosen(decode_triton, torch.full_like(uniforms, u)).token
         assert (token < vocab).all() and (token != 7).all()
-    token, logp = decode_triton.pick(logits, vocab, 1.3, None, step)
-    assert torch.equal(logits.gather(1, token[:, None])[:, 0], logits[:, :vocab].amax(1))
+    alive = ~rows(uniforms).done
+    token = chosen(decode_triton, uniforms, greedy=True).token
+    assert torch.equal(logits.gather(1, token[:, None])[alive, 0], logits[alive, :vocab].amax(1))
 
 
 # The stop text

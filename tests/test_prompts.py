@@ -20,6 +20,13 @@ def test_prompts_follow_the_template(template, before, after):
     assert prompts.tokenizer.decode(prompts.segment("A {Red} dog.", 1)) == f"{before}{image}\nPlease segment a {{red}} dog in this image.{after}"
 
 
+def test_ids_are_those_of_the_text():
+    """Though the image's tokens are put in after encoding: of several tiles, with regions as large as the image, or none."""
+    prompts = PromptBuilder(load_tokenizer(CHECKPOINT), "phi3_chat", tokens_per_tile=4)
+    for how in ((DESCRIBE, 1, [3]), (DESCRIBE, 1, [4]), (DESCRIBE, 1, [9]), (DESCRIBE, 3, [1, 12]), ("What is <img> this?", 2, None)):
+        assert prompts.ids(*how) == prompts.tokenizer.encode(prompts.text(*how), add_special_tokens=False)
+
+
 def test_an_answer_is_encoded_as_in_the_supervised_training():
     """phi3_chat's answer ends in its suffix, which is one piece with it; vicuna's, which has none, in EOS."""
     tokenizer = load_tokenizer(CHECKPOINT)
