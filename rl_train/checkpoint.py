@@ -114,6 +114,8 @@ def load(folder: Path, policy, roles, optimizer, scheduler, rank: int) -> int:
     load_weights(folder, policy.trainable)
     load_weights(folder, roles.banks["teacher"], "ema.safetensors")
     state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+    for group in state["optimizer"]["param_groups"]:
+        group["fused"] = optimizer.defaults["fused"]        # is this machine's, not that of the one which wrote the checkpoint
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
     if rank < len(state["rng"]):                    # nothing depends on it across another number of ranks

@@ -2,7 +2,8 @@
 
 A decode step reads every weight once and computes almost nothing, so what it costs beyond that is the number of kernels.
 So linears that read one input are one matrix product together with their LoRA A's (see `fused`), whose rows are refreshed
-at the start of each `generate`, and what lies between the products is one kernel each (`decode_triton`; on the CPU `decode_torch`).
+at the start of each `generate`, and all that lies between two products is one kernel (attention: two; `decode_triton`; on the CPU
+`decode_torch`).
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, C width, V vocabulary, H query heads,
 K key-value heads, D head size, r LoRA rank. Sizes are rounded up, so that few graphs serve all prompts.
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from rl_train import decode_torch, forward
 from rl_train.fused import Fused, aligned, groups
 from rl_train.packing import share
-from rl_train.tokens import BLOCK, Completions, draw
+from rl_train.tokens import BLOCK, Completions
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64      # multiples to which L and T are rounded up
 POLL = 2                               # tokens between two looks at whether all rows are done, each a poll late
@@ -37,7 +38,6 @@ class Decoder:
         self.inv_freq, self.rope_scale = model.rotary_emb.inv_freq.float(), model.rotary_emb.attention_scaling
         self.layers = [([Fused(group) for group in groups(layer)], layer.input_layernorm, layer.post_attention_layernorm)
                        for layer in model.layers]
-        self.source = model.layers
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         if ops is None and self.head.is_cuda and importlib.util.find_spec("triton"):
             from rl_train import decode_triton
@@ -47,11 +47,13 @@ class Decoder:
         self.graphs: dict[tuple, Graph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.head.is_cuda else None
 
-    @property
-    def stale(self) -> bool:
-        """Must there be another Decoder, since the model's weights have moved or its LoRA is another?"""
-        return self.head.data_ptr() != self.padded_head.data_ptr() or any(
-            fused.stale(group) for layer, (fuseds, _, _) in zip(self.source, self.layers) for fused, group in zip(fuseds, groups(layer)))
+    def stale(self, language_model) -> bool:
+        """Must `language_model`, of which this was made, have another Decoder: its weights have moved, or its LoRA is another or off?"""
+        model = language_model.model
+        return (language_model.lm_head.weight.data_ptr() != self.padded_head.data_ptr()
+                or model.embed_tokens.weight.data_ptr() != self.embedding.data_ptr() or len(model.layers) != len(self.layers)
+                or any(fused.stale(group) for layer, (fuseds, _, _) in zip(model.layers, self.layers)
+                       for fused, group in zip(fuseds, groups(layer))))
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
@@ -90,7 +92,7 @@ class Decoder:
             graph = self.graph(num_prompts, num_generations, embeds.shape[1], max_new_tokens, stop=stop, pad_id=pad_id,
                                temperature=temperature, greedy=uniforms is None)
             cache, shared = [], share(attention_mask, same)
-            hidden = forward.hidden_states(self, shared.gather(embeds), shared.packed, cache=cache)
+            hidden = forward.hidden_states(self, shared.gather(embeds), shared.layout, cache=cache)
             graph.load(cache, shared.tokens(), attention_mask, shared.last(hidden), uniforms)
             del cache
             graph.run(max_new_tokens)

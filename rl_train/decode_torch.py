@@ -1,4 +1,4 @@
-"""The parts of a decode step that are not matrix products, in plain torch: for the CPU, and what `decode_triton` is tested against.
+"""The parts of a decode step in plain torch: for the CPU, and what `decode_triton` is tested against.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
 r LoRA rank, V vocabulary.

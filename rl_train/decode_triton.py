@@ -1,9 +1,10 @@
-"""The parts of a decode step that are not matrix products as one Triton kernel each (attention: two). Same functions as `decode_torch`.
+"""The parts of a decode step, each one Triton kernel (`attend` and `choose`: two; `add`: behind a product). Same functions as `decode_torch`.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
 r LoRA rank, V vocabulary.
-Sums are float32; products of two tensors take their own dtype, in full precision for float32. Rounding to the model's dtype
-happens where the model rounds.
+Sums are float32; products of two tensors take their own dtype, in full precision for float32. Rounded to the model's dtype are
+what one kernel leaves for another, a linear's output, and silu's, as in the model; but of RMSNorm its input times its weight, which
+the model rounds after the division.
 """
 import torch
 import torch.nn.functional as F
@@ -338,17 +339,17 @@ def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, 
     if GREEDY:
         hit = tl.argmax(top, axis=0)
     else:
-        cdf = tl.cumsum(share)
         target = tl.load(uniforms + at) * total
-        hit = _first_above(cdf, share, target, NUM)
+        hit = _first_above(tl.cumsum(share), share, target, NUM)
         target -= tl.sum(tl.where(block < hit, share, 0.0))
+    own_top = tl.max(tl.where(block == hit, top, -1e30))
     column = hit * BLOCK + inside
     x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
     if GREEDY:
         place = tl.argmax(x, axis=0)
     else:
-        p = tl.exp(x - highest).to(tl.float64)
-        place = _first_above(tl.cumsum(p), p, target, BLOCK)
+        p = tl.exp(x - own_top).to(tl.float64)                  # whose sum is this block's, to the last bit but the order
+        place = _first_above(tl.cumsum(p), p, target / tl.exp(own_top - highest).to(tl.float64), BLOCK)
     chosen = tl.where(over, pad, hit * BLOCK + place).to(tl.int64)
     logp = tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32)
     tl.store(token + row, chosen)

@@ -31,7 +31,7 @@ class Runs:
 
 
 def runs(part: torch.Tensor) -> Runs:
-    """Of `packing.Packed.part` (P, S): -1 padding, 0 prompt, 1 + row."""
+    """Of `packing.Layout.part` (P, S)."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]
     run = part.flatten()[slots] + slots // part.shape[1] * many
@@ -55,7 +55,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
 
     Args:
         decoder: `decode.Decoder` of the language model, whose fused matrices are used, with the LoRA as it is now.
-        embeds: (P, S, C); packed: `packing.Packed`.
+        embeds: (P, S, C); packed: `packing.Layout`.
         ops: `forward_triton` or `forward_torch`; default by device.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """

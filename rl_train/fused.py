@@ -27,9 +27,9 @@ class Fused:
         self.sizes, weight = [base.out_features for base in self.bases], self.bases[0].weight
         rank, self.scaling = (len(loras[0][0]), loras[0][2]) if loras else (0, 0.0)
         self.weight = torch.cat([base.weight.data for base in self.bases] + [weight.new_zeros(rank * len(loras), weight.shape[1])])
-        *self.rows, a = self.weight.split([*self.sizes, rank * len(loras)])
+        *outputs, a = self.weight.split([*self.sizes, rank * len(loras)])
         self.lora_b = weight.new_zeros(sum(self.sizes), rank) if loras else None           # not empty: warm-ups run before `refresh`
-        for base, rows in zip(self.bases, self.rows):
+        for base, rows in zip(self.bases, outputs):
             base.weight.data = rows
         self.bias = None
         if any(base.bias is not None for base in self.bases):
@@ -101,8 +101,10 @@ def unsupported(language_model) -> str | None:
     if type(head) is not nn.Linear or head.bias is not None or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"
     for number, layer in enumerate(model.layers):
-        for group in groups(layer):
+        for place, group in enumerate(groups(layer)):
             reason = _unsupported_group(group, head.weight)
+            if place > 0 and any(_base(module).bias is not None for module in group):
+                reason = "a bias behind attention or in the MLP"
             if reason:
                 return f"layer {number}: {reason}"
     return None

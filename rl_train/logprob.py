@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_train import forward
 from rl_train.packing import Packed, pack, share
-from rl_train.sampler import decoder_of
+from rl_train.sampler import decoder_for, decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
 CHUNK = 2**26        # logits that are held at a time, however large the vocabulary is
@@ -91,7 +91,7 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
     assert type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad, "lm_head is more than a frozen matrix"
     packed = pack(mask, prompt, ids, valid, pad_id)
     if how is None:
-        decoder = decoder_of(language_model) if embeds.is_cuda else None
+        decoder = decoder_for(language_model, embeds)
         how = by_modules if decoder is None else partial(by_kernels, decoder=decoder)
     hidden, weight = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
     found = token_logps_from_hidden(packed.hidden_before(hidden, valid), weight, ids[valid], temperature, len(head.weight))
@@ -102,10 +102,10 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
 @torch.no_grad()
 def read(language_model, embeds, mask, same=None) -> torch.Tensor:
     """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says; same: see `packing.share`."""
-    decoder = decoder_of(language_model) if embeds.is_cuda else None
+    decoder = decoder_for(language_model, embeds)
     if decoder is not None:
         shared = share(mask, same)
-        return shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.packed))
+        return shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.layout))
     return hidden_states(language_model, embeds, mask)[:, -1]
 
 
@@ -117,6 +117,7 @@ def follow(language_model, embeds, ids) -> torch.Tensor:
 def by_kernels(language_model, embeds, packed, gradient_checkpointing, decoder=None):
     """((P, S, C) last hidden states, 0 at the padding, by `forward`; lm_head's matrix, aligned, since an odd V makes slow products)."""
     decoder = decoder or decoder_of(language_model)
+    assert decoder is not None, "there are no kernels for this model"
     return forward.hidden_states(decoder, embeds, packed, gradient_checkpointing), decoder.padded_head
 
 

@@ -96,8 +96,11 @@ def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor
     Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it sampled 12,544 points).
     """
     size = logits.shape[-2:]
-    distinct = {id(t): t.to(logits.device, torch.uint8) for t in {id(t): t for t in targets}.values()}          # rows of an image share it
-    resized = {key: F.interpolate(t[None, None], size=size, mode="nearest")[0, 0].float() for key, t in distinct.items()}
+    resized = {}
+    for t in targets:
+        if id(t) not in resized:                                                             # rows about one region share its mask
+            pixels = t[None, None].to(logits.device, torch.uint8)
+            resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
     target = torch.stack([resized[id(t)] for t in targets])
     bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none").flatten(1).mean(1)
     probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)

@@ -9,24 +9,30 @@ import torch
 
 from sa2va_hf.modeling_sa2va import positions
 
+TOGETHER = 8      # prompts that share their beginning: attention by a bias costs the square of a sequence, and all are padded to the longest
 
 @dataclass
-class Packed:
-    """n rows as P sequences [prompt | tokens of its first row | of its second | ..], the last token of each row left out.
-
-    That token is never an input. Tokens see their prompt and what precedes them in their own row.
-    """
-    ids: torch.Tensor           # (P, M) what stands behind the prompts
-    part: torch.Tensor          # (P, S) what each token belongs to: -1 padding, 0 prompt, 1 + row
+class Layout:
+    """P sequences [beginning | one continuation | another | ..]. Tokens see the beginning and what precedes them in their own part."""
+    part: torch.Tensor          # (P, S) what each token belongs to: -1 padding, 0 beginning, above 0 a continuation
     position_ids: torch.Tensor  # (P, S)
-    prompt: torch.Tensor        # (n,) prompt of each row
-    before: torch.Tensor        # (n, T) index, in its sequence, of what precedes each token: whose hidden state predicts it
 
     def bias(self, dtype: torch.dtype) -> torch.Tensor:
         """(P, 1, S, S) for the attention scores: 0 or -inf. Padding sees padding, so that no query is without any key."""
         part = self.part
         seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()                 # (P, S, S)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+
+
+@dataclass
+class Packed(Layout):
+    """n rows as P sequences [prompt | tokens of its first row | of its second | ..], the last token of each row left out.
+
+    That token is never an input. Of row r `part` is 1 + r.
+    """
+    ids: torch.Tensor           # (P, M) what stands behind the prompts
+    prompt: torch.Tensor        # (n,) prompt of each row
+    before: torch.Tensor        # (n, T) index, in its sequence, of what precedes each token: whose hidden state predicts it
 
     def hidden_before(self, hidden, tokens) -> torch.Tensor:
         """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
@@ -63,13 +69,13 @@ def pack(mask, prompt, ids, valid, pad_id: int) -> Packed:
     position_ids[owner, at] = mask.sum(1)[owner] + column
     before = torch.full(ids.shape, length - 1, device=device)                                  # the first token follows the prompt
     before[row, column + 1] = at
-    return Packed(sequence[:, length:], part, position_ids, prompt, before)
+    return Packed(part, position_ids, sequence[:, length:], prompt, before)
 
 
 @dataclass
 class Shared:
     """P prompts as fewer sequences [what some of them begin with | the rest of the first of these | of the second | ..]."""
-    packed: Packed
+    layout: Layout
     source: torch.Tensor        # (sequences, S) index, among the P*L slots of the prompts, of the token in each slot; 0 at the padding
     where: torch.Tensor         # (P, L) index, among the sequences' slots, of each prompt's tokens; 0 at the padding
 
@@ -83,11 +89,11 @@ class Shared:
 
     def tokens(self):
         """(P, L) index of each prompt's tokens among those of all sequences, without padding."""
-        return ((self.packed.part >= 0).flatten().cumsum(0) - 1)[self.where]
+        return ((self.layout.part >= 0).flatten().cumsum(0) - 1)[self.where]
 
 
 def share(mask, same: list[int] | None = None) -> Shared:
-    """The layout of `Shared`.
+    """The layout of `Shared`, with at most TOGETHER prompts in a sequence.
 
     Args:
         mask: (P, L) attention mask of the prompts, padded on the left.
@@ -96,7 +102,10 @@ def share(mask, same: list[int] | None = None) -> Shared:
     lengths, length = mask.sum(1).tolist(), mask.shape[1]
     groups = []                                                                                # the prompts of each sequence
     for prompt, common in enumerate(same or [0] * len(lengths)):
-        groups = [*groups[:-1], [*groups[-1], prompt]] if common else [*groups, [prompt]]
+        if common and len(groups[-1]) < TOGETHER:
+            groups[-1].append(prompt)
+        else:
+            groups.append([prompt])
     sequences = []                                                                             # pieces: (prompt, from, to)
     for first, *others in groups:
         common = min((same[prompt] for prompt in others), default=lengths[first])
@@ -115,5 +124,4 @@ def share(mask, same: list[int] | None = None) -> Shared:
                 where[reader, length - lengths[reader] + count] = number * size + np.arange(filled, filled + len(count))
             filled = slots.stop
     part, position, source, where = (torch.from_numpy(x).to(mask.device) for x in (part, position, source, where))
-    rows = mask.new_zeros(0)                                                                   # the pieces are no rows to be scored
-    return Shared(Packed(mask.new_zeros(len(groups), 0), part, position, rows, rows[:, None]), source, where)
+    return Shared(Layout(part, position), source, where)

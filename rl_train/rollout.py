@@ -169,11 +169,11 @@ def segment(policy: Policy, images: Images, image: list[int], captions: list[str
     for start in range(0, len(captions), TEACHER_ROWS):
         chunk = slice(start, start + TEACHER_ROWS)
         prompts = policy.segment_prompts(images, image[chunk], captions[chunk])
-        answer = torch.tensor([policy.prompts.forced_answer] * len(prompts.ids), device=policy.device)
+        forced = torch.tensor([policy.prompts.forced_answer] * len(prompts.ids), device=policy.device)
         with policy.autocast():
-            embeds, mask = policy.embed(images, prompts, answer.shape[1])
-            mask = torch.cat([mask, torch.ones_like(answer)], dim=1)
-            hidden = read(language_model, follow(language_model, embeds, answer), mask, policy.same(images, prompts))   # (p, C)
+            embeds, mask = policy.embed(images, prompts, forced.shape[1])
+            mask = torch.cat([mask, torch.ones_like(forced)], dim=1)
+            hidden = read(language_model, follow(language_model, embeds, forced), mask, policy.same(images, prompts))   # (p, C)
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
     return masks

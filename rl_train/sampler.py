@@ -1,4 +1,4 @@
-"""Token sampling with its own log-probs: one prefill per prompt, G rows share it, each row stops by itself.
+"""Token sampling with its own log-probs: one prefill per prompt, that of an image shared, G rows share it, each row stops by itself.
 
 On CUDA `rl_train.decode` samples, with a cache of its own, CUDA graphs and no sync per token. What it does not know, and
 the CPU, take the plain path below, which is also what it is tested against.
@@ -42,19 +42,25 @@ def generate(language_model, embeds, attention_mask, *, num_generations, max_new
         raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {(num_rows, max_new_tokens)}")
     how = dict(num_generations=num_generations, max_new_tokens=max_new_tokens, stop=stop and stop.to(embeds.device), pad_id=pad_id,
                temperature=temperature, uniforms=uniforms)
-    decoder = decoder_of(language_model) if embeds.is_cuda else None
+    decoder = decoder_for(language_model, embeds)
     if decoder is not None:
         return decoder.generate(language_model, embeds, attention_mask, same=same, **how)
     return generate_plain(language_model, embeds, attention_mask, **how)
 
 
+def decoder_for(language_model, embeds) -> Decoder | None:
+    """`decoder_of` for embeddings on CUDA; None on the CPU, where the model's own forward is as fast."""
+    return decoder_of(language_model) if embeds.is_cuda else None
+
+
 def decoder_of(language_model) -> Decoder | None:
     """The model's Decoder, built on first use and again when it is stale; None, and one warning, if it would compute something else."""
     decoder = _DECODERS.get(language_model)
-    if decoder is not None and not decoder.stale:
+    if decoder is not None and not decoder.stale(language_model):
         return decoder
     if decoder is not None:
         decoder.graphs.clear()                       # frees their buffers before there are new ones
+        del _DECODERS[language_model], decoder
     reason = unsupported(language_model)
     if reason is None:
         decoder = _DECODERS[language_model] = Decoder(language_model)

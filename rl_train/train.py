@@ -146,7 +146,7 @@ def update(args, policy, optimizer, sums) -> dict[str, float]:
     """
     parameters = list(policy.trainable.values())
     faults = [f"{task} {name}" for task, values in sums.items() for name, value in values.items() if not math.isfinite(value)]
-    faults += [f"gradient of {name}" for name, norm in gradient_norms(policy).items() if not math.isfinite(norm)]
+    faults += [f"gradient of {name} (norm {norm})" for name, norm in gradient_norms(policy).items() if not math.isfinite(norm)]
     distributed.raise_on_any_rank(faults)
     distributed.average_gradients(parameters)
     squares = Counter()

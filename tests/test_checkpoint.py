@@ -100,6 +100,18 @@ def test_resume_from_a_named_checkpoint_in_a_fresh_folder(data, whole, tmp_path)
     assert {line["step"] for line in rollouts(output)} == {3}
 
 
+def test_a_checkpoint_of_another_machine_keeps_this_ones_optimizer_kernels(data, whole, tmp_path):
+    """The fused ones of a GPU, say: what the checkpoint says of them is not what this run was built with."""
+    folder = shutil.copytree(whole / "checkpoint_step_3", tmp_path / "elsewhere" / "checkpoint_step_3")
+    state = torch.load(folder / "training_state.pt", weights_only=True)
+    for group in state["optimizer"]["param_groups"]:
+        group["fused"] = True
+    torch.save(state, folder / "training_state.pt")
+    output = run(data, tmp_path / "run", resume=folder, **RUN)
+    assert [group["fused"] for group in training_state(output, 4)["optimizer"]["param_groups"]] == [False]
+    assert same_bytes(whole, output, 4) == [True, True]
+
+
 def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys):
     """Two groups of parameters find their moments again, and --mask_sigma auto its number."""
     flags = RUN | dict(max_steps=2, prompt_learning_rate=5e-3, mask_sigma="auto", num_generations=2)

@@ -1,4 +1,5 @@
 """The fast sampler draws what the plain one draws: tokens alike, numbers to rounding, whatever the sizes and the weights."""
+import copy
 import importlib
 from argparse import Namespace
 from functools import partial
@@ -8,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train import checkpoint, decode_torch, forward, sampler
+from rl_train import checkpoint, decode_torch, forward, logprob, rollout, sampler
 from rl_train.decode import Decoder
 from rl_train.fused import unsupported
 from rl_train.logprob import hidden_states
-from rl_train.packing import share
+from rl_train.packing import TOGETHER, share
 from rl_train.policy import load_tokenizer
 from rl_train.roles import Roles
 from rl_train.rollout import noise
@@ -124,7 +125,21 @@ def test_hidden_states_at_seg(model, decoder, images, batch):
     torch.testing.assert_close(fast.hidden[seg], plain.hidden[seg], atol=1e-4, rtol=0)
 
 
-def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, monkeypatch):
+@pytest.fixture
+def fast_on_the_cpu(monkeypatch):
+    """The paths that CUDA takes, in plain torch; the number of tokens of each forward."""
+    tokens, real = [], forward.hidden_states
+
+    def counted(decoder, embeds, packed, *args, **kwargs):
+        tokens.append(int((packed.part >= 0).sum()))
+        return real(decoder, embeds, packed, *args, **kwargs)
+    monkeypatch.setattr(forward, "hidden_states", counted)
+    for module in (sampler, logprob):
+        monkeypatch.setattr(module, "decoder_for", lambda language_model, embeds: decoder_of(language_model))
+    return tokens
+
+
+def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, fast_on_the_cpu):
     """Two regions of one image, one of another, a third of that, ragged: as if each were alone, and the image passes once."""
     grids = list(batch.grids)
     prompts = model.describe_prompts(images, [0, 0, 1, 2, 2, 2], [grids[0], grids[1], grids[2], grids[0], grids[3], grids[0]])
@@ -133,20 +148,36 @@ def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, m
     embeds, mask = model.embed(images, prompts)
     uniforms = noise(0, 0, 0, list(range(6)), 2, STEPS, 0)[0]
     how = dict(num_generations=2, max_new_tokens=STEPS, stop=model.stop, pad_id=model.pad_id, temperature=1.0, uniforms=uniforms)
-    tokens, real = [], forward.hidden_states
-
-    def counted(decoder, embeds, packed, *args, **kwargs):
-        tokens.append(int((packed.part >= 0).sum()))
-        return real(decoder, embeds, packed, *args, **kwargs)
-    monkeypatch.setattr(forward, "hidden_states", counted)
     language_model = model.model.language_model
     shared, alone = (decoder.generate(language_model, embeds, mask, same=s, **how) for s in (same, None))
     assert_same(shared, alone)
     assert_same(shared, generate_plain(language_model, embeds, mask, **how))
-    assert tokens == [mask.sum() - sum(same), mask.sum()]
-    layout = share(mask, same)
-    found = layout.last(real(decoder, layout.gather(embeds), layout.packed))
+    assert fast_on_the_cpu == [mask.sum() - sum(same), mask.sum()]
+    shared = share(mask, same)
+    found = shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.layout))
     torch.testing.assert_close(found, hidden_states(language_model, embeds, mask)[:, -1], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_tiles", [1, 6])
+def test_the_teacher_shares_images_and_finds_the_same(policy, prepare, scenes, monkeypatch, request, num_tiles):
+    """Masks of captions and captions of masks, in both paths; of two chunks, the second of which begins inside an image's prompts."""
+    model = policy(max_tiles=num_tiles)
+    randomise(model)
+    batch = prepare(scenes[:2], model.processor)
+    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    assert max(images.tiles) > 1 or num_tiles == 1
+    monkeypatch.setattr(rollout, "TEACHER_ROWS", 4)
+    image, captions = [0, 0, 0, 1, 1, 0], ["a cup", "the small red ball left of it", "a cup", "a hat", "one more", "it"]
+    masks = [batch.masks[i].roll(20 * row, 1) for row, i in enumerate(image)]
+    ask = lambda: (rollout.segment(model, images, image, captions), rollout.describe(model, batch, images, image, masks, STEPS))  # noqa: E731
+    plain_masks, plain_captions = ask()
+    tokens = request.getfixturevalue("fast_on_the_cpu")
+    fast_masks, fast_captions = ask()
+    assert all(torch.equal(a, b) for a, b in zip(fast_masks, plain_masks)) and fast_captions == plain_captions
+    assert len(set(plain_captions)) > 1 and any(mask.any() for mask in plain_masks)
+    lengths = [len(model.prompts.segment(text, images.tiles[i])) + len(model.prompts.forced_answer) for i, text in zip(image, captions)]
+    assert tokens[0] < sum(lengths[:4]) - 2 * images.tiles[0] * model.model.config.tokens_per_tile       # 3 of an image, 1 of another
+    assert tokens[1] == sum(lengths[4:]) and len(tokens) == 4                                            # one of each image
 
 
 def test_what_prompts_have_in_common_ends_with_their_image(model, images, batch):
@@ -158,12 +189,18 @@ def test_what_prompts_have_in_common_ends_with_their_image(model, images, batch)
     assert ids[:same[1]].count(model.model.img_context_id) == model.model.config.tokens_per_tile
 
 
+def test_no_more_prompts_than_allowed_share_a_sequence():
+    shared = share(torch.ones(20, 5, dtype=torch.long), [0] + [3] * 19)
+    assert [int(part.max()) for part in shared.layout.part] == [TOGETHER, TOGETHER, 20 - 2 * TOGETHER]
+    assert share(torch.ones(3, 5, dtype=torch.long), [0, 3, 2]).layout.part[0, :11].tolist() == [0] * 2 + [1] * 3 + [2] * 3 + [3] * 3
+
+
 def test_shared_layout():
     """By hand: prompts of 3, 4 and 2 tokens, of which the first two begin with 2 equal ones."""
     mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]])
     layout = share(mask, [0, 2, 0])
-    assert layout.packed.part.tolist() == [[0, 0, 1, 2, 2, -1, -1, -1], [0, 0, -1, -1, -1, -1, -1, -1]]
-    assert layout.packed.position_ids[0, :5].tolist() == [0, 1, 2, 2, 3] and layout.packed.position_ids[1, :2].tolist() == [0, 1]
+    assert layout.layout.part.tolist() == [[0, 0, 1, 2, 2, -1, -1, -1], [0, 0, -1, -1, -1, -1, -1, -1]]
+    assert layout.layout.position_ids[0, :5].tolist() == [0, 1, 2, 2, 3] and layout.layout.position_ids[1, :2].tolist() == [0, 1]
     assert layout.source[0, :5].tolist() == [1, 2, 3, 6, 7] and layout.source[1, :2].tolist() == [10, 11]
     assert layout.where[mask.bool()].tolist() == [0, 1, 2, 0, 1, 3, 4, 8, 9]
     assert layout.tokens()[mask.bool()].tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6]
@@ -224,9 +261,9 @@ def test_base_parameters_are_views_and_can_be_saved(policy, images, batch, tmp_p
 def test_moved_weights_are_noticed(policy):
     lm = policy().model.language_model
     decoder = decoder_of(lm)
-    assert decoder_of(lm) is decoder and not decoder.stale
+    assert decoder_of(lm) is decoder and not decoder.stale(lm)
     lm.double().float()
-    assert decoder.stale and decoder_of(lm) is not decoder and not decoder_of(lm).stale
+    assert decoder.stale(lm) and decoder_of(lm) is not decoder and not decoder_of(lm).stale(lm)
 
 
 def test_another_lora_is_noticed(policy, images, batch):
@@ -236,11 +273,35 @@ def test_another_lora_is_noticed(policy, images, batch):
     lm = model.model.language_model
     decoder = decoder_of(lm)
     lm.model.layers[1].mlp.down_proj.scaling["default"] *= 2
-    assert decoder.stale and decoder_of(lm) is not decoder
+    assert decoder.stale(lm) and decoder_of(lm) is not decoder
     decoder = decoder_of(lm)
     model.peft.unload()
-    assert decoder.stale
+    assert decoder.stale(lm)
     assert_same(*both(model, decoder_of(lm), images, batch))
+
+
+def test_a_lora_that_is_off_or_merged_is_noticed(policy):
+    """And a head or an embedding that is another: each would else be computed as before, without a word."""
+    model = policy()
+    lm = model.model.language_model
+    assert decoder_of(lm) is not None
+    with model.peft.disable_adapter():
+        assert decoder_of(lm) is None
+    assert decoder_of(lm) is decoder_of(lm) is not None
+    lora = lm.model.layers[1].self_attn.o_proj
+    lora.merge()
+    assert decoder_of(lm) is None
+    lora.unmerge()
+    for owner, name in ((lm, "lm_head"), (lm.model, "embed_tokens")):
+        decoder = decoder_of(lm)
+        setattr(owner, name, copy.deepcopy(getattr(owner, name)))
+        assert decoder.stale(lm) and decoder_of(lm) is not decoder
+
+
+def test_a_bias_that_the_decoder_does_not_add_is_refused(policy):
+    lm = policy().model.language_model
+    lm.model.layers[1].mlp.down_proj.base_layer.bias = torch.nn.Parameter(torch.ones(lm.config.hidden_size), requires_grad=False)
+    assert "layer 1: a bias" in unsupported(lm)
 
 
 def test_what_the_decoder_does_not_know_is_refused(policy):
@@ -288,11 +349,11 @@ def test_graphs_equal_plain(on_gpu, batch, ops):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("prompts, group, heads, slots, rank",
-                         [(2, 4, 4, 128, 4), (1, 1, 4, 384, 0), (4, 8, 16, 512, 128), (16, 8, 16, 1024, 128)])
+                         [(2, 4, 4, 128, 4), (1, 1, 4, 384, 0), (4, 8, 16, 512, 128), (16, 8, 16, 1024, 128), (6, 12, 16, 384, 16)])
 def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
     from rl_train import decode_triton
-    n, kv, size, inner, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352, 64
+    n, kv, size, inner, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352 if rank else 360, 64      # 360: not in two summands
     width, qkv = heads * size, (heads + 2 * kv) * size
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
@@ -304,10 +365,10 @@ def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
         embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
         add=(make(n, width), make(n, inner), make(width + rank, inner), lora_b(width), 2.0, make(width)),
         normed=(make(n, width), power, 1e-6),
-        rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank), lora_b(qkv), 2.0, make(100, size // 2),
+        rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank) if rank else None, lora_b(qkv), 2.0, make(100, size // 2),
                           make(100, size // 2), position, *stored, step),
         attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), *stored, pad, step),
-        gate=(make(n, 2 * inner + 2 * rank), power, 1e-6, lora_b(2 * inner), 2.0, inner))
+        gate=(make(n, 2 * 352 + 2 * rank), power, 1e-6, lora_b(2 * 352), 2.0, 352))
     changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))                  # arguments that are written to
     for name, arguments in cases.items():
         exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]

@@ -332,6 +332,20 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path,
     assert not parts.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
+    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("one", "two", "three")}
+    policy, optimizer = SimpleNamespace(trainable=weights, group_of=lambda name: name[:1]), torch.optim.AdamW(weights.values())
+    weights["one"].grad, weights["two"].grad = torch.tensor([3.0, 0.0, 4.0]), torch.tensor([0.0, value, 1.0])
+    args = SimpleNamespace(max_grad_norm=1.0)
+    with pytest.raises(FloatingPointError, match=r"^not finite: rank 0: gradient of two \(norm (nan|inf)\)$"):
+        train.update(args, policy, optimizer, {"loop1": Counter(loss=0.5)})
+    assert all((p == 1).all() for p in weights.values()) and not optimizer.state
+    weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
+    assert train.update(args, policy, optimizer, {"loop1": Counter(loss=0.5)}) == {"o": 5.0, "t": 12.0}       # three has none: 0
+    assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
+
+
 def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, monkeypatch):
     """A region whose image does not decode is left out with its name; above --max_bad_fraction the run ends with one sentence."""
     read = GraspAnyRegionDataset.__getitem__
