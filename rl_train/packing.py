@@ -9,7 +9,8 @@ import torch
 
 from sa2va_hf.modeling_sa2va import positions
 
-TOGETHER = 8      # prompts that share their beginning: attention by a bias costs the square of a sequence, and all are padded to the longest
+TOGETHER = 8      # prompts of a sequence: attention by a bias costs the square of its length, and all are padded to the longest
+
 
 @dataclass
 class Layout:
