@@ -14,7 +14,7 @@ import triton.language as tl
 from rl_train.tokens import BLOCK
 
 MAX_SPLITS = 8        # pieces of a prompt's keys that run side by side
-COLUMNS = 32          # of the width or the MLP's width that a program computes
+COLUMNS = 32          # of the width or the MLP's width that a program computes; of the latter twice as many where they divide it
 BLOCKS = 8            # of the vocabulary that a program sums up
 SUMMANDS = 2          # of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself
 LOG2E = 1.4426950408889634
@@ -297,9 +297,10 @@ def _gate(y, power, lora_b, out, eps, scaling, width, stride, num_rows, PARTS: t
 
 def gate(y, power, eps, lora_b, scaling, width):
     n, rank, parts, rows = len(y), 0 if lora_b is None else lora_b.shape[1], power.shape[1], _rows(len(y))
-    out, grid = y.new_empty(n, width), (width // COLUMNS, triton.cdiv(n, rows))
+    columns = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS             # each program reads LoRA A's outputs and the norm's shares anew
+    out, grid = y.new_empty(n, width), (width // columns, triton.cdiv(n, rows))
     _gate[grid](y, power, y if lora_b is None else lora_b, out, eps, scaling, width, y.stride(0), n, PARTS=parts,
-                PARTS_BLOCK=triton.next_power_of_2(parts), RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows, NUM_COLUMNS=COLUMNS)
+                PARTS_BLOCK=triton.next_power_of_2(parts), RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows, NUM_COLUMNS=columns)
     return out
 
 

@@ -354,7 +354,7 @@ def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
     from rl_train import decode_triton
     n, kv, size, inner, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352 if rank else 360, 64      # 360: not in two summands
-    width, qkv = heads * size, (heads + 2 * kv) * size
+    width, qkv, mlp = heads * size, (heads + 2 * kv) * size, 352 if group < 8 else 384
     generator = torch.Generator("cuda").manual_seed(0)
     make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
     lora_b = lambda out: make(out, rank) if rank else None  # noqa: E731
@@ -368,7 +368,7 @@ def test_triton_equals_torch(on_gpu, dtype, prompts, group, heads, slots, rank):
         rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank) if rank else None, lora_b(qkv), 2.0, make(100, size // 2),
                           make(100, size // 2), position, *stored, step),
         attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), *stored, pad, step),
-        gate=(make(n, 2 * 352 + 2 * rank), power, 1e-6, lora_b(2 * 352), 2.0, 352))
+        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, lora_b(2 * mlp), 2.0, mlp))
     changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))                  # arguments that are written to
     for name, arguments in cases.items():
         exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]
