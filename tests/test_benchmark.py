@@ -32,15 +32,17 @@ def test_data(tmp_path, capsys):
     assert opening["jpeg_bytes"] > 10_000 and opening["mask_characters"] > 300
 
 
-def test_decode(tmp_path, monkeypatch):
+@pytest.mark.parametrize("samplers", [["decoder", "plain", "generate"], ["static", "decoder"]])
+def test_decode(tmp_path, monkeypatch, samplers):
     """Every sampler draws, and is put beside the floor; the sizes of the real run are only replaced."""
     monkeypatch.setattr(decode, "Sa2VAConfig", lambda **_: type("Config", (), dict(llm=TINY)))
     benchmark.main(["decode", "--device", "cpu", "--num_prompts", "1", "2", "--num_generations", "2", "--prompt_length", "5",
-                    "--num_tokens", "4", "--lora_r", "4", "--rounds", "1", "--copy_mib", "1", "--output", str(tmp_path / "decode.json")])
+                    "--num_tokens", "4", "--lora_r", "4", "--rounds", "1", "--copy_mib", "1", "--output", str(tmp_path / "decode.json"),
+                    *(["--samplers", *samplers] if "static" in samplers else [])])
     found = json.loads((tmp_path / "decode.json").read_text())
     assert found["bandwidth_tb_per_second"] > 0 and [size["rows"] for size in found["sizes"]] == [2, 4]
     for size in found["sizes"]:
-        assert set(size["samplers"]) == {"decoder", "plain", "generate"} and size["floor_ms"] > 0
+        assert list(size["samplers"]) == samplers and size["floor_ms"] > 0
         for times in size["samplers"].values():
             assert times["ratio_to_floor"] == pytest.approx(times["ms_per_token"] / size["floor_ms"]) and times["first_token_ms"] > 0
 

@@ -1,7 +1,7 @@
 """Measure the parts that a run's speed depends on. Each prints its figures, as JSON last, which --output writes to a file.
 
     python -m tools.benchmark data       # the loader and the opening of a data set
-    python -m tools.benchmark decode     # the token sampler, on a GPU, at Sa2VA-4B's sizes (--static: beside a compiled generate)
+    python -m tools.benchmark decode     # the token sampler, on a GPU, at Sa2VA-4B's sizes (--samplers: which)
     python -m tools.benchmark logprob    # forward and backward of the update's log-probs against the plain way
     python -m tools.benchmark step       # one whole step of both loops (--alternatives static: beside a compiled generate)
     python -m tools.benchmark profile    # where its time goes, by phase and class of kernel, on a GPU (--picture: as bars)

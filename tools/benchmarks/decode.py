@@ -7,6 +7,8 @@ from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import copy_bandwidth, device_name, random_llm, seconds
 from tools.random_checkpoint import CONFIG_4B
 
+SAMPLERS = ("decoder", "plain", "generate", "static")
+
 
 def floor_bytes(model, num_prompts: int, num_rows: int, args) -> int:
     """What a token must read once: all weights but the embedding table, the LoRA in bf16, the keys and values of a mean token."""
@@ -17,7 +19,7 @@ def floor_bytes(model, num_prompts: int, num_rows: int, args) -> int:
 
 
 def samplers(model, num_prompts: int, args) -> dict:
-    """{name: function of a number of new tokens}: each draws that many for each row, without stopping."""
+    """{name of --samplers: function of a number of new tokens}: each draws that many for each row, without stopping."""
     group, width = args.num_generations, model.config.hidden_size
     embeds = torch.randn(num_prompts, args.prompt_length, width, device=args.device, dtype=torch.bfloat16)
     mask = torch.ones(num_prompts, args.prompt_length, dtype=torch.long, device=args.device)
@@ -37,8 +39,9 @@ def samplers(model, num_prompts: int, args) -> dict:
             assert found.shape == (num_prompts * group, num_tokens)
         return work
 
-    named = {"decoder": ours(decoder_of(model).generate), "plain": ours(generate_plain), "generate": huggingface()}
-    return named | ({"generate, static": huggingface(cache_implementation="static")} if args.static else {})
+    named = {"decoder": ours(decoder_of(model).generate), "plain": ours(generate_plain), "generate": huggingface(),
+             "static": huggingface(cache_implementation="static")}
+    return {name: named[name] for name in args.samplers}
 
 
 @torch.no_grad()
@@ -80,5 +83,6 @@ def add_arguments(parser):
     parser.add_argument("--lora_r", type=int, default=128, help="rank")
     parser.add_argument("--rounds", type=int, default=5, help="of each measurement; the median counts")
     parser.add_argument("--copy_mib", type=int, default=4096, help="size of the copy that measures the bandwidth")
-    parser.add_argument("--static", action="store_true", help="generate with a compiled static cache too; compiling takes minutes")
+    parser.add_argument("--samplers", nargs="+", choices=SAMPLERS, default=list(SAMPLERS[:3]), help="decoder = this project's, plain = by the "
+                        "model's own forward, generate = transformers', static = that with a compiled static cache, which takes minutes")
     parser.add_argument("--device", default="cuda", help="where")
