@@ -127,12 +127,18 @@ def by_modules(language_model, embeds, packed, gradient_checkpointing):
     return hidden, language_model.lm_head.weight
 
 
+def prepare_checkpointing(language_model):
+    """Set a model of transformers up for `gradient_checkpointing` of `hidden_states`."""
+    enable = getattr(language_model, "activation_checkpointing_enable", None) or language_model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})                            # the second is its name before transformers 5.23
+
+
 def hidden_states(language_model, embeds, mask, position_ids=None, gradient_checkpointing=False) -> torch.Tensor:
     """(P, L, C) last hidden states after the final norm, by the model's own modules.
 
     Args:
         mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (P, L), default counts the attended tokens.
-        gradient_checkpointing: recompute each layer in the backward, which the model has to have been set up for.
+        gradient_checkpointing: recompute each layer in the backward, for which `prepare_checkpointing` has set the model up.
     """
     # Checkpointing acts on layers in training mode, and there it also drops the KV cache: so only for this forward, and
     # only the layers' own flag, which turns no dropout on.

@@ -6,6 +6,7 @@ D prompt-embedding width, M [SEG] tokens in all rows.
 import contextlib
 import logging
 import re
+import warnings
 from bisect import bisect
 from dataclasses import dataclass
 
@@ -93,14 +94,16 @@ class Policy:
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
-        self.peft = get_peft_model(model.language_model, lora)      # injects into model.language_model in place
+        with warnings.catch_warnings():                             # peft 0.21 asks by a name that transformers gives up
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            self.peft = get_peft_model(model.language_model, lora)  # injects into model.language_model in place
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
         self.trainable = self._freeze_all_but(groups)
         model.eval()
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            logprob.prepare_checkpointing(model.language_model)
 
     @property
     def device(self):

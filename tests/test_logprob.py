@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rl_train import grpo, logprob
-from rl_train.logprob import follow, hidden_states, token_logps_from_hidden
+from rl_train.logprob import follow, hidden_states, prepare_checkpointing, token_logps_from_hidden
 from rl_train.packing import pack
 from rl_train.policy import Policy, Prompts, Scores
 
@@ -102,7 +102,7 @@ def test_equals_the_plain_forward(how, model, images, batch, task, checkpointing
     ids, valid = completions(model, [7, 3, 0, 1, 9, 2, 5, 9, 4], 9, segs=[(0, 0), (1, 2), (4, 3), (4, 7), (6, 3), (7, 8)])
     assert model.seg_tokens(ids, valid).sum() == 4                  # but those that end their row
     if checkpointing:
-        model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        prepare_checkpointing(model.model.language_model)
     assert_alike(model, images, prompts.repeat(3), ids, valid, checkpointing)
 
 

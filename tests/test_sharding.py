@@ -23,7 +23,7 @@ TIMEOUT = 240      # of 35 s on two idle cores: a deadlock is a failure
 # Rank 0 alone has a sample to measure.
 SAME = dict(batch_size=1, num_generations=3, max_completion_length=16, eval_samples=1, max_steps=2, save_steps=1, seed=1)
 RUNS = dict(whole={}, shared=dict(shard_base=""), resumed=dict(shard_base="", resume="shared/checkpoint_step_1"),
-            checkpointed=dict(shard_base="", gradient_checkpointing=""))
+            kept={"shard_base": "", "no-gradient_checkpointing": ""})
 
 
 def work(data: Path, folder: Path, ports: list[str]):
@@ -85,7 +85,7 @@ def ended(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["shared", "resumed", "checkpointed"])
+@pytest.mark.parametrize("name", ["shared", "resumed", "kept"])
 def test_training_is_that_of_whole_bases(ended, name):
     for step in (1, 2)[name == "resumed":]:
         for file in ("trainables.safetensors", "ema.safetensors"):

@@ -143,8 +143,8 @@ def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
 
 
 def test_gradient_checkpointing_changes_neither_rollouts_nor_weights(data, two_steps, tmp_path):
-    # Checkpointed layers drop the KV cache in training mode, so they must not be in it while sampling.
-    again = run(data, tmp_path / "run", gradient_checkpointing="", num_generations=4, eval_samples=4, seed=1)
+    # On by default. Checkpointed layers drop the KV cache in training mode, so they must not be in it while sampling.
+    again = run(data, tmp_path / "run", **{"no-gradient_checkpointing": ""}, num_generations=4, eval_samples=4, seed=1)
     assert [line["completion"] for line in rollouts(again)] == [line["completion"] for line in rollouts(two_steps)]
     assert distance(weights(again, 2), weights(two_steps, 2)) < 1e-6
 

@@ -26,7 +26,7 @@ from rl_train.grpo import group_std
 # Flags of rl_train.train: those of the demo in run_rl_train.sh, what makes a run shorter, and what each arm changes.
 DEMO = ("--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 "
         "--num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02")
-SHORT = "--likelihood_share 1 --num_workers 0 --max_steps 120 --eval_samples 128 --eval_steps 0 --save_steps 1000"
+SHORT = "--no-gradient_checkpointing --likelihood_share 1 --num_workers 0 --max_steps 120 --eval_samples 128 --eval_steps 0 --save_steps 1000"
 LOOP1 = "--tasks mask_caption_mask"
 LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0"                            # policy term only
 BOTH = "--mask_loss_coef 0"

@@ -8,7 +8,7 @@ import gc
 import torch
 
 from rl_train import grpo
-from rl_train.logprob import by_kernels, by_modules, follow, hidden_states, score_answers
+from rl_train.logprob import by_kernels, by_modules, follow, hidden_states, prepare_checkpointing, score_answers
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import device_name, matmul_rate, random_llm, seconds_in_turns
 from tools.random_checkpoint import CONFIG_4B
@@ -119,7 +119,7 @@ def logprob_speeds(config, args) -> dict:
     # The right answer: the same weights in float32, layers recomputed in the backward to fit.
     right = Work(model.float(), args)
     right.embeds = work.embeds.detach().float().requires_grad_()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    prepare_checkpointing(model)
     logp, entropy = right(shared(by_modules, gradient_checkpointing=True))
     for name in WAYS:
         found["ways"][name] |= dict(
