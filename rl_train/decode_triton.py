@@ -1,7 +1,7 @@
-"""The parts of a decode step, each one Triton kernel (`attend` and `choose`: two; `add`: behind a product). Same functions as `decode_torch`.
+"""The parts of a decode step, each one Triton kernel (`attend`: two; `add`: behind a product). Same functions as `decode_torch`.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
-r LoRA rank, V vocabulary.
+r LoRA rank.
 Sums are float32; products of two tensors take their own dtype, in full precision for float32. Rounded to the model's dtype are
 what one kernel leaves for another, a linear's output, and silu's, as in the model; but of RMSNorm its input times its weight, which
 the model rounds after the division.
@@ -11,11 +11,10 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rl_train.tokens import BLOCK
+from rl_train.draw_triton import choose  # noqa: F401, one of the parts
 
 MAX_SPLITS = 8        # pieces of a prompt's keys that run side by side
 COLUMNS = 32          # of the width or the MLP's width that a program computes; of the latter twice as many where they divide it
-BLOCKS = 8            # of the vocabulary that a program sums up
 SUMMANDS = 2          # of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself
 LOG2E = 1.4426950408889634
 
@@ -302,77 +301,6 @@ def gate(y, power, eps, lora_b, scaling, width):
     _gate[grid](y, power, y if lora_b is None else lora_b, out, eps, scaling, width, y.stride(0), n, PARTS=parts,
                 PARTS_BLOCK=triton.next_power_of_2(parts), RANK=rank, RANK_BLOCK=_at_least_16(rank), ROWS=rows, NUM_COLUMNS=columns)
     return out
-
-
-@triton.jit
-def _summarise(logits, tops, sums, stride, vocab, temperature, num_blocks, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest logit of each BLOCK of the vocabulary, and the sum of its exponentials relative to that."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * NUM + tl.arange(0, NUM)
-    column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
-    top = tl.maximum(tl.max(x, axis=1), -1e30)                  # not -inf: the difference of two is then a number
-    total = tl.sum(tl.exp(x - top[:, None]).to(tl.float64), axis=1)
-    at = row * num_blocks + block
-    tl.store(tops + at, top, mask=block < num_blocks)
-    tl.store(sums + at, total, mask=block < num_blocks)
-
-
-@triton.jit
-def _first_above(cdf, share, target, SIZE: tl.constexpr):
-    """Index of the first entry of a rising cdf (SIZE,) above target, at most that of the last one with a share of its own."""
-    index = tl.arange(0, SIZE)
-    return tl.minimum(tl.sum((cdf <= target).to(tl.int32)), tl.max(tl.where(share > 0, index, 0)))
-
-
-@triton.jit
-def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, state, table, stride, vocab, temperature, num_blocks,
-            num_tokens, pad, eos, found_state, num_states, GREEDY: tl.constexpr, STOPS: tl.constexpr, NUM: tl.constexpr,
-            BLOCK: tl.constexpr):
-    """A token of each row: the block by the blocks' sums, then the token in it; and its record."""
-    row, block, inside = tl.program_id(0).to(tl.int64), tl.arange(0, NUM), tl.arange(0, BLOCK)
-    there = block < num_blocks
-    at = row * num_tokens + tl.load(step)
-    over = tl.load(done + row)
-    top = tl.load(tops + row * num_blocks + block, mask=there, other=-1e30)
-    highest = tl.max(top)
-    share = tl.load(sums + row * num_blocks + block, mask=there, other=0.0) * tl.exp(top - highest).to(tl.float64)
-    total = tl.sum(share)
-    if GREEDY:
-        hit = tl.argmax(top, axis=0)
-    else:
-        target = tl.load(uniforms + at) * total
-        hit = _first_above(tl.cumsum(share), share, target, NUM)
-        target -= tl.sum(tl.where(block < hit, share, 0.0))
-    own_top = tl.max(tl.where(block == hit, top, -1e30))
-    column = hit * BLOCK + inside
-    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
-    if GREEDY:
-        place = tl.argmax(x, axis=0)
-    else:
-        p = tl.exp(x - own_top).to(tl.float64)                  # whose sum is this block's, to the last bit but the order
-        place = _first_above(tl.cumsum(p), p, target / tl.exp(own_top - highest).to(tl.float64), BLOCK)
-    chosen = tl.where(over, pad, hit * BLOCK + place).to(tl.int64)
-    logp = tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32)
-    tl.store(token + row, chosen)
-    tl.store(ids + at, chosen)
-    tl.store(logps + at, tl.where(over, 0.0, logp))
-    tl.store(valid + at, ~over)
-    if STOPS:
-        after = tl.load(table + chosen * num_states + tl.load(state + row))
-        tl.store(state + row, after)
-        tl.store(done + row, over | (after == found_state) | (chosen == eos))
-
-
-def choose(rows):
-    logits, stop, uniforms = rows.logits, rows.stop, rows.uniforms
-    n, num_blocks = len(logits), triton.cdiv(rows.vocab, BLOCK)
-    tops, sums = logits.new_empty(n, num_blocks, dtype=torch.float32), logits.new_empty(n, num_blocks, dtype=torch.float64)
-    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](logits, tops, sums, logits.stride(0), rows.vocab, rows.temperature, num_blocks,
-                                                     NUM=BLOCKS, BLOCK=BLOCK, num_warps=8)
-    _choose[(n,)](logits, tops, sums, uniforms, rows.step, rows.token, rows.ids, rows.logp, rows.valid, rows.done, rows.state, rows.table,
-                  logits.stride(0), rows.vocab, rows.temperature, num_blocks, uniforms.shape[1], rows.pad_id,
-                  -1 if stop is None or stop.eos_id is None else stop.eos_id, stop.found if stop else 0, rows.table.shape[1] if stop else 0,
-                  GREEDY=rows.greedy, STOPS=stop is not None, NUM=triton.next_power_of_2(num_blocks), BLOCK=BLOCK)
 
 
 def _rows(n: int) -> int:

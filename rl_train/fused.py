@@ -10,8 +10,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
-from rl_train.decode_torch import add_lora
-
 
 class Fused:
     """Linears that read one input, with their LoRA, as one matrix (sum of outputs + m*r, inputs).
