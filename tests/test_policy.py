@@ -225,6 +225,16 @@ def test_trainables_are_float32_over_a_bf16_base(policy):
     Roles(model.trainable)
 
 
+def test_frozen_encoders_need_no_autocast(policy, batch):
+    """They compute in bfloat16 what autocast computes, to the last bit."""
+    model = policy(dtype=torch.bfloat16)
+    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    with model.autocast():
+        again = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    for one, other in zip([images.vision, *images.sam], [again.vision, *again.sam], strict=True):
+        assert one.dtype == torch.bfloat16 and torch.equal(one, other) and one.float().std() > 0.01
+
+
 def test_no_dropout_is_on(model):
     """Sampling and scoring are one distribution: lora_dropout is recorded in the adapter but never drops."""
     assert not any(module.training for module in model.model.modules() if isinstance(module, torch.nn.Dropout))
