@@ -34,15 +34,17 @@ class Decoder:
     def __init__(self, language_model, ops=None):
         model, config = language_model.model, language_model.config
         self.padded_head = aligned(language_model.lm_head)
-        self.embedding, self.head, self.final_norm = model.embed_tokens.weight, language_model.lm_head.weight, model.norm
+        self.embedding, self.head, self.final_norm = model.embed_tokens.weight.data, language_model.lm_head.weight, model.norm
         self.inv_freq, self.rope_scale = model.rotary_emb.inv_freq.float(), model.rotary_emb.attention_scaling
         self.layers = [([Fused(group) for group in groups(layer)], layer.input_layernorm, layer.post_attention_layernorm)
                        for layer in model.layers]
+        self.norms, self.trains_base = _norms(model), any(p.requires_grad for name, p in model.named_parameters() if "lora_" not in name)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         if ops is None and self.head.is_cuda and importlib.util.find_spec("triton"):
             from rl_train import decode_triton
             ops = decode_triton if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size) else None
         self.ops = ops or decode_torch
+        self.num_refreshes = 0
         self.cache = self.head.new_zeros(0)         # shared by all graphs, of which one runs at a time
         self.graphs: dict[tuple, Graph] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.head.is_cuda else None
@@ -51,12 +53,13 @@ class Decoder:
         """Must `language_model`, of which this was made, have another Decoder: its weights have moved, or its LoRA is another or off?"""
         model = language_model.model
         return (language_model.lm_head.weight.data_ptr() != self.padded_head.data_ptr()
-                or model.embed_tokens.weight.data_ptr() != self.embedding.data_ptr() or len(model.layers) != len(self.layers)
+                or model.embed_tokens.weight.data_ptr() != self.embedding.data_ptr() or _norms(model) != self.norms
                 or any(fused.stale(group) for layer, (fuseds, _, _) in zip(model.layers, self.layers)
                        for fused, group in zip(fuseds, groups(layer))))
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
+        self.num_refreshes += 1
         fuseds = [fused for fuseds, _, _ in self.layers for fused in fuseds if fused.sources]
         if fuseds:
             torch._foreach_copy_([t for fused in fuseds for t in fused.targets], [p.data for fused in fuseds for p in fused.sources])
@@ -208,6 +211,12 @@ class Graph:
             found = ops.gate(F.linear(x, gate_up.weight), power, mlp_norm.variance_epsilon, gate_up.lora_b, gate_up.scaling, gate_up.sizes[0])
             x, power = ops.add(residual, found, down.weight, down.lora_b, down.scaling, next_norm.weight)
         return ops.normed(x, power, decoder.final_norm.variance_epsilon)
+
+
+def _norms(model) -> list[int]:
+    """Where the weights of all RMSNorms are, which graphs read there."""
+    layers = [norm for layer in model.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    return [norm.weight.data_ptr() for norm in (*layers, model.norm)]
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -7,7 +7,6 @@ and back, and each operation between two products reads and writes all tokens. H
 
 Letters: m tokens of all sequences, C width, H query heads, K key-value heads, D head size, F MLP width, r LoRA rank.
 """
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +14,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rl_train import forward_torch
-from rl_train.decode_torch import add_lora
+from rl_train import decode_torch, forward_torch
 
 
 @dataclass
@@ -56,14 +54,15 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
     Args:
         decoder: `decode.Decoder` of the language model, whose fused matrices are used, with the LoRA as it is now.
         embeds: (P, S, C); packed: `packing.Layout`.
-        ops: `forward_triton` or `forward_torch`; default by device.
+        ops: `forward_triton` or `forward_torch`; default by the decoder's own.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
-    ops = ops or default_ops(embeds)
+    ops = ops or default_ops(decoder)
     layout = runs(packed.part)
     shape, num_kv, size = embeds.shape, decoder.num_kv, decoder.head_size
     with torch.autocast(embeds.device.type, enabled=False):
         decoder.refresh()
+        refreshes = decoder.num_refreshes
         angle = packed.position_ids.flatten()[layout.slots, None] * decoder.inv_freq                    # (m, D/2)
         turn = [(f(angle) * decoder.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         flash = by_flash(embeds)
@@ -72,6 +71,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
         delta = torch.zeros_like(residual)
 
         def layer(residual, delta, fuseds, norm, mlp_norm):
+            assert decoder.num_refreshes == refreshes, "the LoRA was copied anew between a checkpointed forward and its backward"
             qkv, out, gate_up, down = fuseds
             residual, x = _AddNorm.apply(residual, delta, norm.weight, norm.variance_epsilon, ops)
             qkv = _Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))                          # (m, H + 2K, D)
@@ -92,11 +92,12 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
         return hidden.new_zeros(shape).flatten(0, 1).index_copy(0, layout.slots, hidden).view(shape)
 
 
-def default_ops(embeds):
-    if embeds.is_cuda and importlib.util.find_spec("triton"):
-        from rl_train import forward_triton
-        return forward_triton
-    return forward_torch
+def default_ops(decoder):
+    """Triton's where the decoder takes them too."""
+    if decoder.ops is decode_torch:
+        return forward_torch
+    from rl_train import forward_triton
+    return forward_triton
 
 
 class _AddNorm(torch.autograd.Function):
@@ -121,7 +122,7 @@ class _AddNorm(torch.autograd.Function):
 def linear(fused, x):
     """((m, outputs + k*r) of k fused linears: their outputs, then x A^T of each."""
     y = fused(x)
-    add_lora(y, fused.lora_b, fused.scaling, fused.sizes)
+    decode_torch.add_lora(y, fused.lora_b, fused.scaling, fused.sizes)
     return y
 
 

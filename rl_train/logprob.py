@@ -85,14 +85,14 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
     Args:
         embeds, mask: (P, L, C), (P, L) of the prompts, padded on the left; prompt: (n,) prompt of each row, not decreasing.
         ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
-        how: `by_modules` or `by_kernels`; default the latter on CUDA for the models that it knows.
+        how: `by_modules` or `by_kernels`; default the latter on CUDA for the models that it knows, unless their base trains.
     """
     head = language_model.lm_head
     assert type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad, "lm_head is more than a frozen matrix"
     packed = pack(mask, prompt, ids, valid, pad_id)
     if how is None:
         decoder = decoder_for(language_model, embeds)
-        how = by_modules if decoder is None else partial(by_kernels, decoder=decoder)
+        how = by_modules if decoder is None or decoder.trains_base else partial(by_kernels, decoder=decoder)
     hidden, weight = how(language_model, follow(language_model, embeds, packed.ids), packed, gradient_checkpointing)
     found = token_logps_from_hidden(packed.hidden_before(hidden, valid), weight, ids[valid], temperature, len(head.weight))
     logp, entropy = (torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values) for values in found)
@@ -118,6 +118,7 @@ def by_kernels(language_model, embeds, packed, gradient_checkpointing, decoder=N
     """((P, S, C) last hidden states, 0 at the padding, by `forward`; lm_head's matrix, aligned, since an odd V makes slow products)."""
     decoder = decoder or decoder_of(language_model)
     assert decoder is not None, "there are no kernels for this model"
+    assert not decoder.trains_base, "the kernels give base weights no gradient"
     return forward.hidden_states(decoder, embeds, packed, gradient_checkpointing), decoder.padded_head
 
 

@@ -98,12 +98,14 @@ def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches,
     totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
     sums = {task.name: Counter() for task in tasks}
     norms = {}
-    for _ in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
+    for iteration in range(args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0):
         for w in work:
             scored = ~w.reward.isnan().to(ranks.device)
             for rows in micro_batches(len(w.rollout), args.micro_batch_size):
                 loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
                 (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
+                if iteration:
+                    del stats["sampler_gap"]                                      # these weights are not the ones that sampled
                 add_stats(sums[w.task.name], loss, stats)
         norms = update(args, policy, optimizer, sums)
         roles.update_teacher(args.ema_decay)

@@ -287,10 +287,12 @@ def test_a_lora_that_is_off_or_merged_is_noticed(policy):
     lora.merge()
     assert decoder_of(lm) is None
     lora.unmerge()
-    for owner, name in ((lm, "lm_head"), (lm.model, "embed_tokens")):
-        decoder = decoder_of(lm)
-        setattr(owner, name, copy.deepcopy(getattr(owner, name)))
-        assert decoder.stale(lm) and decoder_of(lm) is not decoder
+    for owner, name in ((lm, "lm_head"), (lm.model, "embed_tokens"), (lm.model.layers[1], "post_attention_layernorm"), (lm.model, "norm")):
+        for change in (lambda: setattr(owner, name, copy.deepcopy(getattr(owner, name))),                         # another module
+                       lambda: setattr(getattr(owner, name).weight, "data", getattr(owner, name).weight.data.clone())):
+            decoder = decoder_of(lm)
+            change()
+            assert decoder.stale(lm) and decoder_of(lm) is not decoder, name
 
 
 def test_a_bias_that_the_decoder_does_not_add_is_refused(policy):

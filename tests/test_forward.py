@@ -3,10 +3,11 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from rl_train import forward, forward_torch
+from rl_train import forward, forward_torch, logprob
 from rl_train.fused import Fused
-from rl_train.logprob import by_kernels, by_modules, score_answers
+from rl_train.logprob import by_kernels, by_modules, prepare_checkpointing, score_answers
 from rl_train.packing import pack
+from rl_train.sampler import decoder_of
 from tools.benchmarks.common import random_llm
 
 SIZES = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -174,7 +175,7 @@ def test_bf16_is_as_close_to_float32_as_the_modules():
 
 
 def test_follows_the_weights(llm):
-    """LoRA in use is read at each forward; one that changed under a graph is an error, not a wrong gradient."""
+    """LoRA in use is read at each forward."""
     before = scored(llm, by_kernels)[0]
     with torch.no_grad():
         for name, parameter in llm.named_parameters():
@@ -183,16 +184,36 @@ def test_follows_the_weights(llm):
     after = scored(llm, by_kernels)[0]
     assert (after - before).abs().max() > 1e-3
     torch.testing.assert_close(after, scored(llm, by_modules)[0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("checkpointing, fault", [(False, (RuntimeError, "modified by an inplace operation")),
+                                                  (True, (AssertionError, "copied anew between a checkpointed forward and its backward"))])
+def test_a_lora_that_changed_under_a_graph_is_an_error(llm, checkpointing, fault):
+    """Not a wrong gradient: what is recomputed in the backward would be of other weights."""
     embeds, mask, prompt, ids, valid = work(llm)
-    answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, how=by_kernels)
+    answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, gradient_checkpointing=checkpointing,
+                            how=by_kernels)
     scored(llm, by_kernels)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(fault[0], match=fault[1]):
         answers.logp.sum().backward()
 
 
+def test_a_base_that_trains_takes_the_modules(llm, monkeypatch):
+    """The kernels have no gradient for it."""
+    llm.model.layers[1].input_layernorm.weight.requires_grad_()
+    with pytest.raises(AssertionError, match="no gradient"):
+        scored(llm, by_kernels)
+    monkeypatch.setattr(logprob, "decoder_for", lambda llm, embeds: decoder_of(llm))                    # as on a GPU
+    assert scored(llm, None)[2]["model.layers.1.input_layernorm.weight"].norm() > 0
+
+
 def test_keeps_little():
-    """What is kept for the backward, under autocast and with an MLP as wide as real ones: less than two thirds of what the modules keep."""
-    llm = random_llm(Qwen2Config(**SIZES | dict(intermediate_size=344)), 4, "cpu")
+    """What is kept for the backward, under autocast and with an MLP as wide as real ones: less than two thirds of what the modules keep.
+
+    With layers recomputed in the backward less than a third of what is kept without, by either.
+    """
+    llm = random_llm(Qwen2Config(**SIZES | dict(intermediate_size=344, num_hidden_layers=6)), 4, "cpu")
+    prepare_checkpointing(llm)
     (embeds, mask, prompt, ids, valid), kept = work(llm, prompt_length=200), {}
 
     def keep(tensor):
@@ -200,12 +221,16 @@ def test_keeps_little():
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
-    for how in (by_modules, by_kernels, by_kernels):                           # the first forward by kernels moves the weights
-        weights, seen = {p.untyped_storage().data_ptr() for p in llm.parameters()}, {}
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-            score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, how=how)
-        kept[how] = sum(seen.values())
-    assert 0 < kept[by_kernels] < 2 / 3 * kept[by_modules]
+    scored(llm, by_kernels)                                                    # moves the weights
+    for how in (by_modules, by_kernels):
+        for checkpointing in (False, True):
+            weights, seen = {p.untyped_storage().data_ptr() for p in llm.parameters()}, {}
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+                score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, gradient_checkpointing=checkpointing,
+                              how=how)
+            kept[how, checkpointing] = sum(seen.values())
+        assert 0 < kept[how, True] < 1 / 3 * kept[how, False]
+    assert 0 < kept[by_kernels, False] < 2 / 3 * kept[by_modules, False]
 
 
 # On a GPU

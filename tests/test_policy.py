@@ -225,9 +225,13 @@ def test_trainables_are_float32_over_a_bf16_base(policy):
     Roles(model.trainable)
 
 
-def test_frozen_encoders_need_no_autocast(policy, batch):
-    """They compute in bfloat16 what autocast computes, to the last bit."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_frozen_encoders_need_no_autocast(policy, batch, device):
+    """They compute in bfloat16 what autocast computes, to the last bit; on a GPU autocast takes layer norms to float32."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     model = policy(dtype=torch.bfloat16)
+    model.model.to(device)
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     with model.autocast():
         again = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)

@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 
 from rl_train import grpo, objective, rollout, train
+from rl_train.logprob import score_answers
+from rl_train.packing import fed
 from rl_train.policy import Images, Prompts, Scores
 from rl_train.rollout import describe, row_masks
 from rl_train.tasks import caption_mask_caption, mask_caption_mask
@@ -124,12 +126,13 @@ def huggingface(work: Work, **how):
         for t, logits in enumerate(out.logits if drawn else ()):
             logp[:, t] = torch.log_softmax(logits.float() / temperature, -1).gather(1, ids[:, t, None])[:, 0]
         hidden = torch.zeros(*ids.shape, width, device=ids.device, dtype=embeds.dtype)
-        if with_hidden and how:                  # a compiled forward gives no hidden states: one more forward
-            rows = embeds.repeat_interleave(num_generations, 0)
-            hidden[:, :-1] = forward(language_model, rows, attention_mask.repeat_interleave(num_generations, 0), ids)[:, rows.shape[1]:-1]
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        if with_hidden and how:                  # a compiled forward gives no hidden states: one more forward, the project's own
+            prompt = torch.arange(len(embeds), device=ids.device).repeat_interleave(num_generations)
+            answers = score_answers(language_model, embeds, attention_mask, prompt, ids, valid, pad_id=pad_id, temperature=temperature)
+            hidden[:, :-1] = answers.hidden_of(fed(valid)).view(len(ids), -1, width)
         elif with_hidden:
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
-        valid = torch.ones_like(ids, dtype=torch.bool)
         return Completions(ids, logp, valid, ~valid[:, 0], hidden)
     return generate
 
@@ -154,7 +157,7 @@ class PerRow:
     def embed(self, images: Images, prompts: Prompts, *rest):
         """`Policy.embed` after the vision encoder, on the tiles of each prompt."""
         policy, batch = self.work.policy, self.work.batch
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):                   # as in `Policy.encode_images`
             vision = policy.model.vision_features(torch.cat([batch.pixel_values[i] for i in prompts.image]).to(policy.device))
         each = Images(vision, [images.tiles[i] for i in prompts.image], images.sam, [images.sizes[i] for i in prompts.image])
         return self.embed_once(each, Prompts(prompts.ids, list(range(len(prompts.ids))), prompts.grids), *rest)
@@ -184,6 +187,7 @@ class PerRow:
                                        stop=policy.stop, pad_id=policy.pad_id, temperature=policy.temperature, uniforms=None)
             seg = policy.seg_tokens(answers.ids, answers.valid)
             embeddings = policy.model.text_hidden_fcs(answers.hidden[seg]).float()
-            sam = policy.model.sam_features(self.work.batch.sam_pixels[image].to(policy.device))
+            with torch.autocast(policy.device.type, enabled=False):
+                sam = policy.model.sam_features(self.work.batch.sam_pixels[image].to(policy.device))
         each = Images(images.vision, images.tiles, sam, [images.sizes[i] for i in image])
         return row_masks(policy, each, list(range(len(image))), seg.nonzero()[:, 0].tolist(), embeddings)

@@ -44,6 +44,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     model, forced = Model(policy.model.language_model), len(policy.prompts.forced_answer)
     image = 1 + policy.model.config.tokens_per_tile                                   # tokens that prompts about one image share
     own = prompts * image + rows * (length - image)                                   # tokens of N prompts about B images
+    own_pairs = (prompts * image ** 2 + rows * (length ** 2 - image ** 2)) / 2
 
     def compute(operations, moved=0.0):
         return max(operations / matmul, moved / bandwidth)
@@ -61,7 +62,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     def ask(count, tokens, pairs):
         return compute(model.forward(tokens, pairs, count), model.read(0))
     encode, masks = vision_operations(work), mask_operations(work)
-    asked = ask(rows, own + rows * forced, rows * length ** 2 / 2)
+    asked = ask(0, own + rows * forced, own_pairs + rows * forced * (length + forced / 2))
     frozen = sum(p.nbytes for part in ("vision_model", "grounding_encoder") for p in policy.model.get_submodule(part).parameters())
     trainable = sum(p.numel() for p in policy.trainable.values())
     return {
@@ -70,7 +71,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
         "teacher1": asked + compute(masks),
         "reference1": scores(caption),
         "rollout2": ask(prompts, prompts * length, prompts * length ** 2 / 2) + decode(prompts * length, answer, rows) + compute(masks),
-        "teacher2": ask(rows, own, rows * length ** 2 / 2) + decode(own, caption, rows),
+        "teacher2": ask(rows, own, own_pairs) + decode(own, caption, rows),
         "reference2": scores(answer),
         "update": scores(caption, backward=True) + scores(answer, backward=True) + compute(3 * masks)
         + compute(0, OPTIMIZER_BYTES * trainable)}

@@ -28,7 +28,7 @@ def measure(args) -> dict:
             "trl": lambda: alternatives.trl(w, args.trl_logits == "all"), "static": lambda: alternatives.static(w)}
     steps = iter(range(10**6))                                                    # each its own random numbers
     for name in ["ours", *args.alternatives]:
-        found[name] = rounds(w, ways[name], 1 if name == "naive" else args.rounds, 0 if name == "naive" else args.warmup, steps)
+        found[name] = rounds(w, ways[name], args.rounds, args.warmup, steps)
     if "naive" in found:
         found["naive"]["teacher_samples_measured"] = args.naive_samples
     if "static" in found:
@@ -71,7 +71,7 @@ def show(found, args):
             print(f"{phase:12}" + "".join(f"{'-' if cell is None else format(cell, '.3f'):>10}" for cell in cells))
     print(f"{'step':12}" + "".join(f"{found[way]['total']:>10.3f}" for way in ways))
     for name in args.alternatives:
-        measured = f", the teacher measured on {args.naive_samples} samples a loop, once, and scaled" if name == "naive" else ""
+        measured = f", the teacher measured on {args.naive_samples} samples a loop and scaled" if name == "naive" else ""
         measured += ", which was not compiled" if name == "static" and not found["static"]["compiled"] else ""
         print(f"{found['ratios'][name]:8.1f} times faster than {NAMES[name]}{measured}")
     print(f"{found['ratio_to_floor']:8.2f} times the floor")
@@ -83,7 +83,7 @@ def add_arguments(parser):
     parser.add_argument("--naive_samples", type=int, default=2, help="of the naive loop's teacher, in each loop; scaled to all")
     parser.add_argument("--trl_logits", choices=("completion", "all"), default="completion", help="of TRL's forwards; all = for models "
                         "without logits_to_keep, as the published Sa2VA code")
-    parser.add_argument("--rounds", type=int, default=5, help="of this project's step and of each alternative but naive; the median counts")
+    parser.add_argument("--rounds", type=int, default=5, help="of this project's step and of each alternative; the median counts")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each before its rounds")
     parser.add_argument("--matmul_size", type=int, default=8192, help="side of the square matrices whose product is the ceiling")
     parser.add_argument("--copy_mib", type=int, default=4096, help="size of the copy that measures the bandwidth")
