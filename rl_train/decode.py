@@ -96,7 +96,7 @@ class Decoder:
                                temperature=temperature, greedy=uniforms is None)
             cache, shared = [], share(attention_mask, same)
             hidden = forward.hidden_states(self, shared.gather(embeds), shared.layout, cache=cache)
-            graph.load(cache, shared.tokens(), attention_mask, shared.last(hidden), uniforms)
+            graph.load(cache, shared.tokens(), attention_mask, shared.last(hidden)[:, 0], uniforms)
             del cache
             graph.run(max_new_tokens)
         length = max(1, int(graph.valid[:num_rows].sum(1).max()))

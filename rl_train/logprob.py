@@ -100,13 +100,25 @@ def score_answers(language_model, embeds, mask, prompt, ids, valid, *, pad_id, t
 
 
 @torch.no_grad()
-def read(language_model, embeds, mask, same=None) -> torch.Tensor:
-    """(P, C) last hidden state of each sequence embeds (P, L, C), padded on the left as mask (P, L) says; same: see `packing.share`."""
+def read(language_model, embeds, mask, same=None, num_last=1) -> torch.Tensor:
+    """(P, num_last, C) hidden states at the end of sequences embeds (P, L, C), padded on the left as mask (P, L) says.
+
+    Args:
+        same: see `packing.share`.
+    """
     decoder = decoder_for(language_model, embeds)
     if decoder is not None:
         shared = share(mask, same)
-        return shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.layout))
-    return hidden_states(language_model, embeds, mask)[:, -1]
+        return shared.last(forward.hidden_states(decoder, shared.gather(embeds), shared.layout), num_last)
+    return hidden_states(language_model, embeds, mask)[:, -num_last:]
+
+
+@torch.no_grad()
+def frozen_logps(language_model, hidden, ids, temperature) -> torch.Tensor:
+    """(m,) log-probs of ids (m,) after hidden states (m, C), without gradient."""
+    head, decoder = language_model.lm_head, decoder_for(language_model, hidden)
+    weight = head.weight if decoder is None else decoder.padded_head
+    return token_logps_from_hidden(hidden, weight, ids, temperature, len(head.weight))[0]
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:

@@ -84,9 +84,9 @@ class Shared:
         """(sequences, S, C) of embeds (P, L, C)."""
         return embeds.flatten(0, 1)[self.source]
 
-    def last(self, hidden):
-        """(P, C) of hidden (sequences, S, C), at each prompt's last token."""
-        return hidden.flatten(0, 1)[self.where[:, -1]]
+    def last(self, hidden, number=1):
+        """(P, number, C) of hidden (sequences, S, C), at each prompt's last tokens."""
+        return hidden.flatten(0, 1)[self.where[:, -number:]]
 
     def tokens(self):
         """(P, L) index of each prompt's tokens among those of all sequences, without padding."""

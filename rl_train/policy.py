@@ -58,6 +58,10 @@ class Prompts:
         return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows],
                        None if self.grids is None else [self.grids[r] for r in rows])
 
+    def followed_by(self, answers: list[list[int]]) -> "Prompts":
+        """Each with the ids of an answer behind it."""
+        return Prompts([ids + answer for ids, answer in zip(self.ids, answers, strict=True)], self.image, self.grids)
+
     def distinct(self) -> tuple["Prompts", list[int]]:
         """(the prompts without those that repeat the one before, the index among them of each of these)."""
         def repeats(row):
@@ -216,6 +220,21 @@ class Policy:
                 temperature=self.temperature, gradient_checkpointing=self.gradient_checkpointing)
             latent_mean = self.model.text_hidden_fcs(answers.hidden_of(self.seg_tokens(ids, valid)))         # (M, D)
         return Scores(answers.logp, answers.entropy, latent_mean.float())
+
+    @torch.no_grad()
+    def read(self, images: Images, prompts: Prompts, num_last: int = 1) -> torch.Tensor:
+        """(P, num_last, C) hidden states at the end of each prompt. Neighbours about one image share what they begin with."""
+        with self.autocast():
+            embeds, mask = self.embed(images, prompts)
+            return logprob.read(self.model.language_model, embeds, mask, self.same(images, prompts), num_last)
+
+    @torch.no_grad()
+    def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
+        """(P,) mean log-prob of the tokens of answers[p] to each prompt: what `score` says, by one forward of `read`."""
+        ids, valid = (t.to(self.device) for t in pad_left(answers, self.pad_id))                # (P, T)
+        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]      # before each token
+        logp = logprob.frozen_logps(self.model.language_model, hidden[valid.bool()], ids[valid.bool()], self.temperature)
+        return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid.bool(), logp).sum(1) / valid.sum(1)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: [SEG] tokens that were fed back as input.

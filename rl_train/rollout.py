@@ -10,14 +10,13 @@ import torch
 
 from rl_train.data.loader import Batch
 from rl_train.grpo import gaussian_logp
-from rl_train.logprob import follow, read
 from rl_train.policy import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
 from rl_train.sampler import generate
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 SIGMA_IOU, SIGMA_SAMPLES = 0.8, 4     # --mask_sigma auto: IoU of sampled masks with the mean's; samples for each caption
-TEACHER_ROWS = 64      # rows that segment(), segment_sampled() and describe() put through the model at a time
+TEACHER_ROWS = 64      # rows that the teacher puts through the model at a time
 
 
 @dataclass
@@ -165,15 +164,12 @@ def row_masks(policy: Policy, images: Images, image: list[int], seg_rows: list[i
 @torch.no_grad()
 def segment(policy: Policy, images: Images, image: list[int], captions: list[str]) -> list[torch.Tensor]:
     """(H, W) bool mask of captions[p] in image[p], with the answer "Sure, [SEG]" forced: one forward, no decoding."""
-    language_model, masks = policy.model.language_model, []
+    masks = []
     for start in range(0, len(captions), TEACHER_ROWS):
         chunk = slice(start, start + TEACHER_ROWS)
         prompts = policy.segment_prompts(images, image[chunk], captions[chunk])
-        forced = torch.tensor([policy.prompts.forced_answer] * len(prompts.ids), device=policy.device)
+        hidden = policy.read(images, prompts.followed_by([policy.prompts.forced_answer] * len(prompts.ids)))[:, 0]      # (p, C)
         with policy.autocast():
-            embeds, mask = policy.embed(images, prompts, forced.shape[1])
-            mask = torch.cat([mask, torch.ones_like(forced)], dim=1)
-            hidden = read(language_model, follow(language_model, embeds, forced), mask, policy.same(images, prompts))   # (p, C)
             embeddings = policy.model.text_hidden_fcs(hidden).float()                          # (p, D)
         masks += row_masks(policy, images, prompts.image, list(range(len(embeddings))), embeddings)
     return masks
@@ -207,7 +203,7 @@ def describe(policy: Policy, batch: Batch, images: Images, image: list[int], mas
 
 @torch.no_grad()
 def caption_likelihood(policy: Policy, images: Images, image: list[int], masks: list[torch.Tensor], captions: list[str],
-                       max_new_tokens: int, micro_batch_size: int) -> torch.Tensor:
+                       max_new_tokens: int) -> torch.Tensor:
     """(N,) likelihood per token, exp(mean log-prob), of captions[p] as the model's description of masks[p] (H, W) in image[p].
 
     In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One forward, no decoding; of a caption
@@ -221,16 +217,11 @@ def caption_likelihood(policy: Policy, images: Images, image: list[int], masks: 
             questions.setdefault((image[p], captions[p], grid.numpy().tobytes()), []).append((p, grid))
     likelihood = torch.zeros(len(masks))
     asked = list(questions.values())
-    for start in range(0, len(asked), micro_batch_size):
-        chunk = asked[start:start + micro_batch_size]
+    for start in range(0, len(asked), TEACHER_ROWS):
+        chunk = asked[start:start + TEACHER_ROWS]
         rows, grids = zip(*[question[0] for question in chunk])
         prompts = policy.describe_prompts(images, [image[p] for p in rows], list(grids))
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
-        longest = max(map(len, answers))
-        ids = torch.tensor([answer + [policy.pad_id] * (longest - len(answer)) for answer in answers], device=policy.device)
-        valid = torch.arange(longest, device=policy.device) < torch.tensor([[len(a)] for a in answers], device=policy.device)
-        logp = policy.score(images, prompts, ids, valid).logp
-        values = (torch.where(valid, logp, 0.0).sum(1) / valid.sum(1)).exp().cpu()
-        for question, value in zip(chunk, values):
+        for question, value in zip(chunk, policy.mean_logp(images, prompts, answers).exp().cpu()):
             likelihood[[p for p, _ in question]] = value
     return likelihood

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train import parts, rollout
+from rl_train import logprob, parts, rollout
 from rl_train.rewards import mask_iou
 from rl_train.roles import Roles
 from rl_train.rollout import SIGMA_IOU, answer, calibrate_sigma, caption_likelihood, noise, sample, segment, segment_sampled
-from rl_train.sampler import Completions
+from rl_train.sampler import Completions, decoder_of
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from sa2va_hf.processing_sa2va import region_grid
 from tools.demo_scenes import make_scene
@@ -140,14 +140,18 @@ def by_hand(model, images, image: int, mask, caption: str) -> float:
     return logp.mean().exp().item()
 
 
-def test_likelihood_by_hand(model, images, batch):
+@pytest.mark.parametrize("kernels", [False, True])
+def test_likelihood_by_hand(model, images, batch, kernels, monkeypatch):
     """Ragged captions and prompts, an empty mask between them, an image twice; however many rows a forward holds."""
+    if kernels:                                                           # as on a GPU, where neighbours share their image's forward
+        monkeypatch.setattr(logprob, "decoder_for", lambda language_model, embeds: decoder_of(language_model))
     image, captions = [0, 1, 1, 2, 3], ["Dog.", *batch.captions[1:2] * 2, batch.captions[2] + " It has no stripes.", batch.captions[3]]
     masks = [batch.masks[i] for i in image]
     masks[2] = torch.zeros_like(masks[2])
     expected = [by_hand(model, images, i, m, c) if m.any() else 0.0 for i, m, c in zip(image, masks, captions)]
     for size in (1, 2, 32):
-        found = caption_likelihood(model, images, image, masks, captions, 64, size)
+        monkeypatch.setattr(rollout, "TEACHER_ROWS", size)
+        found = caption_likelihood(model, images, image, masks, captions, 64)
         assert found.dtype == torch.float32 and found.tolist() == pytest.approx(expected, abs=1e-5), size
     assert found[2] == 0 and all(0 < p < 1 for p in found[[0, 1, 3, 4]].tolist())
 
@@ -157,15 +161,15 @@ def test_masks_of_one_grid_are_exactly_equally_likely(policy, batch):
     model = policy(dtype=torch.bfloat16)
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     image = [0, 0, 0, 1, 1, 0, 1, 0]
-    found = caption_likelihood(model, images, image, [batch.masks[i] for i in image], [batch.captions[i] for i in image], 64, 3)
+    found = caption_likelihood(model, images, image, [batch.masks[i] for i in image], [batch.captions[i] for i in image], 64)
     assert len({p.item() for p, i in zip(found, image) if i == 0}) == len({p.item() for p, i in zip(found, image) if i == 1}) == 1
-    other = caption_likelihood(model, images, [0, 0], [batch.masks[0], ~batch.masks[0]], [batch.captions[0]] * 2, 64, 1)
+    other = caption_likelihood(model, images, [0, 0], [batch.masks[0], ~batch.masks[0]], [batch.captions[0]] * 2, 64)
     assert other[0] != other[1]
 
 
 def test_only_the_first_tokens_of_a_long_caption_count(model, images, batch):
     ids = model.tokenizer.encode(batch.captions[0], add_special_tokens=False)
-    cut, longer = (caption_likelihood(model, images, [0], batch.masks[:1], [caption], 5, 4).item()
+    cut, longer = (caption_likelihood(model, images, [0], batch.masks[:1], [caption], 5).item()
                    for caption in (batch.captions[0], batch.captions[0] + " And more." * 500))
     grid = region_grid(batch.masks[0][None], model.processor.grid_size, model.processor.image_size, model.processor.rule)[0]
     with torch.no_grad():
@@ -175,20 +179,20 @@ def test_only_the_first_tokens_of_a_long_caption_count(model, images, batch):
 
 
 def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
-    monkeypatch.setattr(model, "score", None)
+    monkeypatch.setattr(model, "read", None)
     empty = [torch.zeros_like(mask) for mask in batch.masks[:2]]
-    assert caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 64, 4).tolist() == [0, 0]
+    assert caption_likelihood(model, images, [0, 1], empty, batch.captions[:2], 64).tolist() == [0, 0]
 
 
 def test_the_true_region_explains_its_caption_best(model, images, batch):
     """On average over the scenes, against the masks of the other objects of each."""
-    true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64, 4)
+    true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64)
     for i in range(4):
         scene = make_scene(0, 7, i)                                       # as the fixture `scenes` draws it
         masks = [torch.from_numpy(scene.objects[t].mask) for t in scene.targets]
         others = [mask for mask in masks if not torch.equal(mask, batch.masks[i])]
         assert 0 < len(others) == len(masks) - 1
-        false = caption_likelihood(model, images, [i] * len(others), others, [batch.captions[i]] * len(others), 64, 4).mean()
+        false = caption_likelihood(model, images, [i] * len(others), others, [batch.captions[i]] * len(others), 64).mean()
         print(f"scene {i}: likelihood of the caption by its region {true[i]:.3f}, by others {false:.3f}")
         true[i] -= false
     assert true.mean() > 0.05
@@ -196,7 +200,7 @@ def test_the_true_region_explains_its_caption_best(model, images, batch):
 
 def loop2_args(**changes):
     return SimpleNamespace(**dict(use_llm_judge_loop2=False, likelihood_share=0.5, caption_to_mask_weight=1.0, mask_sigma=0.5,
-                                  max_completion_length=STEPS, micro_batch_size=3) | changes)
+                                  max_completion_length=STEPS) | changes)
 
 
 def test_loop_2_asks_the_teacher(policy, batch):

@@ -28,7 +28,7 @@ class CaptionMaskCaption:
         self.weights |= ({"likelihood": share} if share else {}) | {reward.name: reward.weight for reward in user_rewards}
         self.loss_weight = args.caption_to_mask_weight
         self.mask_sigma = args.mask_sigma
-        self.max_new_tokens, self.micro_batch_size = args.max_completion_length, args.micro_batch_size
+        self.max_new_tokens = args.max_completion_length
 
     def prompts(self, batch, images: Images) -> Prompts:
         return self.policy.segment_prompts(images, list(range(len(batch))), batch.captions)
@@ -51,7 +51,7 @@ class CaptionMaskCaption:
                                        self.max_new_tokens)
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(self.policy, rollout.images, rollout.prompts.image, rollout.masks, references,
-                                                self.max_new_tokens, self.micro_batch_size)
+                                                self.max_new_tokens)
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
         rewards = {"meteor": meteor(references, rollout.replies), "iou": mask_iou(rollout.masks, targets).cpu()}
         if "likelihood" in self.weights:
