@@ -227,16 +227,21 @@ def test_trainables_are_float32_over_a_bf16_base(policy):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_frozen_encoders_need_no_autocast(policy, batch, device):
-    """They compute in bfloat16 what autocast computes, to the last bit; on a GPU autocast takes layer norms to float32."""
+    """They are as near to float32 without it; only on a GPU does autocast take layer norms to float32."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    model = policy(dtype=torch.bfloat16)
-    model.model.to(device)
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    with model.autocast():
-        again = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    for one, other in zip([images.vision, *images.sam], [again.vision, *again.sam], strict=True):
-        assert one.dtype == torch.bfloat16 and torch.equal(one, other) and one.float().std() > 0.01
+    features = []
+    for dtype, autocast in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        model = policy(dtype=dtype)
+        model.model.to(device)
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        assert images.vision.dtype == images.sam[0].dtype == dtype
+        features.append([images.vision, *images.sam])
+    for exact, without, within in zip(*features, strict=True):
+        errors = [(found.float() - exact).norm() / exact.norm() for found in (without, within)]
+        print(f"relative error without autocast {errors[0]:.5f}, with it {errors[1]:.5f}")
+        assert 0 < errors[0] < 1.1 * errors[1] < 0.05
 
 
 def test_no_dropout_is_on(model):
