@@ -44,9 +44,8 @@ def normed(x, power, eps):
 def add_lora(y, lora_b, scaling, sizes):
     """Add to each linear's columns of y (N, sum(sizes) + m*r), which end in the m outputs of LoRA A, its LoRA B, in place."""
     if lora_b is not None:
-        rank = lora_b.shape[1]
-        inner = y[:, sum(sizes):].split(rank, dim=1)
-        for out, a, b in zip(y[:, :sum(sizes)].split(sizes, dim=1), inner, lora_b.split(sizes)):
+        *outs, inner = y.split_with_sizes([*sizes, y.shape[1] - sum(sizes)], 1)
+        for out, a, b in zip(outs, inner.chunk(len(sizes), 1), lora_b.split_with_sizes(sizes)):
             out.addmm_(a, b.t(), alpha=scaling)
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from rl_train import decode_torch, forward_torch
 
@@ -84,7 +83,7 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
             return residual, _MLP.apply(x, gate_up, down, ops, *gate_up.sources, *down.sources)
         for parts in decoder.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
-                residual, delta = checkpoint(layer, residual, delta, *parts, use_reentrant=False, preserve_rng_state=False)
+                residual, delta = _Checkpoint.apply(layer, parts, residual, delta, *[p for fused in parts[0] for p in fused.sources])
             else:
                 residual, delta = layer(residual, delta, *parts)
         norm = decoder.final_norm
@@ -98,6 +97,26 @@ def default_ops(decoder):
         return forward_torch
     from rl_train import forward_triton
     return forward_triton
+
+
+class _Checkpoint(torch.autograd.Function):
+    """A layer that is computed again in the backward: half the Python of torch.utils.checkpoint, which here costs more than the GPU's work."""
+
+    @staticmethod
+    def forward(ctx, layer, parts, residual, delta, *lora):
+        ctx.save_for_backward(residual, delta)
+        ctx.layer, ctx.parts, ctx.lora = layer, parts, lora
+        return layer(residual, delta, *parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *d):
+        needed = ctx.needs_input_grad[2:]
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
+            outputs = ctx.layer(*inputs, *ctx.parts)
+        found = iter(torch.autograd.grad(outputs, [t for t, need in zip([*inputs, *ctx.lora], needed) if need], d))
+        return None, None, *[next(found) if need else None for need in needed]
 
 
 class _AddNorm(torch.autograd.Function):
@@ -132,9 +151,9 @@ def linear_backward(fused, weight, lora_b, dy, inner):
     dx = dy @ weight[:outputs]                                                                  # (m, inputs)
     if lora_b is None:
         return dx, None, []
-    d_inner, d_b = torch.empty_like(inner), []
-    rank = lora_b.shape[1]
-    for d_out, d_in, x_in, b in zip(dy.split(fused.sizes, 1), d_inner.split(rank, 1), inner.split(rank, 1), lora_b.split(fused.sizes)):
+    d_inner, d_b, sizes = torch.empty_like(inner), [], fused.sizes
+    for d_out, d_in, x_in, b in zip(dy.split_with_sizes(sizes, 1), d_inner.chunk(len(sizes), 1), inner.chunk(len(sizes), 1),
+                                    lora_b.split_with_sizes(sizes)):
         d_in.addmm_(d_out, b, beta=0, alpha=fused.scaling)
         d_b.append((d_out.t() @ x_in).float().mul_(fused.scaling))
     return dx.addmm_(d_inner, weight[outputs:]), d_inner, d_b
@@ -144,7 +163,7 @@ def gradients(fused, d_inner, x, d_b) -> list[torch.Tensor]:
     """Of A, B of the first linear, of the second, .., in float32."""
     if d_inner is None:
         return []
-    d_a = (d_inner.t() @ x).float().split(d_inner.shape[1] // len(d_b))
+    d_a = (d_inner.t() @ x).float().chunk(len(d_b))
     return [d for pair in zip(d_a, d_b) for d in pair]
 
 
@@ -210,7 +229,7 @@ class _Rotate(torch.autograd.Function):
 
 def split(qkv, num_kv):
     """q (m, H, D), k (m, K, D), v (m, K, D)."""
-    return qkv.split([qkv.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
+    return qkv.split_with_sizes([qkv.shape[1] - 2 * num_kv, num_kv, num_kv], 1)
 
 
 def padded(x, runs, num_prompts):
