@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from rl_train.data import DATASETS, hub
+from rl_train.files import check_writable, read_json
 from rl_train.grpo import CONTROLS, LOSS_TYPES
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
@@ -166,8 +167,9 @@ def check_output_dir(args):
     """Check that --output_dir is free, or holds the run that --resume is to continue.
 
     Raises:
-        ValueError: the folder holds a run of another config, or a run while --resume was not given.
+        ValueError: the folder cannot be written, or holds a run of another config, or a run while --resume was not given.
     """
+    check_writable("--output_dir", Path(args.output_dir))
     file = Path(args.output_dir) / "config.json"
     values = vars(args)
     if file.is_file():
@@ -185,7 +187,7 @@ def check_resumed(folder, args):
 
 def check_same(file: Path, values: dict, place: str):
     """Raise ValueError, beginning with `place`, if the config in `file` differs from the flags `values` in what may not differ."""
-    before = json.loads(file.read_text())
+    before = read_json(file)
     differing = sorted(k for k in values if k not in FREE_ON_RESUME and (k not in before or before[k] != values[k]))
     if differing:
         raise ValueError(f"{place} holds a run of another config: " + ", ".join(
