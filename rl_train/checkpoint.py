@@ -11,6 +11,7 @@ checkpoint_best/             the same of the step that scored best on held-out s
 N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
 """
 import json
+import pickle
 import random
 import re
 import shutil
@@ -18,10 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from rl_train.distributed import gather_objects
+from rl_train.files import DamagedFile, read_json
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
 BEST = "checkpoint_best"
@@ -35,7 +37,7 @@ def list_checkpoints(output_dir) -> list[Path]:
 
 def step_of(folder) -> int:
     """Steps done in a checkpoint folder."""
-    return torch.load(Path(folder) / "training_state.pt", map_location="cpu", weights_only=True)["step"]
+    return read_state(folder)["step"]
 
 
 def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
@@ -55,7 +57,7 @@ def save_if_best(output_dir, step: int, score: float, metrics: dict[str, float],
     final = Path(output_dir) / BEST
     best = float("-inf")
     if is_main and final.exists():
-        best = json.loads((final / "eval.json").read_text())["score"]
+        best = read_json(final / "eval.json")["score"]
     if score <= gather_objects(best)[0]:
         return
     rng = gather_objects(rng_state())
@@ -95,25 +97,52 @@ def find(resume: str, output_dir) -> Path | None:
     return found[-1] if found else None
 
 
+def read_state(folder) -> dict:
+    """What training_state.pt holds. Raises DamagedFile."""
+    file = Path(folder) / "training_state.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:      # by the place of the damage
+        raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
+
+
+def open_weights(file: Path, names):
+    """The open safetensors file, of which the header is read. Raises DamagedFile, or ValueError if its names are not `names`."""
+    try:
+        reader = safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedFile(file, error) from error
+    if set(reader.keys()) != set(names):
+        raise ValueError(f"{file}: names differ from what this run trains: {sorted(set(reader.keys()) ^ set(names))[:5]}")
+    return reader
+
+
 def load_weights(folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"):
     """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if it is damaged or its names differ."""
-    try:
-        state = load_file(Path(folder) / file)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{Path(folder) / file} is missing or damaged: {error}") from error
-    if set(state) != set(parameters):
-        raise ValueError(f"{Path(folder) / file}: names differ from what this run trains: "
-                         f"{sorted(set(state) ^ set(parameters))[:5]}")
+    reader = open_weights(Path(folder) / file, parameters)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(state[name])
+            parameter.copy_(reader.get_tensor(name))
+
+
+def check(folder: Path, names, output_dir):
+    """Raise ValueError, naming the file, for what `load` and `save_if_best` could not read: before the minutes of an evaluation.
+
+    Args:
+        names: of what this run trains; output_dir: of the run, whose checkpoint_best is compared with.
+    """
+    for file in ("trainables.safetensors", "ema.safetensors"):
+        open_weights(folder / file, names)
+    read_state(folder)
+    if (Path(output_dir) / BEST).exists():
+        read_json(Path(output_dir) / BEST / "eval.json")
 
 
 def load(folder: Path, policy, roles, optimizer, scheduler, rank: int) -> int:
     """Restore a run from `folder`; returns the number of steps done."""
     load_weights(folder, policy.trainable)
     load_weights(folder, roles.banks["teacher"], "ema.safetensors")
-    state = torch.load(folder / "training_state.pt", map_location="cpu", weights_only=True)
+    state = read_state(folder)
     for group in state["optimizer"]["param_groups"]:
         group["fused"] = optimizer.defaults["fused"]        # is this machine's, not that of the one which wrote the checkpoint
     optimizer.load_state_dict(state["optimizer"])

@@ -1,9 +1,11 @@
 """Every flag of a run, with its help. The resolved values are saved as config.json in --output_dir."""
 import argparse
 import json
+import math
 from pathlib import Path
 
 from rl_train.data import DATASETS, hub
+from rl_train.files import check_writable, read_json
 from rl_train.grpo import CONTROLS, LOSS_TYPES
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
@@ -123,23 +125,33 @@ def build_parser() -> argparse.ArgumentParser:
     return p
 
 
+def check_at_least(parser, args, at_least: dict[str, int]):
+    """End the program with one sentence if a flag of `at_least` is below its number; one that was not given may be None."""
+    for name, least in at_least.items():
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
+
+
 def parse_args(argv=None) -> argparse.Namespace:
     """Parsed and checked flags; a wrong value ends the program with one sentence that names the flag."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    at_least = dict(num_generations=2, batch_size=1, max_completion_length=1, num_iterations=1, gradient_accumulation_steps=1,
-                    micro_batch_size=1, lora_r=1, max_tiles=1, eval_samples=1, max_steps=0, num_workers=0, save_steps=1,
-                    eval_steps=0, save_total_limit=0, mask_loss_coef=0, kl_coef=0,
-                    mask_to_caption_weight=0, caption_to_mask_weight=0)
+    for name, value in vars(args).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            parser.error(f"--{name} {value}: must be a finite number")
+    check_at_least(parser, args, dict(
+        num_generations=2, batch_size=1, max_completion_length=1, num_iterations=1, gradient_accumulation_steps=1, micro_batch_size=1,
+        lora_r=1, lora_alpha=1, max_tiles=1, eval_samples=1, max_steps=0, num_workers=0, save_steps=1, eval_steps=0, save_total_limit=0,
+        mask_loss_coef=0, kl_coef=0, mask_to_caption_weight=0, caption_to_mask_weight=0, seed=0))
+    if args.seed >= 2 ** 63:
+        parser.error(f"--seed {args.seed}: must be below 2^63")
     if args.likelihood_share is None:
         args.likelihood_share = 0.0 if args.use_llm_judge_loop2 else 0.5
-    for name, least in at_least.items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)}: must be at least {least}")
     if args.prompt_learning_rate is None:
         args.prompt_learning_rate = args.learning_rate
-    for name in ("temperature", "learning_rate", "prompt_learning_rate", "clip_range", "max_grad_norm", "num_epochs"):
-        if not 0 < getattr(args, name) < float("inf"):
+    for name in ("temperature", "learning_rate", "prompt_learning_rate", "clip_range", "clip_range_high", "max_grad_norm",
+                 "num_epochs"):
+        if getattr(args, name) is not None and getattr(args, name) <= 0:
             parser.error(f"--{name} {getattr(args, name)}: must be above 0")
     if len(set(args.tasks)) < len(args.tasks):
         parser.error(f"--tasks {' '.join(args.tasks)}: names a task twice")
@@ -166,8 +178,9 @@ def check_output_dir(args):
     """Check that --output_dir is free, or holds the run that --resume is to continue.
 
     Raises:
-        ValueError: the folder holds a run of another config, or a run while --resume was not given.
+        ValueError: the folder cannot be written, or holds a run of another config, or a run while --resume was not given.
     """
+    check_writable("--output_dir", Path(args.output_dir))
     file = Path(args.output_dir) / "config.json"
     values = vars(args)
     if file.is_file():
@@ -185,7 +198,7 @@ def check_resumed(folder, args):
 
 def check_same(file: Path, values: dict, place: str):
     """Raise ValueError, beginning with `place`, if the config in `file` differs from the flags `values` in what may not differ."""
-    before = json.loads(file.read_text())
+    before = read_json(file)
     differing = sorted(k for k in values if k not in FREE_ON_RESUME and (k not in before or before[k] != values[k]))
     if differing:
         raise ValueError(f"{place} holds a run of another config: " + ", ".join(

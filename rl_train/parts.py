@@ -160,6 +160,7 @@ def build(args, ranks) -> Parts:
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:
         check_resumed(resume, args)
+        checkpoint.check(resume, policy.trainable, args.output_dir)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags

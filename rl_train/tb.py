@@ -8,6 +8,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch.utils.tensorboard import SummaryWriter
 
+from rl_train.files import DamagedFile
 from rl_train.grpo import group_std
 from rl_train.guards import has_digit, is_whole, repeats
 
@@ -76,14 +77,16 @@ class Log:
 
     Args:
         start: steps already done; lines and points beyond it, left by a killed run, are dropped.
+
+    Raises:
+        DamagedFile: one of the lines that are there cannot be read; the file stays as it is.
     """
 
     def __init__(self, output_dir, rank: int, start: int):
         folder = Path(output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"rank{rank}.jsonl"
-        written = file.read_text().split("\n")[:-1] if file.is_file() else []      # without a last line that a kill cut off
-        file.write_text("".join(line + "\n" for line in written if json.loads(line)["step"] < start))
+        file.write_text("".join(lines_before(start, file) if file.is_file() else []))
         self.jsonl = file.open("a")
         self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if rank == 0 else None
 
@@ -121,6 +124,18 @@ class Log:
         self.jsonl.close()
         if self.writer:
             self.writer.close()
+
+
+def lines_before(start: int, file: Path) -> list[str]:
+    """Lines of the steps before `start`, without a last one that a kill cut off. Raises DamagedFile, naming the line."""
+    number, kept = 1, []
+    try:
+        for number, line in enumerate(file.read_text().split("\n")[:-1], 1):
+            if json.loads(line)["step"] < start:
+                kept.append(line + "\n")
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(file, f"line {number}: {error}") from error
+    return kept
 
 
 def _number(value: torch.Tensor) -> float | None:

@@ -25,9 +25,11 @@ from rl_train.data import BadData
 from rl_train.data.loader import steps, train_loader
 from rl_train.distributed import print0
 from rl_train.evaluation import SCORES, before_after_table, evaluate_roles, means, record
+from rl_train.files import DamagedFile
 from rl_train.grpo import combine, control_rewards, group_advantages, group_std
 from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
 from rl_train.parts import Parts, build
+from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
 from rl_train.rollout import Rollout, noise, sample
 from rl_train.tb import Log, rollout_sums, scalars
@@ -296,6 +298,8 @@ def main(argv=None):
             raise SystemExit(f"rl_train: {error}") from error
         try:
             run(args, ranks, parts)
+        except (DamagedFile, BadReward) as error:
+            raise SystemExit(f"rl_train: {error}") from error
         except JudgeFailed as error:
             raise SystemExit(f"rl_train: --llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
         except BadData as error:

@@ -12,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from rl_train import checkpoint, distributed, train
 from rl_train.config import parse_args
+from rl_train.files import DamagedFile
 from rl_train.policy import build_policy
 from rl_train.tb import Log
 from sa2va_hf import Sa2VAModel
@@ -189,6 +190,43 @@ def test_weights_of_other_names_are_refused(whole):
     with pytest.raises(ValueError, match="names differ") as raised:
         checkpoint.load_weights(whole / "checkpoint_step_4", parameters)
     assert gone in str(raised.value) and "trainables.safetensors" in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "halved"])
+@pytest.mark.parametrize("file", [*WEIGHT_FILES, "training_state.pt", "config.json", "eval.json", "../config.json"])
+def test_a_damaged_file_ends_a_resume_before_its_first_evaluation(data, whole, tmp_path, monkeypatch, file, damage):
+    output = shutil.copytree(whole, tmp_path / "run")
+    place = output / "checkpoint_step_4"
+    if file == "eval.json":
+        place = shutil.copytree(place, output / checkpoint.BEST)
+        (place / file).write_text(json.dumps(dict(step=4, score=0.5, metrics={})))
+    spoilt = (place / file).resolve()
+    content = spoilt.read_bytes()
+    spoilt.unlink()
+    if damage != "missing":
+        spoilt.write_bytes(b"" if damage == "empty" else content[:len(content) // 2])
+    monkeypatch.setattr(train, "evaluate_roles", None)
+    with pytest.raises(SystemExit) as stopped:
+        run(data, output, resume="", **RUN)
+    reason = "is missing or damaged: " if (file, damage) != ("../config.json", "missing") else "does not exist"
+    assert f"{spoilt} {reason}" in str(stopped.value) and "\n" not in str(stopped.value)
+
+
+def test_a_damaged_line_of_rollouts_is_named(data, whole, tmp_path, monkeypatch):
+    file = shutil.copytree(whole, tmp_path / "run") / "rollouts" / "rank0.jsonl"
+    spoilt = file.read_bytes().replace(b'{"step": 2, "task": "loop1"', b'{"st', 1)      # 16 lines a step
+    file.write_bytes(spoilt)
+    monkeypatch.setattr(train, "evaluate_roles", None)
+    with pytest.raises(SystemExit, match=f"^rl_train: {file} is missing or damaged: line 33: "):
+        run(data, tmp_path / "run", resume="", **RUN)
+    assert file.read_bytes() == spoilt
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"PK\x03\x04" + bytes(1000)])
+def test_a_state_that_is_none(tmp_path, content):
+    (tmp_path / "training_state.pt").write_bytes(content)
+    with pytest.raises(DamagedFile, match="training_state.pt is missing or damaged: torch.load cannot read it"):
+        checkpoint.read_state(tmp_path)
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])

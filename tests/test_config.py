@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_train import train
+from rl_train import parts, train
 from rl_train.config import build_parser, claim_output_dir, parse_args
 from rl_train.policy import Policy
 from tests.runs import CHECKPOINT, ROOT, draw_data, flags, on_one_core
@@ -62,9 +62,18 @@ def test_flag_that_is_needed(complaint, name):
     ("ema_decay", 1.1), ("ema_decay", -0.1), ("ema_decay", "nan"), ("likelihood_share", 1.1), ("likelihood_share", "nan"),
     ("control", "random"), ("mask_sigma", -0.1), ("mask_sigma", -1), ("mask_sigma", "x"), ("mask_sigma", "nan"), ("mask_sigma", "inf"),
     ("save_steps", 0), ("kl_coef", -1), ("mask_to_caption_weight", -1), ("lora_r", "four"), ("loss_type", "ppo"), ("tasks", "loop3"),
-    ("teacher_answer", "free")])
+    ("teacher_answer", "free"), ("clip_range_high", 0), ("clip_range_high", -0.1), ("lora_alpha", 0), ("lora_alpha", -8),
+    ("seed", -1), ("seed", 2 ** 63)])
 def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_every_float_is_finite(complaint, value):
+    names = [action.dest for action in build_parser()._actions if action.type is float]
+    assert len(names) > 15
+    for name in names:
+        assert f"--{name} {value}: must be a finite number" in complaint(f"--{name}={value}", **{name: None}), name
 
 
 def test_a_base_is_shared_by_several_processes(complaint):
@@ -201,6 +210,17 @@ def test_resume_with_another_config_names_the_flags(complaint, data, tmp_path):
     assert "--lora_r was 4, now 8" in sentence and "--seed was 0, now 3" in sentence
     assert "--num_workers" not in sentence and "--batch_size" not in sentence
     assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "file/a/run", "gone/run"])
+def test_output_folder_that_cannot_be_written(data, tmp_path, monkeypatch, place):
+    """Known before data and model are read."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setattr(parts, "split_dataset", None)
+    with pytest.raises(SystemExit, match=f"^rl_train: --output_dir {tmp_path / place} cannot be written: .*: [NI]") as stopped:
+        train.main(flags(data, tmp_path / place))
+    assert "\n" not in str(stopped.value) and sorted(path.name for path in tmp_path.iterdir()) == ["file", "gone"]
 
 
 def test_nothing_to_resume(complaint):

@@ -152,6 +152,40 @@ def test_bad_input(data, base, trained, tmp_path):
     assert json.loads((tmp_path / "new.json").read_text())["num_samples"] == 5
 
 
+@pytest.mark.parametrize("name, value", [("num_samples", 0), ("num_samples", -1), ("batch_size", 0), ("max_completion_length", 0),
+                                         ("max_tiles", 0), ("num_workers", -1)])
+def test_number_out_of_range(data, capsys, name, value):
+    with pytest.raises(SystemExit):
+        evaluate.main(flags(data, **{name: value}))
+    assert f"error: --{name} {value}: must be at least " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["config.json", "trainables.safetensors", "ema.safetensors"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "halved"])
+def test_a_damaged_checkpoint_is_named(data, trained, tmp_path, monkeypatch, file, damage):
+    folder = shutil.copytree(trained, tmp_path / "spoilt")
+    content = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if damage != "missing":
+        (folder / file).write_bytes(b"" if damage == "empty" else content[:len(content) // 2])
+    monkeypatch.setattr(evaluate, "evaluate", None)
+    role = "ema" if file == "ema.safetensors" else "policy"
+    for changes in (dict(model_path=folder), dict(checkpoint=folder)):
+        with pytest.raises(SystemExit, match=f"^evaluate: {folder / file} is missing or damaged: ") as stopped:
+            evaluate.main(flags(data, role=role, **changes))
+        assert "\n" not in str(stopped.value)
+
+
+def test_an_output_that_cannot_be_written_is_told_before_measuring(data, base, tmp_path, monkeypatch):
+    found = measured(data, tmp_path)
+    evaluate.main(flags(data, output=tmp_path / "new" / "folder" / "out.json"))
+    assert json.loads((tmp_path / "new" / "folder" / "out.json").read_text()) == found
+    monkeypatch.setattr(evaluate, "build_dataset", None)
+    for output in (tmp_path, tmp_path / "out.json" / "out.json"):
+        with pytest.raises(SystemExit, match=f"^evaluate: --output {output} cannot be written: "):
+            evaluate.main(flags(data, output=output))
+
+
 def test_legacy_cleaner_changes_the_caption_score_alone(data, base, tmp_path, monkeypatch):
     """Here every caption begins with boilerplate, which the option cuts and nothing else does."""
     describe = evaluation.describe

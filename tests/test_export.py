@@ -90,10 +90,14 @@ def test_bad_input(trained, tmp_path, capsys):
     (tmp_path / "full" / "mine.txt").write_text("precious")
     refused("--output", "not empty", output=tmp_path / "full")
     assert (tmp_path / "full" / "mine.txt").read_text() == "precious"
+    for output in (tmp_path / "full" / "mine.txt", tmp_path / "full" / "mine.txt" / "new"):
+        refused(f"--output {output} cannot be written: ", "Not a directory", output=output)
     refused("--checkpoint", "not a checkpoint_step_N", checkpoint=tmp_path)
     refused("--model_path", "no such folder", model_path=tmp_path / "nowhere")
     broken = tmp_path / "broken"
     shutil.copytree(trained, broken)
     (broken / "trainables.safetensors").write_bytes((broken / "trainables.safetensors").read_bytes()[:-100])
     refused("trainables.safetensors", "damaged", checkpoint=broken)
+    (broken / "config.json").write_text((broken / "config.json").read_text()[:100])
+    refused(f"{broken / 'config.json'} is missing or damaged", checkpoint=broken)
     assert not (tmp_path / "new").exists()

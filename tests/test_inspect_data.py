@@ -59,6 +59,19 @@ def test_too_much_bad_data_is_exit_status_1_and_one_sentence(planted):
         inspect_data.main(["--data_dir", "/nowhere/at/all"])
 
 
+def test_an_output_that_cannot_be_written_is_told_before_measuring(planted, tmp_path, monkeypatch):
+    def sheet(output):
+        inspect_data.main(["--data_dir", str(planted[0] / "gar"), "--num_workers", "0", "--max_bad_fraction", "0.5",
+                           "--output", str(output)])
+
+    sheet(tmp_path / "new" / "folder" / "sheet.png")
+    assert Image.open(tmp_path / "new" / "folder" / "sheet.png").size == (5 * 300, 4 * 396)
+    monkeypatch.setattr(inspect_data, "measure", None)
+    for output in (tmp_path, tmp_path / "new" / "folder" / "sheet.png" / "sheet.png"):
+        with pytest.raises(SystemExit, match=f"^inspect_data: --output {output} cannot be written: "):
+            sheet(output)
+
+
 def test_messy_data_prints_its_counts(tmp_path, capsys, planted):
     messy_data.main(["--output_dir", str(tmp_path), "--num_rows", "300"])
     printed = json.loads("[" + capsys.readouterr().out.replace("}\n{", "},{") + "]")

@@ -315,6 +315,17 @@ def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("checkpoint_step_*"))
 
 
+def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a_sentence(data, tmp_path, monkeypatch):
+    """What it raises itself keeps its traceback, a ValueError too."""
+    (tmp_path / "users.py").write_text("def short(completions, **kwargs):\n    return [1.0]\n\n"
+                                       "def broken(completions, **kwargs):\n    return [float(text) for text in completions]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="^rl_train: --reward users:short: returned 1 for 4 completions, not one number each$"):
+        run(data, tmp_path / "short", reward="users:short")
+    with pytest.raises(ValueError, match="^could not convert string to float"):
+        run(data, tmp_path / "broken", reward="users:broken")
+
+
 @pytest.mark.parametrize("loop", ["loop1", "loop2"])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path, monkeypatch, loop):
     built, loss_of = parts_of(monkeypatch), train.rollout_loss

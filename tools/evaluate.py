@@ -18,10 +18,12 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
+from rl_train.config import check_at_least
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
 from rl_train.evaluation import METRICS, Measured, before_after_table, cider, evaluate, record
+from rl_train.files import check_writable, read_json
 from rl_train.policy import build_policy
 from rl_train.rewards.meteor import meteor, require_wordnet
 from rl_train.sharding import Shards
@@ -60,16 +62,16 @@ def build_parser() -> argparse.ArgumentParser:
 def build_measured_policy(args, ranks):
     """The policy that the flags name. Raises ValueError, naming the flag, if there is none."""
     base, folder = args.model_path, args.checkpoint
-    if (base / "trainables.safetensors").is_file():
+    if any((base / file).is_file() for file in ("trainables.safetensors", "training_state.pt")):
         if folder:
             raise ValueError(f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many")
-        folder, base = base, Path(json.loads((base / "config.json").read_text())["model_path"])
+        folder, base = base, Path(read_json(base / "config.json")["model_path"])
         if not base.is_dir():
             raise ValueError(f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
                              f"and this folder as --checkpoint")
     if folder is None and args.role == "ema":
         raise ValueError(f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher")
-    flags = json.loads((folder / "config.json").read_text()) if folder else BASE
+    flags = read_json(folder / "config.json") if folder else BASE
     chosen = dict(model_path=str(base), dtype=args.dtype, max_tiles=args.max_tiles, max_completion_length=args.max_completion_length)
     policy = build_policy(SimpleNamespace(**flags | chosen), ranks.device, Shards(ranks) if args.shard_base else None)
     if folder:
@@ -126,6 +128,8 @@ def table(found: dict) -> str:
 
 def run(args, ranks):
     """Measure, print, write and compare. Raises ValueError for what is wrong in the flags and files."""
+    if args.output:
+        check_writable("--output", args.output, is_file=True)
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     policy = build_measured_policy(args, ranks)
@@ -144,6 +148,7 @@ def run(args, ranks):
     if measured.num_damaged:
         print0(f"{measured.num_damaged} samples did not decode; others were measured in their place")
     if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(found))
     if before:
         check_same_samples(before, args.before, measured)
@@ -153,7 +158,9 @@ def run(args, ranks):
 
 
 def main(argv=None):
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    check_at_least(parser, args, dict(num_samples=1, batch_size=1, max_completion_length=1, max_tiles=1, num_workers=0))
     require_wordnet()
     ranks = distributed.init()
     try:

@@ -6,7 +6,6 @@ The folder holds the weights (safetensors, original key names), and a copy of ev
 tokenizer and, if it is there, the original code, which can then load what was trained here.
 """
 import argparse
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import torch
 from safetensors import safe_open
 
 from rl_train import checkpoint
+from rl_train.files import check_writable, read_json
 from rl_train.policy import build_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -31,14 +31,16 @@ def export(folder: Path, output: Path, role: str = "policy", model_path: str | N
         dtype: of the written weights; default is that of the base's file.
 
     Raises:
-        ValueError: `output` is not empty, `folder` is no checkpoint or lacks a file, or it trains other weights than the base has.
+        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a file, or it trains other weights than the base has.
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
         raise ValueError(f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, it is not a checkpoint_step_N folder")
+    for place in (output, output.parent):                               # beside it lies what is unfinished
+        check_writable("--output", place)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty")
-    flags = json.loads((folder / "config.json").read_text())
+    flags = read_json(folder / "config.json")
     base = Path(model_path or flags["model_path"])
     if not base.is_dir():
         raise ValueError(f"--model_path {base}: no such folder (the run was started from {flags['model_path']})")

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
+from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
 GRID, TILE = 16, 448                               # of one tile of Sa2VA, see region_grid
@@ -113,11 +114,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:
+        if args.output:
+            check_writable("--output", args.output, is_file=True)
         dataset = DATASETS[args.dataset](args.data_dir)
         numbers, damaged, good = measure(dataset, args.num_workers)
         tqdm.write(table(dataset.report(), damaged, numbers))
         if args.output and good:
             shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))
+            args.output.parent.mkdir(parents=True, exist_ok=True)
             contact_sheet([dataset[good[i]] for i in shown]).save(args.output)
             tqdm.write(f"\ncontact sheet: {args.output}")
         check_bad_fraction(dataset.report(), damaged.total(), args.max_bad_fraction)

@@ -21,6 +21,10 @@ RESERVED = frozenset((
     "likelihood", "repeats_frac", "digits_frac", "whole_mask_frac", "mask_sigma"))
 
 
+class BadReward(ValueError):
+    """A function of the user's own returned what are no rewards; the sentence names --reward."""
+
+
 def load_reward(spec: str) -> Callable:
     """Return the function that "module:function" names; what the module raises while it is imported passes through.
 
@@ -77,17 +81,17 @@ class UserReward:
             kwargs: lists of N entries that the function may use, such as prompts, captions, image_ids, masks, targets.
 
         Raises:
-            ValueError: not N values, or one that is neither a finite number nor None (or NaN).
+            BadReward: not N values, or one that is neither a finite number nor None (or NaN).
         """
         values = self.function(completions=completions, **kwargs)
         if isinstance(values, torch.Tensor):
             values = values.tolist()
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-            raise ValueError(f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each")
+            raise BadReward(f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each")
         for value in values:
             if value is not None and not (isinstance(value, Real) and not math.isinf(value)):
-                raise ValueError(f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None")
+                raise BadReward(f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None")
         return torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)      # (N,)
 
 

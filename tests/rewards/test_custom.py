@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.rewards import UserReward, load_reward
-from rl_train.rewards.custom import RESERVED
+from rl_train.rewards.custom import RESERVED, BadReward
 from tests.test_train import TAGS
 
 MODULE = '''
@@ -70,7 +70,7 @@ def test_wrong_spec_is_named(spec, reason):
 @pytest.mark.parametrize("values", [[1.0], [1.0] * 3, [], None, 1.0, "ab", ["1", 2.0], [1.0, "x"], [[1.0], [2.0]], [math.inf, 0.0],
                                     {0: 1.0, 1: 1.0}])
 def test_what_is_not_one_number_each_is_named(values):
-    with pytest.raises(ValueError, match="--reward user_rewards:given: returned"):
+    with pytest.raises(BadReward, match="--reward user_rewards:given: returned"):
         UserReward("user_rewards:given")(["a", "b"], values=values)
 
 

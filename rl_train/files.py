@@ -1,0 +1,32 @@
+"""Files of a run: reading those that a kill or a full disk may have damaged, and whether an output can be written."""
+import json
+import os
+from pathlib import Path
+from tempfile import TemporaryFile
+
+
+class DamagedFile(ValueError):
+    """A file of a run or of a checkpoint is missing or damaged; the sentence names it."""
+
+    def __init__(self, file: Path, reason):
+        super().__init__(f"{file} is missing or damaged: {reason}")
+
+
+def read_json(file: Path) -> dict:
+    """The object in a JSON file. Raises DamagedFile if there is none."""
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DamagedFile(file, error) from error
+    if not isinstance(found, dict):
+        raise DamagedFile(file, f"it holds {found!r:.40}, not an object")
+    return found
+
+
+def check_writable(flag: str, path: Path, is_file: bool = False):
+    """Raise ValueError, beginning with `flag`, if the folder (or file) `path` can be neither written nor made; nothing is left there."""
+    nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    try:
+        (path.open("a") if is_file and nearest == path else TemporaryFile(dir=nearest)).close()
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be written: {nearest}: {error.strerror}") from error
