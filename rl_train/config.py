@@ -12,7 +12,8 @@ from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {"resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers", "save_steps",
                   "save_total_limit", "eval_steps", "micro_batch_size", "gradient_checkpointing", "shard_base", "llm_judge_base_url",
-                  "max_judge_failures", "max_bad_fraction"}
+                  "max_judge_failures", "max_bad_fraction", "batch_size", "gradient_accumulation_steps", "world_size"}
+PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")      # whose product may not differ
 
 
 def sigma(text: str) -> float | str:
@@ -77,7 +78,8 @@ def build_parser() -> argparse.ArgumentParser:
         "caption as a description of the sampled mask; METEOR (with the judge) has the rest. It tells masks apart whose captions are the "
         "same; default 0.5, with --use_llm_judge_loop2 0")
     add("--control", choices=CONTROLS, default="none", help="train on rewards that cannot teach: shuffled = each group's in random "
-        "order, constant = all equal; held-out metrics should then not rise, unless by the supervised --mask_loss_coef")
+        "order, constant = all equal; held-out metrics should then not rise, but under shuffled by the supervised --mask_loss_coef; a step "
+        "without unequal rewards in any group is skipped whole, with its mask term")
     add("--reward", nargs="+", default=[], metavar="MODULE:FUNCTION[=WEIGHT]", help="reward functions of your own, added to the reward "
         "of each loop with their weight (default 1) and logged by name; called as TRL calls them: (completions, **kwargs) -> "
         "list of float or None")
@@ -101,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weight_decay", type=float, default=0.05, help="of AdamW")
     add("--warmup_ratio", type=float, default=0.05, help="share of updates with linear warm-up; then cosine to 0")
     add("--max_grad_norm", type=float, default=1.0, help="gradient clipping by global norm")
-    add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each step; 0 = the policy is its own teacher, "
+    add("--ema_decay", type=float, default=0.999, help="of the teacher, applied after each update; 0 = the policy is its own teacher, "
         "1 = the teacher stays what the run started from")
     add("--gradient_checkpointing", action=argparse.BooleanOptionalAction, default=True, help="recompute LLM layers in the backward pass: "
         "32 rows so are smaller and faster than 8 at a time without (docs/performance.md)")
@@ -203,6 +205,10 @@ def check_same(file: Path, values: dict, place: str):
     if differing:
         raise ValueError(f"{place} holds a run of another config: " + ", ".join(
             f"--{k} was {before[k]}, now {values[k]}" if k in before else f"--{k} did not exist then" for k in differing))
+    was, now = (math.prod(config.get(name, 1) for name in PROMPTS_PER_STEP) for config in (before, values))
+    if "world_size" in before and was != now:
+        raise ValueError(f"{place} holds a run of {was} prompts a step, now {now}: --batch_size x --gradient_accumulation_steps x processes "
+                         f"must stay the same")
 
 
 def claim_output_dir(args):

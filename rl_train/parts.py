@@ -140,6 +140,7 @@ def build_optimizer(args, policy) -> torch.optim.AdamW:
 
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
+    vars(args)["world_size"] = ranks.world_size                           # for config.json, beside the flags
     shards = Shards(ranks) if args.shard_base else None
     if ranks.is_main:
         check_output_dir(args)

@@ -52,12 +52,14 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
     """A task's curves from its summed counts; names as TRL's where TRL has them."""
     mean = s["reward"] / max(s["scored"], 1)
     variance = max(s["reward_squares"] - s["scored"] * mean ** 2, 0) / max(s["scored"] - 1, 1)
-    out = dict(loss=s["loss"], policy_loss=s["policy_loss"], kl_div=s["kl"] / max(s["tokens"], 1), reward_mean=mean,
-               reward_std=variance ** 0.5, frac_zero_std=s["zero_std"] / s["groups"], entropy=s["entropy"] / max(s["tokens"], 1),
-               clip_frac=s["clipped"] / max(s["tokens"], 1), completion_length=s["length"] / s["rows"],
-               truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
-               unscored_frac=1 - s["scored"] / s["rows"], sampler_gap=s["sampler_gap"], repeats_frac=s["repeats"] / s["rows"],
+    out = dict(reward_mean=mean, reward_std=variance ** 0.5, frac_zero_std=s["zero_std"] / s["groups"],
+               completion_length=s["length"] / s["rows"], truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
+               unscored_frac=1 - s["scored"] / s["rows"], repeats_frac=s["repeats"] / s["rows"],
                digits_frac=s["digits"] / s["rows"], whole_mask_frac=s["whole"] / s["rows"])
+    if "loss" in s:                                     # there was an update
+        tokens = max(s["tokens"], 1)
+        out |= dict(loss=s["loss"], policy_loss=s["policy_loss"], kl_div=s["kl"] / tokens, entropy=s["entropy"] / tokens,
+                    clip_frac=s["clipped"] / tokens)
     if not s["scored"]:                                 # no reward was obtained, which is not a reward of 0
         del out["reward_mean"], out["reward_std"]
     for name, value in s.items():
@@ -66,9 +68,9 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
             if s[f"rows_with/{component}"]:
                 out[component] = value / s[f"rows_with/{component}"]
     if "mask_spread" in s:
-        out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"],
-                    latent_kl=s.get("latent_kl", 0.0) / max(s.get("latents", 0), 1), latent_loss=s.get("latent_loss", 0.0),
-                    mask_loss=s.get("mask_loss", 0.0))
+        out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"])
+        if "loss" in s:
+            out |= dict(latent_kl=s["latent_kl"] / max(s["latents"], 1), latent_loss=s["latent_loss"], mask_loss=s["mask_loss"])
     return out
 
 
@@ -82,13 +84,16 @@ class Log:
         DamagedFile: one of the lines that are there cannot be read; the file stays as it is.
     """
 
-    def __init__(self, output_dir, rank: int, start: int):
+    def __init__(self, output_dir, ranks, start: int):
         folder = Path(output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"rank{rank}.jsonl"
-        file.write_text("".join(lines_before(start, file) if file.is_file() else []))
-        self.jsonl = file.open("a")
-        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if rank == 0 else None
+        for file in folder.glob("rank*.jsonl"):
+            if int(file.stem.removeprefix("rank")) % ranks.world_size == ranks.rank:            # of a run on more ranks too
+                kept, new = lines_before(start, file), file.with_suffix(".tmp")
+                new.write_text("".join(kept))
+                new.replace(file)
+        self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a")
+        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if ranks.is_main else None
 
     def scalars(self, values: dict[str, float], step: int):
         if self.writer:

@@ -54,12 +54,12 @@ def train(args, ranks, policy, roles, tasks, watch, loader, optimizer, scheduler
     for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
         if step >= max_steps:
             break
-        clock = Clock(ranks.device)
+        clock, rate = Clock(ranks.device), scheduler.get_last_lr()[0]
         work, sums, norms = train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock)
         if step == start and clock.peaks:
             print0("peak memory of the first step, GiB: " + ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items()))
         done = step + 1
-        report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock)
+        report(args, ranks, roles, watch, log, progress, step, work, sums, norms, rate, clock)
         if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
             for w in work[-len(tasks):]:
                 log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
@@ -168,8 +168,11 @@ def gradient_norms(policy) -> dict[str, float]:
     return dict(zip(there, torch.stack(torch._foreach_norm(list(there.values()))).tolist())) if there else {}
 
 
-def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, scheduler, clock):
-    """Curves, progress bar and JSON lines of one step; raises on all ranks if judge or data have failed too often."""
+def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, rate, clock):
+    """Curves, progress bar and JSON lines of one step; raises on all ranks if judge or data have failed too often.
+
+    A step that could learn nothing has no curves of the update.
+    """
     values, show, tokens = {}, {}, 0
     for name in sums:
         mine = [w for w in work if w.task.name == name]
@@ -177,23 +180,23 @@ def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, sc
         for w in mine:
             counts.update(rollout_sums(w.rollout, w.rewards, w.reward))
             log.rollouts(step, w.task, w.rollout, w.rewards, w.reward, w.advantages)
-            tokens += int(w.rollout.valid.sum())
-        keys = ("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap", "latent_loss", "latent_kl",
-                "latents", "mask_loss")
-        total = distributed.all_sum({**dict.fromkeys(keys, 0.0), **counts}, ranks.device)
-        for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss"):
-            total[averaged] /= ranks.world_size * args.num_iterations
-        total["sampler_gap"] /= ranks.world_size
+        keys = ("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "latent_loss", "latent_kl", "latents", "mask_loss")
+        gap = max(distributed.gather_objects(counts.pop("sampler_gap", 0.0)))
+        total = distributed.all_sum({**dict.fromkeys(keys if norms else (), 0.0), **counts}, ranks.device)
+        if norms:
+            for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss"):
+                total[averaged] /= ranks.world_size * args.num_iterations
+            values |= {f"{name}/sampler_gap": gap, "total_loss": values.get("total_loss", 0.0) + mine[0].task.loss_weight * total["loss"]}
         curves = scalars(total)
+        tokens += total["length"]
         values |= {f"{name}/{key}": value for key, value in curves.items()}
-        values["total_loss"] = values.get("total_loss", 0.0) + mine[0].task.loss_weight * curves["loss"]
         if mine[0].task.mask_sigma:
             values[f"{name}/mask_sigma"] = mine[0].task.mask_sigma
         show[name] = f"{curves.get('reward_mean', math.nan):.3f}"
     values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
     values |= {"teacher/drift": roles.distance("teacher", "reference"), "teacher/lag": roles.distance("teacher", "policy")}
     values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
-    values |= {"learning_rate": scheduler.get_last_lr()[0], "perf/step_seconds": sum(clock.seconds.values()),
+    values |= {"learning_rate": rate, "perf/step_seconds": sum(clock.seconds.values()),
                "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"]}
     if clock.peaks:
         values |= {f"perf/peak_memory_gib/{phase}": peak for phase, peak in clock.peaks.items()}
@@ -253,18 +256,18 @@ class Clock:
 
 def run(args, ranks, p: Parts):
     """Measure, train, measure again, and print both."""
-    measured = {}
+    measured, start = {}, checkpoint.step_of(p.resume) if p.resume else 0
 
     def evaluate_now(step):
         roles = ("policy", "teacher") if step else ("policy",)            # alike before the first step
         found = evaluate_roles(p.policy, p.roles.use, roles, p.heldout, EVAL_BATCHES * args.batch_size, args.max_completion_length,
                                args.num_workers, ranks)
         measured[step] = found["policy"].values
-        metrics = means(measured[step])
-        log.scalars({f"eval/{metric}": value for metric, value in metrics.items()}, step)
-        log.scalars({f"eval_ema/{metric}": value for metric, value in means(found[roles[-1]].values).items()}, step)
+        metrics, file = means(measured[step]), Path(args.output_dir) / "evaluation" / f"step_{step}.json"
+        if step > start or not file.is_file():                            # else its points are there, of the run that is resumed
+            log.scalars({f"eval/{metric}": value for metric, value in metrics.items()}, step)
+            log.scalars({f"eval_ema/{metric}": value for metric, value in means(found[roles[-1]].values).items()}, step)
         if ranks.is_main:
-            file = Path(args.output_dir) / "evaluation" / f"step_{step}.json"
             file.parent.mkdir(exist_ok=True)
             file.with_suffix(".tmp").write_text(json.dumps(record(found["policy"], vars(args))))
             file.with_suffix(".tmp").replace(file)
@@ -274,7 +277,7 @@ def run(args, ranks, p: Parts):
 
     if p.resume:
         print0(f"resuming from {p.resume}")
-    with closing(Log(args.output_dir, ranks.rank, checkpoint.step_of(p.resume) if p.resume else 0)) as log:
+    with closing(Log(args.output_dir, ranks, start)) as log:
         log.hparams(args)
         evaluate_now(0)                                                   # the base: a fresh LoRA adds nothing
         if p.resume:

@@ -341,12 +341,26 @@ def test_agreement_of_a_trained_model(tmp_path, capsys):
 
 
 def test_flags_of_the_teacher(tmp_path, capsys):
-    """A data set without a model is no reason to measure seconds; a step does not measure what its forced lengths do not fit."""
+    """A data set without a model is no reason to measure seconds."""
     with pytest.raises(SystemExit):
         benchmark.main(["teacher", "--data_dir", str(tmp_path)])
     assert "required: --model_path" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--teacher_answer sampled"):
-        work.build(SimpleNamespace(sizes="tiny", prompt_length=400, answer_tokens=4, flags=["--teacher_answer", "sampled"]), None)
+
+
+@pytest.mark.parametrize("flags, sentence", [
+    ("--teacher_answer sampled", "--teacher_answer sampled: a step is measured with forced"), ("--num_iterations 2", "measured with 1"),
+    ("--tasks mask_caption_mask", "--tasks"), ("--mask_to_caption_weight 0", "measured with 1.0"), ("--mask_sigma auto", "--mask_sigma auto"),
+    ("--shard_base", "--shard_base True"), ("--max_completion_length 4", "--answer_tokens 4: must be below --max_completion_length 4")])
+def test_flags_that_a_step_does_not_follow_are_refused(flags, sentence):
+    """Rather than left out of what is then printed as measured."""
+    with pytest.raises(ValueError, match=sentence):
+        work.build(SimpleNamespace(sizes="tiny", prompt_length=400, answer_tokens=4, flags=flags.split()), None)
+
+
+def test_a_measurement_of_nothing_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main(["decode", "--rounds", "0"])
+    assert "--rounds 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_disagreement_is_seen(policy, batch):

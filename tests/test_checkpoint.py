@@ -12,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from rl_train import checkpoint, distributed, train
 from rl_train.config import parse_args
+from rl_train.distributed import Ranks
 from rl_train.files import DamagedFile
 from rl_train.policy import build_policy
 from rl_train.tb import Log
@@ -137,6 +138,9 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
     output = shutil.copytree(whole, tmp_path / "run")
     run(data, output, resume="", **RUN)
     assert same_bytes(whole, output, 4) == [True, True] and rollouts(output) == rollouts(whole)
+    points = EventAccumulator(str(output / "tensorboard"), {"scalars": 0}, purge_orphaned_data=False).Reload().Scalars("eval/cycle_iou")
+    steps = [event.step for event in points]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 4       # each evaluation once
 
 
 def test_training_state_is_plain_data(whole):
@@ -231,8 +235,11 @@ def test_a_state_that_is_none(tmp_path, content):
 
 @pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
 def test_rollouts_with_odd_line_separators_survive_a_resume(tmp_path, separator):
+    """Of a rank that there no longer is, too, if its turn is this rank's."""
     (tmp_path / "rollouts").mkdir()
     lines = [f'{{"step": {step}, "completion": "a{separator}b"}}\n' for step in range(3)]
-    (tmp_path / "rollouts" / "rank1.jsonl").write_text("".join(lines))
-    Log(tmp_path, rank=1, start=2).close()
-    assert (tmp_path / "rollouts" / "rank1.jsonl").read_text() == "".join(lines[:2])
+    for rank in range(4):
+        (tmp_path / "rollouts" / f"rank{rank}.jsonl").write_text("".join(lines))
+    Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=2).close()
+    for rank in range(4):
+        assert (tmp_path / "rollouts" / f"rank{rank}.jsonl").read_text() == "".join(lines[:2] if rank % 2 else lines)

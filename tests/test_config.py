@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rl_train import parts, train
-from rl_train.config import build_parser, claim_output_dir, parse_args
+from rl_train.config import build_parser, check_output_dir, claim_output_dir, parse_args
 from rl_train.policy import Policy
 from tests.runs import CHECKPOINT, ROOT, draw_data, flags, on_one_core
 
@@ -210,6 +210,20 @@ def test_resume_with_another_config_names_the_flags(complaint, data, tmp_path):
     assert "--lora_r was 4, now 8" in sentence and "--seed was 0, now 3" in sentence
     assert "--num_workers" not in sentence and "--batch_size" not in sentence
     assert (tmp_path / "run" / "config.json").read_text() == before
+
+
+def test_resume_on_another_number_of_ranks_keeps_the_prompts_of_a_step(data, tmp_path):
+    """Else the position in the data, the schedule and the number of steps would be others."""
+    args = parse_args(flags(data, tmp_path / "run", batch_size=2, resume=""))
+    vars(args)["world_size"] = 2
+    claim_output_dir(args)
+    for batch_size, world_size, accumulation, fits in ((4, 1, 1, True), (2, 1, 2, True), (1, 4, 1, True), (2, 1, 1, False), (2, 4, 1, False)):
+        vars(args).update(batch_size=batch_size, world_size=world_size, gradient_accumulation_steps=accumulation)
+        if fits:
+            check_output_dir(args)
+        else:
+            with pytest.raises(ValueError, match=f"4 prompts a step, now {batch_size * world_size}: --batch_size x"):
+                check_output_dir(args)
 
 
 @pytest.mark.parametrize("place", ["file", "file/run", "file/a/run", "gone/run"])

@@ -35,7 +35,7 @@ def test_shares_of_a_rollout():
                               texts=texts, replies=[], has_mask=False, masks=[mask(filled) for filled in (100, 91, 90, 50, 0, 0, 1, 2)])
     reward = torch.linspace(0, 1, 8)
     sums = rollout_sums(rollout, {"iou": reward}, reward)
-    curves = scalars(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy", "sampler_gap"), 0.0) | sums)
+    curves = scalars(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy"), 0.0) | sums)
     assert (curves["repeats_frac"], curves["digits_frac"], curves["whole_mask_frac"], curves["empty_frac"]) == (3 / 8, 1 / 8, 2 / 8, 1 / 8)
     rollout.replies = ["no no no no", *["at 3"] * 7]                      # in loop 2 it is the teacher who describes
     assert rollout_sums(rollout, {"iou": reward}, reward)["digits"] == 7

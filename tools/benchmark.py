@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from rl_train.config import check_at_least
 from tools.benchmarks import data, decode, logprob, memory, profile, scale, step, teacher
 
 COMMANDS = {
@@ -28,6 +29,7 @@ COMMANDS = {
     "memory": (memory, "peak memory of a whole step by phase, random weights"),
     "scale": (scale, "the same step on 1, 2, 4 GPUs of this host"),
 }
+AT_LEAST = dict(rounds=1, warmup=0, naive_samples=1, num_tokens=2, num_generations=1, prompt_length=1, lora_r=1, copy_mib=1, matmul_size=1)
 
 
 def main(argv=None):
@@ -39,6 +41,7 @@ def main(argv=None):
         command.add_argument("--output", type=Path, help="JSON file for the figures")
         module.add_arguments(command)
     args = parser.parse_args(argv)
+    check_at_least(parser, args, {name: least for name, least in AT_LEAST.items() if hasattr(args, name)})
     torch.set_num_threads(1)
     found = COMMANDS[args.command][0].measure(args)
     if found is None:                                          # a rank that has nothing to say

@@ -37,6 +37,8 @@ CONFIGS = {"4b": CONFIG_4B, "tiny": CONFIG_TINY}
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()      # one token each
 HEIGHT, WIDTH = 960, 1280         # of an image: multiples of the region grid's 16 cells
 SIGMA = 1.0                       # --mask_sigma
+FIXED = dict(teacher_answer="forced", gradient_accumulation_steps=1, num_iterations=1, shard_base=False, mask_sigma=SIGMA,
+             tasks=["mask_caption_mask", "caption_mask_caption"], mask_to_caption_weight=1.0, caption_to_mask_weight=1.0)   # flags of the step
 LORA_B_STD = 0.01
 SEG_AT = 2                        # place of [SEG] in an answer
 
@@ -113,10 +115,11 @@ def build(options, ranks) -> Work:
     """The work that `add_arguments` describes, on this rank."""
     args = parse_args(["--model_path", ".", "--data_dir", ".", "--output_dir", "unused", "--mask_sigma", str(SIGMA),
                        "--likelihood_share", "0", *options.flags])
-    if options.answer_tokens == args.max_completion_length:
-        raise ValueError(f"--answer_tokens {options.answer_tokens}: must differ from --max_completion_length")
-    if args.teacher_answer != "forced":
-        raise ValueError(f"--teacher_answer {args.teacher_answer}: a step is measured with the forced one; `teacher` measures both")
+    if options.answer_tokens >= args.max_completion_length:
+        raise ValueError(f"--answer_tokens {options.answer_tokens}: must be below --max_completion_length {args.max_completion_length}")
+    for name, value in FIXED.items():
+        if getattr(args, name) != value:
+            raise ValueError(f"--{name} {getattr(args, name)}: a step is measured with {value}")
     config = CONFIGS[options.sizes]
     text = tokenizer(config["llm_config"]["vocab_size"] - len(ADDED))
     policy = make_policy(args, random_model(config, ranks.device, args.seed), text)
