@@ -113,8 +113,8 @@ def test_rollouts_are_readable(two_steps):
 
 
 def test_flags_are_saved(data, two_steps):
-    args = vars(parse_args(flags(data, two_steps, num_generations=4, eval_samples=4, seed=1)))
-    assert json.loads((two_steps / "config.json").read_text()) == args | dict(world_size=1)
+    args = vars(parse_args(flags(data, two_steps, num_generations=4, eval_samples=4, seed=1))) | dict(world_size=1)
+    assert json.loads((two_steps / "config.json").read_text()) == args
     assert json.loads((two_steps / "checkpoint_step_2" / "config.json").read_text()) == args
 
 
