@@ -40,7 +40,7 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
 def split_dataset(args):
     """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir.
 
-    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions.
+    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions, in whatever rows these are.
     """
     dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")

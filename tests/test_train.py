@@ -390,6 +390,14 @@ def test_regions_of_one_image_stay_on_one_side(monkeypatch):
         assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices
 
 
+def test_pictures_are_held_out_whole(data):
+    """Though each of their regions is a row of its own, as `write_gar` writes them."""
+    args = SimpleNamespace(dataset="gar", data_dir=data / "train", eval_data_dir=None, eval_samples=10, max_bad_fraction=0)
+    training, heldout, _ = parts.split_dataset(args)
+    pictures = [{part[i]["image"].tobytes() for i in range(len(part))} for part in (training, heldout)]
+    assert len(heldout) == 10 and pictures[0].isdisjoint(pictures[1]) and len(pictures[0] | pictures[1]) == 20
+
+
 def test_no_reward_at_all_is_no_reward_of_zero():
     """A step in which the judge was down leaves no point on the reward's curve."""
     rewards = {"meteor": torch.full((4,), torch.nan)}
