@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from rl_train import checkpoint, distributed
 from rl_train.config import check_output_dir, check_resumed, claim_output_dir
 from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
-from rl_train.data.loader import StepSampler, eval_loader
+from rl_train.data.loader import Fitting, StepSampler, eval_loader
 from rl_train.distributed import print0
 from rl_train.policy import build_policy
 from rl_train.rewards import LLMJudge
@@ -160,6 +160,7 @@ def build(args, ranks) -> Parts:
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     if resume:
         check_resumed(resume, args)
+    train_set = Fitting(train_set, policy, args.max_completion_length)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags

@@ -367,6 +367,16 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
     assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(stopped.value)
 
 
+def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
+    """By --mask_sigma auto, by training and by evaluation."""
+    read = GraspAnyRegionDataset.__getitem__
+    long = ("a red thing " * 900).strip()
+    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 3 else {}))
+    output = run(data, tmp_path / "run", max_steps=2, max_bad_fraction=1, tasks="caption_mask_caption", mask_sigma="auto", eval_samples=4)
+    assert curve(output, "data/damaged")[2] >= 1 and all(line["caption"] != long for line in rollouts(output))
+    assert "caption of 10799 characters: its prompt of 2781 tokens (--max_tiles 1) and --max_completion_length 12" in capsys.readouterr().out
+
+
 def test_regions_of_one_image_stay_on_one_side(monkeypatch):
     """Whole images are held out; what of the last one is too many is not trained on either."""
     class Regions:

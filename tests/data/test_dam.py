@@ -201,7 +201,8 @@ def test_image_of_a_later_tar_and_workers(tmp_path):
 
 def test_samples_of_one_picture_share_its_number(tmp_path):
     """COCO's pictures are in several splits."""
-    write(tmp_path / "LVIS", {"a": [region(), region()], "b": region(), "c": region()}, zip(("a.png", "b.png", "c.png"), (PNGS[1], PNGS[0], PNGS[1])))
+    write(tmp_path / "LVIS", {"a": [region(), region()], "b": region(), "c": region()},
+          [("a.png", PNGS[1]), ("b.png", PNGS[0]), ("c.png", PNGS[1])])
     write(tmp_path / "PACO", {"d": region(), "e": region(), "gone": region()}, [("d.png", PNGS[0]), ("e.png", PNGS[2])])
     assert DescribeAnythingDataset(tmp_path).images.tolist() == [0, 0, 1, 0, 1, 2]
 
