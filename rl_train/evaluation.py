@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rl_train.data.loader import eval_loader
+from rl_train.data.loader import Fitting, eval_loader
 from rl_train.distributed import Ranks, gather_objects
 from rl_train.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.policy import Policy
@@ -44,7 +44,7 @@ class Measured:
     image_ids: list[str]
     references: list[str]               # true captions
     captions: list[str]                 # of the regions
-    num_damaged: int                    # samples that did not decode and in whose place another one was measured
+    num_damaged: int                    # samples that did not decode or fit and in whose place another one was measured
 
 
 def evaluate(policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks) -> Measured:
@@ -61,7 +61,8 @@ def evaluate_roles(policy: Policy, use, roles: tuple[str, ...], dataset, batch_s
     Args:
         use: `Roles.use`.
     """
-    loader = eval_loader(dataset, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size)
+    fitting = Fitting(dataset, policy, max_new_tokens)
+    loader = eval_loader(fitting, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size)
     found = {role: [] for role in roles}
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)

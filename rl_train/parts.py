@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from rl_train import checkpoint, distributed
 from rl_train.config import check_output_dir, check_resumed, claim_output_dir
 from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
-from rl_train.data.loader import StepSampler, eval_loader
+from rl_train.data.loader import Fitting, StepSampler, eval_loader
 from rl_train.distributed import print0
 from rl_train.policy import build_policy
 from rl_train.rewards import LLMJudge
@@ -40,7 +40,7 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
 def split_dataset(args):
     """(training set, held-out set of --eval_samples, the damaged samples of --data_dir) from --data_dir and --eval_data_dir.
 
-    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions.
+    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions, in whatever rows these are.
     """
     dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
@@ -162,6 +162,7 @@ def build(args, ranks) -> Parts:
     if resume:
         check_resumed(resume, args)
         checkpoint.check(resume, policy.trainable, args.output_dir)
+    train_set = Fitting(train_set, policy, args.max_completion_length)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags

@@ -183,7 +183,11 @@ class Policy:
         ids, mask = ids.to(self.device), mask.to(self.device)
         limit = self.model.config.llm.max_position_embeddings
         if ids.shape[1] + num_tokens > limit:
-            raise ValueError(f"a prompt of {ids.shape[1]} tokens does not fit the context of {limit}: lower --max_tiles")
+            longest = max(prompts.ids, key=len)
+            of_image = longest.count(self.model.img_context_id)
+            of_text = len(longest) - of_image
+            raise ValueError(f"a prompt of {of_image} tokens of image and region and {of_text} of text, with {num_tokens} behind it, does "
+                             f"not fit the context of {limit}: {'lower --max_tiles' if of_image > of_text else 'its caption is too long'}")
         # Project each image once, then repeat its features for the rows that share it.
         used = sorted(set(prompts.image))
         starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()

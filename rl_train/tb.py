@@ -13,7 +13,8 @@ from rl_train.grpo import group_std
 from rl_train.guards import has_digit, is_whole, repeats
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)      # colours of the given region and of a model's mask
-PICTURE_WIDTH, FONT_SIZE, LINE_CHARACTERS = 240, 14, 66      # of one side, in pixels; of the text below
+PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720                     # of one side, in pixels, at most
+FONT_SIZE, LINE_CHARACTERS = 14, 66                          # of the text below
 
 
 def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor) -> dict[str, float]:
@@ -152,7 +153,8 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
     """(H, W, 3) uint8: the region (outlined yellow) at the left, the rollout's mask (magenta) at the right, text below."""
     i = rollout.sample_of_row[row]
     height, width = rollout.images.sizes[i]
-    size = (PICTURE_WIDTH, round(PICTURE_WIDTH * height / width))
+    scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
+    size = (max(round(width * scale), 1), max(round(height * scale), 1))
     image = Image.fromarray(rollout.batch.sam_pixels[i].permute(1, 2, 0).numpy()).resize(size)
     sides = [_overlay(image, rollout.batch.masks[i], REGION), _overlay(image, rollout.masks[row].cpu(), FOUND)]
     if task.mask_sigma is None:
@@ -161,9 +163,9 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
         words = [f"prompt: {rollout.batch.captions[i]}", f"answer: {rollout.texts[row]}", f"teacher's caption': {rollout.replies[row]}"]
     words.append(f"reward {reward[row]:.3f}  advantage {advantages[row]:+.2f}")
     lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
-    canvas = Image.new("RGB", (2 * size[0] + 8, size[1] + 18 * len(lines) + 8), "white")
+    canvas = Image.new("RGB", (2 * PICTURE_WIDTH + 8, size[1] + 18 * len(lines) + 8), "white")
     canvas.paste(sides[0], (0, 0))
-    canvas.paste(sides[1], (size[0] + 8, 0))
+    canvas.paste(sides[1], (PICTURE_WIDTH + 8, 0))
     draw = ImageDraw.Draw(canvas)
     for k, line in enumerate(lines):
         draw.text((4, size[1] + 4 + 18 * k), line, fill="black", font=ImageFont.load_default(FONT_SIZE))

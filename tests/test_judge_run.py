@@ -64,7 +64,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
     port = free_port()
     with server(port):
         time.sleep(1)
-        process = start(data, tmp_path, data_dir=messy / dataset, eval_data_dir=None, dataset=dataset, max_bad_fraction=0.5, max_steps=500, num_generations=4, seed=1, max_judge_failures=0.15, **JUDGE,
+        process = start(data, tmp_path, data_dir=messy / dataset, eval_data_dir=None, dataset=dataset, max_bad_fraction=0.5, max_steps=500, num_generations=4, seed=3, max_judge_failures=0.15, **JUDGE,
                         llm_judge_base_url=f"http://127.0.0.1:{port}/v1")
         try:
             first = wait_for(process, tmp_path, judged)

@@ -162,6 +162,11 @@ def test_a_prompt_beyond_the_context_names_the_flag(model, answers):
         model.embed(large, model.segment_prompts(large, [0], ["a circle"]))
 
 
+def test_a_prompt_beyond_the_context_names_its_caption(model, images):
+    with pytest.raises(ValueError, match=r"^a prompt of 64 tokens of image and region and 27\d\d of text, with 5 .* 2048: its caption is"):
+        model.embed(images, model.segment_prompts(images, [0, 0], ["a circle", "a red thing " * 900]), 5)
+
+
 def test_a_tokenizer_without_seg_is_refused(model, tmp_path):
     rules = json.loads((SHIPPED_CHECKPOINT / "tokenizer.json").read_text())
     rules["added_tokens"] = [token for token in rules["added_tokens"] if token["content"] != "[SEG]"]

@@ -380,6 +380,16 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
     assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(stopped.value)
 
 
+def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
+    """By --mask_sigma auto, by training and by evaluation."""
+    read = GraspAnyRegionDataset.__getitem__
+    long = ("a red thing " * 900).strip()
+    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 3 else {}))
+    output = run(data, tmp_path / "run", max_steps=2, max_bad_fraction=1, tasks="caption_mask_caption", mask_sigma="auto", eval_samples=4)
+    assert curve(output, "data/damaged")[2] >= 1 and all(line["caption"] != long for line in rollouts(output))
+    assert "caption of 10799 characters: its prompt of 2781 tokens (--max_tiles 1) and --max_completion_length 12" in capsys.readouterr().out
+
+
 def test_regions_of_one_image_stay_on_one_side(monkeypatch):
     """Whole images are held out; what of the last one is too many is not trained on either."""
     class Regions:
@@ -401,6 +411,14 @@ def test_regions_of_one_image_stay_on_one_side(monkeypatch):
         images = [{int(Regions.images[i]) for i in part.indices} for part in (training, heldout)]
         assert len(heldout) == eval_samples and images[0].isdisjoint(images[1]) and len(images[0] | images[1]) == 5
         assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices
+
+
+def test_pictures_are_held_out_whole(data):
+    """Though each of their regions is a row of its own, as `write_gar` writes them."""
+    args = SimpleNamespace(dataset="gar", data_dir=data / "train", eval_data_dir=None, eval_samples=10, max_bad_fraction=0)
+    training, heldout, _ = parts.split_dataset(args)
+    pictures = [{part[i]["image"].tobytes() for i in range(len(part))} for part in (training, heldout)]
+    assert len(heldout) == 10 and pictures[0].isdisjoint(pictures[1]) and len(pictures[0] | pictures[1]) == 20
 
 
 def test_no_reward_at_all_is_no_reward_of_zero():

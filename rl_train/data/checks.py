@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rl_train.data.arrow import byte_strings, field, is_list, lists, valid
-from rl_train.data.images import check_image, check_image_path
+from rl_train.data.images import check_image, check_image_path, image_key
 from rl_train.data.masks import decode_runs, foreground, foregrounds, resize_nearest, rle_runs
 
 IMAGE = {"bytes": "bytes", "path": "text"}
@@ -28,13 +28,23 @@ def check_rles(rles: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     return reasons, sizes
 
 
-def check_images(images: pa.Array, folder: Path) -> list[tuple[int, int] | str]:
-    """Per cell of struct<bytes, path> what `check_image` says of it; paths are relative to `folder`."""
+def check_images(images: pa.Array, folder: Path):
+    """Yields per cell of struct<bytes, path> what `check_image` says of it and its `image_key`; paths are relative to `folder`."""
     data, paths = field(images, "bytes", pa.binary()), field(images, "path", pa.string())
     content, offsets = byte_strings(data)
     content, offsets = memoryview(content), offsets.tolist()
-    return [check_image(content[offsets[row]:offsets[row + 1]]) if present else check_image_path(paths[row].as_py(), folder)
-            for row, present in enumerate(valid(data).tolist())]
+    for row, present in enumerate(valid(data).tolist()):
+        if present:
+            image = content[offsets[row]:offsets[row + 1]]
+            yield check_image(image), image_key(image)
+        else:
+            yield check_image_path(paths[row].as_py(), folder)
+
+
+def number_images(keys: np.ndarray) -> np.ndarray:
+    """(n,) int64 number of each sample's image, by first appearance, from the samples' image keys (n,)."""
+    _, first, image = np.unique(keys, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[image]
 
 
 def lost_at(image_size: tuple[int, int], mask_size: tuple[int, int], rle) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from rl_train.data.arrow import natural
-from rl_train.data.checks import LOST_MASK, check_rles, lost_at
+from rl_train.data.checks import LOST_MASK, check_rles, lost_at, number_images
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
-from rl_train.data.images import DAMAGED, MAX_PIXELS, NO_IMAGE, check_image, decode_image, map_file
+from rl_train.data.images import DAMAGED, MAX_PIXELS, NO_IMAGE, check_image, decode_image, image_key, map_file
 from rl_train.data.masks import compress_runs, decode_runs, is_int, resize_nearest, rle_runs
 from rl_train.data.packed import find_images
 from rl_train.data.text import clean_caption, is_blank
@@ -53,7 +53,7 @@ class DescribeAnythingDataset:
             for sample, found in self._scan(split, folder):
                 regions += [(len(samples), k) for k in found]
                 samples.append(sample)
-        self._samples = np.array(samples, dtype=np.int64).reshape(-1, 7)   # split, annotation file, start, end, image file, start, end
+        self._samples = np.array(samples, dtype=np.int64).reshape(-1, 8)   # split, annotation file, start, end, image file, start, end, key
         self._regions = np.array(regions, dtype=np.int64).reshape(-1, 2)   # sample, place in its list
         self._maps.clear()
         if not regions:
@@ -67,8 +67,8 @@ class DescribeAnythingDataset:
 
     @property
     def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image."""
-        return self._regions[:, 0]
+        """(n,) int64 number of each sample's image, the same for all samples, of whatever split, that have a copy of it."""
+        return number_images(self._samples[self._regions[:, 0], 7])
 
     def report(self) -> dict:
         """{"rows": samples read, "kept": regions, "skipped": {reason: regions or samples}, "resized_masks": of the kept, other
@@ -78,7 +78,7 @@ class DescribeAnythingDataset:
 
     def __getitem__(self, i: int) -> dict:
         sample, place = self._regions[i].tolist()
-        split, annotation_file, *entry, image_file, start, end = self._samples[sample].tolist()
+        split, annotation_file, *entry, image_file, start, end, _ = self._samples[sample].tolist()
         [(sample_id, value)] = json.loads(b"{%s}" % self._map(annotation_file)[slice(*entry)]).items()
         k, region = regions_of(value)[place]
         image_id = f"{self._splits[split].name}/{sample_id}/{k}"
@@ -114,11 +114,11 @@ class DescribeAnythingDataset:
             if not regions:
                 self._skipped["no region"] += 1
                 continue
-            image, size = (0, 0, 0), NO_IMAGE
+            image, size = (0, 0, 0, 0), NO_IMAGE
             if sample_id in images:
                 file, *span = images[sample_id]
-                image = (numbers[file], *span)
-                size = check_image(memoryview(self._map(numbers[file]))[slice(*span)])
+                data = memoryview(self._map(numbers[file]))[slice(*span)]
+                image, size = (numbers[file], *span, image_key(data)), check_image(data)
             waiting.append(((split, annotation_file, start, end, *image), size, [region for _, region in regions]))
             num_regions += len(regions)
             if num_regions >= REGIONS_AT_ONCE:

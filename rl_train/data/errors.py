@@ -3,7 +3,7 @@ from collections.abc import Iterable
 
 
 class DamagedSample(ValueError):
-    """A sample that opening could not know to be bad: its image does not decode."""
+    """A sample that opening could not know to be bad: its image does not decode, or its caption does not fit the model."""
 
     def __init__(self, image_id: str, reason: str):
         super().__init__(image_id, reason)

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rl_train.data.arrow import field, find_shards, is_list, lists, map_shard
-from rl_train.data.checks import IMAGE, NO_MASK, LOST_MASK, RLE, check_images, check_rles, lost_at
+from rl_train.data.checks import IMAGE, NO_MASK, LOST_MASK, RLE, check_images, check_rles, lost_at, number_images
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
 from rl_train.data.images import DAMAGED, decode_image, read_path
@@ -52,7 +52,8 @@ class GraspAnyRegionDataset:
         self._shards, self._turns = find_shards(resolve(data_dir), parts), turns               # (part, path)
         self._tables = {}                                         # shard -> table, mapped on first use in each process
         self._skipped, self._num_rows, self._num_resized = Counter(), 0, 0
-        self._samples = np.concatenate([self._scan(shard) for shard in range(len(self._shards))])   # shard, row, region, turn
+        found = np.concatenate([self._scan(shard) for shard in range(len(self._shards))])
+        self._samples, self._keys = found[:, :4].astype(np.int32), found[:, 4].copy()         # (shard, row, region, turn), image
         if len(self) == 0:
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 
@@ -64,8 +65,8 @@ class GraspAnyRegionDataset:
 
     @property
     def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image."""
-        return np.unique(self._samples[:, :2], axis=0, return_inverse=True)[1].reshape(-1)
+        """(n,) int64 number of each sample's image, the same for all rows that hold a copy of it."""
+        return number_images(self._keys)
 
     def report(self) -> dict:
         """{"rows": read, "kept": regions, "skipped": {reason: rows or regions}, "resized_masks": of the kept}."""
@@ -98,23 +99,23 @@ class GraspAnyRegionDataset:
         return self._tables[shard]
 
     def _scan(self, shard: int) -> np.ndarray:
-        """(n, 4) int32 usable samples of a shard (shard, row, region, turn); counts the rest by reason."""
+        """(n, 5) int64 usable samples of a shard (shard, row, region, turn, key of the image); counts the rest by reason."""
         path = self._shards[shard][1]
         table, mapping = map_shard(path, COLUMNS, OPTIONAL)
-        found = [np.zeros((0, 4), dtype=np.int32)]
+        found = [np.zeros((0, 5), dtype=np.int64)]
         start = 0
         for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-            usable = np.array(list(self._usable(batch, path.parent)), dtype=np.int32).reshape(-1, 3)
-            found.append(np.column_stack([np.full(len(usable), shard, dtype=np.int32), usable + [start, 0, 0]]).astype(np.int32))
+            usable = np.array(list(self._usable(batch, path.parent)), dtype=np.int64).reshape(-1, 4)
+            found.append(np.column_stack([np.full(len(usable), shard), usable + [start, 0, 0, 0]]))
             start += len(batch)
             mapping.madvise(mmap.MADV_DONTNEED)                                                # pages read so far
         self._num_rows += start
         return np.concatenate(found)
 
     def _usable(self, batch: pa.RecordBatch, folder: Path):
-        """Yields (row, region, turn) of one batch. Decodes no image: of each it reads the header and the end."""
+        """Yields (row, region, turn, key of the image) of one batch. Decodes no image: of each it reads the start and the end."""
         every_turn, images, regions = _answers(batch["conversations"]), check_images(batch["image"], folder), _regions(batch)
-        for row, (answers, size, (region_reasons, region_sizes, first)) in enumerate(zip(every_turn, images, regions)):
+        for row, (answers, (size, key), (region_reasons, region_sizes, first)) in enumerate(zip(every_turn, images, regions)):
             if isinstance(answers, str) or isinstance(size, str) or not region_reasons:
                 self._skipped[answers if isinstance(answers, str) else size if isinstance(size, str) else NO_MASK] += 1
                 continue
@@ -133,7 +134,7 @@ class GraspAnyRegionDataset:
                     self._skipped[reason] += 1
                     continue
                 self._num_resized += resized * len(turns)
-                yield from ((row, first + k, turn) for turn in turns)
+                yield from ((row, first + k, turn, key) for turn in turns)
 
 
 def _answers(conversations: pa.Array) -> list[list[str | None] | str]:

@@ -23,7 +23,7 @@ class Batch:
     masks: list[torch.Tensor]           # (H, W) bool, at the image's own size
     captions: list[str]
     image_ids: list[str]
-    damaged: list[str]                  # "image_id: reason" of each sample that did not decode and was replaced
+    damaged: list[str]                  # "image_id: reason" of each sample that did not decode or fit and was replaced
 
     def __len__(self):
         return len(self.index)
@@ -54,6 +54,33 @@ class Sample:
             for plane, band in zip(planes, bands):
                 plane[...] = band
         bits[...] = np.packbits(self.mask)
+
+
+class Fitting(Dataset):
+    """A region dataset as it is, but that a sample whose caption does not fit the model's context is a damaged one.
+
+    A caption fits if its segmentation prompt, about an image of the most tiles, leaves room for an answer: of all prompts only this
+    one holds a whole caption. What fits does not depend on the sample's image.
+
+    Args:
+        policy: whose prompts, tiles and context count; max_new_tokens: of an answer.
+    """
+
+    def __init__(self, dataset, policy, max_new_tokens: int):
+        self.dataset, self.prompts, self.max_tiles = dataset, policy.prompts, policy.processor.max_tiles
+        self.max_new_tokens, self.context = max_new_tokens, policy.model.config.llm.max_position_embeddings
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, i: int) -> dict:
+        sample = self.dataset[i]
+        length = len(self.prompts.segment(sample["caption"], self.max_tiles + (self.max_tiles > 1)))
+        if length + self.max_new_tokens > self.context:
+            raise DamagedSample(sample["image_id"], f"caption of {len(sample['caption'])} characters: its prompt of {length} tokens "
+                                f"(--max_tiles {self.max_tiles}) and --max_completion_length {self.max_new_tokens} exceed the context of "
+                                f"{self.context}")
+        return sample
 
 
 class Prepared(Dataset):

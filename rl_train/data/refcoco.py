@@ -82,7 +82,7 @@ class RefCOCODataset:
         annotation = annotations.get(ref["ann_id"])
         image = images.get(annotation["image_id"]) if annotation else None
         path = self._find(image["file_name"]) if image else None
-        found = check_image_path(path.name, path.parent) if path else NO_IMAGE                 # (W, H), or why not
+        found = check_image_path(path.name, path.parent)[0] if path else NO_IMAGE              # (W, H), or why not
         resized = False
         if not isinstance(found, str):
             size = (image["height"], image["width"])

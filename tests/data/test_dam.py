@@ -199,6 +199,14 @@ def test_image_of_a_later_tar_and_workers(tmp_path):
     assert list(DataLoader(dataset, batch_size=1, collate_fn=collate, num_workers=2)) == alone
 
 
+def test_samples_of_one_picture_share_its_number(tmp_path):
+    """COCO's pictures are in several splits."""
+    write(tmp_path / "LVIS", {"a": [region(), region()], "b": region(), "c": region()},
+          [("a.png", PNGS[1]), ("b.png", PNGS[0]), ("c.png", PNGS[1])])
+    write(tmp_path / "PACO", {"d": region(), "e": region(), "gone": region()}, [("d.png", PNGS[0]), ("e.png", PNGS[2])])
+    assert DescribeAnythingDataset(tmp_path).images.tolist() == [0, 0, 1, 0, 1, 2]
+
+
 IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.data.images import MAX_PIXELS
+from rl_train.data.images import MAX_PIXELS, image_key
 from sa2va_hf.processing_sa2va import region_grid
 from tools.demo_scenes import caption, make_scene
 from tools.gar_writer import SCHEMA, encode_image, encode_mask, write_gar
@@ -360,5 +360,22 @@ def test_a_null_turn_is_passed_over(tmp_path):
 
 
 def test_regions_of_one_image_share_its_number(tmp_path):
-    dataset = read(tmp_path, row(), row(conversations=[]), row())
-    assert dataset.images.tolist() == [0, 1]
+    """Whatever rows, shards and parts they are in, as bytes or behind a path; numbers are by first appearance."""
+    others = [encode_image(IMAGE.rotate(90 * k)) for k in (1, 2)]
+    (tmp_path / "Part1").mkdir()
+    (tmp_path / "Part1" / "a.png").write_bytes(others[1])
+    inline = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+    write(tmp_path / "Part2" / "data-0.arrow", [row(), row(image={"bytes": others[1], "path": "b.png"})])
+    dataset = read(tmp_path, *(row(image={"bytes": data, "path": path}) for data, path in (
+        (PNG, None), (others[0], "a.png"), (b"no image", None), (PNG, "other.png"), (None, "a.png"), (None, inline), (JPEG, None))),
+        row(conversations=[]))
+    assert dataset.images.tolist() == [0, 1, 0, 2, 0, 3, 0, 2] and dataset.images.dtype == np.int64
+    assert pickle.loads(pickle.dumps(dataset)).images.tolist() == dataset.images.tolist()
+
+
+def test_image_keys():
+    """They differ with the length and either end, and not from process to process as `hash` does."""
+    data = bytes(range(256)) * 12
+    assert image_key(data) == image_key(memoryview(data)) == image_key(data[:1500] + b"x" + data[1501:]) == 547837433970159251
+    assert len({image_key(data[:n]) for n in range(len(data))} | {image_key(data)}) == len(data) + 1
+    assert image_key(data) != image_key(b"x" + data[1:]) != image_key(data[:-1] + b"x") != image_key(data)

@@ -1,12 +1,13 @@
 """Batches: the same whatever the number of workers, each epoch a permutation, too little data an error."""
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rl_train.data import BadData, DamagedSample, GraspAnyRegionDataset
-from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
+from rl_train.data.loader import Fitting, StepSampler, eval_loader, steps, train_loader
 from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
 from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
 
@@ -129,6 +130,29 @@ def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers)
 def test_a_set_without_an_undamaged_sample_raises(dataset, processor, num_workers):
     with pytest.raises(BadData, match=r"id0: damaged image; .* 10 other samples in their place were damaged too"):
         list(eval_loader(Scratched(dataset, range(len(dataset))), processor, 2, num_workers))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("max_tiles, num_image_tokens", [(1, 64), (3, 256)])
+def test_a_caption_beyond_the_context_is_damaged(model, dataset, max_tiles, num_image_tokens, num_workers):
+    """To the token: the longest that fits stays, one more is replaced and named."""
+    processor = Sa2VAProcessor(model.model.config, max_tiles)
+    policy = SimpleNamespace(prompts=model.prompts, processor=processor, model=model.model)
+    words = 2048 - 100 - num_image_tokens - (len(model.prompts.segment("red", 1)) - 65)              # each is a token
+    captions = {1: " ".join(["red"] * words), 2: " ".join(["red"] * (words + 1)), 3: " ".join(["red"] * 3000)}
+
+    class Long(Scratched):
+        def __getitem__(self, i):
+            sample = self.dataset[i]
+            return sample | {"caption": captions.get(i, sample["caption"]), "image_id": f"id{i}"}
+
+    batches = list(eval_loader(Fitting(Long(dataset, []), policy, 100), processor, 3, num_workers))
+    index, named = sum((b.index for b in batches), []), sum((b.damaged for b in batches), [])
+    assert [i for i in range(len(dataset)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
+    assert set(named) == {f"id{i}: caption of {len(captions[i])} characters: its prompt of {2048 - 100 + more} tokens (--max_tiles "
+                          f"{max_tiles}) and --max_completion_length 100 exceed the context of 2048"
+                          for i, more in ((2, 1), (3, 3000 - words))}
+    assert batches[0].captions[1] == captions[1]
 
 
 @pytest.mark.parametrize("max_tiles", [1, 6])
