@@ -232,7 +232,7 @@ def test_trainables_are_float32_over_a_bf16_base(policy):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_frozen_encoders_need_no_autocast(policy, batch, device):
-    """They are as near to float32 without it; only on a GPU does autocast take layer norms to float32."""
+    """They are nearly as near to float32 without it; only on a GPU does autocast take layer norms to float32."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     features = []
@@ -246,7 +246,7 @@ def test_frozen_encoders_need_no_autocast(policy, batch, device):
     for exact, without, within in zip(*features, strict=True):
         errors = [(found.float() - exact).norm() / exact.norm() for found in (without, within)]
         print(f"relative error without autocast {errors[0]:.5f}, with it {errors[1]:.5f}")
-        assert 0 < errors[0] < 1.1 * errors[1] < 0.05
+        assert 0 < errors[0] < 1.25 * errors[1] < 0.01
 
 
 def test_no_dropout_is_on(model):
