@@ -35,11 +35,6 @@ def list_checkpoints(output_dir) -> list[Path]:
     return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
 
 
-def step_of(folder) -> int:
-    """Steps done in a checkpoint folder."""
-    return read_state(folder)["step"]
-
-
 def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
     """Write checkpoint_step_N, and remove the oldest beyond --save_total_limit."""
     rng = gather_objects(rng_state())
@@ -125,21 +120,24 @@ def load_weights(folder: Path, parameters: dict[str, torch.nn.Parameter], file: 
             parameter.copy_(reader.get_tensor(name))
 
 
-def check(folder: Path, names, output_dir):
-    """Raise ValueError, naming the file, for what `load` and `save_if_best` could not read: before the minutes of an evaluation.
+def check(folder: Path, names, output_dir) -> int:
+    """Number of steps done in a checkpoint that `load` and `save_if_best` will be able to read.
 
     Args:
         names: of what this run trains; output_dir: of the run, whose checkpoint_best is compared with.
+
+    Raises:
+        ValueError: they will not, because of the file that it names: known before the minutes of an evaluation.
     """
     for file in ("trainables.safetensors", "ema.safetensors"):
         open_weights(folder / file, names)
-    read_state(folder)
     if (Path(output_dir) / BEST).exists():
         read_json(Path(output_dir) / BEST / "eval.json")
+    return read_state(folder)["step"]
 
 
-def load(folder: Path, policy, roles, optimizer, scheduler, rank: int) -> int:
-    """Restore a run from `folder`; returns the number of steps done."""
+def load(folder: Path, policy, roles, optimizer, scheduler, rank: int):
+    """Restore a run from `folder`."""
     load_weights(folder, policy.trainable)
     load_weights(folder, roles.banks["teacher"], "ema.safetensors")
     state = read_state(folder)
@@ -149,7 +147,6 @@ def load(folder: Path, policy, roles, optimizer, scheduler, rank: int) -> int:
     scheduler.load_state_dict(state["scheduler"])
     if rank < len(state["rng"]):                    # nothing depends on it across another number of ranks
         restore_rng(state["rng"][rank])
-    return state["step"]
 
 
 def rng_state() -> dict:

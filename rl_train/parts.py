@@ -159,15 +159,17 @@ def build(args, ranks) -> Parts:
         print0(f"--shard_base: {held / 2 ** 20:.1f} MiB of {whole / 2 ** 20:.1f} MiB of parameters on each of {ranks.world_size} ranks")
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
+    start = 0
     if resume:
         check_resumed(resume, args)
-        checkpoint.check(resume, policy.trainable, args.output_dir)
+        start = checkpoint.check(resume, policy.trainable, args.output_dir)
     train_set = Fitting(train_set, policy, args.max_completion_length)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags
     tasks = build_tasks(args, policy, roles, sigma, judge, user_rewards)
-    sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size)
+    sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size,
+                          start)
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(args, policy)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)

@@ -236,10 +236,11 @@ class Policy:
     @torch.no_grad()
     def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
         """(P,) mean log-prob of the tokens of answers[p] to each prompt: what `score` says, by one forward of `read`."""
-        ids, valid = (t.to(self.device) for t in pad_left(answers, self.pad_id))                # (P, T)
+        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))                 # (P, T)
+        valid = mask.bool()
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]      # before each token
-        logp = logprob.frozen_logps(self.model.language_model, hidden[valid.bool()], ids[valid.bool()], self.temperature)
-        return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid.bool(), logp).sum(1) / valid.sum(1)
+        logp = logprob.frozen_logps(self.model.language_model, hidden[valid], ids[valid], self.temperature)
+        return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1) / valid.sum(1)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: [SEG] tokens that were fed back as input.

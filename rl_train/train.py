@@ -106,9 +106,7 @@ def train_step(args, ranks, policy, roles, tasks, optimizer, scheduler, batches,
             for rows in micro_batches(len(w.rollout), args.micro_batch_size):
                 loss, stats = rollout_loss(policy, w.rollout, rows, w.advantages, scored, w.reference, totals[w.task.name], args)
                 (w.task.loss_weight * loss).backward()                            # gradients add up over rows and tasks
-                if iteration:
-                    del stats["sampler_gap"]                                      # these weights are not the ones that sampled
-                add_stats(sums[w.task.name], loss, stats)
+                add_stats(sums[w.task.name], loss, stats, iteration)
         norms = update(args, policy, optimizer, sums)
         roles.update_teacher(args.ema_decay)
     for _ in range(args.num_iterations):
@@ -136,10 +134,13 @@ def step_totals(work, task, ranks) -> Totals:
     return Totals(**{name: max(count, 1) / ranks.world_size for name, count in total.items()})
 
 
-def add_stats(sums, loss, stats):
+def add_stats(sums, loss, stats, iteration):
     sums["loss"] += loss.item()
     for name, value in stats.items():
-        sums[name] = max(sums[name], value.item()) if name == "sampler_gap" else sums[name] + value.item()
+        if name != "sampler_gap":
+            sums[name] += value.item()
+        elif iteration == 0:                                                      # later weights are not those that sampled
+            sums[name] = max(sums[name], value.item())
 
 
 def update(args, policy, optimizer, sums) -> dict[str, float]:
@@ -256,7 +257,7 @@ class Clock:
 
 def run(args, ranks, p: Parts):
     """Measure, train, measure again, and print both."""
-    measured, start = {}, checkpoint.step_of(p.resume) if p.resume else 0
+    measured, start = {}, p.sampler.start
 
     def evaluate_now(step):
         roles = ("policy", "teacher") if step else ("policy",)            # alike before the first step
@@ -281,10 +282,9 @@ def run(args, ranks, p: Parts):
         log.hparams(args)
         evaluate_now(0)                                                   # the base: a fresh LoRA adds nothing
         if p.resume:
-            p.sampler.start = checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
+            checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
         loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
-        train(args, ranks, p.policy, p.roles, p.tasks, p.watch, loader, p.optimizer, p.scheduler, log, p.sampler.start, p.max_steps,
-              evaluate_now)
+        train(args, ranks, p.policy, p.roles, p.tasks, p.watch, loader, p.optimizer, p.scheduler, log, start, p.max_steps, evaluate_now)
         if p.max_steps not in measured:                                   # resumed after its last step
             evaluate_now(p.max_steps)
     print0(before_after_table(measured[0], measured[p.max_steps]))

@@ -195,7 +195,7 @@ def test_the_best_step_is_kept(three_steps):
     scores = {step: (found["eval/cycle_iou"][step] + found["eval/cycle_meteor"][step]) / 2 for step in (1, 2, 3)}
     best = three_steps / "checkpoint_best"
     kept = json.loads((best / "eval.json").read_text())
-    assert kept["step"] == checkpoint.step_of(best) == max(scores, key=scores.get)
+    assert kept["step"] == checkpoint.read_state(best)["step"] == max(scores, key=scores.get)
     assert kept["score"] == pytest.approx(scores[kept["step"]], abs=1e-6)
     assert kept["metrics"]["seg_ciou"] == pytest.approx(found["eval/seg_ciou"][kept["step"]], abs=1e-6)
     print(f"scores {scores}")
@@ -224,7 +224,7 @@ def test_only_a_better_score_replaces_it(keep, tmp_path):
     best = tmp_path / "checkpoint_best"
     for step, score, expected in ((1, -0.5, 1), (2, -0.6, 1), (3, 0.9, 3), (4, 0.9, 3), (5, 0.1, 3)):
         keep(step, score)
-        assert checkpoint.step_of(best) == json.loads((best / "eval.json").read_text())["step"] == expected
+        assert checkpoint.read_state(best)["step"] == json.loads((best / "eval.json").read_text())["step"] == expected
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_best"]
 
 
@@ -234,10 +234,10 @@ def test_a_kill_while_writing_leaves_the_old_one(keep, tmp_path, monkeypatch):
         context.setattr(checkpoint, "save_file", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             keep(2, 0.6)
-    assert checkpoint.step_of(tmp_path / "checkpoint_best") == 1
+    assert checkpoint.read_state(tmp_path / "checkpoint_best")["step"] == 1
     (tmp_path / "checkpoint_best.old" / "adapter").mkdir(parents=True)        # and a kill while the old one was removed
     keep(3, 0.7)
-    assert checkpoint.step_of(tmp_path / "checkpoint_best") == 3 and [p.name for p in tmp_path.iterdir()] == ["checkpoint_best"]
+    assert checkpoint.read_state(tmp_path / "checkpoint_best")["step"] == 3 and [p.name for p in tmp_path.iterdir()] == ["checkpoint_best"]
 
 
 def test_no_evaluation_steps_keep_no_best(data, tmp_path):

@@ -41,7 +41,7 @@ def main(argv=None):
         command.add_argument("--output", type=Path, help="JSON file for the figures")
         module.add_arguments(command)
     args = parser.parse_args(argv)
-    check_at_least(parser, args, {name: least for name, least in AT_LEAST.items() if hasattr(args, name)})
+    check_at_least(parser, args, {name: least for name, least in AT_LEAST.items() if name in args})
     torch.set_num_threads(1)
     found = COMMANDS[args.command][0].measure(args)
     if found is None:                                          # a rank that has nothing to say

@@ -146,7 +146,7 @@ def run(args, ranks):
     found = record(measured, flags)
     print0(table(found))
     if measured.num_damaged:
-        print0(f"{measured.num_damaged} samples did not decode; others were measured in their place")
+        print0(f"{measured.num_damaged} samples did not decode or fit; others were measured in their place")
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(found))

@@ -31,7 +31,8 @@ def export(folder: Path, output: Path, role: str = "policy", model_path: str | N
         dtype: of the written weights; default is that of the base's file.
 
     Raises:
-        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a file, or it trains other weights than the base has.
+        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a file, or it trains other weights than
+            the base has.
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
