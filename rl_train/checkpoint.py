@@ -10,6 +10,7 @@ checkpoint_best/             the same of the step that scored best on held-out s
     eval.json                its step, its score and its held-out metrics
 N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
 """
+
 import json
 import pickle
 import random
@@ -40,14 +41,34 @@ def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_ma
     rng = gather_objects(rng_state())
     if not is_main:
         return
-    write(Path(output_dir) / f"checkpoint_step_{step}", step, policy, roles, optimizer, scheduler, args, rng)
+    write(
+        Path(output_dir) / f"checkpoint_step_{step}",
+        step,
+        policy,
+        roles,
+        optimizer,
+        scheduler,
+        args,
+        rng,
+    )
     if args.save_total_limit:
         past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= step]
-        for old in past[:-args.save_total_limit]:
+        for old in past[: -args.save_total_limit]:
             shutil.rmtree(old)
 
 
-def save_if_best(output_dir, step: int, score: float, metrics: dict[str, float], policy, roles, optimizer, scheduler, args, is_main: bool):
+def save_if_best(
+    output_dir,
+    step: int,
+    score: float,
+    metrics: dict[str, float],
+    policy,
+    roles,
+    optimizer,
+    scheduler,
+    args,
+    is_main: bool,
+):
     """Write checkpoint_best if `score` is above that of the one that is there, or none is; a resumed run goes on comparing."""
     final = Path(output_dir) / BEST
     best = float("-inf")
@@ -57,26 +78,56 @@ def save_if_best(output_dir, step: int, score: float, metrics: dict[str, float],
         return
     rng = gather_objects(rng_state())
     if is_main:
-        write(final, step, policy, roles, optimizer, scheduler, args, rng, dict(step=step, score=score, metrics=metrics))
+        write(
+            final,
+            step,
+            policy,
+            roles,
+            optimizer,
+            scheduler,
+            args,
+            rng,
+            dict(step=step, score=score, metrics=metrics),
+        )
 
 
-def write(final: Path, step: int, policy, roles, optimizer, scheduler, args, rng: list, scores: dict | None = None):
+def write(
+    final: Path,
+    step: int,
+    policy,
+    roles,
+    optimizer,
+    scheduler,
+    args,
+    rng: list,
+    scores: dict | None = None,
+):
     """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
-    for leftover in (folder, replaced):             # of a killed run
+    for leftover in (folder, replaced):  # of a killed run
         if leftover.exists():
             shutil.rmtree(leftover)
     folder.mkdir(parents=True)
     policy.peft.save_pretrained(folder / "adapter")
-    save_file({n: p.detach().cpu().contiguous() for n, p in policy.trainable.items()}, folder / "trainables.safetensors")
-    save_file({n: t.cpu().contiguous() for n, t in roles.banks["teacher"].items()}, folder / "ema.safetensors")
-    torch.save(dict(step=step, optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), rng=rng),
-               folder / "training_state.pt")
+    save_file(
+        {n: p.detach().cpu().contiguous() for n, p in policy.trainable.items()},
+        folder / "trainables.safetensors",
+    )
+    save_file(
+        {n: t.cpu().contiguous() for n, t in roles.banks["teacher"].items()},
+        folder / "ema.safetensors",
+    )
+    torch.save(
+        dict(
+            step=step, optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), rng=rng
+        ),
+        folder / "training_state.pt",
+    )
     (folder / "config.json").write_text(json.dumps(vars(args), indent=2) + "\n")
     if scores:
         (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
     if final.exists():
-        final.rename(replaced)                      # removing it takes longer than the moment in which neither is there
+        final.rename(replaced)  # removing it takes longer than the moment in which neither is there
     folder.rename(final)
     if replaced.exists():
         shutil.rmtree(replaced)
@@ -86,7 +137,9 @@ def find(resume: str, output_dir) -> Path | None:
     """The folder that --resume means, or None if "latest" finds a run without a checkpoint yet."""
     if resume != "latest":
         if not (Path(resume) / "training_state.pt").is_file():
-            raise ValueError(f"--resume {resume}: no training_state.pt there, it is not a checkpoint folder")
+            raise ValueError(
+                f"--resume {resume}: no training_state.pt there, it is not a checkpoint folder"
+            )
         return Path(resume)
     found = list_checkpoints(output_dir)
     return found[-1] if found else None
@@ -97,7 +150,13 @@ def read_state(folder) -> dict:
     file = Path(folder) / "training_state.pt"
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:      # by the place of the damage
+    except (
+        OSError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        pickle.UnpicklingError,
+    ) as error:  # by the place of the damage
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
 
 
@@ -108,11 +167,15 @@ def open_weights(file: Path, names):
     except (SafetensorError, OSError) as error:
         raise DamagedFile(file, error) from error
     if set(reader.keys()) != set(names):
-        raise ValueError(f"{file}: names differ from what this run trains: {sorted(set(reader.keys()) ^ set(names))[:5]}")
+        raise ValueError(
+            f"{file}: names differ from what this run trains: {sorted(set(reader.keys()) ^ set(names))[:5]}"
+        )
     return reader
 
 
-def load_weights(folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"):
+def load_weights(
+    folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"
+):
     """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if it is damaged or its names differ."""
     reader = open_weights(Path(folder) / file, parameters)
     with torch.no_grad():
@@ -142,10 +205,12 @@ def load(folder: Path, policy, roles, optimizer, scheduler, rank: int):
     load_weights(folder, roles.banks["teacher"], "ema.safetensors")
     state = read_state(folder)
     for group in state["optimizer"]["param_groups"]:
-        group["fused"] = optimizer.defaults["fused"]        # is this machine's, not that of the one which wrote the checkpoint
+        group["fused"] = optimizer.defaults[
+            "fused"
+        ]  # is this machine's, not that of the one which wrote the checkpoint
     optimizer.load_state_dict(state["optimizer"])
     scheduler.load_state_dict(state["scheduler"])
-    if rank < len(state["rng"]):                    # nothing depends on it across another number of ranks
+    if rank < len(state["rng"]):  # nothing depends on it across another number of ranks
         restore_rng(state["rng"][rank])
 
 
@@ -153,9 +218,12 @@ def rng_state() -> dict:
     """Generators of python, numpy and torch, as tensors and plain values."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
-    return dict(python=[version, list(internal), gauss],
-                numpy=[name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-                torch=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+    return dict(
+        python=[version, list(internal), gauss],
+        numpy=[name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        torch=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    )
 
 
 def restore_rng(state: dict):

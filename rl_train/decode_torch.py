@@ -3,6 +3,7 @@
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix slots, C width, F MLP width,
 r LoRA rank, V vocabulary.
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -64,12 +65,12 @@ def rotate_and_store(y, power, eps, bias, lora_b, scaling, cos, sin, position, k
     num_heads = width // size - 2 * num_kv
     add_lora(y, lora_b, scaling, [num_heads * size, num_kv * size, num_kv * size])
     qkv = normed(y[:, :width], power, eps)
-    qkv = (qkv if bias is None else qkv + bias[:width]).view(n, -1, size)       # (N, H + 2K, D)
-    first, second = qkv[:, :num_heads + num_kv].chunk(2, dim=-1)
+    qkv = (qkv if bias is None else qkv + bias[:width]).view(n, -1, size)  # (N, H + 2K, D)
+    first, second = qkv[:, : num_heads + num_kv].chunk(2, dim=-1)
     cos, sin = cos[position, None], sin[position, None]
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
     keys.index_copy_(2, step, turned[:, num_heads:, None])
-    values.index_copy_(2, step, qkv[:, num_heads + num_kv:, None])
+    values.index_copy_(2, step, qkv[:, num_heads + num_kv :, None])
     return turned[:, :num_heads].contiguous()
 
 
@@ -80,17 +81,27 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
         prefix_keys, prefix_values: (P, K, L, D), the first pad[p] slots of which are empty; keys, values: (N, K, T, D).
     """
     (n, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
-    q = q * size ** -0.5
-    own = q.view(n, num_kv, -1, size)                                           # (N, K, H/K, D)
-    shared = own.view(num_prompts, -1, num_kv, num_heads // num_kv, size).transpose(1, 2)   # (P, K, G, H/K, D)
+    q = q * size**-0.5
+    own = q.view(n, num_kv, -1, size)  # (N, K, H/K, D)
+    shared = own.view(num_prompts, -1, num_kv, num_heads // num_kv, size).transpose(
+        1, 2
+    )  # (P, K, G, H/K, D)
     shape = shared.shape
-    prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)                 # (P, K, G*H/K, L)
-    prefix = prefix.masked_fill(torch.arange(length, device=q.device) < pad[:, None, None, None], float("-inf"))
+    prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)  # (P, K, G*H/K, L)
+    prefix = prefix.masked_fill(
+        torch.arange(length, device=q.device) < pad[:, None, None, None], float("-inf")
+    )
     prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(n, num_kv, -1, length)
-    suffix = own @ keys.transpose(2, 3)                                         # (N, K, H/K, T)
+    suffix = own @ keys.transpose(2, 3)  # (N, K, H/K, T)
     suffix = suffix.masked_fill(torch.arange(keys.shape[2], device=q.device) > step, float("-inf"))
     p = torch.softmax(torch.cat([prefix, suffix], dim=-1).float(), dim=-1).to(q.dtype)
-    prefix = p[..., :length].view(num_prompts, -1, num_kv, num_heads // num_kv, length).transpose(1, 2).flatten(2, 3) @ prefix_values
+    prefix = (
+        p[..., :length]
+        .view(num_prompts, -1, num_kv, num_heads // num_kv, length)
+        .transpose(1, 2)
+        .flatten(2, 3)
+        @ prefix_values
+    )
     prefix = prefix.view(shape).transpose(1, 2).reshape(own.shape)
     return (prefix + p[..., length:] @ values).reshape(n, -1)
 
@@ -98,7 +109,7 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
 def gate(y, power, eps, lora_b, scaling, width):
     """silu(gate) * up (N, F) of y = [gate, up, their LoRA A outputs] (N, 2F + 2r), a product with x of `add`; overwrites y."""
     add_lora(y, lora_b, scaling, [width, width])
-    y = normed(y[:, :2 * width], power, eps)
+    y = normed(y[:, : 2 * width], power, eps)
     return F.silu(y[:, :width]) * y[:, width:]
 
 
@@ -109,7 +120,7 @@ def choose(rows):
         rows: `decode.Graph`, of which it reads logits (N, at least V), of which vocab are tokens', uniforms (N, T), step and how to draw;
             and writes token, ids, logp, valid, the stop text's state, done.
     """
-    rows.logits[:, rows.vocab:] = float("-inf")
+    rows.logits[:, rows.vocab :] = float("-inf")
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
     token, logp = draw(rows.logits, rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))

@@ -5,6 +5,7 @@ Gradients are averaged by one all-reduce of one flat buffer after the last backw
 DistributedDataParallel: every trainable takes part in every step, with zeros where no term reached it, so neither
 `no_sync`, nor ragged lengths, nor a loop of weight 0 can leave a parameter unreduced (tests/test_distributed.py).
 """
+
 import os
 from dataclasses import dataclass
 
@@ -82,6 +83,10 @@ def average_gradients(parameters: list[torch.nn.Parameter]):
 
 def raise_on_any_rank(faults: list[str]):
     """Raise FloatingPointError on all ranks, with every rank's faults, if any rank has one."""
-    found = [f"rank {rank}: {fault}" for rank, rank_faults in enumerate(gather_objects(faults)) for fault in rank_faults]
+    found = [
+        f"rank {rank}: {fault}"
+        for rank, rank_faults in enumerate(gather_objects(faults))
+        for fault in rank_faults
+    ]
     if found:
         raise FloatingPointError("not finite: " + "; ".join(found[:20]))

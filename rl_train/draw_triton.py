@@ -2,22 +2,38 @@
 
 Letters: N rows, V vocabulary.
 """
+
 import torch
 import triton
 import triton.language as tl
 
 from rl_train.tokens import BLOCK
 
-BLOCKS = 8            # of the vocabulary that a program sums up
+BLOCKS = 8  # of the vocabulary that a program sums up
 
 
 @triton.jit
-def _summarise(logits, tops, sums, stride, vocab, temperature, num_blocks, NUM: tl.constexpr, BLOCK: tl.constexpr):
+def _summarise(
+    logits,
+    tops,
+    sums,
+    stride,
+    vocab,
+    temperature,
+    num_blocks,
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The highest logit of each BLOCK of the vocabulary, and the sum of its exponentials relative to that."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1) * NUM + tl.arange(0, NUM)
     column = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
-    top = tl.maximum(tl.max(x, axis=1), -1e30)                  # not -inf: the difference of two is then a number
+    x = (
+        tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(
+            tl.float32
+        )
+        / temperature
+    )
+    top = tl.maximum(tl.max(x, axis=1), -1e30)  # not -inf: the difference of two is then a number
     total = tl.sum(tl.exp(x - top[:, None]).to(tl.float64), axis=1)
     at = row * num_blocks + block
     tl.store(tops + at, top, mask=block < num_blocks)
@@ -32,9 +48,33 @@ def _first_above(cdf, share, target, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, state, table, stride, vocab, temperature, num_blocks,
-            num_tokens, pad, eos, found_state, num_states, GREEDY: tl.constexpr, STOPS: tl.constexpr, NUM: tl.constexpr,
-            BLOCK: tl.constexpr):
+def _choose(
+    logits,
+    tops,
+    sums,
+    uniforms,
+    step,
+    token,
+    ids,
+    logps,
+    valid,
+    done,
+    state,
+    table,
+    stride,
+    vocab,
+    temperature,
+    num_blocks,
+    num_tokens,
+    pad,
+    eos,
+    found_state,
+    num_states,
+    GREEDY: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A token of each row: the block by the blocks' sums, then the token in it; and its record."""
     row, block, inside = tl.program_id(0).to(tl.int64), tl.arange(0, NUM), tl.arange(0, BLOCK)
     there = block < num_blocks
@@ -42,7 +82,9 @@ def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, 
     over = tl.load(done + row)
     top = tl.load(tops + row * num_blocks + block, mask=there, other=-1e30)
     highest = tl.max(top)
-    share = tl.load(sums + row * num_blocks + block, mask=there, other=0.0) * tl.exp(top - highest).to(tl.float64)
+    share = tl.load(sums + row * num_blocks + block, mask=there, other=0.0) * tl.exp(
+        top - highest
+    ).to(tl.float64)
     total = tl.sum(share)
     if GREEDY:
         hit = tl.argmax(top, axis=0)
@@ -52,12 +94,21 @@ def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, 
         target -= tl.sum(tl.where(block < hit, share, 0.0))
     own_top = tl.max(tl.where(block == hit, top, -1e30))
     column = hit * BLOCK + inside
-    x = tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(tl.float32) / temperature
+    x = (
+        tl.load(logits + row * stride + column, mask=column < vocab, other=float("-inf")).to(
+            tl.float32
+        )
+        / temperature
+    )
     if GREEDY:
         place = tl.argmax(x, axis=0)
     else:
-        p = tl.exp(x - own_top).to(tl.float64)                  # whose sum is this block's, to the last bit but the order
-        place = _first_above(tl.cumsum(p), p, target / tl.exp(own_top - highest).to(tl.float64), BLOCK)
+        p = tl.exp(x - own_top).to(
+            tl.float64
+        )  # whose sum is this block's, to the last bit but the order
+        place = _first_above(
+            tl.cumsum(p), p, target / tl.exp(own_top - highest).to(tl.float64), BLOCK
+        )
     chosen = tl.where(over, pad, hit * BLOCK + place).to(tl.int64)
     logp = tl.sum(tl.where(inside == place, x, 0.0)) - highest - tl.log(total).to(tl.float32)
     tl.store(token + row, chosen)
@@ -73,10 +124,46 @@ def _choose(logits, tops, sums, uniforms, step, token, ids, logps, valid, done, 
 def choose(rows):
     logits, stop, uniforms = rows.logits, rows.stop, rows.uniforms
     n, num_blocks = len(logits), triton.cdiv(rows.vocab, BLOCK)
-    tops, sums = logits.new_empty(n, num_blocks, dtype=torch.float32), logits.new_empty(n, num_blocks, dtype=torch.float64)
-    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](logits, tops, sums, logits.stride(0), rows.vocab, rows.temperature, num_blocks,
-                                                     NUM=BLOCKS, BLOCK=BLOCK, num_warps=8)
-    _choose[(n,)](logits, tops, sums, uniforms, rows.step, rows.token, rows.ids, rows.logp, rows.valid, rows.done, rows.state, rows.table,
-                  logits.stride(0), rows.vocab, rows.temperature, num_blocks, uniforms.shape[1], rows.pad_id,
-                  -1 if stop is None or stop.eos_id is None else stop.eos_id, stop.found if stop else 0, rows.table.shape[1] if stop else 0,
-                  GREEDY=rows.greedy, STOPS=stop is not None, NUM=triton.next_power_of_2(num_blocks), BLOCK=BLOCK)
+    tops, sums = (
+        logits.new_empty(n, num_blocks, dtype=torch.float32),
+        logits.new_empty(n, num_blocks, dtype=torch.float64),
+    )
+    _summarise[(n, triton.cdiv(num_blocks, BLOCKS))](
+        logits,
+        tops,
+        sums,
+        logits.stride(0),
+        rows.vocab,
+        rows.temperature,
+        num_blocks,
+        NUM=BLOCKS,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
+    _choose[(n,)](
+        logits,
+        tops,
+        sums,
+        uniforms,
+        rows.step,
+        rows.token,
+        rows.ids,
+        rows.logp,
+        rows.valid,
+        rows.done,
+        rows.state,
+        rows.table,
+        logits.stride(0),
+        rows.vocab,
+        rows.temperature,
+        num_blocks,
+        uniforms.shape[1],
+        rows.pad_id,
+        -1 if stop is None or stop.eos_id is None else stop.eos_id,
+        stop.found if stop else 0,
+        rows.table.shape[1] if stop else 0,
+        GREEDY=rows.greedy,
+        STOPS=stop is not None,
+        NUM=triton.next_power_of_2(num_blocks),
+        BLOCK=BLOCK,
+    )

@@ -2,6 +2,7 @@
 
 Letters: n samples of the held-out dataset, in its order.
 """
+
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -33,36 +34,63 @@ METRICS = {
     "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
     "no_seg": "guard: true captions answered without [SEG]",
 }
-SCORES = ("cycle_iou", "cycle_meteor")                                     # whose mean decides which checkpoint is the best
-PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}      # measures behind a metric of another name
+SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
+PARTS = {
+    "seg_ciou": ("seg_intersection", "seg_union"),
+    "seg_p50": ("seg_iou",),
+}  # measures behind a metric of another name
 
 
 @dataclass
 class Measured:
     """What was measured of n samples."""
-    values: dict[str, torch.Tensor]     # {measure: (n,) float64}; see `measure`
+
+    values: dict[str, torch.Tensor]  # {measure: (n,) float64}; see `measure`
     image_ids: list[str]
-    references: list[str]               # true captions
-    captions: list[str]                 # of the regions
-    num_damaged: int                    # samples that did not decode or fit and in whose place another one was measured
+    references: list[str]  # true captions
+    captions: list[str]  # of the regions
+    num_damaged: (
+        int  # samples that did not decode or fit and in whose place another one was measured
+    )
 
 
-def evaluate(policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks) -> Measured:
+def evaluate(
+    policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks
+) -> Measured:
     """Per-sample measures of a held-out dataset by the weights in use, of all ranks together, in the dataset's order."""
-    found = evaluate_roles(policy, lambda role: nullcontext(), ("policy",), dataset, batch_size, max_new_tokens, num_workers, ranks)
+    found = evaluate_roles(
+        policy,
+        lambda role: nullcontext(),
+        ("policy",),
+        dataset,
+        batch_size,
+        max_new_tokens,
+        num_workers,
+        ranks,
+    )
     return found["policy"]
 
 
 @torch.no_grad()
-def evaluate_roles(policy: Policy, use, roles: tuple[str, ...], dataset, batch_size: int, max_new_tokens: int, num_workers: int,
-                   ranks: Ranks) -> dict[str, Measured]:
+def evaluate_roles(
+    policy: Policy,
+    use,
+    roles: tuple[str, ...],
+    dataset,
+    batch_size: int,
+    max_new_tokens: int,
+    num_workers: int,
+    ranks: Ranks,
+) -> dict[str, Measured]:
     """{role: what `evaluate` returns} for several roles; images are read and encoded once for all of them.
 
     Args:
         use: `Roles.use`.
     """
     fitting = Fitting(dataset, policy, max_new_tokens)
-    loader = eval_loader(fitting, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size)
+    loader = eval_loader(
+        fitting, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size
+    )
     found = {role: [] for role in roles}
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
@@ -81,7 +109,9 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     captions = describe(policy, batch, images, rows, targets, max_new_tokens)
-    cycle = mask_iou(answer(policy, batch, images, rows, captions, max_new_tokens).masks, targets, 1.0).cpu()
+    cycle = mask_iou(
+        answer(policy, batch, images, rows, captions, max_new_tokens).masks, targets, 1.0
+    ).cpu()
     direct = answer(policy, batch, images, rows, batch.captions, max_new_tokens)
     replies = describe(policy, batch, images, rows, direct.masks, max_new_tokens)
     with_seg = set(direct.seg_rows.tolist())
@@ -89,7 +119,9 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
         cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
         cycle_meteor=meteor(batch.captions, replies).tolist(),
         seg_iou=mask_iou(direct.masks, targets, 1.0).tolist(),
-        seg_intersection=[(mask & target).sum().item() for mask, target in zip(direct.masks, targets)],
+        seg_intersection=[
+            (mask & target).sum().item() for mask, target in zip(direct.masks, targets)
+        ],
         seg_union=[(mask | target).sum().item() for mask, target in zip(direct.masks, targets)],
         caption_meteor=meteor(batch.captions, captions).tolist(),
         caption_words=[len(tokenize(text)) for text in captions],
@@ -97,7 +129,11 @@ def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, lis
         caption_digits=[has_digit(text) for text in captions],
         mask_whole=[is_whole(mask) for mask in direct.masks],
         no_seg=[row not in with_seg for row in rows],
-        image_id=batch.image_ids, reference=batch.captions, caption=captions, index=batch.index)
+        image_id=batch.image_ids,
+        reference=batch.captions,
+        caption=captions,
+        index=batch.index,
+    )
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
@@ -106,10 +142,19 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     for rank, batches in enumerate(columns_of_rank):
         for name in batches[0] if batches else ():
             column = merged.setdefault(name, [None] * num_samples)
-            column[rank::len(columns_of_rank)] = [value for batch in batches for value in batch[name]]
-    image_ids, references, captions, index = (merged.pop(name) for name in ("image_id", "reference", "caption", "index"))
-    return Measured({name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()}, image_ids, references, captions,
-                    sum(i != place for place, i in enumerate(index)))
+            column[rank :: len(columns_of_rank)] = [
+                value for batch in batches for value in batch[name]
+            ]
+    image_ids, references, captions, index = (
+        merged.pop(name) for name in ("image_id", "reference", "caption", "index")
+    )
+    return Measured(
+        {name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()},
+        image_ids,
+        references,
+        captions,
+        sum(i != place for place, i in enumerate(index)),
+    )
 
 
 def cider(references: list[str], captions: list[str]) -> torch.Tensor:
@@ -119,16 +164,27 @@ def cider(references: list[str], captions: list[str]) -> torch.Tensor:
     are of the PTB tokenizer, which needs Java, and of several references for a sample.
     """
     from pycocoevalcap.cider.cider import Cider
-    words = [{i: [" ".join(tokenize(text))] for i, text in enumerate(texts)} for texts in (references, captions)]
+
+    words = [
+        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
+        for texts in (references, captions)
+    ]
     return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
 
 
 # Statistics
 
+
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
     """What a metric is computed from: (n,) values whose mean it is, or (n, 2) intersections and unions."""
     parts = [values[name] for name in PARTS.get(metric, (metric,))]
-    return (parts[0] >= 0.5).double() if metric == "seg_p50" else parts[0] if len(parts) == 1 else torch.stack(parts, 1)
+    return (
+        (parts[0] >= 0.5).double()
+        if metric == "seg_p50"
+        else parts[0]
+        if len(parts) == 1
+        else torch.stack(parts, 1)
+    )
 
 
 def statistic(rows) -> float:
@@ -138,16 +194,24 @@ def statistic(rows) -> float:
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
     """{metric: its value over all samples}, of the METRICS whose measures are there."""
-    return {metric: statistic(rows_of(values, metric)) for metric in METRICS if set(PARTS.get(metric, (metric,))) <= set(values)}
+    return {
+        metric: statistic(rows_of(values, metric))
+        for metric in METRICS
+        if set(PARTS.get(metric, (metric,))) <= set(values)
+    }
 
 
-def bootstrap(values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic) -> tuple[float, float]:
+def bootstrap(
+    values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic
+) -> tuple[float, float]:
     """(low, high) of the 95 % percentile interval of `statistic` when the n rows of `values` are drawn anew with replacement.
 
     Rows count as independent; where many share an image, the interval is too narrow.
     """
     rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    drawn = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(num_resamples)]
+    drawn = [
+        statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(num_resamples)
+    ]
     low, high = np.percentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
@@ -158,8 +222,10 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
     Args:
         before, after: `rows_of` the metric.
     """
+
     def difference(pairs):
         return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
+
     pairs = torch.stack([before, after], dim=-1)
     return (difference(pairs), *bootstrap(pairs, statistic=difference))
 
@@ -167,18 +233,29 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
 def record(measured: Measured, flags: dict) -> dict:
     """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
     summary = means(measured.values)
-    return dict(flags=flags, num_samples=len(measured.image_ids), num_damaged=measured.num_damaged, means=summary,
-                intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in summary},
-                values={name: values.tolist() for name, values in measured.values.items()}, image_ids=measured.image_ids,
-                references=measured.references, captions=measured.captions)
+    return dict(
+        flags=flags,
+        num_samples=len(measured.image_ids),
+        num_damaged=measured.num_damaged,
+        means=summary,
+        intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in summary},
+        values={name: values.tolist() for name, values in measured.values.items()},
+        image_ids=measured.image_ids,
+        references=measured.references,
+        captions=measured.captions,
+    )
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
     """Metrics before and after, and the paired difference with its 95 % interval, as text."""
-    lines = [f"{'held out, n = ' + str(len(after['cycle_iou'])):20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
+    lines = [
+        f"{'held out, n = ' + str(len(after['cycle_iou'])):20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"
+    ]
     ends = means(after)
     for metric, start in means(before).items():
         if metric in ends:
             change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            lines.append(f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}   [{low:+.4f}, {high:+.4f}]")
+            lines.append(
+                f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}   [{low:+.4f}, {high:+.4f}]"
+            )
     return "\n".join(lines)

@@ -1,4 +1,5 @@
 """Files of a run: reading those that a kill or a full disk may have damaged, and whether an output can be written."""
+
 import json
 import os
 from pathlib import Path

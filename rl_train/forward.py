@@ -7,6 +7,7 @@ and back, and each operation between two products reads and writes all tokens. H
 
 Letters: m tokens of all sequences, C width, H query heads, K key-value heads, D head size, F MLP width, r LoRA rank.
 """
+
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,13 @@ from rl_train import decode_torch, forward_torch
 @dataclass
 class Runs:
     """Tokens of P packed sequences without their padding, as runs: a prompt, or what was fed of a row, which sees its prompt too."""
-    num_slots: int              # S of each sequence
-    slots: torch.Tensor         # (m,) where each token is among the P*S slots
-    keys: torch.Tensor          # the tokens that the first run sees, the second, ..
-    query_ends: torch.Tensor    # (runs + 1,) int32, from 0
-    key_ends: torch.Tensor      # (runs + 1,) int32, from 0
-    longest: tuple[int, int]    # queries of a run, keys of a run
+
+    num_slots: int  # S of each sequence
+    slots: torch.Tensor  # (m,) where each token is among the P*S slots
+    keys: torch.Tensor  # the tokens that the first run sees, the second, ..
+    query_ends: torch.Tensor  # (runs + 1,) int32, from 0
+    key_ends: torch.Tensor  # (runs + 1,) int32, from 0
+    longest: tuple[int, int]  # queries of a run, keys of a run
 
 
 def runs(part: torch.Tensor) -> Runs:
@@ -43,11 +45,23 @@ def runs(part: torch.Tensor) -> Runs:
         if name % many == 0:
             prompt = own
         at += count
-    query_ends, key_ends = (torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32) for sizes in (counts, lengths))
-    return Runs(part.shape[1], slots, torch.cat(keys).to(part.device), query_ends, key_ends, (max(counts), max(lengths)))
+    query_ends, key_ends = (
+        torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32)
+        for sizes in (counts, lengths)
+    )
+    return Runs(
+        part.shape[1],
+        slots,
+        torch.cat(keys).to(part.device),
+        query_ends,
+        key_ends,
+        (max(counts), max(lengths)),
+    )
 
 
-def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=None, cache=None) -> torch.Tensor:
+def hidden_states(
+    decoder, embeds, packed, gradient_checkpointing=False, ops=None, cache=None
+) -> torch.Tensor:
     """(P, S, C) last hidden states after the final norm, 0 at the padding; carries gradient to embeds and LoRA.
 
     Args:
@@ -62,28 +76,39 @@ def hidden_states(decoder, embeds, packed, gradient_checkpointing=False, ops=Non
     with torch.autocast(embeds.device.type, enabled=False):
         decoder.refresh()
         refreshes = decoder.num_refreshes
-        angle = packed.position_ids.flatten()[layout.slots, None] * decoder.inv_freq                    # (m, D/2)
+        angle = packed.position_ids.flatten()[layout.slots, None] * decoder.inv_freq  # (m, D/2)
         turn = [(f(angle) * decoder.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         flash = by_flash(embeds)
         bias = None if flash else packed.bias(embeds.dtype)
-        residual = embeds.flatten(0, 1)[layout.slots]                                                   # (m, C)
+        residual = embeds.flatten(0, 1)[layout.slots]  # (m, C)
         delta = torch.zeros_like(residual)
 
         def layer(residual, delta, fuseds, norm, mlp_norm):
-            assert decoder.num_refreshes == refreshes, "the LoRA was copied anew between a checkpointed forward and its backward"
+            assert decoder.num_refreshes == refreshes, (
+                "the LoRA was copied anew between a checkpointed forward and its backward"
+            )
             qkv, out, gate_up, down = fuseds
             residual, x = _AddNorm.apply(residual, delta, norm.weight, norm.variance_epsilon, ops)
-            qkv = _Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))                          # (m, H + 2K, D)
+            qkv = _Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))  # (m, H + 2K, D)
             qkv = _Rotate.apply(qkv, *turn, num_kv, ops)
             if cache is not None:
                 cache.append([x.contiguous() for x in split(qkv, num_kv)[1:]])
-            x = _Flash.apply(qkv, num_kv, layout) if flash else dense_attention(qkv, num_kv, layout, bias)
+            x = (
+                _Flash.apply(qkv, num_kv, layout)
+                if flash
+                else dense_attention(qkv, num_kv, layout, bias)
+            )
             delta = _Linear.apply(x, out, *out.sources)
-            residual, x = _AddNorm.apply(residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops)
+            residual, x = _AddNorm.apply(
+                residual, delta, mlp_norm.weight, mlp_norm.variance_epsilon, ops
+            )
             return residual, _MLP.apply(x, gate_up, down, ops, *gate_up.sources, *down.sources)
+
         for parts in decoder.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
-                residual, delta = _Checkpoint.apply(layer, parts, residual, delta, *[p for fused in parts[0] for p in fused.sources])
+                residual, delta = _Checkpoint.apply(
+                    layer, parts, residual, delta, *[p for fused in parts[0] for p in fused.sources]
+                )
             else:
                 residual, delta = layer(residual, delta, *parts)
         norm = decoder.final_norm
@@ -96,6 +121,7 @@ def default_ops(decoder):
     if decoder.ops is decode_torch:
         return forward_torch
     from rl_train import forward_triton
+
     return forward_triton
 
 
@@ -115,7 +141,11 @@ class _Checkpoint(torch.autograd.Function):
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
             outputs = ctx.layer(*inputs, *ctx.parts)
-        found = iter(torch.autograd.grad(outputs, [t for t, need in zip([*inputs, *ctx.lora], needed) if need], d))
+        found = iter(
+            torch.autograd.grad(
+                outputs, [t for t, need in zip([*inputs, *ctx.lora], needed) if need], d
+            )
+        )
         return None, None, *[next(found) if need else None for need in needed]
 
 
@@ -138,6 +168,7 @@ class _AddNorm(torch.autograd.Function):
 
 # A linear is y = x W^T + b + s (x A^T) B^T; W is frozen, A and B are not. Fused ones share x, and their y's stand side by side.
 
+
 def linear(fused, x):
     """((m, outputs + k*r) of k fused linears: their outputs, then x A^T of each."""
     y = fused(x)
@@ -148,12 +179,16 @@ def linear(fused, x):
 def linear_backward(fused, weight, lora_b, dy, inner):
     """(derivative by x, by x A^T or None, by each B), given dy (m, outputs) and inner = x A^T (m, k*r)."""
     outputs = sum(fused.sizes)
-    dx = dy @ weight[:outputs]                                                                  # (m, inputs)
+    dx = dy @ weight[:outputs]  # (m, inputs)
     if lora_b is None:
         return dx, None, []
     d_inner, d_b, sizes = torch.empty_like(inner), [], fused.sizes
-    for d_out, d_in, x_in, b in zip(dy.split_with_sizes(sizes, 1), d_inner.chunk(len(sizes), 1), inner.chunk(len(sizes), 1),
-                                    lora_b.split_with_sizes(sizes)):
+    for d_out, d_in, x_in, b in zip(
+        dy.split_with_sizes(sizes, 1),
+        d_inner.chunk(len(sizes), 1),
+        inner.chunk(len(sizes), 1),
+        lora_b.split_with_sizes(sizes),
+    ):
         d_in.addmm_(d_out, b, beta=0, alpha=fused.scaling)
         d_b.append((d_out.t() @ x_in).float().mul_(fused.scaling))
     return dx.addmm_(d_inner, weight[outputs:]), d_inner, d_b
@@ -191,10 +226,12 @@ class _MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, gate_up, down, ops, *lora):
-        y = linear(gate_up, x)                                                                  # (m, 2F + 2r)
+        y = linear(gate_up, x)  # (m, 2F + 2r)
         outputs = sum(down.sizes)
         z = linear(down, ops.gate(y, gate_up.sizes[0]))
-        ctx.save_for_backward(x, y, z[:, outputs:].clone(), gate_up.weight, gate_up.lora_b, down.weight, down.lora_b)
+        ctx.save_for_backward(
+            x, y, z[:, outputs:].clone(), gate_up.weight, gate_up.lora_b, down.weight, down.lora_b
+        )
         ctx.gate_up, ctx.down, ctx.ops = gate_up, down, ops
         return z[:, :outputs]
 
@@ -205,11 +242,12 @@ class _MLP(torch.autograd.Function):
         d_gated, d_inner, d_b = linear_backward(ctx.down, down_weight, down_b, dz, inner)
         dy, gated = ctx.ops.gate_backward(d_gated, y)
         down = gradients(ctx.down, d_inner, gated, d_b)
-        dx, d_inner, d_b = linear_backward(ctx.gate_up, weight, lora_b, dy, y[:, dy.shape[1]:])
+        dx, d_inner, d_b = linear_backward(ctx.gate_up, weight, lora_b, dy, y[:, dy.shape[1] :])
         return dx, None, None, None, *gradients(ctx.gate_up, d_inner, x, d_b), *down
 
 
 # Attention (m, H*D) of heads [q, k, v] (m, H + 2K, D).
+
 
 class _Rotate(torch.autograd.Function):
     """Rotary positions of q and k."""
@@ -250,7 +288,16 @@ class _Flash(torch.autograd.Function):
     def forward(ctx, qkv, num_kv, runs):
         q, k, v = split(qkv, num_kv)
         out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k[runs.keys], v[runs.keys], runs.query_ends, runs.key_ends, *runs.longest, 0.0, True, False)
+            q,
+            k[runs.keys],
+            v[runs.keys],
+            runs.query_ends,
+            runs.key_ends,
+            *runs.longest,
+            0.0,
+            True,
+            False,
+        )
         ctx.save_for_backward(qkv, out, sums, state, unused)
         ctx.num_kv, ctx.runs = num_kv, runs
         return out.flatten(1)
@@ -261,13 +308,29 @@ class _Flash(torch.autograd.Function):
         (qkv, out, sums, state, unused), runs = ctx.saved_tensors, ctx.runs
         q, k, v = split(qkv, ctx.num_kv)
         dq, *d_kv = torch.ops.aten._flash_attention_backward(
-            d.reshape(out.shape), q, k[runs.keys], v[runs.keys], out, sums, runs.query_ends, runs.key_ends, *runs.longest, 0.0, True, state,
-            unused)
+            d.reshape(out.shape),
+            q,
+            k[runs.keys],
+            v[runs.keys],
+            out,
+            sums,
+            runs.query_ends,
+            runs.key_ends,
+            *runs.longest,
+            0.0,
+            True,
+            state,
+            unused,
+        )
         d_qkv = torch.empty_like(qkv)
         first, *parts = split(d_qkv, ctx.num_kv)
         first.copy_(dq)
-        for part, repeated in zip(parts, d_kv):                                 # up to G + 1 numbers add up, in float32
-            part.copy_(torch.zeros_like(part, dtype=torch.float32).index_add_(0, runs.keys, repeated.float()))
+        for part, repeated in zip(parts, d_kv):  # up to G + 1 numbers add up, in float32
+            part.copy_(
+                torch.zeros_like(part, dtype=torch.float32).index_add_(
+                    0, runs.keys, repeated.float()
+                )
+            )
         return d_qkv, None, None
 
 

@@ -2,6 +2,7 @@
 
 Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width.
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -27,18 +28,26 @@ def rotate(qkv, cos, sin, num_turned):
     """Heads qkv (m, H + 2K, D), the first num_turned of them turned by angles of which cos, sin are (m, D/2)."""
     first, second = qkv[:, :num_turned].chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1), qkv[:, num_turned:]], dim=1)
+    return torch.cat(
+        [
+            torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1),
+            qkv[:, num_turned:],
+        ],
+        dim=1,
+    )
 
 
 def gate(y, width):
     """silu(gate) * up (m, F) of y = [gate, up, ..] (m, 2F + ..)."""
-    return F.silu(y[:, :width]) * y[:, width:2 * width]
+    return F.silu(y[:, :width]) * y[:, width : 2 * width]
 
 
 def gate_backward(d, y):
     """(derivative by [gate, up] (m, 2F), silu(gate) * up (m, F)), given that by the latter (m, F)."""
     width = d.shape[1]
-    g, u, d = y[:, :width].float(), y[:, width:2 * width].float(), d.float()
+    g, u, d = y[:, :width].float(), y[:, width : 2 * width].float(), d.float()
     share = torch.sigmoid(g)
     silu = g * share
-    return torch.cat([d * u * (share + silu * (1 - share)), d * silu], dim=1).to(y.dtype), gate(y, width)
+    return torch.cat([d * u * (share + silu * (1 - share)), d * silu], dim=1).to(y.dtype), gate(
+        y, width
+    )

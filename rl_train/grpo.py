@@ -5,13 +5,14 @@ huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`); `docs/
 
 Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V vocabulary.
 """
+
 import numpy as np
 import torch
 
 CONTROLS = ("none", "shuffled", "constant")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
-ADVANTAGE_EPS = 1e-4      # added to the standard deviation, as in TRL
-MIN_STD = 1e-6            # below it a group's rewards are equal up to rounding and carry no signal
+ADVANTAGE_EPS = 1e-4  # added to the standard deviation, as in TRL
+MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry no signal
 
 
 def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torch.Tensor:
@@ -19,11 +20,19 @@ def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torc
 
     Components without a weight are measurements: they are logged and do not count.
     """
-    parts = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)         # (N, components)
+    parts = torch.stack(
+        [weights[name] * rewards[name] for name in weights], dim=-1
+    )  # (N, components)
     return torch.where(parts.isnan().all(-1), torch.nan, parts.nansum(-1))
 
 
-def control_rewards(rewards: torch.Tensor, num_generations: int, control: str, seed: tuple[int, ...], indices: list[int]) -> torch.Tensor:
+def control_rewards(
+    rewards: torch.Tensor,
+    num_generations: int,
+    control: str,
+    seed: tuple[int, ...],
+    indices: list[int],
+) -> torch.Tensor:
     """(N,) rewards for an experiment that must not learn: "shuffled" inside each group, or "constant"; or as they are.
 
     Missing rewards (NaN) move with the shuffle and stay where they are under "constant".
@@ -32,8 +41,12 @@ def control_rewards(rewards: torch.Tensor, num_generations: int, control: str, s
         seed, indices: the order of group i follows from seed and indices[i], the number of its sample, alone.
     """
     if control == "shuffled":
-        return torch.cat([group[np.random.default_rng([*seed, index]).permutation(num_generations)]
-                          for group, index in zip(rewards.split(num_generations), indices)])
+        return torch.cat(
+            [
+                group[np.random.default_rng([*seed, index]).permutation(num_generations)]
+                for group, index in zip(rewards.split(num_generations), indices)
+            ]
+        )
     return torch.where(rewards.isnan(), rewards, 1.0) if control == "constant" else rewards
 
 
@@ -43,7 +56,9 @@ def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
     return torch.where(std < MIN_STD, 0.0, std)
 
 
-def group_advantages(rewards: torch.Tensor, num_generations: int, scale: str = "group") -> torch.Tensor:
+def group_advantages(
+    rewards: torch.Tensor, num_generations: int, scale: str = "group"
+) -> torch.Tensor:
     """(N,) advantages (r - mean) / (std + 1e-4) inside each group of G consecutive rows.
 
     Args:
@@ -58,20 +73,24 @@ def group_advantages(rewards: torch.Tensor, num_generations: int, scale: str = "
     """
     if scale not in ("group", "batch", "none"):
         raise ValueError(f"scale {scale!r} is unknown; known: group, batch, none")
-    mean, std = _group_moments(rewards, num_generations)                                       # (B, 1) each
+    mean, std = _group_moments(rewards, num_generations)  # (B, 1) each
     advantages = rewards.view(-1, num_generations) - mean
     advantages = torch.where(std < MIN_STD, 0.0, advantages)
     if scale == "group":
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif scale == "batch":
         scored = rewards[~rewards.isnan()]
-        advantages = advantages / ((scored.std() if len(scored) > 1 else scored.new_zeros(())) + ADVANTAGE_EPS)
+        advantages = advantages / (
+            (scored.std() if len(scored) > 1 else scored.new_zeros(())) + ADVANTAGE_EPS
+        )
     return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
 
 
 def _group_moments(rewards, num_generations):
     if num_generations < 2:
-        raise ValueError(f"--num_generations {num_generations}: a group needs at least 2 samples to compare")
+        raise ValueError(
+            f"--num_generations {num_generations}: a group needs at least 2 samples to compare"
+        )
     if rewards.ndim != 1 or len(rewards) % num_generations:
         raise ValueError(f"{tuple(rewards.shape)} rewards do not form groups of {num_generations}")
     groups = rewards.view(-1, num_generations)
@@ -83,9 +102,13 @@ def _group_moments(rewards, num_generations):
     return mean, (squares / (count - 1).clamp(min=1)).sqrt()
 
 
-def token_logps_from_logits(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
+def token_logps_from_logits(
+    logits: torch.Tensor, ids: torch.Tensor, temperature: float
+) -> torch.Tensor:
     """(N, T) log-probabilities of `ids` (N, T) under softmax(logits / temperature), logits (N, T, V), in float32."""
-    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(-1, ids[..., None])[..., 0]
+    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(-1, ids[..., None])[
+        ..., 0
+    ]
 
 
 def entropy_from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -100,8 +123,20 @@ def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
     return difference.exp() - difference - 1
 
 
-def grpo_loss(logp, old_logp, ref_logp, advantages, valid, *, clip_range, clip_range_high=None, kl_coef=0.0,
-              loss_type="grpo", max_completion_length=None, num_tokens=None):
+def grpo_loss(
+    logp,
+    old_logp,
+    ref_logp,
+    advantages,
+    valid,
+    *,
+    clip_range,
+    clip_range_high=None,
+    kl_coef=0.0,
+    loss_type="grpo",
+    max_completion_length=None,
+    num_tokens=None,
+):
     """Clipped policy-gradient loss with a KL penalty.
 
     Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3, rho = exp(logp - old_logp).
@@ -133,13 +168,13 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, valid, *, clip_range, clip_r
     if kl_coef and ref_logp is None:
         raise ValueError("--kl_coef needs the reference's log-probs")
     high = clip_range if clip_range_high is None else clip_range_high
-    log_ratio = torch.where(valid, logp - old_logp, 0.0)                                       # (N, T)
+    log_ratio = torch.where(valid, logp - old_logp, 0.0)  # (N, T)
     if loss_type == "gspo":
-        log_ratio = _row_mean(log_ratio, valid)[:, None]                                       # (N, 1)
+        log_ratio = _row_mean(log_ratio, valid)[:, None]  # (N, 1)
     ratio = log_ratio.exp()
-    a = advantages[:, None]                                                                    # (N, 1)
+    a = advantages[:, None]  # (N, 1)
     policy = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
-    policy = policy.expand_as(logp)                                                            # (N, T)
+    policy = policy.expand_as(logp)  # (N, T)
 
     def reduce(per_token):
         per_token = torch.where(valid, per_token, 0.0)
@@ -151,18 +186,27 @@ def grpo_loss(logp, old_logp, ref_logp, advantages, valid, *, clip_range, clip_r
 
     policy_loss = reduce(policy)
     loss = policy_loss
-    kl = None if ref_logp is None else torch.where(valid, k3_kl(torch.where(valid, logp, 0.0),
-                                                                torch.where(valid, ref_logp, 0.0)), 0.0)
+    kl = (
+        None
+        if ref_logp is None
+        else torch.where(
+            valid, k3_kl(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0)), 0.0
+        )
+    )
     if kl_coef:
         loss = loss + kl_coef * reduce(kl)
     with torch.no_grad():
         token_ratio = ratio.expand_as(logp)
         stats = dict(
-            policy_loss=policy_loss.detach(), tokens=valid.sum(),
+            policy_loss=policy_loss.detach(),
+            tokens=valid.sum(),
             kl=logp.new_zeros(()) if kl is None else kl.sum().detach(),
             clip_low=(valid & (token_ratio < 1 - clip_range) & (a < 0)).sum(),
             clip_high=(valid & (token_ratio > 1 + high) & (a > 0)).sum(),
-            ratio_max=torch.where(valid, (token_ratio - 1).abs(), 0.0).max() if valid.numel() else logp.new_zeros(()))
+            ratio_max=torch.where(valid, (token_ratio - 1).abs(), 0.0).max()
+            if valid.numel()
+            else logp.new_zeros(()),
+        )
     return loss, stats
 
 
@@ -172,6 +216,7 @@ def _row_mean(values, valid):
 
 
 # The latent action of loop 2: z ~ N(e, sigma^2 I) over SAM2's prompt embedding.
+
 
 def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Tensor:
     """(M,) log-density of z (M, D) under N(mean, sigma^2 I), averaged over the D dimensions.
@@ -183,4 +228,4 @@ def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Te
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float) -> torch.Tensor:
     """(M,) exact KL(N(mean, sigma^2) || N(ref_mean, sigma^2)) averaged over the D dimensions of (M, D) means."""
-    return ((mean.float() - ref_mean.float()) ** 2).mean(-1) / (2 * sigma ** 2)
+    return ((mean.float() - ref_mean.float()) ** 2).mean(-1) / (2 * sigma**2)

@@ -1,9 +1,10 @@
 """Signs that a reward is being gamed, counted in training (`tb.py`) and on held-out samples (`evaluation.py`)."""
+
 import re
 
 import torch
 
-WHOLE = 0.9      # share of the image above which a mask counts as all of it
+WHOLE = 0.9  # share of the image above which a mask counts as all of it
 
 
 def repeats(text: str) -> bool:

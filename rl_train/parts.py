@@ -1,4 +1,5 @@
 """What a run is made of, built from its flags before the first step: data, model, roles, tasks, optimizer."""
+
 import json
 import math
 from argparse import Namespace
@@ -23,7 +24,7 @@ from rl_train.rollout import calibrate_sigma
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import TASKS
 
-SIGMA_REGIONS = 32      # training regions that --mask_sigma auto looks at
+SIGMA_REGIONS = 32  # training regions that --mask_sigma auto looks at
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -33,7 +34,10 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
     def factor(update):
         if update < warmup:
             return (update + 1) / (warmup + 1)
-        return 0.5 * (1 + math.cos(math.pi * min((update - warmup) / max(num_updates - warmup, 1), 1.0)))
+        return 0.5 * (
+            1 + math.cos(math.pi * min((update - warmup) / max(num_updates - warmup, 1), 1.0))
+        )
+
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
@@ -49,19 +53,26 @@ def split_dataset(args):
         heldout = DATASETS[args.dataset](args.eval_data_dir)
         check_bad_fraction(heldout.report(), 0, args.max_bad_fraction)
         return dataset, Subset(heldout, range(min(args.eval_samples, len(heldout)))), damaged
-    order = torch.randperm(int(dataset.images.max()) + 1, generator=torch.Generator().manual_seed(0)).numpy()
-    place = order.argsort()[dataset.images]                               # of each region's image in the order
+    order = torch.randperm(
+        int(dataset.images.max()) + 1, generator=torch.Generator().manual_seed(0)
+    ).numpy()
+    place = order.argsort()[dataset.images]  # of each region's image in the order
     last_first = place.argsort(kind="stable")[::-1]
-    heldout = last_first[:args.eval_samples]                              # whole images, but for what of the last one is too many
+    heldout = last_first[
+        : args.eval_samples
+    ]  # whole images, but for what of the last one is too many
     training = sorted(last_first[place[last_first] < place[heldout].min()].tolist())
     if not training:
-        raise ValueError(f"--data_dir {args.data_dir} holds {len(dataset)} regions, too few to hold out --eval_samples {args.eval_samples}")
+        raise ValueError(
+            f"--data_dir {args.data_dir} holds {len(dataset)} regions, too few to hold out --eval_samples {args.eval_samples}"
+        )
     return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
 
 
 @dataclass
 class Watch:
     """What may stop a run from outside: a judge that fails, and samples that turn out damaged."""
+
     damaged: DamagedSamples
     judge: LLMJudge | None
     judge_failures: FailureWindow
@@ -71,8 +82,13 @@ def build_judge(args) -> LLMJudge | None:
     """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
     if not args.use_llm_judge:
         return None
-    judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model, args.llm_judge_mode, seed=args.seed,
-                     cache_path=Path(args.output_dir) / "judge_cache.sqlite")
+    judge = LLMJudge(
+        args.llm_judge_base_url,
+        args.llm_judge_model,
+        args.llm_judge_mode,
+        seed=args.seed,
+        cache_path=Path(args.output_dir) / "judge_cache.sqlite",
+    )
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
@@ -82,6 +98,7 @@ def build_judge(args) -> LLMJudge | None:
 @dataclass
 class Parts:
     """What a run is made of, before its first step."""
+
     policy: object
     roles: Roles
     tasks: list
@@ -92,7 +109,7 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
-    resume: object            # checkpoint folder to continue from, or None
+    resume: object  # checkpoint folder to continue from, or None
 
 
 def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | None:
@@ -106,7 +123,9 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
         return args.mask_sigma
     if resume:
         return json.loads((resume / "config.json").read_text())["calibrated_mask_sigma"]
-    few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[:SIGMA_REGIONS].tolist()
+    few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[
+        :SIGMA_REGIONS
+    ].tolist()
     loader = eval_loader(Subset(train_set, few), policy.processor, args.batch_size, 0, 0, 1)
     value = calibrate_sigma(policy, loader, args.max_completion_length)
     policy.join()
@@ -119,8 +138,13 @@ def standing_memory(policy) -> dict[str, int]:
     """{part: bytes} that a run holds on each GPU whatever its batch; gradients from the first backward of a step to its end."""
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     everything = sum(parameter.nbytes for parameter in policy.model.parameters())
-    return {"frozen base": everything - weights, "trainable weights": weights, "teacher and reference": 2 * weights,
-            "optimizer": 2 * weights, "gradients": weights}
+    return {
+        "frozen base": everything - weights,
+        "trainable weights": weights,
+        "teacher and reference": 2 * weights,
+        "optimizer": 2 * weights,
+        "gradients": weights,
+    }
 
 
 def build_tasks(args, policy, roles, sigma: float | None, judge=None, user_rewards=()) -> list:
@@ -133,18 +157,27 @@ def build_tasks(args, policy, roles, sigma: float | None, judge=None, user_rewar
 def build_optimizer(args, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
     rates = dict.fromkeys(policy.trainable, args.learning_rate)
-    rates |= {name: args.prompt_learning_rate for name in rates if policy.group_of(name) == "text_hidden_fcs"}
-    groups = [dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate) for rate in dict.fromkeys(rates.values())]
-    return torch.optim.AdamW(groups, weight_decay=args.weight_decay, fused=policy.device.type == "cuda")
+    rates |= {
+        name: args.prompt_learning_rate
+        for name in rates
+        if policy.group_of(name) == "text_hidden_fcs"
+    }
+    groups = [
+        dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
+        for rate in dict.fromkeys(rates.values())
+    ]
+    return torch.optim.AdamW(
+        groups, weight_decay=args.weight_decay, fused=policy.device.type == "cuda"
+    )
 
 
 def build(args, ranks) -> Parts:
     """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
-    vars(args)["world_size"] = ranks.world_size                           # for config.json, beside the flags
+    vars(args)["world_size"] = ranks.world_size  # for config.json, beside the flags
     shards = Shards(ranks) if args.shard_base else None
     if ranks.is_main:
         check_output_dir(args)
-    distributed.gather_objects(None)                                      # nobody goes on before the folder is known to be free
+    distributed.gather_objects(None)  # nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = load_user_rewards(args.reward)
     judge = build_judge(args)
@@ -153,10 +186,15 @@ def build(args, ranks) -> Parts:
     policy = build_policy(args, ranks.device, shards)
     print0("parameters:\n" + policy.parameter_table())
     held = standing_memory(policy)
-    print0("memory before activations, GiB: " + ", ".join(f"{part} {size / 2 ** 30:.1f}" for part, size in held.items()))
+    print0(
+        "memory before activations, GiB: "
+        + ", ".join(f"{part} {size / 2**30:.1f}" for part, size in held.items())
+    )
     if shards:
         held, whole = held_bytes(policy.model)
-        print0(f"--shard_base: {held / 2 ** 20:.1f} MiB of {whole / 2 ** 20:.1f} MiB of parameters on each of {ranks.world_size} ranks")
+        print0(
+            f"--shard_base: {held / 2**20:.1f} MiB of {whole / 2**20:.1f} MiB of parameters on each of {ranks.world_size} ranks"
+        )
     roles = Roles(policy.trainable)
     resume = checkpoint.find(args.resume, args.output_dir) if args.resume else None
     start = 0
@@ -166,14 +204,33 @@ def build(args, ranks) -> Parts:
     train_set = Fitting(train_set, policy, args.max_completion_length)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
-        vars(args)["calibrated_mask_sigma"] = sigma                       # for config.json, beside the flags
+        vars(args)["calibrated_mask_sigma"] = sigma  # for config.json, beside the flags
     tasks = build_tasks(args, policy, roles, sigma, judge, user_rewards)
-    sampler = StepSampler(len(train_set), args.batch_size, args.gradient_accumulation_steps, args.seed, ranks.rank, ranks.world_size,
-                          start)
+    sampler = StepSampler(
+        len(train_set),
+        args.batch_size,
+        args.gradient_accumulation_steps,
+        args.seed,
+        ranks.rank,
+        ranks.world_size,
+        start,
+    )
     max_steps = args.max_steps or math.ceil(args.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(args, policy)
     scheduler = cosine_schedule(optimizer, max_steps * args.num_iterations, args.warmup_ratio)
     if ranks.is_main:
-        claim_output_dir(args)                                            # last, so that bad input uses up no folder
+        claim_output_dir(args)  # last, so that bad input uses up no folder
     watch = Watch(damaged, judge, FailureWindow(args.max_judge_failures))
-    return Parts(policy, roles, tasks, watch, optimizer, scheduler, train_set, heldout, sampler, max_steps, resume)
+    return Parts(
+        policy,
+        roles,
+        tasks,
+        watch,
+        optimizer,
+        scheduler,
+        train_set,
+        heldout,
+        sampler,
+        max_steps,
+        resume,
+    )

@@ -3,6 +3,7 @@
 Letters: B images, P prompts (each about one image), N = P*G rows, L prompt length, T completion tokens, C LLM width,
 D prompt-embedding width, M [SEG] tokens in all rows.
 """
+
 import contextlib
 import logging
 import re
@@ -29,44 +30,63 @@ TRAINABLE = {
     "mlp1": r"^mlp1\.",
     "text_hidden_fcs": r"^text_hidden_fcs\.",
     "sam2": r"^grounding_encoder\.(mask_decoder\.(?!output_hypernetworks_mlps\.0\.|iou_prediction_head\.|pred_obj_score_head\.)"
-            r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
+    r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
 }
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
-FLOAT32_MODULES = ("mlp1", "text_hidden_fcs", "grounding_encoder.mask_decoder", "grounding_encoder.prompt_encoder",
-                   "grounding_encoder.shared_image_embedding")
+FLOAT32_MODULES = (
+    "mlp1",
+    "text_hidden_fcs",
+    "grounding_encoder.mask_decoder",
+    "grounding_encoder.prompt_encoder",
+    "grounding_encoder.shared_image_embedding",
+)
 
 
 @dataclass
 class Images:
     """Features of B images, computed once and shared by all rows, roles and inner iterations; before what trains."""
-    vision: torch.Tensor            # (t, tokens, 4 * ViT width), before mlp1
-    tiles: list[int]                # tiles of each image
-    sam: list[torch.Tensor]         # SAM2 pyramid, before conv_s0 and conv_s1
-    sizes: list[tuple[int, int]]    # (H, W) of each image
+
+    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
+    tiles: list[int]  # tiles of each image
+    sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
+    sizes: list[tuple[int, int]]  # (H, W) of each image
 
 
 @dataclass
 class Prompts:
-    ids: list[list[int]]                     # P prompts, ragged
-    image: list[int]                         # the image each is about
-    grids: list[torch.Tensor] | None         # (1, g, g) bool region of each, or None
+    ids: list[list[int]]  # P prompts, ragged
+    image: list[int]  # the image each is about
+    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, or None
 
     def repeat(self, n: int) -> "Prompts":
         return self.select([p for p in range(len(self.ids)) for _ in range(n)])
 
     def select(self, rows) -> "Prompts":
-        return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows],
-                       None if self.grids is None else [self.grids[r] for r in rows])
+        return Prompts(
+            [self.ids[r] for r in rows],
+            [self.image[r] for r in rows],
+            None if self.grids is None else [self.grids[r] for r in rows],
+        )
 
     def followed_by(self, answers: list[list[int]]) -> "Prompts":
         """Each with the ids of an answer behind it."""
-        return Prompts([ids + answer for ids, answer in zip(self.ids, answers, strict=True)], self.image, self.grids)
+        return Prompts(
+            [ids + answer for ids, answer in zip(self.ids, answers, strict=True)],
+            self.image,
+            self.grids,
+        )
 
     def distinct(self) -> tuple["Prompts", list[int]]:
         """(the prompts without those that repeat the one before, the index among them of each of these)."""
+
         def repeats(row):
-            return row > 0 and self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1] and (
-                self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
+            return (
+                row > 0
+                and self.ids[row] == self.ids[row - 1]
+                and self.image[row] == self.image[row - 1]
+                and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
+            )
+
         first = [row for row in range(len(self.ids)) if not repeats(row)]
         return self.select(first), [bisect(first, row) - 1 for row in range(len(self.ids))]
 
@@ -74,9 +94,10 @@ class Prompts:
 @dataclass
 class Scores:
     """What one forward says of n rows."""
-    logp: torch.Tensor              # (n, T)
-    entropy: torch.Tensor           # (n, T), detached
-    latent_mean: torch.Tensor       # (M, D) mean of the prompt embedding at each [SEG], row-major
+
+    logp: torch.Tensor  # (n, T)
+    entropy: torch.Tensor  # (n, T), detached
+    latent_mean: torch.Tensor  # (M, D) mean of the prompt embedding at each [SEG], row-major
 
 
 class Policy:
@@ -90,17 +111,35 @@ class Policy:
         shards: the `sharding.Shards` that the model was loaded with, if any.
     """
 
-    def __init__(self, model, processor, tokenizer, lora: LoraConfig, groups=tuple(TRAINABLE), temperature=1.0,
-                 gradient_checkpointing=False, shards=None):
-        self.model, self.processor, self.tokenizer, self.temperature = model, processor, tokenizer, temperature
+    def __init__(
+        self,
+        model,
+        processor,
+        tokenizer,
+        lora: LoraConfig,
+        groups=tuple(TRAINABLE),
+        temperature=1.0,
+        gradient_checkpointing=False,
+        shards=None,
+    ):
+        self.model, self.processor, self.tokenizer, self.temperature = (
+            model,
+            processor,
+            tokenizer,
+            temperature,
+        )
         self.shards = shards
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
-        with warnings.catch_warnings():                             # peft 0.21 asks by a name that transformers gives up
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            self.peft = get_peft_model(model.language_model, lora)  # injects into model.language_model in place
+        with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
+            warnings.filterwarnings(
+                "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
+            )
+            self.peft = get_peft_model(
+                model.language_model, lora
+            )  # injects into model.language_model in place
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
         self.trainable = self._freeze_all_but(groups)
@@ -122,7 +161,9 @@ class Policy:
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        assert all(any(re.search(TRAINABLE[g], n) for n in trainable) for g in groups), "a trainable group is empty"
+        assert all(any(re.search(TRAINABLE[g], n) for n in trainable) for g in groups), (
+            "a trainable group is empty"
+        )
         return trainable
 
     def group_of(self, name: str) -> str:
@@ -132,11 +173,15 @@ class Policy:
         """Trainable and total counts by part, for the start of the log."""
         counts = {}
         for name, parameter in self.model.named_parameters():
-            part = self.group_of(name) if name in self.trainable else f"{name.split('.')[0]} (frozen)"
+            part = (
+                self.group_of(name) if name in self.trainable else f"{name.split('.')[0]} (frozen)"
+            )
             counts[part] = counts.get(part, 0) + parameter.numel()
         trains = sum(p.numel() for p in self.trainable.values())
         rows = [f"  {part:32s} {count:>15,d}" for part, count in sorted(counts.items())]
-        return "\n".join([*rows, f"  {'trainable':32s} {trains:>15,d} of {sum(counts.values()):,d}"])
+        return "\n".join(
+            [*rows, f"  {'trainable':32s} {trains:>15,d} of {sum(counts.values()):,d}"]
+        )
 
     def autocast(self):
         """bf16 autocast if the frozen base is bf16, so that fp32 trainables compute in bf16 as they would in training."""
@@ -152,7 +197,9 @@ class Policy:
     # Inputs
 
     @torch.no_grad()
-    def encode_images(self, pixel_values: list[torch.Tensor], sam_pixels: torch.Tensor, sizes) -> Images:
+    def encode_images(
+        self, pixel_values: list[torch.Tensor], sam_pixels: torch.Tensor, sizes
+    ) -> Images:
         """Vision and SAM2 features of B images: pixel_values list of (t, 3, S, S), sam_pixels (B, 3, 1024, 1024) uint8.
 
         Without autocast, as the original's inference in bfloat16: all of it is frozen in one dtype, and layer norms that go to float32 and
@@ -162,14 +209,22 @@ class Policy:
         sam = self.model.sam_features(sam_pixels.to(self.device))
         return Images(vision, [len(p) for p in pixel_values], sam, list(sizes))
 
-    def describe_prompts(self, images: Images, image: list[int], grids: list[torch.Tensor]) -> Prompts:
+    def describe_prompts(
+        self, images: Images, image: list[int], grids: list[torch.Tensor]
+    ) -> Prompts:
         """Prompts that ask for a caption of region grids[p] (g, g) bool of image[p]."""
-        ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in zip(image, grids)]
+        ids = [
+            self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in zip(image, grids)
+        ]
         return Prompts(ids, list(image), [grid[None] for grid in grids])
 
     def segment_prompts(self, images: Images, image: list[int], captions: list[str]) -> Prompts:
         """Prompts that ask for the mask of captions[p] in image[p]."""
-        return Prompts([self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)], list(image), None)
+        return Prompts(
+            [self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)],
+            list(image),
+            None,
+        )
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):
         """Left-padded embeddings of prompts, with image and region features.
@@ -187,29 +242,50 @@ class Policy:
             longest = max(prompts.ids, key=len)
             of_image = longest.count(self.model.img_context_id)
             of_text = len(longest) - of_image
-            raise ValueError(f"a prompt of {of_image} tokens of image and region and {of_text} of text, with {num_tokens} behind it, does "
-                             f"not fit the context of {limit}: {'lower --max_tiles' if of_image > of_text else 'its caption is too long'}")
+            raise ValueError(
+                f"a prompt of {of_image} tokens of image and region and {of_text} of text, with {num_tokens} behind it, does "
+                f"not fit the context of {limit}: {'lower --max_tiles' if of_image > of_text else 'its caption is too long'}"
+            )
         # Project each image once, then repeat its features for the rows that share it.
         used = sorted(set(prompts.image))
         starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
-        features = self.model.mlp1(torch.cat([images.vision[starts[i]:starts[i + 1]] for i in used]))
+        features = self.model.mlp1(
+            torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
+        )
         features = dict(zip(used, features.split([images.tiles[i] for i in used])))
         flags = None
         if prompts.grids is not None:
-            flags = torch.tensor([t + 1 == images.tiles[i] for i in prompts.image for t in range(images.tiles[i])])
-        return self.model.embed(ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags), mask
+            flags = torch.tensor(
+                [t + 1 == images.tiles[i] for i in prompts.image for t in range(images.tiles[i])]
+            )
+        return self.model.embed(
+            ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags
+        ), mask
 
     def same(self, images: Images, prompts: Prompts) -> list[int]:
         """How many leading tokens each prompt has in common with the one before it: if that is about the same image, up to its end."""
+
         def end(prompt):
-            ids, length = prompts.ids[prompt], images.tiles[prompts.image[prompt]] * self.model.config.tokens_per_tile
+            ids, length = (
+                prompts.ids[prompt],
+                images.tiles[prompts.image[prompt]] * self.model.config.tokens_per_tile,
+            )
             at = ids.index(self.model.img_context_id) + length
-            return at if prompt and prompts.image[prompt] == prompts.image[prompt - 1] and ids[:at] == prompts.ids[prompt - 1][:at] else 0
+            return (
+                at
+                if prompt
+                and prompts.image[prompt] == prompts.image[prompt - 1]
+                and ids[:at] == prompts.ids[prompt - 1][:at]
+                else 0
+            )
+
         return [end(prompt) for prompt in range(len(prompts.ids))]
 
     # Scoring
 
-    def score(self, images: Images, prompts: Prompts, ids: torch.Tensor, valid: torch.Tensor) -> Scores:
+    def score(
+        self, images: Images, prompts: Prompts, ids: torch.Tensor, valid: torch.Tensor
+    ) -> Scores:
         """Log-probs of completions by a full forward over image, regions, prompt and completion; carries gradient.
 
         Neighbouring rows of one prompt share its forward. Log-probs and entropies of tokens that are not valid are 0.
@@ -221,9 +297,19 @@ class Policy:
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
             answers = logprob.score_answers(
-                self.model.language_model, embeds, mask, torch.tensor(prompt, device=self.device), ids, valid, pad_id=self.pad_id,
-                temperature=self.temperature, gradient_checkpointing=self.gradient_checkpointing)
-            latent_mean = self.model.text_hidden_fcs(answers.hidden_of(self.seg_tokens(ids, valid)))         # (M, D)
+                self.model.language_model,
+                embeds,
+                mask,
+                torch.tensor(prompt, device=self.device),
+                ids,
+                valid,
+                pad_id=self.pad_id,
+                temperature=self.temperature,
+                gradient_checkpointing=self.gradient_checkpointing,
+            )
+            latent_mean = self.model.text_hidden_fcs(
+                answers.hidden_of(self.seg_tokens(ids, valid))
+            )  # (M, D)
         return Scores(answers.logp, answers.entropy, latent_mean.float())
 
     @torch.no_grad()
@@ -231,16 +317,24 @@ class Policy:
         """(P, num_last, C) hidden states at the end of each prompt. Neighbours about one image share what they begin with."""
         with self.autocast():
             embeds, mask = self.embed(images, prompts)
-            return logprob.read(self.model.language_model, embeds, mask, self.same(images, prompts), num_last)
+            return logprob.read(
+                self.model.language_model, embeds, mask, self.same(images, prompts), num_last
+            )
 
     @torch.no_grad()
     def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
         """(P,) mean log-prob of the tokens of answers[p] to each prompt: what `score` says, by one forward of `read`."""
-        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))                 # (P, T)
+        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
         valid = mask.bool()
-        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]      # before each token
-        logp = logprob.frozen_logps(self.model.language_model, hidden[valid], ids[valid], self.temperature)
-        return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1) / valid.sum(1)
+        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[
+            :, :-1
+        ]  # before each token
+        logp = logprob.frozen_logps(
+            self.model.language_model, hidden[valid], ids[valid], self.temperature
+        )
+        return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(
+            1
+        ) / valid.sum(1)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: [SEG] tokens that were fed back as input.
@@ -252,7 +346,9 @@ class Policy:
     def decode_masks(self, images: Images, image: list[int], prompts: torch.Tensor) -> torch.Tensor:
         """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m]."""
         with self.autocast():
-            return self.model.decode_masks(images.sam, torch.tensor(image, device=self.device, dtype=torch.long), prompts)
+            return self.model.decode_masks(
+                images.sam, torch.tensor(image, device=self.device, dtype=torch.long), prompts
+            )
 
 
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,11 +386,15 @@ def load_tokenizer(path):
 
 def check_context(config, args):
     """Raise ValueError, naming the flags, if a prompt of the most tiles and the largest region leaves no room for an answer."""
-    tiles = args.max_tiles + (args.max_tiles > 1)                                       # and the thumbnail
-    longest = (tiles + 1) * config.tokens_per_tile + args.max_completion_length         # the largest region has a tile's tokens
+    tiles = args.max_tiles + (args.max_tiles > 1)  # and the thumbnail
+    longest = (
+        (tiles + 1) * config.tokens_per_tile + args.max_completion_length
+    )  # the largest region has a tile's tokens
     if longest > config.llm.max_position_embeddings:
-        raise ValueError(f"--max_tiles {args.max_tiles} with --max_completion_length {args.max_completion_length}: {longest} tokens and "
-                         f"the text do not fit the model's context of {config.llm.max_position_embeddings}")
+        raise ValueError(
+            f"--max_tiles {args.max_tiles} with --max_completion_length {args.max_completion_length}: {longest} tokens and "
+            f"the text do not fit the model's context of {config.llm.max_position_embeddings}"
+        )
 
 
 def build_policy(args, device, shards=None) -> Policy:
@@ -311,7 +411,21 @@ def build_policy(args, device, shards=None) -> Policy:
 
 def make_policy(args, model, tokenizer, shards=None) -> Policy:
     """Policy of a run over the base weights of `model`."""
-    lora = LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, bias="none",
-                      target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-    return Policy(model, Sa2VAProcessor(model.config, args.max_tiles), tokenizer, lora, trainable_groups(args), args.temperature,
-                  args.gradient_checkpointing, shards)
+    lora = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        bias="none",
+        target_modules=LORA_TARGETS,
+        task_type="CAUSAL_LM",
+    )
+    return Policy(
+        model,
+        Sa2VAProcessor(model.config, args.max_tiles),
+        tokenizer,
+        lora,
+        trainable_groups(args),
+        args.temperature,
+        args.gradient_checkpointing,
+        shards,
+    )

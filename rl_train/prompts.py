@@ -2,21 +2,34 @@
 
 Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
 """
+
 from rl_train.data.text import clean_caption
 from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
 from sa2va_hf.templates import chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
 SEGMENT = "Please segment {x} in this image."
-_WORDINGS = ("Can you segment the {x} in this image?", "Please segment {x} in this image.",
-             "What is {x} in this image? Please respond with segmentation mask.",
-             "What is {x} in this image? Please output segmentation mask.",
-             "Could you provide a segmentation mask for the {x} in this image?",
-             "Please identify and segment the {x} in this image.",
-             "Where is the {x} in this picture? Please respond with a segmentation mask.",
-             "Can you highlight the {x} in this image with a segmentation mask?")
-SEGMENT_WORDINGS = (*_WORDINGS, *(wording[:-1] for wording in _WORDINGS))      # each with and without its final mark
-SEGMENT_ANSWERS = ("It is [SEG].", "Sure, [SEG].", "Sure, it is [SEG].", "Sure, the segmentation result is [SEG].", "[SEG].")
+_WORDINGS = (
+    "Can you segment the {x} in this image?",
+    "Please segment {x} in this image.",
+    "What is {x} in this image? Please respond with segmentation mask.",
+    "What is {x} in this image? Please output segmentation mask.",
+    "Could you provide a segmentation mask for the {x} in this image?",
+    "Please identify and segment the {x} in this image.",
+    "Where is the {x} in this picture? Please respond with a segmentation mask.",
+    "Can you highlight the {x} in this image with a segmentation mask?",
+)
+SEGMENT_WORDINGS = (
+    *_WORDINGS,
+    *(wording[:-1] for wording in _WORDINGS),
+)  # each with and without its final mark
+SEGMENT_ANSWERS = (
+    "It is [SEG].",
+    "Sure, [SEG].",
+    "Sure, it is [SEG].",
+    "Sure, the segmentation result is [SEG].",
+    "[SEG].",
+)
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
 
 
@@ -37,7 +50,11 @@ class PromptBuilder:
     """
 
     def __init__(self, tokenizer, template: str, tokens_per_tile: int):
-        self.tokenizer, self.template, self.tokens_per_tile = tokenizer, chat_template(template), tokens_per_tile
+        self.tokenizer, self.template, self.tokens_per_tile = (
+            tokenizer,
+            chat_template(template),
+            tokens_per_tile,
+        )
         self.stop_texts = self.template.get("STOP_WORDS", [])
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
@@ -50,14 +67,19 @@ class PromptBuilder:
 
     def text(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
         """`question` in the chat template, ready for the answer."""
-        return self.template["INSTRUCTION"].replace("{input}", self.question(question, num_tiles, cells))
+        return self.template["INSTRUCTION"].replace(
+            "{input}", self.question(question, num_tiles, cells)
+        )
 
     def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
         """Ids of `text`. The image's many equal tokens are put in afterwards: encoding them took most of the time."""
         many = IMG_CONTEXT_TOKEN * (num_tiles * self.tokens_per_tile)
-        ids = self.tokenizer.encode(self.text(question, num_tiles, cells).replace(many, IMG_CONTEXT_TOKEN, 1), add_special_tokens=False)
+        ids = self.tokenizer.encode(
+            self.text(question, num_tiles, cells).replace(many, IMG_CONTEXT_TOKEN, 1),
+            add_special_tokens=False,
+        )
         at = ids.index(self.context_id)
-        return [*ids[:at], *[self.context_id] * (num_tiles * self.tokens_per_tile), *ids[at + 1:]]
+        return [*ids[:at], *[self.context_id] * (num_tiles * self.tokens_per_tile), *ids[at + 1 :]]
 
     def describe(self, num_tiles: int, num_cells: int) -> list[int]:
         """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
@@ -69,7 +91,9 @@ class PromptBuilder:
 
     def answer(self, caption: str) -> list[int]:
         """Ids of `caption` as an answer, with what ends it in the supervised training."""
-        ids = self.tokenizer.encode(caption + self.template.get("SUFFIX", ""), add_special_tokens=False)
+        ids = self.tokenizer.encode(
+            caption + self.template.get("SUFFIX", ""), add_special_tokens=False
+        )
         return ids if self.template.get("SUFFIX_AS_EOS") else [*ids, self.tokenizer.eos_token_id]
 
     def completion_text(self, ids: list[int]) -> str:
@@ -78,4 +102,3 @@ class PromptBuilder:
         for stop in (*self.stop_texts, self.tokenizer.eos_token or ""):
             text = text.split(stop)[0] if stop else text
         return text.strip()
-

@@ -1,4 +1,5 @@
 """Policy, EMA teacher and reference as three sets of the trainable weights over one frozen base."""
+
 import contextlib
 
 import torch
@@ -26,7 +27,10 @@ class Roles:
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
         self.trainable = dict(trainable)
-        self.banks = {role: {n: p.detach().clone() for n, p in trainable.items()} for role in ("teacher", "reference")}
+        self.banks = {
+            role: {n: p.detach().clone() for n, p in trainable.items()}
+            for role in ("teacher", "reference")
+        }
         self.active = "policy"
         for parameter in self.trainable.values():
             parameter.register_hook(self._assert_policy)
@@ -60,14 +64,20 @@ class Roles:
         """teacher <- decay teacher + (1 - decay) policy; once after each optimizer step."""
         assert self.active == "policy"
         teacher = self.banks["teacher"]
-        torch._foreach_lerp_([teacher[n] for n in self.trainable], [p.data for p in self.trainable.values()], 1 - decay)
+        torch._foreach_lerp_(
+            [teacher[n] for n in self.trainable],
+            [p.data for p in self.trainable.values()],
+            1 - decay,
+        )
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
         """RMS difference of the trainable weights of two roles, relative to the RMS of the reference's."""
         weights = {"policy": self.trainable, **self.banks}
-        left, right, reference = ([weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference"))
-        norm = lambda tensors: torch.stack(torch._foreach_norm(tensors)).norm().item()  # noqa: E731
+        left, right, reference = (
+            [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
+        )
+        norm = lambda tensors: torch.stack(torch._foreach_norm(tensors)).norm().item()
         return norm(torch._foreach_sub(left, right)) / norm(reference)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -78,6 +88,8 @@ class Roles:
         """Fill the banks. Raises ValueError if a name is missing or unexpected."""
         for role, bank in self.banks.items():
             if set(state[role]) != set(bank):
-                raise ValueError(f"{role} bank: names differ: {sorted(set(state[role]) ^ set(bank))[:5]}")
+                raise ValueError(
+                    f"{role} bank: names differ: {sorted(set(state[role]) ^ set(bank))[:5]}"
+                )
             for name, tensor in bank.items():
                 tensor.copy_(state[role][name])

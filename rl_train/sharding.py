@@ -11,13 +11,14 @@ in another collective says so by `join`. Forwards with gradient are equally many
 micro-batches), so that backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its layers
 never by themselves.
 """
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-NOTHING = -1      # in place of the number of a part: no forward left
+NOTHING = -1  # in place of the number of a part: no forward left
 
 
 class Shards:
@@ -29,30 +30,46 @@ class Shards:
 
     def __init__(self, ranks):
         if ranks.world_size == 1:
-            raise ValueError("--shard_base: there is one process and nobody to share the base with; start several (torchrun, or NPROC)")
+            raise ValueError(
+                "--shard_base: there is one process and nobody to share the base with; start several (torchrun, or NPROC)"
+            )
         self.ranks, self.parts, self.in_dummy = ranks, [], False
 
     def split(self, model):
         """Make `model` (a Sa2VAModel without LoRA) keep this rank's share of its layers, on the rank's device; `fill` writes weights."""
-        mesh = init_device_mesh(self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("fsdp",))      # PEFT reads the name
+        mesh = init_device_mesh(
+            self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("fsdp",)
+        )  # PEFT reads the name
         config, dtype = model.config, model.language_model.dtype
         vision, llm = model.vision_model, model.language_model.model
-        pixels = torch.zeros(1, 3, config.image_size, config.image_size, dtype=dtype, device=self.ranks.device)
+        pixels = torch.zeros(
+            1, 3, config.image_size, config.image_size, dtype=dtype, device=self.ranks.device
+        )
         embeds = torch.zeros(1, 1, config.llm.hidden_size, dtype=dtype, device=self.ranks.device)
-        for part, layers, dummy in ((vision, vision.encoder.layer, dict(pixel_values=pixels)),
-                                    (llm, llm.layers, dict(inputs_embeds=embeds, use_cache=False))):
+        for part, layers, dummy in (
+            (vision, vision.encoder.layer, dict(pixel_values=pixels)),
+            (llm, llm.layers, dict(inputs_embeds=embeds, use_cache=False)),
+        ):
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            fully_shard(part, mesh=mesh, ignored_params={p for p in part.parameters() if not isinstance(p, DTensor)})
+            fully_shard(
+                part,
+                mesh=mesh,
+                ignored_params={p for p in part.parameters() if not isinstance(p, DTensor)},
+            )
             number = len(self.parts)
             self.parts.append((part, dummy))
-            part.register_forward_pre_hook(lambda *_, number=number: self._agree(number), prepend=True)      # before it gathers
+            part.register_forward_pre_hook(
+                lambda *_, number=number: self._agree(number), prepend=True
+            )  # before it gathers
 
     @staticmethod
     def fill(tensor: torch.Tensor, value: torch.Tensor):
         """Write the whole `value` into `tensor`, of a sharded one this rank's share."""
         if isinstance(tensor, DTensor):
-            value = distribute_tensor(value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None)
+            value = distribute_tensor(
+                value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+            )
         tensor.copy_(value)
 
     def join(self):
@@ -62,7 +79,9 @@ class Shards:
     def _agree(self, number: int):
         """Return when this rank may run the part that it needs, or at NOTHING when no rank needs any."""
         while not self.in_dummy and (wanted := self._highest(number)) != number:
-            assert number == NOTHING or not torch.is_grad_enabled(), "a forward with gradient while another rank samples: join() first"
+            assert number == NOTHING or not torch.is_grad_enabled(), (
+                "a forward with gradient while another rank samples: join() first"
+            )
             part, dummy = self.parts[wanted]
             self.in_dummy = True
             with torch.no_grad():

@@ -1,4 +1,5 @@
 """What a person sees of a run: TensorBoard curves and pictures, and the rollouts as readable JSON lines."""
+
 import json
 import textwrap
 from pathlib import Path
@@ -12,27 +13,40 @@ from rl_train.files import DamagedFile
 from rl_train.grpo import group_std
 from rl_train.guards import has_digit, is_whole, repeats
 
-REGION, FOUND = (255, 196, 0), (255, 0, 200)      # colours of the given region and of a model's mask
-PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720                     # of one side, in pixels, at most
-FONT_SIZE, LINE_CHARACTERS = 14, 66                          # of the text below
+REGION, FOUND = (255, 196, 0), (255, 0, 200)  # colours of the given region and of a model's mask
+PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one side, in pixels, at most
+FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
 
 
-def rollout_sums(rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor) -> dict[str, float]:
+def rollout_sums(
+    rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor
+) -> dict[str, float]:
     """Sums over this rank's rows, to be added over ranks and divided by `scalars`."""
     scored = ~reward.isnan()
     values = reward[scored].double()
-    captions = rollout.replies or rollout.texts         # what describes: in loop 2 the teacher's replies
-    sums = dict(rows=len(reward), scored=scored.sum(), reward=values.sum(), reward_squares=(values ** 2).sum(),
-                groups=len(reward) // rollout.num_generations,
-                zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
-                length=rollout.valid.sum(), truncated=(~rollout.stopped).sum(), empty=sum(not text for text in rollout.texts),
-                repeats=sum(map(repeats, captions)), digits=sum(map(has_digit, captions)),
-                whole=sum(map(is_whole, rollout.masks)))
+    captions = rollout.replies or rollout.texts  # what describes: in loop 2 the teacher's replies
+    sums = dict(
+        rows=len(reward),
+        scored=scored.sum(),
+        reward=values.sum(),
+        reward_squares=(values**2).sum(),
+        groups=len(reward) // rollout.num_generations,
+        zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
+        length=rollout.valid.sum(),
+        truncated=(~rollout.stopped).sum(),
+        empty=sum(not text for text in rollout.texts),
+        repeats=sum(map(repeats, captions)),
+        digits=sum(map(has_digit, captions)),
+        whole=sum(map(is_whole, rollout.masks)),
+    )
     for name, component in rewards.items():
         sums[f"component/{name}"] = component.nansum()
         sums[f"rows_with/{name}"] = (~component.isnan()).sum()
     if rollout.has_mask:
-        groups = [rollout.masks[i:i + rollout.num_generations] for i in range(0, len(rollout), rollout.num_generations)]
+        groups = [
+            rollout.masks[i : i + rollout.num_generations]
+            for i in range(0, len(rollout), rollout.num_generations)
+        ]
         sums["mask_spread"] = sum(_spread(torch.stack(group)) for group in groups)
         sums["no_seg"] = len(rollout) - len(rollout.seg_rows.unique())
     return {name: float(value) for name, value in sums.items()}
@@ -52,16 +66,29 @@ def _spread(masks: torch.Tensor) -> float:
 def scalars(s: dict[str, float]) -> dict[str, float]:
     """A task's curves from its summed counts; names as TRL's where TRL has them."""
     mean = s["reward"] / max(s["scored"], 1)
-    variance = max(s["reward_squares"] - s["scored"] * mean ** 2, 0) / max(s["scored"] - 1, 1)
-    out = dict(reward_mean=mean, reward_std=variance ** 0.5, frac_zero_std=s["zero_std"] / s["groups"],
-               completion_length=s["length"] / s["rows"], truncated_frac=s["truncated"] / s["rows"], empty_frac=s["empty"] / s["rows"],
-               unscored_frac=1 - s["scored"] / s["rows"], repeats_frac=s["repeats"] / s["rows"],
-               digits_frac=s["digits"] / s["rows"], whole_mask_frac=s["whole"] / s["rows"])
-    if "loss" in s:                                     # there was an update
+    variance = max(s["reward_squares"] - s["scored"] * mean**2, 0) / max(s["scored"] - 1, 1)
+    out = dict(
+        reward_mean=mean,
+        reward_std=variance**0.5,
+        frac_zero_std=s["zero_std"] / s["groups"],
+        completion_length=s["length"] / s["rows"],
+        truncated_frac=s["truncated"] / s["rows"],
+        empty_frac=s["empty"] / s["rows"],
+        unscored_frac=1 - s["scored"] / s["rows"],
+        repeats_frac=s["repeats"] / s["rows"],
+        digits_frac=s["digits"] / s["rows"],
+        whole_mask_frac=s["whole"] / s["rows"],
+    )
+    if "loss" in s:  # there was an update
         tokens = max(s["tokens"], 1)
-        out |= dict(loss=s["loss"], policy_loss=s["policy_loss"], kl_div=s["kl"] / tokens, entropy=s["entropy"] / tokens,
-                    clip_frac=s["clipped"] / tokens)
-    if not s["scored"]:                                 # no reward was obtained, which is not a reward of 0
+        out |= dict(
+            loss=s["loss"],
+            policy_loss=s["policy_loss"],
+            kl_div=s["kl"] / tokens,
+            entropy=s["entropy"] / tokens,
+            clip_frac=s["clipped"] / tokens,
+        )
+    if not s["scored"]:  # no reward was obtained, which is not a reward of 0
         del out["reward_mean"], out["reward_std"]
     for name, value in s.items():
         if name.startswith("component/"):
@@ -71,7 +98,11 @@ def scalars(s: dict[str, float]) -> dict[str, float]:
     if "mask_spread" in s:
         out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"])
         if "loss" in s:
-            out |= dict(latent_kl=s["latent_kl"] / max(s["latents"], 1), latent_loss=s["latent_loss"], mask_loss=s["mask_loss"])
+            out |= dict(
+                latent_kl=s["latent_kl"] / max(s["latents"], 1),
+                latent_loss=s["latent_loss"],
+                mask_loss=s["mask_loss"],
+            )
     return out
 
 
@@ -89,12 +120,18 @@ class Log:
         folder = Path(output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("rank*.jsonl"):
-            if int(file.stem.removeprefix("rank")) % ranks.world_size == ranks.rank:            # of a run on more ranks too
+            if (
+                int(file.stem.removeprefix("rank")) % ranks.world_size == ranks.rank
+            ):  # of a run on more ranks too
                 kept, new = lines_before(start, file), file.with_suffix(".tmp")
                 new.write_text("".join(kept))
                 new.replace(file)
         self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a")
-        self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1) if ranks.is_main else None
+        self.writer = (
+            SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1)
+            if ranks.is_main
+            else None
+        )
 
     def scalars(self, values: dict[str, float], step: int):
         if self.writer:
@@ -104,15 +141,24 @@ class Log:
     def hparams(self, args):
         """The run's flags, as text (hparams events would open a run of their own)."""
         if self.writer:
-            self.writer.add_text("hparams", "\n".join(f"    {k} = {v}" for k, v in sorted(vars(args).items())), 0)
+            self.writer.add_text(
+                "hparams", "\n".join(f"    {k} = {v}" for k, v in sorted(vars(args).items())), 0
+            )
 
     def rollouts(self, step: int, task, rollout, rewards, reward, advantages):
         """One JSON line per row; null is a reward that could not be obtained."""
         for row, text in enumerate(rollout.texts):
             i = rollout.sample_of_row[row]
-            line = dict(step=step, task=task.name, image_id=rollout.batch.image_ids[i], caption=rollout.batch.captions[i],
-                        completion=text, reward=_number(reward[row]), advantage=round(advantages[row].item(), 4),
-                        **{name: _number(value[row]) for name, value in rewards.items()})
+            line = dict(
+                step=step,
+                task=task.name,
+                image_id=rollout.batch.image_ids[i],
+                caption=rollout.batch.captions[i],
+                completion=text,
+                reward=_number(reward[row]),
+                advantage=round(advantages[row].item(), 4),
+                **{name: _number(value[row]) for name, value in rewards.items()},
+            )
             if rollout.replies:
                 line["reply"] = rollout.replies[row]
             self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
@@ -121,7 +167,9 @@ class Log:
     def pictures(self, step: int, task, rollout, reward, advantages, count: int = 3):
         """`count` rows of the group whose rewards differ most: region, mask found, what was said and earned."""
         if self.writer:
-            first = group_std(reward, rollout.num_generations).argmax().item() * rollout.num_generations
+            first = (
+                group_std(reward, rollout.num_generations).argmax().item() * rollout.num_generations
+            )
             for k in range(min(count, rollout.num_generations)):
                 picture = rollout_picture(task, rollout, first + k, reward, advantages)
                 self.writer.add_image(f"{task.name}/rollout_{k}", picture, step, dataformats="HWC")
@@ -156,11 +204,21 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
     image = Image.fromarray(rollout.batch.sam_pixels[i].permute(1, 2, 0).numpy()).resize(size)
-    sides = [_overlay(image, rollout.batch.masks[i], REGION), _overlay(image, rollout.masks[row].cpu(), FOUND)]
+    sides = [
+        _overlay(image, rollout.batch.masks[i], REGION),
+        _overlay(image, rollout.masks[row].cpu(), FOUND),
+    ]
     if task.mask_sigma is None:
-        words = [f"sampled caption: {rollout.texts[row]}", f"true caption: {rollout.batch.captions[i]}"]
+        words = [
+            f"sampled caption: {rollout.texts[row]}",
+            f"true caption: {rollout.batch.captions[i]}",
+        ]
     else:
-        words = [f"prompt: {rollout.batch.captions[i]}", f"answer: {rollout.texts[row]}", f"teacher's caption': {rollout.replies[row]}"]
+        words = [
+            f"prompt: {rollout.batch.captions[i]}",
+            f"answer: {rollout.texts[row]}",
+            f"teacher's caption': {rollout.replies[row]}",
+        ]
     words.append(f"reward {reward[row]:.3f}  advantage {advantages[row]:+.2f}")
     lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
     canvas = Image.new("RGB", (2 * PICTURE_WIDTH + 8, size[1] + 18 * len(lines) + 8), "white")
@@ -168,7 +226,9 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
     canvas.paste(sides[1], (PICTURE_WIDTH + 8, 0))
     draw = ImageDraw.Draw(canvas)
     for k, line in enumerate(lines):
-        draw.text((4, size[1] + 4 + 18 * k), line, fill="black", font=ImageFont.load_default(FONT_SIZE))
+        draw.text(
+            (4, size[1] + 4 + 18 * k), line, fill="black", font=ImageFont.load_default(FONT_SIZE)
+        )
     return np.array(canvas)
 
 

@@ -2,6 +2,7 @@
 
 Letters: N rows, T new tokens, C width, V vocabulary, S states of the stop text's automaton.
 """
+
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,19 +10,23 @@ import torch
 import torch.nn.functional as F
 from tokenizers.pre_tokenizers import ByteLevel
 
-BLOCK = 512        # classes whose probabilities are summed together before the search among them
+BLOCK = 512  # classes whose probabilities are summed together before the search among them
 
 
 @dataclass
 class Completions:
-    ids: torch.Tensor       # (N, T) long, pad after a row's end
-    logp: torch.Tensor      # (N, T) float32 log-probs under the distribution they were drawn from
-    valid: torch.Tensor     # (N, T) bool, up to and including the token that completes the stop text
-    stopped: torch.Tensor   # (N,) bool, False = cut at the length limit
-    hidden: torch.Tensor    # (N, T, C) last hidden state at each completion token as input; zero where never fed
+    ids: torch.Tensor  # (N, T) long, pad after a row's end
+    logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were drawn from
+    valid: torch.Tensor  # (N, T) bool, up to and including the token that completes the stop text
+    stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
+    hidden: (
+        torch.Tensor
+    )  # (N, T, C) last hidden state at each completion token as input; zero where never fed
 
 
-def draw(logits: torch.Tensor, temperature: float, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits: torch.Tensor, temperature: float, u: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(token (N,), its log-prob (N,)) from logits (N, V), by inverse CDF at u (N,) in [0, 1); the likeliest token if u is None."""
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     token = logp.argmax(-1) if u is None else inverse_cdf(logp, u)
@@ -37,18 +42,22 @@ def inverse_cdf(logp: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     p = logp.exp()
     if p.shape[1] % BLOCK:
         p = F.pad(p, (0, -p.shape[1] % BLOCK))
-    p = p.unflatten(1, (-1, BLOCK))                                                     # (N, V / BLOCK, BLOCK)
-    outer = p.sum(-1, dtype=torch.float64).cumsum(-1)                                   # (N, V / BLOCK)
+    p = p.unflatten(1, (-1, BLOCK))  # (N, V / BLOCK, BLOCK)
+    outer = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (N, V / BLOCK)
     target = u.double()[:, None] * outer[:, -1:]
-    block = _first_above(outer, target)                                                 # (N, 1)
+    block = _first_above(outer, target)  # (N, 1)
     before = F.pad(outer, (1, 0)).gather(1, block)
-    inner = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)  # (N, BLOCK)
+    inner = (
+        p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0].double().cumsum(-1)
+    )  # (N, BLOCK)
     return (block * BLOCK + _first_above(inner, target - before))[:, 0]
 
 
 def _first_above(cdf, target):
     """(N, 1) index of the first entry of a rising cdf (N, K) above target (N, 1), at most that of the last rise."""
-    return torch.minimum((cdf <= target).sum(-1, keepdim=True), (cdf < cdf[:, -1:]).sum(-1, keepdim=True))
+    return torch.minimum(
+        (cdf <= target).sum(-1, keepdim=True), (cdf < cdf[:, -1:]).sum(-1, keepdim=True)
+    )
 
 
 class StopText:
@@ -64,9 +73,11 @@ class StopText:
     """
 
     def __init__(self, tokenizer, stop_texts: list[str], vocab_size: int):
-        automaton = _automaton([text.encode() for text in stop_texts])                  # (S, 256)
+        automaton = _automaton([text.encode() for text in stop_texts])  # (S, 256)
         self.found = len(automaton) - 1
-        self.table = torch.from_numpy(_over_tokens(automaton, _token_bytes(tokenizer, vocab_size)))     # (V, S) long
+        self.table = torch.from_numpy(
+            _over_tokens(automaton, _token_bytes(tokenizer, vocab_size))
+        )  # (V, S) long
         self.eos_id = tokenizer.eos_token_id
 
     def to(self, device) -> "StopText":
@@ -100,23 +111,35 @@ def _automaton(texts: list[bytes]) -> np.ndarray:
     for prefix, byte in ((p, b) for p in prefixes for b in range(256)):
         seen = prefix + bytes([byte])
         if not any(seen.endswith(text) for text in texts):
-            step[state[prefix], byte] = next(state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state)
+            step[state[prefix], byte] = next(
+                state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state
+            )
     return step
 
 
 def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
     """What each id adds to the decoded text: byte-level pieces by their alphabet, added tokens as they are spelt."""
     byte_of = _byte_of_character()
-    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer))) + [None] * (vocab_size - len(tokenizer))
-    return [b"" if piece is None else bytes(map(byte_of.__getitem__, piece)) if all(c in byte_of for c in piece) else piece.encode()
-            for piece in pieces]
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer))) + [None] * (
+        vocab_size - len(tokenizer)
+    )
+    return [
+        b""
+        if piece is None
+        else bytes(map(byte_of.__getitem__, piece))
+        if all(c in byte_of for c in piece)
+        else piece.encode()
+        for piece in pieces
+    ]
 
 
 def _byte_of_character() -> dict[str, int]:
     """The byte that each character of byte-level BPE stands for: printable ones for themselves, the others in order from U+0100."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    found = {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+    found = {chr(byte): byte for byte in printable} | {
+        chr(0x100 + i): byte for i, byte in enumerate(others)
+    }
     assert set(found) == set(ByteLevel.alphabet())
     return found
 

@@ -1,4 +1,5 @@
 """Sa2VA out of transformers' native modules, in the original checkpoint layout."""
+
 from .configuration_sa2va import Sa2VAConfig
 from .modeling_sa2va import Sa2VAModel
 from .processing_sa2va import Sa2VAProcessor

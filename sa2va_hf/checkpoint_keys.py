@@ -4,6 +4,7 @@ The table maps a native name to where its numbers lie in the original file. Load
 backwards, so the two cannot disagree. (transformers' own conversion mapping does not carry the one original tensor
 that feeds two native buffers, and its internals differ between the 5.x releases that this project runs on.)
 """
+
 import json
 import re
 from pathlib import Path
@@ -17,8 +18,14 @@ _SAM = "grounding_encoder.sam2_model."
 _RULES = [
     # InternVLVisionModel
     (r"^vision_model\.embeddings\.cls_token$", "vision_model.embeddings.class_embedding"),
-    (r"^vision_model\.embeddings\.position_embeddings$", "vision_model.embeddings.position_embedding"),
-    (r"^vision_model\.embeddings\.patch_embeddings\.projection\.", "vision_model.embeddings.patch_embedding."),
+    (
+        r"^vision_model\.embeddings\.position_embeddings$",
+        "vision_model.embeddings.position_embedding",
+    ),
+    (
+        r"^vision_model\.embeddings\.patch_embeddings\.projection\.",
+        "vision_model.embeddings.patch_embedding.",
+    ),
     (r"^vision_model\.encoder\.layer\.", "vision_model.encoder.layers."),
     (r"^(vision_model\..*)\.attention\.projection_layer\.", r"\1.attn.proj."),
     (r"^(vision_model\..*)\.attention\.([qkv])_proj\.", r"\1.attn.qkv."),
@@ -32,8 +39,10 @@ _RULES = [
     (r"\.memory_temporal_positional_encoding$", ".maskmem_tpos_enc"),
     (r"\.no_object_pointer$", ".no_obj_ptr"),
     (r"\.object_pointer_proj\.", ".obj_ptr_proj."),
-    (r"\.(?:shared_image_embedding|prompt_encoder\.shared_embedding)\.positional_embedding$",
-     ".sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"),
+    (
+        r"\.(?:shared_image_embedding|prompt_encoder\.shared_embedding)\.positional_embedding$",
+        ".sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix",
+    ),
     # Hiera and its neck
     (r"\.vision_encoder\.backbone\.", ".image_encoder.trunk."),
     (r"\.patch_embed\.projection\.", ".patch_embed.proj."),
@@ -54,9 +63,18 @@ _RULES = [
     (r"\.layer_norm_final_attn\.", ".norm_final_attn."),
     (r"(\.transformer\.layers\.\d+)\.layer_norm(\d)\.", r"\1.norm\2."),
     # three-layer heads: proj_in, layers.0, proj_out -> layers.0, layers.1, layers.2
-    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.layers\.0\.", r"\1.layers.1."),
-    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_in\.", r"\1.layers.0."),
-    (r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_out\.", r"\1.layers.2."),
+    (
+        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.layers\.0\.",
+        r"\1.layers.1.",
+    ),
+    (
+        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_in\.",
+        r"\1.layers.0.",
+    ),
+    (
+        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_out\.",
+        r"\1.layers.2.",
+    ),
     # two-layer MLPs of Hiera and the two-way transformer
     (r"(\.mlp)\.proj_in\.", r"\1.layers.0."),
     (r"(\.mlp)\.proj_out\.", r"\1.layers.1."),
@@ -83,7 +101,9 @@ def original_keys(native: str) -> tuple[list[str], int | None]:
         (keys, part): one key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split along
         dim 0); four keys and None for point embeddings that are concatenated along dim 0.
     """
-    key = _DOWNSAMPLER.sub(lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native)
+    key = _DOWNSAMPLER.sub(
+        lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native
+    )
     for pattern, replacement in _RULES:
         key = re.sub(pattern, replacement, key)
     if "{}" in key:
@@ -123,7 +143,9 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
         if part is not None:
             fused.setdefault(keys[0], {})[part] = tensor
         elif len(keys) > 1:
-            out.update(zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0))))     # a view would keep all rows alive
+            out.update(
+                zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0)))
+            )  # a view would keep all rows alive
         else:
             out[keys[0]] = tensor.contiguous()
     for key, parts in fused.items():
@@ -132,6 +154,7 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 # Files
+
 
 def find_keys(folder: Path) -> dict[str, Path]:
     """{original key: safetensors file} of a checkpoint folder. Every file's header is read, so a truncated one is found at once.
@@ -148,9 +171,13 @@ def find_keys(folder: Path) -> dict[str, Path]:
     elif (folder / "model.safetensors").is_file():
         names = ["model.safetensors"]
     elif (folder / "adapter_config.json").is_file():
-        raise ValueError(f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)")
+        raise ValueError(
+            f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)"
+        )
     else:
-        raise ValueError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+        raise ValueError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+        )
     files = {}
     for name in names:
         if not (folder / name).is_file():
@@ -167,10 +194,14 @@ def check_keys(path, files: dict[str, Path], expected: dict[str, tuple[int, ...]
     """Raise ValueError unless `files` hold exactly the keys `expected`, in their shapes."""
     missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
     if missing or unexpected:
-        raise ValueError(f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}")
+        raise ValueError(
+            f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
+        )
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as reader:
             for key in reader.keys():
                 shape = tuple(reader.get_slice(key).get_shape())
                 if shape != expected[key]:
-                    raise ValueError(f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}")
+                    raise ValueError(
+                        f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}"
+                    )

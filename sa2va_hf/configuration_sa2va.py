@@ -3,28 +3,53 @@
 Native transformers configurations of the three parts are derived from it; `reference/KEYMAP.md` in the project's
 records says which native settings make them equal to the original code.
 """
+
 import copy
 import json
 from pathlib import Path
 
 from transformers import InternVLVisionConfig, Qwen2Config, Sam2VideoConfig, Sam2VisionConfig
-from transformers.models.sam2_video.configuration_sam2_video import Sam2VideoMaskDecoderConfig, Sam2VideoPromptEncoderConfig
+from transformers.models.sam2_video.configuration_sam2_video import (
+    Sam2VideoMaskDecoderConfig,
+    Sam2VideoPromptEncoderConfig,
+)
 
 SUPPORTED_LLMS = ("Qwen2ForCausalLM",)
 
 # SAM 2.0 Hiera-L at 1024: the original code hard-codes it, so a published config.json does not mention it.
 HIERA_L = dict(
-    image_size=1024, hidden_size=256, mask_decoder_mlp_dim=2048, mask_decoder_heads=8, memory_channels=64,
-    memory_layers=4, memory_mlp_dim=2048, memory_fuser_dim=1024,
-    backbone=dict(hidden_size=144, num_attention_heads=2, blocks_per_stage=[2, 6, 36, 4],
-                  embed_dim_per_stage=[144, 288, 576, 1152], num_attention_heads_per_stage=[2, 4, 8, 16],
-                  window_size_per_stage=[8, 4, 16, 8], global_attention_blocks=[23, 33, 43],
-                  window_positional_embedding_background_size=[7, 7]),
+    image_size=1024,
+    hidden_size=256,
+    mask_decoder_mlp_dim=2048,
+    mask_decoder_heads=8,
+    memory_channels=64,
+    memory_layers=4,
+    memory_mlp_dim=2048,
+    memory_fuser_dim=1024,
+    backbone=dict(
+        hidden_size=144,
+        num_attention_heads=2,
+        blocks_per_stage=[2, 6, 36, 4],
+        embed_dim_per_stage=[144, 288, 576, 1152],
+        num_attention_heads_per_stage=[2, 4, 8, 16],
+        window_size_per_stage=[8, 4, 16, 8],
+        global_attention_blocks=[23, 33, 43],
+        window_positional_embedding_background_size=[7, 7],
+    ),
 )
 
-_DEFAULTS = dict(model_type="sa2va_chat", template="phi3_chat", downsample_ratio=0.5, force_image_size=448,
-                 ps_version="v1", select_layer=-1, dynamic_image_size=True, use_thumbnail=True,
-                 min_dynamic_patch=1, max_dynamic_patch=12)
+_DEFAULTS = dict(
+    model_type="sa2va_chat",
+    template="phi3_chat",
+    downsample_ratio=0.5,
+    force_image_size=448,
+    ps_version="v1",
+    select_layer=-1,
+    dynamic_image_size=True,
+    use_thumbnail=True,
+    min_dynamic_patch=1,
+    max_dynamic_patch=12,
+)
 
 
 class Sa2VAConfig:
@@ -46,7 +71,9 @@ class Sa2VAConfig:
         self.raw = {**_DEFAULTS, **copy.deepcopy(raw)}
         for key in ("vision_config", "llm_config"):
             if not isinstance(self.raw.get(key), dict):
-                raise ValueError(f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) configuration")
+                raise ValueError(
+                    f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) configuration"
+                )
         self.template = self.raw["template"]
         self.image_size = self.raw["force_image_size"]
         self.downsample_ratio = self.raw["downsample_ratio"]
@@ -54,18 +81,27 @@ class Sa2VAConfig:
         self.vision = self._vision()
         # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a model is built and loaded.
         self.tied = bool(self.raw["llm_config"].get("tie_word_embeddings", False))
-        self.llm = Qwen2Config(**{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS}, tie_word_embeddings=False)
+        self.llm = Qwen2Config(
+            **{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS},
+            tie_word_embeddings=False,
+        )
         self.sam2 = self._sam2()
 
     def _check(self):
         llms = self.raw["llm_config"].get("architectures") or ["missing"]
         if llms[0] not in SUPPORTED_LLMS:
-            raise ValueError(f"config.json: llm_config.architectures is {llms[0]}; supported: {', '.join(SUPPORTED_LLMS)} "
-                             "(Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones whose LLM is Qwen2.5)")
-        expected = dict(model_type="sa2va_chat", ps_version="v2", select_layer=-1, downsample_ratio=0.5)
+            raise ValueError(
+                f"config.json: llm_config.architectures is {llms[0]}; supported: {', '.join(SUPPORTED_LLMS)} "
+                "(Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones whose LLM is Qwen2.5)"
+            )
+        expected = dict(
+            model_type="sa2va_chat", ps_version="v2", select_layer=-1, downsample_ratio=0.5
+        )
         for key, value in expected.items():
             if self.raw[key] != value:
-                raise ValueError(f"config.json: {key} is {self.raw[key]!r}; only {value!r} is supported")
+                raise ValueError(
+                    f"config.json: {key} is {self.raw[key]!r}; only {value!r} is supported"
+                )
         if self.raw["llm_config"].get("use_sliding_window"):
             raise ValueError("config.json: llm_config.use_sliding_window is not supported")
         # "dynamic" (InternVL3) changes nothing within max_position_embeddings, which prompts are checked against.
@@ -74,47 +110,83 @@ class Sa2VAConfig:
             raise ValueError(f"config.json: llm_config.rope_scaling {rope} is not supported")
         vision = self.raw["vision_config"]
         if vision.get("qk_normalization") or vision.get("norm_type", "layer_norm") != "layer_norm":
-            raise ValueError("config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is not supported")
+            raise ValueError(
+                "config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is not supported"
+            )
 
     def _vision(self) -> InternVLVisionConfig:
         v = self.raw["vision_config"]
         # use_mean_pooling=True means "no LayerNorm after the last layer", as in the original.
         return InternVLVisionConfig(
-            attention_bias=v.get("qkv_bias", True), use_qk_norm=False, use_mean_pooling=True, use_mask_token=False,
-            use_absolute_position_embeddings=True, norm_type="layer_norm",
-            **{k: v[k] for k in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                                 "image_size", "patch_size", "layer_norm_eps", "hidden_act") if k in v})
+            attention_bias=v.get("qkv_bias", True),
+            use_qk_norm=False,
+            use_mean_pooling=True,
+            use_mask_token=False,
+            use_absolute_position_embeddings=True,
+            norm_type="layer_norm",
+            **{
+                k: v[k]
+                for k in (
+                    "hidden_size",
+                    "num_hidden_layers",
+                    "num_attention_heads",
+                    "intermediate_size",
+                    "image_size",
+                    "patch_size",
+                    "layer_norm_eps",
+                    "hidden_act",
+                )
+                if k in v
+            },
+        )
 
     def _sam2(self) -> Sam2VideoConfig:
         s = {**HIERA_L, **self.raw.get("sam2_config", {})}
         size, hidden = s["image_size"], s["hidden_size"]
         backbone = dict(model_type="sam2_hiera_det_model", image_size=[size, size], **s["backbone"])
         vision = Sam2VisionConfig(
-            backbone_config=backbone, backbone_channel_list=backbone["embed_dim_per_stage"][::-1], fpn_hidden_size=hidden,
-            backbone_feature_sizes=[[size // 4] * 2, [size // 8] * 2, [size // 16] * 2])
+            backbone_config=backbone,
+            backbone_channel_list=backbone["embed_dim_per_stage"][::-1],
+            fpn_hidden_size=hidden,
+            backbone_feature_sizes=[[size // 4] * 2, [size // 8] * 2, [size // 16] * 2],
+        )
         return Sam2VideoConfig(
-            vision_config=vision, image_size=size,
+            vision_config=vision,
+            image_size=size,
             prompt_encoder_config=Sam2VideoPromptEncoderConfig(hidden_size=hidden, image_size=size),
             mask_decoder_config=Sam2VideoMaskDecoderConfig(
-                hidden_size=hidden, iou_head_hidden_dim=hidden, mlp_dim=s["mask_decoder_mlp_dim"],
-                num_attention_heads=s["mask_decoder_heads"]),
+                hidden_size=hidden,
+                iou_head_hidden_dim=hidden,
+                mlp_dim=s["mask_decoder_mlp_dim"],
+                num_attention_heads=s["mask_decoder_heads"],
+            ),
             # SAM 2.0, not 2.1: these two came later.
-            enable_occlusion_spatial_embedding=False, enable_temporal_pos_encoding_for_object_pointers=False,
-            memory_attention_hidden_size=hidden, memory_attention_num_layers=s["memory_layers"],
+            enable_occlusion_spatial_embedding=False,
+            enable_temporal_pos_encoding_for_object_pointers=False,
+            memory_attention_hidden_size=hidden,
+            memory_attention_num_layers=s["memory_layers"],
             memory_attention_feed_forward_hidden_size=s["memory_mlp_dim"],
-            memory_attention_rope_feat_sizes=[size // 16] * 2, memory_encoder_hidden_size=hidden,
-            memory_encoder_output_channels=s["memory_channels"], mask_downsampler_embed_dim=hidden,
-            memory_fuser_embed_dim=hidden, memory_fuser_intermediate_dim=s["memory_fuser_dim"])
+            memory_attention_rope_feat_sizes=[size // 16] * 2,
+            memory_encoder_hidden_size=hidden,
+            memory_encoder_output_channels=s["memory_channels"],
+            mask_downsampler_embed_dim=hidden,
+            memory_fuser_embed_dim=hidden,
+            memory_fuser_intermediate_dim=s["memory_fuser_dim"],
+        )
 
     @property
     def tokens_per_tile(self) -> int:
         """Number of `<IMG_CONTEXT>` tokens of one tile: 256 for 448 px."""
-        return self.grid_size ** 2
+        return self.grid_size**2
 
     @property
     def grid_size(self) -> int:
         """Side of the region grid in cells: 16 for 448 px tiles, patch 14 and pixel shuffle 0.5."""
-        return int(self.image_size // self.raw["vision_config"].get("patch_size", 14) * self.downsample_ratio)
+        return int(
+            self.image_size
+            // self.raw["vision_config"].get("patch_size", 14)
+            * self.downsample_ratio
+        )
 
     @property
     def prompt_size(self) -> int:
@@ -141,6 +213,19 @@ class Sa2VAConfig:
 
 # Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is transformers 4's
 # generation defaults.
-_QWEN2_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
-                 "rope_theta", "attention_dropout", "bos_token_id", "eos_token_id")
+_QWEN2_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "rope_theta",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+)

@@ -5,6 +5,7 @@ prompt embedding at `[SEG]`, the path through SAM2's mask decoder, and the origi
 
 Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions, H W image height, width.
 """
+
 import contextlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,20 +37,33 @@ class Sa2VAModel(nn.Module):
     def __init__(self, config: Sa2VAConfig):
         super().__init__()
         self.config = config
-        vit, width = config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2, config.llm.hidden_size
+        vit, width = (
+            config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2,
+            config.llm.hidden_size,
+        )
         self.vision_model = InternVLVisionModel(config.vision)
-        self.mlp1 = nn.Sequential(nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width))
+        self.mlp1 = nn.Sequential(
+            nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width)
+        )
         self.language_model = Qwen2ForCausalLM(config.llm)
         if config.tied:
             self.language_model.lm_head.weight = self.language_model.model.embed_tokens.weight
         self.grounding_encoder = Sam2VideoModel(config.sam2)
         # One Gaussian matrix in the original, held by two native modules.
-        self.grounding_encoder.prompt_encoder.shared_embedding = self.grounding_encoder.shared_image_embedding
-        self.text_hidden_fcs = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, config.prompt_size),
-                                             nn.Dropout(0.0))
+        self.grounding_encoder.prompt_encoder.shared_embedding = (
+            self.grounding_encoder.shared_image_embedding
+        )
+        self.text_hidden_fcs = nn.Sequential(
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, config.prompt_size),
+            nn.Dropout(0.0),
+        )
         self.img_context_id = self.seg_id = self.tokenizer = self.folder = None
-        self.max_new_tokens = MAX_NEW_TOKENS                            # of predict_forward
-        self.unwritten = LM_HEAD if config.tied else None               # the one of two tied tensors that files leave out
+        self.max_new_tokens = MAX_NEW_TOKENS  # of predict_forward
+        self.unwritten = (
+            LM_HEAD if config.tied else None
+        )  # the one of two tied tensors that files leave out
         self.eval()
 
     @property
@@ -78,35 +92,55 @@ class Sa2VAModel(nn.Module):
         for token in (IMG_CONTEXT_TOKEN, SEG_TOKEN, "<img>", "</img>", "<vp>", "</vp>"):
             piece = tokenizer.encode(token, add_special_tokens=False)
             if len(piece) != 1:
-                raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has no single token {token} "
-                                 f"(it encodes as {piece}): it is not a Sa2VA tokenizer")
+                raise ValueError(
+                    f"the tokenizer in {tokenizer.name_or_path!r} has no single token {token} "
+                    f"(it encodes as {piece}): it is not a Sa2VA tokenizer"
+                )
             ids[token] = piece[0]
         if max(ids.values()) >= self.config.llm.vocab_size:
-            raise ValueError(f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
-                             f"{self.config.llm.vocab_size}")
-        self.img_context_id, self.seg_id, self.tokenizer = ids[IMG_CONTEXT_TOKEN], ids[SEG_TOKEN], tokenizer
+            raise ValueError(
+                f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
+                f"{self.config.llm.vocab_size}"
+            )
+        self.img_context_id, self.seg_id, self.tokenizer = (
+            ids[IMG_CONTEXT_TOKEN],
+            ids[SEG_TOKEN],
+            tokenizer,
+        )
 
     def require_tokenizer(self):
         """Bind the tokenizer of the model's own folder if no ids are set. Raises ValueError if there is none."""
-        if self.img_context_id is None and self.folder is not None and (self.folder / "tokenizer_config.json").is_file():
+        if (
+            self.img_context_id is None
+            and self.folder is not None
+            and (self.folder / "tokenizer_config.json").is_file()
+        ):
             self.bind_tokenizer(AutoTokenizer.from_pretrained(self.folder))
         if self.img_context_id is None:
-            raise ValueError(f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's tokenizer first")
+            raise ValueError(
+                f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's tokenizer first"
+            )
 
     # Vision and language
 
     def vision_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(t, 3, S, S) -> (t, tokens, 4 * ViT width): patches after pixel shuffle and before `mlp1`, row-major."""
-        x = self.vision_model(pixel_values.to(self.vision_model.embeddings.cls_token.dtype)).last_hidden_state[:, 1:]
+        x = self.vision_model(
+            pixel_values.to(self.vision_model.embeddings.cls_token.dtype)
+        ).last_hidden_state[:, 1:]
         side = int(x.shape[1] ** 0.5)
-        x = x.view(x.shape[0], side // 2, 2, side // 2, 2, x.shape[-1])            # (t, rows, r, columns, c, D)
+        x = x.view(
+            x.shape[0], side // 2, 2, side // 2, 2, x.shape[-1]
+        )  # (t, rows, r, columns, c, D)
         return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], (side // 2) ** 2, -1)
 
     def extract_feature(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """(t, 3, 448, 448) normalised pixels -> (t, 256, C) image tokens in the LLM's space."""
         return self.mlp1(self.vision_features(pixel_values))
 
-    def embed(self, input_ids, image_features, prompt_masks=None, vp_overall_mask=None) -> torch.Tensor:
+    def embed(
+        self, input_ids, image_features, prompt_masks=None, vp_overall_mask=None
+    ) -> torch.Tensor:
         """Token embeddings with image and region features at the `<IMG_CONTEXT>` positions.
 
         Args:
@@ -127,26 +161,44 @@ class Sa2VAModel(nn.Module):
             return embeds
         self.require_tokenizer()
         pieces, flagged = [], 0
-        flags = [False] * len(image_features) if vp_overall_mask is None else vp_overall_mask.tolist()
+        flags = (
+            [False] * len(image_features) if vp_overall_mask is None else vp_overall_mask.tolist()
+        )
         if len(flags) != len(image_features):
-            raise ValueError(f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles")
+            raise ValueError(
+                f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles"
+            )
         if sum(flags) != len(prompt_masks if prompt_masks is not None else []):
-            raise ValueError(f"{len(prompt_masks or [])} prompt_masks for {sum(flags)} flagged tiles")
+            raise ValueError(
+                f"{len(prompt_masks or [])} prompt_masks for {sum(flags)} flagged tiles"
+            )
         for tile, flag in zip(image_features, flags):
             pieces.append(tile)
             if flag:
-                cells = prompt_masks[flagged].to(tile.device).bool().flatten(1)      # (n, 256)
+                cells = prompt_masks[flagged].to(tile.device).bool().flatten(1)  # (n, 256)
                 pieces += [tile[region] for region in cells]
                 flagged += 1
         features = torch.cat(pieces)
         slots = input_ids == self.img_context_id
         if int(slots.sum()) != len(features):
-            raise ValueError(f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and regions give "
-                             f"{len(features)} features")
+            raise ValueError(
+                f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and regions give "
+                f"{len(features)} features"
+            )
         return embeds.masked_scatter(slots[..., None], features.to(embeds.dtype))
 
-    def forward(self, input_ids, attention_mask, pixel_values=None, prompt_masks=None, vp_overall_mask=None,
-                position_ids=None, *, image_features=None, keep_logits=None):
+    def forward(
+        self,
+        input_ids,
+        attention_mask,
+        pixel_values=None,
+        prompt_masks=None,
+        vp_overall_mask=None,
+        position_ids=None,
+        *,
+        image_features=None,
+        keep_logits=None,
+    ):
         """Logits and last hidden states of full sequences.
 
         Args:
@@ -165,8 +217,12 @@ class Sa2VAModel(nn.Module):
         embeds = self.embed(input_ids, image_features, prompt_masks, vp_overall_mask)
         if position_ids is None:
             position_ids = positions(attention_mask)
-        hidden = self.language_model.model(inputs_embeds=embeds, attention_mask=attention_mask, position_ids=position_ids,
-                                           use_cache=False).last_hidden_state
+        hidden = self.language_model.model(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+        ).last_hidden_state
         kept = hidden if keep_logits is None else hidden[:, keep_logits]
         return SimpleNamespace(logits=self.language_model.lm_head(kept), hidden_states=(hidden,))
 
@@ -186,7 +242,9 @@ class Sa2VAModel(nn.Module):
         dtype = self.grounding_encoder.no_memory_embedding.dtype
         return list(self.grounding_encoder.vision_encoder(sam_pixels.to(dtype)).fpn_hidden_states)
 
-    def decode_masks(self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+    def decode_masks(
+        self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor
+    ) -> torch.Tensor:
         """Mask logits of language prompts, as the original's `inject_language_embd` on a first frame.
 
         `no_mem_embed` is added to the coarsest level; of mask tokens 1..3 the one with the highest predicted IoU. The
@@ -199,7 +257,9 @@ class Sa2VAModel(nn.Module):
             (P, 256, 256) float32.
         """
         fine, middle, coarse = self.decoder_features(features)
-        masks, iou, _, _ = self.decode_candidates([fine[image], middle[image]], coarse[image], prompts)
+        masks, iou, _, _ = self.decode_candidates(
+            [fine[image], middle[image]], coarse[image], prompts
+        )
         return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
 
     def decoder_features(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,10 +267,18 @@ class Sa2VAModel(nn.Module):
         sam = self.grounding_encoder
         dtype = sam.mask_decoder.mask_tokens.weight.dtype
         fine, middle, coarse = (f.to(dtype) for f in features)
-        return [sam.mask_decoder.conv_s0(fine), sam.mask_decoder.conv_s1(middle),
-                coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1)]
+        return [
+            sam.mask_decoder.conv_s0(fine),
+            sam.mask_decoder.conv_s1(middle),
+            coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1),
+        ]
 
-    def decode_candidates(self, high_res: list[torch.Tensor], coarse: torch.Tensor, prompts: torch.Tensor | None = None):
+    def decode_candidates(
+        self,
+        high_res: list[torch.Tensor],
+        coarse: torch.Tensor,
+        prompts: torch.Tensor | None = None,
+    ):
         """The mask decoder's three candidates under the sparse prompt [not_a_point, not_a_point, language], dense `no_mask_embed`.
 
         Args:
@@ -223,14 +291,22 @@ class Sa2VAModel(nn.Module):
         sam, n, dtype = self.grounding_encoder, len(coarse), coarse.dtype
         points = torch.zeros(n, 1, 1, 2, device=coarse.device, dtype=dtype)
         labels = -torch.ones(n, 1, 1, dtype=torch.int32, device=coarse.device)
-        sparse, dense = sam.prompt_encoder(input_points=points, input_labels=labels, input_boxes=None, input_masks=None)
+        sparse, dense = sam.prompt_encoder(
+            input_points=points, input_labels=labels, input_boxes=None, input_masks=None
+        )
         sparse = sparse.to(dtype)
         if prompts is not None:
-            sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)                       # (P, 1, 3, 256)
+            sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)  # (P, 1, 3, 256)
         masks, iou, tokens, score = sam.mask_decoder(
-            image_embeddings=coarse, sparse_prompt_embeddings=sparse, dense_prompt_embeddings=dense.to(dtype),
-            image_positional_embeddings=sam.get_image_wide_positional_embeddings().to(dtype).expand(n, -1, -1, -1),
-            multimask_output=True, high_resolution_features=high_res)
+            image_embeddings=coarse,
+            sparse_prompt_embeddings=sparse,
+            dense_prompt_embeddings=dense.to(dtype),
+            image_positional_embeddings=sam.get_image_wide_positional_embeddings()
+            .to(dtype)
+            .expand(n, -1, -1, -1),
+            multimask_output=True,
+            high_resolution_features=high_res,
+        )
         return masks[:, 0], iou[:, 0], tokens[:, 0], score[:, 0]
 
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
@@ -238,20 +314,36 @@ class Sa2VAModel(nn.Module):
         image = torch.arange(len(prompts), device=prompts.device)
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
-    def preparing_for_generation(self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None):
+    def preparing_for_generation(
+        self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None
+    ):
         """Set the tokenizer and the longest answer of `predict_forward`; torch_dtype is ignored, the model keeps its own."""
         self.bind_tokenizer(tokenizer)
         self.max_new_tokens = max_new_tokens
 
-    def predict_forward(self, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None, processor=None, *,
-                        rounded_normalisation=False) -> dict:
+    def predict_forward(
+        self,
+        image=None,
+        video=None,
+        text=None,
+        past_text="",
+        mask_prompts=None,
+        tokenizer=None,
+        processor=None,
+        *,
+        rounded_normalisation=False,
+    ) -> dict:
         """The answer to `text` and the masks of its [SEG] tokens: see `sa2va_hf.prediction.predict_forward`."""
-        return predict_forward(self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation)
+        return predict_forward(
+            self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation
+        )
 
     # Checkpoints
 
     @classmethod
-    def from_pretrained(cls, path, dtype: torch.dtype = torch.float32, device="cpu", shards=None) -> "Sa2VAModel":
+    def from_pretrained(
+        cls, path, dtype: torch.dtype = torch.float32, device="cpu", shards=None
+    ) -> "Sa2VAModel":
         """Load a folder in the original layout (safetensors, one file or sharded with an index), strictly.
 
         Where the config ties embed_tokens and lm_head, the file may hold either or both; two that differ stay untied.
@@ -281,8 +373,11 @@ class Sa2VAModel(nn.Module):
         state = model.state_dict()
         checkpoint_keys.check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
-            readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
-            read = lambda key: readers[files[key]].get_tensor(source.get(key, key))  # noqa: E731
+            readers = {
+                file: stack.enter_context(safe_open(file, framework="pt"))
+                for file in set(files.values())
+            }
+            read = lambda key: readers[files[key]].get_tensor(source.get(key, key))
             for name, tensor in state.items():
                 fill(tensor, checkpoint_keys.native_tensor(name, read))
         if config.tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
@@ -299,12 +394,17 @@ class Sa2VAModel(nn.Module):
         """
         state = self.state_dict()
         if any("lora_" in key for key in state):
-            raise ValueError("the model carries a LoRA adapter: merge it first (python -m tools.export)")
+            raise ValueError(
+                "the model carries a LoRA adapter: merge it first (python -m tools.export)"
+            )
         if self.unwritten:
             del state[self.unwritten]
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             state[LM_HEAD] = state[LM_HEAD].clone()
-        state = {k: _own(v.detach().to("cpu", dtype)) for k, v in checkpoint_keys.to_original(state).items()}
+        state = {
+            k: _own(v.detach().to("cpu", dtype))
+            for k, v in checkpoint_keys.to_original(state).items()
+        }
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
         self.config.save_pretrained(path)

@@ -2,6 +2,7 @@
 
 Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H W image height, width, C LLM width.
 """
+
 import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -11,9 +12,9 @@ from .templates import chat_template, image_string, region_string
 from .video import track
 
 MAX_NEW_TOKENS = 2048
-LLM_FRAMES = 5         # frames of a video that the LLM sees and that the language embedding prompts; later ones are tracked
-MASKS_AT_ONCE = 32     # a runaway answer may hold hundreds of [SEG]
-STOP_TAIL = 16         # tokens of the decoded tail in which a stop word must show
+LLM_FRAMES = 5  # frames of a video that the LLM sees and that the language embedding prompts; later ones are tracked
+MASKS_AT_ONCE = 32  # a runaway answer may hold hundreds of [SEG]
+STOP_TAIL = 16  # tokens of the decoded tail in which a stop word must show
 
 
 class StopWords(StoppingCriteria):
@@ -26,13 +27,27 @@ class StopWords(StoppingCriteria):
         self.tokenizer, self.words = tokenizer, tuple(words)
 
     def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
-        tails = [self.tokenizer.decode(row[-STOP_TAIL:].tolist()).replace("\r", "").replace("\n", "") for row in input_ids]
-        return torch.tensor([bool(self.words) and tail.endswith(self.words) for tail in tails], device=input_ids.device)
+        tails = [
+            self.tokenizer.decode(row[-STOP_TAIL:].tolist()).replace("\r", "").replace("\n", "")
+            for row in input_ids
+        ]
+        return torch.tensor(
+            [bool(self.words) and tail.endswith(self.words) for tail in tails],
+            device=input_ids.device,
+        )
 
 
 @torch.no_grad()
-def predict_forward(model, image=None, video=None, text=None, past_text="", mask_prompts=None, tokenizer=None,
-                    rounded_normalisation=False) -> dict:
+def predict_forward(
+    model,
+    image=None,
+    video=None,
+    text=None,
+    past_text="",
+    mask_prompts=None,
+    tokenizer=None,
+    rounded_normalisation=False,
+) -> dict:
     """The model's greedy answer to `text`, and one mask for each [SEG] in it.
 
     Args:
@@ -75,26 +90,39 @@ def predict_forward(model, image=None, video=None, text=None, past_text="", mask
 
     tiles, grids, image_tokens = None, None, ""
     if image is not None:
-        tiles = processor.tiles(image)                                                             # (t, 3, S, S)
+        tiles = processor.tiles(image)  # (t, 3, S, S)
         image_tokens = image_string(len(tiles), config.tokens_per_tile)
     elif video:
-        tiles = torch.cat([Sa2VAProcessor(config, max_tiles=1).tiles(frame) for frame in frames[:LLM_FRAMES]])
+        tiles = torch.cat(
+            [Sa2VAProcessor(config, max_tiles=1).tiles(frame) for frame in frames[:LLM_FRAMES]]
+        )
         image_tokens = "\n".join([image_string(1, config.tokens_per_tile)] * len(tiles))
     if mask_prompts is not None:
-        grids = _region_grids(processor, mask_prompts)                                             # (n, g, g)
+        grids = _region_grids(processor, mask_prompts)  # (n, g, g)
         image_tokens += region_string(grids.flatten(1).sum(1).tolist())
-    prompt = past_text + template["INSTRUCTION"].replace("{input}", text.replace("<image>", image_tokens))
-    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)                           # (1, L)
+    prompt = past_text + template["INSTRUCTION"].replace(
+        "{input}", text.replace("<image>", image_tokens)
+    )
+    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)  # (1, L)
 
     features = None if tiles is None else model.extract_feature(tiles.to(model.device))
     flags = None if grids is None else torch.arange(len(tiles)) == len(tiles) - 1
     embeds = model.embed(ids, features, None if grids is None else [grids], flags)
-    answer, hidden = _generate(model.language_model, embeds, tokenizer, template.get("STOP_WORDS", []), model.max_new_tokens)
-    seg = hidden[answer[:-1] == model.seg_id]                                                      # (M, C)
+    answer, hidden = _generate(
+        model.language_model,
+        embeds,
+        tokenizer,
+        template.get("STOP_WORDS", []),
+        model.max_new_tokens,
+    )
+    seg = hidden[answer[:-1] == model.seg_id]  # (M, C)
     masks = []
     if frames and len(seg):
         masks = _masks(model, processor, frames, model.text_hidden_fcs(seg), rounded_normalisation)
-    return {"prediction": tokenizer.decode(answer.tolist(), skip_special_tokens=False).strip(), "prediction_masks": masks}
+    return {
+        "prediction": tokenizer.decode(answer.tolist(), skip_special_tokens=False).strip(),
+        "prediction_masks": masks,
+    }
 
 
 def _check(image, video, text, past_text, mask_prompts, tokenizer):
@@ -103,21 +131,35 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
     if image is not None and video is not None:
         raise ValueError("predict_forward takes an image or a video, not both")
     if video is not None and len({frame.size for frame in video}) != 1:
-        raise ValueError(f"the frames of a video must have one size, got {sorted({frame.size for frame in video})}")
+        raise ValueError(
+            f"the frames of a video must have one size, got {sorted({frame.size for frame in video})}"
+        )
     if mask_prompts is not None and (image is None or past_text):
         raise ValueError("mask_prompts need an image and no past_text")
     if mask_prompts is not None and len(mask_prompts) != 1:
-        raise ValueError(f"mask_prompts is a list of one (n, H, W) array for the one image, got {len(mask_prompts)}")
+        raise ValueError(
+            f"mask_prompts is a list of one (n, H, W) array for the one image, got {len(mask_prompts)}"
+        )
     if "<image>" in text and past_text:
-        raise ValueError("<image> belongs to the first turn: text holds it although past_text is not empty")
-    if (image is not None or video is not None) and "<image>" not in text and "<IMG_CONTEXT>" not in past_text:
-        raise ValueError("an image or video was given, but text has no <image> and past_text no image tokens")
+        raise ValueError(
+            "<image> belongs to the first turn: text holds it although past_text is not empty"
+        )
+    if (
+        (image is not None or video is not None)
+        and "<image>" not in text
+        and "<IMG_CONTEXT>" not in past_text
+    ):
+        raise ValueError(
+            "an image or video was given, but text has no <image> and past_text no image tokens"
+        )
 
 
 def _region_grids(processor, mask_prompts) -> torch.Tensor:
     """(n, g, g) bool cells of the regions. Raises ValueError naming a region without a pixel."""
     masks = mask_prompts[0]
-    masks = (masks.cpu() if isinstance(masks, torch.Tensor) else torch.as_tensor(np.asarray(masks))).bool()
+    masks = (
+        masks.cpu() if isinstance(masks, torch.Tensor) else torch.as_tensor(np.asarray(masks))
+    ).bool()
     if masks.ndim != 3 or len(masks) == 0:
         raise ValueError(f"mask_prompts[0] must be (n, H, W) with n >= 1, got {tuple(masks.shape)}")
     empty = (~masks.flatten(1).any(1)).nonzero()[:, 0].tolist()
@@ -126,29 +168,54 @@ def _region_grids(processor, mask_prompts) -> torch.Tensor:
     return region_grid(masks, processor.grid_size, processor.image_size, "nearest")
 
 
-def _generate(language_model, embeds, tokenizer, stop_words, max_new_tokens) -> tuple[torch.Tensor, torch.Tensor]:
+def _generate(
+    language_model, embeds, tokenizer, stop_words, max_new_tokens
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,) greedy tokens after the prompt (1, L, C), and the last hidden states (T-1, C) at all but the last as input."""
     states = []
-    handle = language_model.model.register_forward_hook(lambda module, args, out: states.append(out.last_hidden_state[0, -1]))
+    handle = language_model.model.register_forward_hook(
+        lambda module, args, out: states.append(out.last_hidden_state[0, -1])
+    )
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    config = GenerationConfig(max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=pad)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=pad,
+    )
     try:
         answer = language_model.generate(
-            inputs_embeds=embeds, attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device),
-            generation_config=config, stopping_criteria=StoppingCriteriaList([StopWords(tokenizer, stop_words)]))[0]
+            inputs_embeds=embeds,
+            attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([StopWords(tokenizer, stop_words)]),
+        )[0]
     finally:
         handle.remove()
-    return answer, torch.stack(states)[1:]          # state 0 is the prompt's last position, state k that of token k-1
+    return answer, torch.stack(states)[
+        1:
+    ]  # state 0 is the prompt's last position, state k that of token k-1
 
 
 def _masks(model, processor, frames, embeddings, rounded) -> list[np.ndarray]:
     """One (F, H, W) bool mask for each language embedding (M, 256)."""
-    features = (model.sam_features(normalise_sam_pixels(processor.sam_image(frame).to(model.device), rounded)[None]) for frame in frames)
+    features = (
+        model.sam_features(
+            normalise_sam_pixels(processor.sam_image(frame).to(model.device), rounded)[None]
+        )
+        for frame in frames
+    )
     if len(frames) == 1:
         features = next(features)
-        logits = torch.cat([model.decode_masks(features, torch.zeros(len(some), dtype=torch.long, device=model.device), some)
-                            for some in embeddings.split(MASKS_AT_ONCE)])[:, None]                 # (M, 1, 256, 256)
+        logits = torch.cat(
+            [
+                model.decode_masks(
+                    features, torch.zeros(len(some), dtype=torch.long, device=model.device), some
+                )
+                for some in embeddings.split(MASKS_AT_ONCE)
+            ]
+        )[:, None]  # (M, 1, 256, 256)
     else:
-        logits = track(model, features, embeddings, LLM_FRAMES)                                    # (M, F, 256, 256)
+        logits = track(model, features, embeddings, LLM_FRAMES)  # (M, F, 256, 256)
     size = frames[0].height, frames[0].width
     return [(upsample_masks(one, processor.sam_size, size) > 0).cpu().numpy() for one in logits]

@@ -2,6 +2,7 @@
 
 Sources: `dynamic_preprocess` of InternVL, `predict_forward` and `DirectResize` of the original Sa2VA code.
 """
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,24 +17,36 @@ MAX_PIXELS = 300_000_000
 def to_rgb(image: Image.Image) -> Image.Image:
     """The image in RGB; L, P, CMYK and RGBA are converted by pillow (alpha is dropped, as in the original)."""
     if image.width * image.height > MAX_PIXELS:
-        raise ValueError(f"image of {image.width}x{image.height} pixels is larger than {MAX_PIXELS} pixels")
+        raise ValueError(
+            f"image of {image.width}x{image.height} pixels is larger than {MAX_PIXELS} pixels"
+        )
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def tile_grid(width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1) -> tuple[int, int]:
+def tile_grid(
+    width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1
+) -> tuple[int, int]:
     """(columns, rows) of InternVL's dynamic tiling: the grid of at most `max_tiles` cells closest in aspect ratio.
 
     On a tie the later candidate (by area) wins if the image has more than half its pixels. Candidates of equal area keep
     the iteration order of a Python set, as in the original: published models were trained with it.
     """
-    candidates = set((i, j) for n in range(min_tiles, max_tiles + 1) for i in range(1, n + 1) for j in range(1, n + 1)
-                     if min_tiles <= i * j <= max_tiles)
+    candidates = set(
+        (i, j)
+        for n in range(min_tiles, max_tiles + 1)
+        for i in range(1, n + 1)
+        for j in range(1, n + 1)
+        if min_tiles <= i * j <= max_tiles
+    )
     best, best_difference = (1, 1), float("inf")
     for columns, rows in sorted(candidates, key=lambda c: c[0] * c[1]):
         difference = abs(width / height - columns / rows)
         if difference < best_difference:
             best, best_difference = (columns, rows), difference
-        elif difference == best_difference and width * height > 0.5 * image_size * image_size * columns * rows:
+        elif (
+            difference == best_difference
+            and width * height > 0.5 * image_size * image_size * columns * rows
+        ):
             best = (columns, rows)
     return best
 
@@ -54,9 +67,15 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
     Source: `describe_anything_referring_dataset.py` and `modeling_sa2va_chat.py` of the original.
     """
     if masks.dtype != torch.bool or masks.ndim != 3:
-        raise ValueError(f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}")
-    pixels = masks[:, None].to(torch.uint8)              # in float, and with `any` of every mask, native size takes 4 times as long
-    cells = F.adaptive_avg_pool2d(F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size)[:, 0]
+        raise ValueError(
+            f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}"
+        )
+    pixels = masks[:, None].to(
+        torch.uint8
+    )  # in float, and with `any` of every mask, native size takes 4 times as long
+    cells = F.adaptive_avg_pool2d(
+        F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size
+    )[:, 0]
     if rule == "area":
         grid = cells > 0.5
     elif rule == "nearest":
@@ -69,7 +88,11 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
     if lost.any():
         # Native coverage, since a region of one pixel can vanish even from the resized tile.
         coverage = F.adaptive_avg_pool2d(pixels[lost].float(), grid_size)[:, 0].flatten(1)
-        grid[lost] = F.one_hot(coverage.argmax(1), grid_size * grid_size).bool().view(-1, grid_size, grid_size)
+        grid[lost] = (
+            F.one_hot(coverage.argmax(1), grid_size * grid_size)
+            .bool()
+            .view(-1, grid_size, grid_size)
+        )
     return grid
 
 
@@ -78,7 +101,9 @@ def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -
 
     Going 256 -> (H, W) directly would flip about 0.4 % of the pixels.
     """
-    logits = F.interpolate(logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False)
+    logits = F.interpolate(
+        logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False
+    )
     return F.interpolate(logits, size=size, mode="bilinear", align_corners=False)[:, 0]
 
 
@@ -117,9 +142,15 @@ class Sa2VAProcessor:
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
         """The tiles in row-major order, then the thumbnail (only if there is more than one tile)."""
         image, s = to_rgb(image), self.image_size
-        columns, rows = tile_grid(image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"])
+        columns, rows = tile_grid(
+            image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"]
+        )
         whole = image.resize((columns * s, rows * s))
-        tiles = [whole.crop((c * s, r * s, (c + 1) * s, (r + 1) * s)) for r in range(rows) for c in range(columns)]
+        tiles = [
+            whole.crop((c * s, r * s, (c + 1) * s, (r + 1) * s))
+            for r in range(rows)
+            for c in range(columns)
+        ]
         if len(tiles) > 1 and self.config.raw["use_thumbnail"]:
             tiles.append(image.resize((s, s)))
         return tiles
@@ -135,7 +166,9 @@ class Sa2VAProcessor:
     def region_grid(self, mask) -> torch.Tensor:
         """(grid, grid) bool of one (H, W) mask, or (n, grid, grid) of (n, H, W); see `region_grid`."""
         mask = torch.as_tensor(np.asarray(mask)).bool()
-        grid = region_grid(mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule)
+        grid = region_grid(
+            mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
+        )
         return grid if mask.ndim == 3 else grid[0]
 
     def sam_image(self, image: Image.Image) -> torch.Tensor:

@@ -2,24 +2,40 @@
 
 Source: `projects/llava_sam2` (`hf/models/templates.py`, `datasets/encode_fn.py`: `video_lisa_encode_fn`).
 """
+
 IGNORE_INDEX = -100
 
 PROMPT_TEMPLATE = {
     "phi3_chat": dict(
-        SYSTEM="<|system|>\n{system}<|end|>\n", INSTRUCTION="<|user|>\n{input}<|end|>\n<|assistant|>\n",
-        SUFFIX="<|end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|end|>"]),
+        SYSTEM="<|system|>\n{system}<|end|>\n",
+        INSTRUCTION="<|user|>\n{input}<|end|>\n<|assistant|>\n",
+        SUFFIX="<|end|>",
+        SUFFIX_AS_EOS=True,
+        SEP="\n",
+        STOP_WORDS=["<|end|>"],
+    ),
     "internlm2_chat": dict(
         SYSTEM="<|im_start|>system\n{system}<|im_end|>\n",
         INSTRUCTION="<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n",
-        SUFFIX="<|im_end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|im_end|>"]),
+        SUFFIX="<|im_end|>",
+        SUFFIX_AS_EOS=True,
+        SEP="\n",
+        STOP_WORDS=["<|im_end|>"],
+    ),
     "qwen_chat": dict(
         SYSTEM="<|im_start|>system\n{system}<|im_end|>\n",
         INSTRUCTION="<|im_start|>user\n{input}<|im_end|>\n<|im_start|>assistant\n",
-        SUFFIX="<|im_end|>", SUFFIX_AS_EOS=True, SEP="\n", STOP_WORDS=["<|im_end|>", "<|endoftext|>"]),
+        SUFFIX="<|im_end|>",
+        SUFFIX_AS_EOS=True,
+        SEP="\n",
+        STOP_WORDS=["<|im_end|>", "<|endoftext|>"],
+    ),
     "vicuna": dict(
         SYSTEM="A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-               "detailed, and polite answers to the user's questions. {system}\n ",
-        INSTRUCTION="USER: {input} ASSISTANT:", SEP="\n"),
+        "detailed, and polite answers to the user's questions. {system}\n ",
+        INSTRUCTION="USER: {input} ASSISTANT:",
+        SEP="\n",
+    ),
 }
 
 
@@ -30,14 +46,18 @@ def image_string(num_tiles: int, tokens_per_tile: int) -> str:
 
 def region_string(cells: list[int]) -> str:
     """The header that introduces regions of `cells[i]` tokens each; "are" also for one region, as trained."""
-    regions = ", ".join(f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells))
+    regions = ", ".join(
+        f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells)
+    )
     return f"\nThere are {len(cells)} part regions in the picture: {regions}.\n"
 
 
 def chat_template(name: str) -> dict:
     """The template `name`; raises ValueError naming the known ones."""
     if name not in PROMPT_TEMPLATE:
-        raise ValueError(f"config.json: template {name!r} is unknown; known: {', '.join(PROMPT_TEMPLATE)}")
+        raise ValueError(
+            f"config.json: template {name!r} is unknown; known: {', '.join(PROMPT_TEMPLATE)}"
+        )
     return PROMPT_TEMPLATE[name]
 
 
@@ -48,14 +68,22 @@ def template_map(example: dict, template: dict) -> dict:
         example: {"conversation": [{"input": str, "output": str}, ..]}; not modified.
     """
     suffix = template.get("SUFFIX", "")
-    turns = [dict(turn, input=template["INSTRUCTION"].replace("{input}", turn.get("input", "")),
-                  output=turn.get("output", "") + suffix,
-                  need_eos_token=not template.get("SUFFIX_AS_EOS", False), sep=template.get("SEP", ""))
-             for turn in example["conversation"]]
+    turns = [
+        dict(
+            turn,
+            input=template["INSTRUCTION"].replace("{input}", turn.get("input", "")),
+            output=turn.get("output", "") + suffix,
+            need_eos_token=not template.get("SUFFIX_AS_EOS", False),
+            sep=template.get("SEP", ""),
+        )
+        for turn in example["conversation"]
+    ]
     return dict(example, conversation=turns)
 
 
-def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True, **kwargs) -> dict:
+def video_lisa_encode_fn(
+    example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True, **kwargs
+) -> dict:
     """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
 
     Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators and the BOS carry
@@ -78,7 +106,7 @@ def video_lisa_encode_fn(example: dict, tokenizer, max_length: int, input_ids_wi
     turns = example["conversation"]
     if len(turns) > 1 and not input_ids_with_output:
         raise ValueError("a conversation of several turns needs input_ids_with_output=True")
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))  # noqa: E731
+    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     ids, labels = [], []
     bos_due = True

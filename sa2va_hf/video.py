@@ -5,6 +5,7 @@ believes absent, which the original Sa2VA does not. Memory attention, memory enc
 
 Letters: M objects, F frames, h w side of the coarsest feature map.
 """
+
 import torch
 import torch.nn.functional as F
 from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
@@ -24,27 +25,59 @@ def track(model, frames, prompts: torch.Tensor, num_prompted: int) -> torch.Tens
     Source: `language_embd_inference` and `propagate_in_video` of the original.
     """
     sam = model.grounding_encoder
-    session = Sam2VideoInferenceSession(inference_device=model.device, inference_state_device=model.device,
-                                        dtype=sam.no_memory_embedding.dtype)
+    session = Sam2VideoInferenceSession(
+        inference_device=model.device,
+        inference_state_device=model.device,
+        dtype=sam.no_memory_embedding.dtype,
+    )
     objects = [session.obj_id_to_idx(m) for m in range(len(prompts))]
     logits = [[] for _ in objects]
     for frame, features in enumerate(frames):
         prompted = frame < num_prompted
         fine, middle, no_memory = model.decoder_features(features)
-        coarse = features[-1].flatten(2).permute(2, 0, 1)                                          # (h*w, 1, 256)
-        place = sam.vision_encoder.neck.position_encoding(features[-1].shape, coarse.device, coarse.dtype)
+        coarse = features[-1].flatten(2).permute(2, 0, 1)  # (h*w, 1, 256)
+        place = sam.vision_encoder.neck.position_encoding(
+            features[-1].shape, coarse.device, coarse.dtype
+        )
         for m in objects:
-            conditioned = no_memory if prompted else sam._prepare_memory_conditioned_features(
-                session, frame, m, is_initial_conditioning_frame=False, current_vision_features=coarse,
-                current_vision_positional_embeddings=place.flatten(2).permute(2, 0, 1), num_total_frames=frame + 1)
-            masks, iou, tokens, score = model.decode_candidates([fine, middle], conditioned, prompts[m:m + 1] if prompted else None)
+            conditioned = (
+                no_memory
+                if prompted
+                else sam._prepare_memory_conditioned_features(
+                    session,
+                    frame,
+                    m,
+                    is_initial_conditioning_frame=False,
+                    current_vision_features=coarse,
+                    current_vision_positional_embeddings=place.flatten(2).permute(2, 0, 1),
+                    num_total_frames=frame + 1,
+                )
+            )
+            masks, iou, tokens, score = model.decode_candidates(
+                [fine, middle], conditioned, prompts[m : m + 1] if prompted else None
+            )
             best = iou[0].argmax()
-            logits[m].append(masks[0, best].float())                                               # (256, 256)
-            appears = (score > 0).to(tokens.dtype)                                                 # (1, 1)
-            pointer = appears * sam.object_pointer_proj(tokens[:, best]) + (1 - appears) * sam.no_object_pointer
-            mask = F.interpolate(masks[:, best:best + 1].float(), size=(sam.image_size, sam.image_size), mode="bilinear")
+            logits[m].append(masks[0, best].float())  # (256, 256)
+            appears = (score > 0).to(tokens.dtype)  # (1, 1)
+            pointer = (
+                appears * sam.object_pointer_proj(tokens[:, best])
+                + (1 - appears) * sam.no_object_pointer
+            )
+            mask = F.interpolate(
+                masks[:, best : best + 1].float(),
+                size=(sam.image_size, sam.image_size),
+                mode="bilinear",
+            )
             # False: the original remembers probabilities of prompted frames too, not binary masks.
-            memory, memory_place = sam._encode_new_memory(coarse, mask.to(coarse.dtype), score, False)
-            session.store_output(m, frame, is_conditioning_frame=prompted, output_value=dict(
-                object_pointer=pointer, maskmem_features=memory, maskmem_pos_enc=memory_place))
+            memory, memory_place = sam._encode_new_memory(
+                coarse, mask.to(coarse.dtype), score, False
+            )
+            session.store_output(
+                m,
+                frame,
+                is_conditioning_frame=prompted,
+                output_value=dict(
+                    object_pointer=pointer, maskmem_features=memory, maskmem_pos_enc=memory_place
+                ),
+            )
     return torch.stack([torch.stack(one) for one in logits])

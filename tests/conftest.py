@@ -1,4 +1,5 @@
 """What the tests of the policy share: the demo model with a small LoRA, and drawn scenes as a batch."""
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,9 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
-torch.set_num_threads(1)      # before any fixture of any scope: sums of floats depend on the number of threads
+torch.set_num_threads(
+    1
+)  # before any fixture of any scope: sums of floats depend on the number of threads
 
 
 @pytest.fixture(autouse=True)
@@ -25,11 +28,29 @@ def no_bar_outlives_its_test():
 @pytest.fixture(scope="session")
 def policy():
     """Factory of policies in float32 from the demo checkpoint, with a fresh LoRA of rank 4 (B = 0: the base model's outputs)."""
-    def build(groups=tuple(TRAINABLE), temperature=1.0, max_tiles=1, dtype=torch.float32, seed=0) -> Policy:
+
+    def build(
+        groups=tuple(TRAINABLE), temperature=1.0, max_tiles=1, dtype=torch.float32, seed=0
+    ) -> Policy:
         torch.manual_seed(seed)
         model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT, dtype=dtype)
-        lora = LoraConfig(r=4, lora_alpha=8, lora_dropout=0.05, bias="none", target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-        return Policy(model, Sa2VAProcessor(model.config, max_tiles), load_tokenizer(SHIPPED_CHECKPOINT), lora, groups, temperature)
+        lora = LoraConfig(
+            r=4,
+            lora_alpha=8,
+            lora_dropout=0.05,
+            bias="none",
+            target_modules=LORA_TARGETS,
+            task_type="CAUSAL_LM",
+        )
+        return Policy(
+            model,
+            Sa2VAProcessor(model.config, max_tiles),
+            load_tokenizer(SHIPPED_CHECKPOINT),
+            lora,
+            groups,
+            temperature,
+        )
+
     return build
 
 
@@ -39,18 +60,29 @@ def scenes() -> list[dict]:
     samples = []
     for i in range(4):
         scene = make_scene(0, 7, i)
-        target = max((scene.objects[t] for t in scene.targets), key=lambda o: o.mask.sum())      # 4, 6, 1 and 2 cells
-        samples.append(dict(image=scene.image, mask=target.mask, caption=caption(target, scene, np.random.default_rng(i)),
-                            category="", image_id=f"scene{i}"))
+        target = max(
+            (scene.objects[t] for t in scene.targets), key=lambda o: o.mask.sum()
+        )  # 4, 6, 1 and 2 cells
+        samples.append(
+            dict(
+                image=scene.image,
+                mask=target.mask,
+                caption=caption(target, scene, np.random.default_rng(i)),
+                category="",
+                image_id=f"scene{i}",
+            )
+        )
     return samples
 
 
 @pytest.fixture(scope="session")
 def prepare():
     """Function of samples and a processor: one Batch of all of them."""
+
     def build(samples: list[dict], processor: Sa2VAProcessor) -> Batch:
         prepared = Prepared(samples, processor)
         return collate([prepared[i] for i in range(len(prepared))])
+
     return build
 
 

@@ -5,6 +5,7 @@
 In tests: `with JudgeServer(behaviour) as server:`, where behaviour(chat, n) of the n-th chat (from 0) returns the reply as str, or
 (status, body) for an answer that is none; it may sleep. `server.chats` holds what was asked.
 """
+
 import argparse
 import json
 import re
@@ -50,11 +51,27 @@ def overlap(chat: list[dict], n: int = 0) -> str:
 
 def attributes(reference: str) -> str:
     """Object = last word, colour = first of the known ones, one absent thing; null for the rest."""
-    colour = [word for word in re.findall(r"\w+", reference.lower()) if word in ("red", "green", "blue")]
-    return json.dumps({
-        "object": {"answer": re.findall(r"\w+", reference.lower())[-1], "wrong": ["zebra", "spoon"]},
-        "colour": {"answer": colour[0], "wrong": [c for c in ("red", "green", "blue") if c != colour[0]]} if colour else None,
-        "texture": None, "size": None, "position": None, "absent": ["collar"]})
+    colour = [
+        word for word in re.findall(r"\w+", reference.lower()) if word in ("red", "green", "blue")
+    ]
+    return json.dumps(
+        {
+            "object": {
+                "answer": re.findall(r"\w+", reference.lower())[-1],
+                "wrong": ["zebra", "spoon"],
+            },
+            "colour": {
+                "answer": colour[0],
+                "wrong": [c for c in ("red", "green", "blue") if c != colour[0]],
+            }
+            if colour
+            else None,
+            "texture": None,
+            "size": None,
+            "position": None,
+            "absent": ["collar"],
+        }
+    )
 
 
 def answer(data: dict) -> str:
@@ -77,12 +94,27 @@ class JudgeServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.answer(200, json.dumps({"object": "list", "data": [{"id": outer.model, "object": "model"}]}))
+                self.answer(
+                    200,
+                    json.dumps(
+                        {"object": "list", "data": [{"id": outer.model, "object": "model"}]}
+                    ),
+                )
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if request["model"] != outer.model:
-                    self.answer(404, json.dumps({"error": {"message": f"The model `{request['model']}` does not exist.", "code": 404}}))
+                    self.answer(
+                        404,
+                        json.dumps(
+                            {
+                                "error": {
+                                    "message": f"The model `{request['model']}` does not exist.",
+                                    "code": 404,
+                                }
+                            }
+                        ),
+                    )
                     return
                 with outer.lock:
                     n = len(outer.chats)
@@ -91,8 +123,20 @@ class JudgeServer:
                 reply = outer.behaviour(request["messages"], n)
                 if isinstance(reply, str):
                     message = {"role": "assistant", "content": reply}
-                    reply = 200, json.dumps({"id": "0", "object": "chat.completion", "created": 0, "model": outer.model,
-                                             "choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
+                    reply = (
+                        200,
+                        json.dumps(
+                            {
+                                "id": "0",
+                                "object": "chat.completion",
+                                "created": 0,
+                                "model": outer.model,
+                                "choices": [
+                                    {"index": 0, "message": message, "finish_reason": "stop"}
+                                ],
+                            }
+                        ),
+                    )
                 self.answer(*reply)
 
             def answer(self, status: int, body: str):
@@ -102,7 +146,7 @@ class JudgeServer:
                     self.send_header("Content-Length", str(len(body.encode())))
                     self.end_headers()
                     self.wfile.write(body.encode())
-                except ConnectionError:                                   # a client that did not wait
+                except ConnectionError:  # a client that did not wait
                     self.close_connection = True
 
             def log_message(self, *_):
@@ -116,7 +160,9 @@ class JudgeServer:
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
 
     def __enter__(self):
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_):
@@ -134,6 +180,7 @@ def main():
     def behaviour(chat, n):
         time.sleep(args.delay)
         return overlap(chat)
+
     JudgeServer(behaviour, args.model, args.port).http.serve_forever()
 
 

@@ -1,4 +1,5 @@
 """Short runs of `rl_train.train` on drawn data: what the tests of the entry point share."""
+
 import json
 import os
 import subprocess
@@ -14,8 +15,11 @@ from tools.make_demo import HELDOUT, TRAIN, write_split
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
 # A process on one CPU core, without what a launcher around the tests may have set.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")} | {
-    "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+} | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
 
 
 def draw_data(folder: Path) -> Path:
@@ -41,14 +45,35 @@ def flags(data: Path, output: Path, **changes) -> list[str]:
 
     None leaves a flag out, "" gives it no value.
     """
-    values = dict(model_path=CHECKPOINT, data_dir=data / "train", eval_data_dir=data / "heldout", output_dir=output,
-                  dtype="float32", batch_size=2, num_generations=2, max_completion_length=12, lora_r=4, lora_alpha=8,
-                  eval_samples=1, eval_steps=0, num_workers=0, micro_batch_size=4, max_steps=2, learning_rate=1e-4,
-                  mask_sigma=4) | changes
+    values = (
+        dict(
+            model_path=CHECKPOINT,
+            data_dir=data / "train",
+            eval_data_dir=data / "heldout",
+            output_dir=output,
+            dtype="float32",
+            batch_size=2,
+            num_generations=2,
+            max_completion_length=12,
+            lora_r=4,
+            lora_alpha=8,
+            eval_samples=1,
+            eval_steps=0,
+            num_workers=0,
+            micro_batch_size=4,
+            max_steps=2,
+            learning_rate=1e-4,
+            mask_sigma=4,
+        )
+        | changes
+    )
     argv = []
     for name, value in values.items():
         if value is not None:
-            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value] if value != "" else [])]
+            argv += [
+                f"--{name}",
+                *map(str, value if isinstance(value, list) else [value] if value != "" else []),
+            ]
     return argv
 
 
@@ -58,13 +83,23 @@ def run(data: Path, output: Path, **changes) -> Path:
     return output
 
 
-def start(data: Path, output: Path, environment: dict[str, str] | None = None, **changes) -> subprocess.Popen:
+def start(
+    data: Path, output: Path, environment: dict[str, str] | None = None, **changes
+) -> subprocess.Popen:
     """A run in a process of its own, its output in the pipe stdout."""
-    return subprocess.Popen([sys.executable, "-m", "rl_train.train", *flags(data, output, **changes)], cwd=ROOT, text=True,
-                            env=ENVIRONMENT | (environment or {}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [sys.executable, "-m", "rl_train.train", *flags(data, output, **changes)],
+        cwd=ROOT,
+        text=True,
+        env=ENVIRONMENT | (environment or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
-def weights(output: Path, step: int, file: str = "trainables.safetensors") -> dict[str, torch.Tensor]:
+def weights(
+    output: Path, step: int, file: str = "trainables.safetensors"
+) -> dict[str, torch.Tensor]:
     return load_file(output / f"checkpoint_step_{step}" / file)
 
 
@@ -74,9 +109,15 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     A softmax does not see them, so their gradient is rounding alone, which AdamW makes as large as any other.
     """
     assert set(a) == set(b)
-    return max((a[name] - b[name]).abs().max().item() for name in a if not name.endswith(".k_proj.bias"))
+    return max(
+        (a[name] - b[name]).abs().max().item() for name in a if not name.endswith(".k_proj.bias")
+    )
 
 
 def rollouts(output: Path) -> list[dict]:
     """The JSON lines of all ranks."""
-    return [json.loads(line) for file in sorted((output / "rollouts").iterdir()) for line in file.read_text().split("\n")[:-1]]
+    return [
+        json.loads(line)
+        for file in sorted((output / "rollouts").iterdir())
+        for line in file.read_text().split("\n")[:-1]
+    ]

@@ -1,4 +1,5 @@
 """A killed run goes on as if nothing had happened, and a checkpoint can be read by others."""
+
 import json
 import shutil
 import signal
@@ -20,7 +21,14 @@ from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, rollouts, run, start, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-RUN = dict(max_steps=4, save_steps=1, save_total_limit=0, num_generations=4, learning_rate=1e-3, ema_decay=0.9)
+RUN = dict(
+    max_steps=4,
+    save_steps=1,
+    save_total_limit=0,
+    num_generations=4,
+    learning_rate=1e-3,
+    ema_decay=0.9,
+)
 WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 
 
@@ -55,8 +63,11 @@ def killed(data, tmp_path_factory):
 
 
 def same_bytes(one, two, step):
-    return [(one / f"checkpoint_step_{step}" / file).read_bytes() == (two / f"checkpoint_step_{step}" / file).read_bytes()
-            for file in WEIGHT_FILES]
+    return [
+        (one / f"checkpoint_step_{step}" / file).read_bytes()
+        == (two / f"checkpoint_step_{step}" / file).read_bytes()
+        for file in WEIGHT_FILES
+    ]
 
 
 def same_state(a, b):
@@ -75,20 +86,24 @@ def training_state(output, step):
 
 def test_killed_run_resumes_to_the_same_bits(data, whole, killed, tmp_path):
     output = shutil.copytree(killed, tmp_path / "run")
-    (output / "checkpoint_step_9.tmp").mkdir()                           # half-written, must not be taken for a checkpoint
+    (output / "checkpoint_step_9.tmp").mkdir()  # half-written, must not be taken for a checkpoint
     with (output / "rollouts" / "rank0.jsonl").open("a") as file:
-        file.write('{"step": 3, "task": "lo')                             # a line that the kill cut off
+        file.write('{"step": 3, "task": "lo')  # a line that the kill cut off
     run(data, output, resume="", **RUN)
     assert same_bytes(whole, output, 4) == [True, True]
     assert same_bytes(whole, output, 1) == [True, True]
     before, after = training_state(whole, 4), training_state(output, 4)
     for part in ("step", "optimizer", "scheduler"):
         assert same_state(before[part], after[part]), part
-    assert not all(torch.equal(a, b) for a, b in zip(weights(output, 2).values(), weights(output, 4).values()))
+    assert not all(
+        torch.equal(a, b) for a, b in zip(weights(output, 2).values(), weights(output, 4).values())
+    )
 
     assert rollouts(output) == rollouts(whole)
     groups = [(line["step"], line["task"]) for line in rollouts(output)]
-    assert {group: groups.count(group) for group in groups} == {(s, t): 8 for s in range(4) for t in ("loop1", "loop2")}
+    assert {group: groups.count(group) for group in groups} == {
+        (s, t): 8 for s in range(4) for t in ("loop1", "loop2")
+    }
 
     log = EventAccumulator(str(output / "tensorboard"), {"scalars": 0})
     log.Reload()
@@ -104,13 +119,17 @@ def test_resume_from_a_named_checkpoint_in_a_fresh_folder(data, whole, tmp_path)
 
 def test_a_checkpoint_of_another_machine_keeps_this_ones_optimizer_kernels(data, whole, tmp_path):
     """The fused ones of a GPU, say: what the checkpoint says of them is not what this run was built with."""
-    folder = shutil.copytree(whole / "checkpoint_step_3", tmp_path / "elsewhere" / "checkpoint_step_3")
+    folder = shutil.copytree(
+        whole / "checkpoint_step_3", tmp_path / "elsewhere" / "checkpoint_step_3"
+    )
     state = torch.load(folder / "training_state.pt", weights_only=True)
     for group in state["optimizer"]["param_groups"]:
         group["fused"] = True
     torch.save(state, folder / "training_state.pt")
     output = run(data, tmp_path / "run", resume=folder, **RUN)
-    assert [group["fused"] for group in training_state(output, 4)["optimizer"]["param_groups"]] == [False]
+    assert [group["fused"] for group in training_state(output, 4)["optimizer"]["param_groups"]] == [
+        False
+    ]
     assert same_bytes(whole, output, 4) == [True, True]
 
 
@@ -119,13 +138,18 @@ def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys
     flags = RUN | dict(max_steps=2, prompt_learning_rate=5e-3, mask_sigma="auto", num_generations=2)
     whole = run(data, tmp_path / "whole", **flags)
     output = run(data, tmp_path / "broken", **flags, resume=whole / "checkpoint_step_1")
-    run(data, output, **flags, resume="")                                 # and what is finished resumes without complaint
+    run(data, output, **flags, resume="")  # and what is finished resumes without complaint
     assert same_bytes(whole, output, 2) == [True, True]
     before, after = training_state(whole, 2), training_state(output, 2)
     assert len(after["optimizer"]["param_groups"]) == 2
     assert all(same_state(before[part], after[part]) for part in ("optimizer", "scheduler"))
-    found = [json.loads((folder / "config.json").read_text())["calibrated_mask_sigma"] for folder in (whole, output)]
-    assert 0 < found[0] == found[1] and capsys.readouterr().out.count("--mask_sigma auto: ") == 1       # measured once, then kept
+    found = [
+        json.loads((folder / "config.json").read_text())["calibrated_mask_sigma"]
+        for folder in (whole, output)
+    ]
+    assert (
+        0 < found[0] == found[1] and capsys.readouterr().out.count("--mask_sigma auto: ") == 1
+    )  # measured once, then kept
 
 
 def test_resume_before_the_first_checkpoint_starts_over(data, whole, tmp_path):
@@ -138,9 +162,13 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
     output = shutil.copytree(whole, tmp_path / "run")
     run(data, output, resume="", **RUN)
     assert same_bytes(whole, output, 4) == [True, True] and rollouts(output) == rollouts(whole)
-    points = EventAccumulator(str(output / "tensorboard"), {"scalars": 0}, purge_orphaned_data=False).Reload().Scalars("eval/cycle_iou")
+    points = (
+        EventAccumulator(str(output / "tensorboard"), {"scalars": 0}, purge_orphaned_data=False)
+        .Reload()
+        .Scalars("eval/cycle_iou")
+    )
     steps = [event.step for event in points]
-    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 4       # each evaluation once
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 4  # each evaluation once
 
 
 def test_training_state_is_plain_data(whole):
@@ -153,8 +181,18 @@ def test_rng_round_trip():
     import random
 
     import numpy as np
+
     state = checkpoint.rng_state()
-    draw = lambda: (random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(2).tolist())  # noqa: E731
+
+    def draw():
+        return (
+            random.random(),
+            random.gauss(0, 1),
+            np.random.rand(),
+            np.random.randn(),
+            torch.rand(2).tolist(),
+        )
+
     first = draw()
     assert draw() != first
     checkpoint.restore_rng(state)
@@ -163,15 +201,29 @@ def test_rng_round_trip():
 
 def test_oldest_checkpoints_are_removed(data, whole, tmp_path):
     output = run(data, tmp_path, **RUN | dict(save_total_limit=2))
-    assert [folder.name for folder in checkpoint.list_checkpoints(output)] == ["checkpoint_step_3", "checkpoint_step_4"]
-    assert sorted(p.name for p in output.glob("checkpoint*")) == ["checkpoint_step_3", "checkpoint_step_4"]
-    assert len(checkpoint.list_checkpoints(whole)) == 4                   # 0 = all
+    assert [folder.name for folder in checkpoint.list_checkpoints(output)] == [
+        "checkpoint_step_3",
+        "checkpoint_step_4",
+    ]
+    assert sorted(p.name for p in output.glob("checkpoint*")) == [
+        "checkpoint_step_3",
+        "checkpoint_step_4",
+    ]
+    assert len(checkpoint.list_checkpoints(whole)) == 4  # 0 = all
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):
-    for name in ("checkpoint_step_10", "checkpoint_step_9", "checkpoint_step_11.tmp", "checkpoint_step_x"):
+    for name in (
+        "checkpoint_step_10",
+        "checkpoint_step_9",
+        "checkpoint_step_11.tmp",
+        "checkpoint_step_x",
+    ):
         (tmp_path / name).mkdir()
-    assert [folder.name for folder in checkpoint.list_checkpoints(tmp_path)] == ["checkpoint_step_9", "checkpoint_step_10"]
+    assert [folder.name for folder in checkpoint.list_checkpoints(tmp_path)] == [
+        "checkpoint_step_9",
+        "checkpoint_step_10",
+    ]
 
 
 def test_adapter_loads_with_peft(data, whole, tmp_path):
@@ -179,7 +231,11 @@ def test_adapter_loads_with_peft(data, whole, tmp_path):
     assert type(base) is Qwen2ForCausalLM
     ids = torch.arange(40).view(2, 20)
     untrained = base(input_ids=ids).logits
-    adapted = PeftModel.from_pretrained(base, whole / "checkpoint_step_4" / "adapter").eval()(input_ids=ids).logits
+    adapted = (
+        PeftModel.from_pretrained(base, whole / "checkpoint_step_4" / "adapter")
+        .eval()(input_ids=ids)
+        .logits
+    )
     policy = build_policy(parse_args(flags(data, tmp_path, **RUN)), torch.device("cpu"))
     checkpoint.load_weights(whole / "checkpoint_step_4", policy.trainable)
     trained = policy.model.language_model(input_ids=ids).logits
@@ -197,8 +253,12 @@ def test_weights_of_other_names_are_refused(whole):
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "halved"])
-@pytest.mark.parametrize("file", [*WEIGHT_FILES, "training_state.pt", "config.json", "eval.json", "../config.json"])
-def test_a_damaged_file_ends_a_resume_before_its_first_evaluation(data, whole, tmp_path, monkeypatch, file, damage):
+@pytest.mark.parametrize(
+    "file", [*WEIGHT_FILES, "training_state.pt", "config.json", "eval.json", "../config.json"]
+)
+def test_a_damaged_file_ends_a_resume_before_its_first_evaluation(
+    data, whole, tmp_path, monkeypatch, file, damage
+):
     output = shutil.copytree(whole, tmp_path / "run")
     place = output / "checkpoint_step_4"
     if file == "eval.json":
@@ -208,17 +268,23 @@ def test_a_damaged_file_ends_a_resume_before_its_first_evaluation(data, whole, t
     content = spoilt.read_bytes()
     spoilt.unlink()
     if damage != "missing":
-        spoilt.write_bytes(b"" if damage == "empty" else content[:len(content) // 2])
+        spoilt.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     monkeypatch.setattr(train, "evaluate_roles", None)
     with pytest.raises(SystemExit) as stopped:
         run(data, output, resume="", **RUN)
-    reason = "is missing or damaged: " if (file, damage) != ("../config.json", "missing") else "does not exist"
+    reason = (
+        "is missing or damaged: "
+        if (file, damage) != ("../config.json", "missing")
+        else "does not exist"
+    )
     assert f"{spoilt} {reason}" in str(stopped.value) and "\n" not in str(stopped.value)
 
 
 def test_a_damaged_line_of_rollouts_is_named(data, whole, tmp_path, monkeypatch):
     file = shutil.copytree(whole, tmp_path / "run") / "rollouts" / "rank0.jsonl"
-    spoilt = file.read_bytes().replace(b'{"step": 2, "task": "loop1"', b'{"st', 1)      # 16 lines a step
+    spoilt = file.read_bytes().replace(
+        b'{"step": 2, "task": "loop1"', b'{"st', 1
+    )  # 16 lines a step
     file.write_bytes(spoilt)
     monkeypatch.setattr(train, "evaluate_roles", None)
     with pytest.raises(SystemExit, match=f"^rl_train: {file} is missing or damaged: line 33: "):
@@ -229,7 +295,9 @@ def test_a_damaged_line_of_rollouts_is_named(data, whole, tmp_path, monkeypatch)
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"PK\x03\x04" + bytes(1000)])
 def test_a_state_that_is_none(tmp_path, content):
     (tmp_path / "training_state.pt").write_bytes(content)
-    with pytest.raises(DamagedFile, match="training_state.pt is missing or damaged: torch.load cannot read it"):
+    with pytest.raises(
+        DamagedFile, match="training_state.pt is missing or damaged: torch.load cannot read it"
+    ):
         checkpoint.read_state(tmp_path)
 
 
@@ -242,4 +310,6 @@ def test_rollouts_with_odd_line_separators_survive_a_resume(tmp_path, separator)
         (tmp_path / "rollouts" / f"rank{rank}.jsonl").write_text("".join(lines))
     Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=2).close()
     for rank in range(4):
-        assert (tmp_path / "rollouts" / f"rank{rank}.jsonl").read_text() == "".join(lines[:2] if rank % 2 else lines)
+        assert (tmp_path / "rollouts" / f"rank{rank}.jsonl").read_text() == "".join(
+            lines[:2] if rank % 2 else lines
+        )

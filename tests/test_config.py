@@ -1,4 +1,5 @@
 """What a user can get wrong ends the program with one sentence that names the flag or the file."""
+
 import ast
 import json
 import shutil
@@ -29,11 +30,12 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def complaint(data, tmp_path, capsys):
     """Runs the command line with some flags changed, and returns the one sentence that it ends with."""
+
     def end(*extra, **changes) -> str:
         with pytest.raises(SystemExit) as stopped:
             train.main([*flags(data, tmp_path / "run", **changes), *extra])
         assert stopped.value.code not in (0, None)
-        if stopped.value.code == 2:                                       # argparse: usage, then the sentence
+        if stopped.value.code == 2:  # argparse: usage, then the sentence
             usage, sentence = capsys.readouterr().err.split("python -m rl_train.train: error: ")
             assert usage.startswith("usage: ")
         else:
@@ -41,10 +43,12 @@ def complaint(data, tmp_path, capsys):
             assert sentence.startswith("rl_train: ")
         assert "\n" not in sentence.strip() and "Traceback" not in sentence
         return sentence
+
     return end
 
 
 # The command line
+
 
 @pytest.mark.parametrize("name", ["model_path", "data_dir", "eval_data_dir"])
 def test_folder_that_does_not_exist(complaint, name):
@@ -56,14 +60,44 @@ def test_flag_that_is_needed(complaint, name):
     assert f"--{name}" in complaint(**{name: None})
 
 
-@pytest.mark.parametrize("name, value", [
-    ("num_generations", 1), ("batch_size", 0), ("max_completion_length", 0), ("micro_batch_size", 0), ("num_iterations", 0),
-    ("gradient_accumulation_steps", 0), ("temperature", 0), ("learning_rate", -1), ("prompt_learning_rate", 0),
-    ("ema_decay", 1.1), ("ema_decay", -0.1), ("ema_decay", "nan"), ("likelihood_share", 1.1), ("likelihood_share", "nan"),
-    ("control", "random"), ("mask_sigma", -0.1), ("mask_sigma", -1), ("mask_sigma", "x"), ("mask_sigma", "nan"), ("mask_sigma", "inf"),
-    ("save_steps", 0), ("kl_coef", -1), ("mask_to_caption_weight", -1), ("lora_r", "four"), ("loss_type", "ppo"), ("tasks", "loop3"),
-    ("teacher_answer", "free"), ("clip_range_high", 0), ("clip_range_high", -0.1), ("lora_alpha", 0), ("lora_alpha", -8),
-    ("seed", -1), ("seed", 2 ** 63)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_generations", 1),
+        ("batch_size", 0),
+        ("max_completion_length", 0),
+        ("micro_batch_size", 0),
+        ("num_iterations", 0),
+        ("gradient_accumulation_steps", 0),
+        ("temperature", 0),
+        ("learning_rate", -1),
+        ("prompt_learning_rate", 0),
+        ("ema_decay", 1.1),
+        ("ema_decay", -0.1),
+        ("ema_decay", "nan"),
+        ("likelihood_share", 1.1),
+        ("likelihood_share", "nan"),
+        ("control", "random"),
+        ("mask_sigma", -0.1),
+        ("mask_sigma", -1),
+        ("mask_sigma", "x"),
+        ("mask_sigma", "nan"),
+        ("mask_sigma", "inf"),
+        ("save_steps", 0),
+        ("kl_coef", -1),
+        ("mask_to_caption_weight", -1),
+        ("lora_r", "four"),
+        ("loss_type", "ppo"),
+        ("tasks", "loop3"),
+        ("teacher_answer", "free"),
+        ("clip_range_high", 0),
+        ("clip_range_high", -0.1),
+        ("lora_alpha", 0),
+        ("lora_alpha", -8),
+        ("seed", -1),
+        ("seed", 2**63),
+    ],
+)
 def test_value_out_of_range(complaint, name, value):
     assert f"--{name}" in complaint(**{name: value})
 
@@ -73,7 +107,9 @@ def test_every_float_is_finite(complaint, value):
     names = [action.dest for action in build_parser()._actions if action.type is float]
     assert len(names) > 15
     for name in names:
-        assert f"--{name} {value}: must be a finite number" in complaint(f"--{name}={value}", **{name: None}), name
+        assert f"--{name} {value}: must be a finite number" in complaint(
+            f"--{name}={value}", **{name: None}
+        ), name
 
 
 def test_a_base_is_shared_by_several_processes(complaint):
@@ -86,12 +122,21 @@ def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
 
 
 def test_values_that_depend_on_others(data, tmp_path):
-    parse = lambda **changes: parse_args(flags(data, tmp_path, **changes))  # noqa: E731
+    parse = lambda **changes: parse_args(flags(data, tmp_path, **changes))
     judge = dict(use_llm_judge="", use_llm_judge_loop2="")
     assert parse().likelihood_share == 0.5 and parse(**judge).likelihood_share == 0
-    assert parse(**judge, likelihood_share=0.3).likelihood_share == 0.3 and parse(likelihood_share=0).likelihood_share == 0
-    assert parse(learning_rate=3e-6).prompt_learning_rate == 3e-6 and parse(prompt_learning_rate=1e-3).prompt_learning_rate == 1e-3
-    assert parse(mask_sigma=None).mask_sigma == parse(mask_sigma="auto").mask_sigma == "auto" and parse(mask_sigma="0").mask_sigma == 0
+    assert (
+        parse(**judge, likelihood_share=0.3).likelihood_share == 0.3
+        and parse(likelihood_share=0).likelihood_share == 0
+    )
+    assert (
+        parse(learning_rate=3e-6).prompt_learning_rate == 3e-6
+        and parse(prompt_learning_rate=1e-3).prompt_learning_rate == 1e-3
+    )
+    assert (
+        parse(mask_sigma=None).mask_sigma == parse(mask_sigma="auto").mask_sigma == "auto"
+        and parse(mask_sigma="0").mask_sigma == 0
+    )
     assert parse(ema_decay=0).ema_decay == 0 and parse(ema_decay=1).ema_decay == 1
 
 
@@ -107,7 +152,10 @@ def test_judge_of_loop_2_needs_a_judge(complaint):
 
 def test_judge_that_is_down(complaint, tmp_path):
     sentence = complaint(use_llm_judge="", llm_judge_base_url="http://127.0.0.1:9/v1")
-    assert "--llm_judge_base_url http://127.0.0.1:9/v1" in sentence and "meta-llama/Meta-Llama-3.1-8B-Instruct" in sentence
+    assert (
+        "--llm_judge_base_url http://127.0.0.1:9/v1" in sentence
+        and "meta-llama/Meta-Llama-3.1-8B-Instruct" in sentence
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -130,8 +178,12 @@ def test_abbreviated_flag(complaint):
 
 
 def test_all_loops_switched_off(complaint):
-    assert "--caption_to_mask_weight" in complaint(mask_to_caption_weight=0, caption_to_mask_weight=0)
-    assert "--mask_to_caption_weight" in complaint(mask_to_caption_weight=0, tasks="mask_caption_mask")
+    assert "--caption_to_mask_weight" in complaint(
+        mask_to_caption_weight=0, caption_to_mask_weight=0
+    )
+    assert "--mask_to_caption_weight" in complaint(
+        mask_to_caption_weight=0, tasks="mask_caption_mask"
+    )
 
 
 def test_a_loop_named_twice(complaint):
@@ -139,6 +191,7 @@ def test_a_loop_named_twice(complaint):
 
 
 # Model and data
+
 
 def test_folder_without_a_model(complaint, tmp_path):
     (tmp_path / "empty").mkdir()
@@ -153,7 +206,11 @@ def test_another_kind_of_model(complaint, checkpoint):
 def test_checkpoint_with_missing_keys(complaint, checkpoint):
     state = load_file(checkpoint / "model.safetensors")
     gone = sorted(state)[7]
-    save_file({k: v for k, v in state.items() if k != gone}, checkpoint / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v for k, v in state.items() if k != gone},
+        checkpoint / "model.safetensors",
+        {"format": "pt"},
+    )
     sentence = complaint(model_path=checkpoint)
     assert str(checkpoint) in sentence and gone in sentence and "1 keys missing" in sentence
 
@@ -192,6 +249,7 @@ def test_nothing_left_to_hold_out(complaint):
 
 # The output folder
 
+
 def claimed(data, tmp_path, **changes):
     """The output folder of a run that has begun."""
     claim_output_dir(parse_args(flags(data, tmp_path / "run", **changes)))
@@ -217,12 +275,22 @@ def test_resume_on_another_number_of_ranks_keeps_the_prompts_of_a_step(data, tmp
     args = parse_args(flags(data, tmp_path / "run", batch_size=2, resume=""))
     vars(args)["world_size"] = 2
     claim_output_dir(args)
-    for batch_size, world_size, accumulation, fits in ((4, 1, 1, True), (2, 1, 2, True), (1, 4, 1, True), (2, 1, 1, False), (2, 4, 1, False)):
-        vars(args).update(batch_size=batch_size, world_size=world_size, gradient_accumulation_steps=accumulation)
+    for batch_size, world_size, accumulation, fits in (
+        (4, 1, 1, True),
+        (2, 1, 2, True),
+        (1, 4, 1, True),
+        (2, 1, 1, False),
+        (2, 4, 1, False),
+    ):
+        vars(args).update(
+            batch_size=batch_size, world_size=world_size, gradient_accumulation_steps=accumulation
+        )
         if fits:
             check_output_dir(args)
         else:
-            with pytest.raises(ValueError, match=f"4 prompts a step, now {batch_size * world_size}: --batch_size x"):
+            with pytest.raises(
+                ValueError, match=f"4 prompts a step, now {batch_size * world_size}: --batch_size x"
+            ):
                 check_output_dir(args)
 
 
@@ -232,9 +300,14 @@ def test_output_folder_that_cannot_be_written(data, tmp_path, monkeypatch, place
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     monkeypatch.setattr(parts, "split_dataset", None)
-    with pytest.raises(SystemExit, match=f"^rl_train: --output_dir {tmp_path / place} cannot be written: .*: [NI]") as stopped:
+    with pytest.raises(
+        SystemExit, match=f"^rl_train: --output_dir {tmp_path / place} cannot be written: .*: [NI]"
+    ) as stopped:
         train.main(flags(data, tmp_path / place))
-    assert "\n" not in str(stopped.value) and sorted(path.name for path in tmp_path.iterdir()) == ["file", "gone"]
+    assert "\n" not in str(stopped.value) and sorted(path.name for path in tmp_path.iterdir()) == [
+        "file",
+        "gone",
+    ]
 
 
 def test_nothing_to_resume(complaint):
@@ -249,14 +322,20 @@ def test_resume_of_what_is_no_checkpoint(complaint, data, tmp_path):
 def test_bad_input_does_not_use_up_the_output_folder(complaint, tmp_path):
     complaint(batch_size=61)
     assert not (tmp_path / "run" / "config.json").exists()
-    assert "--data_dir" in complaint(batch_size=62)                       # and not: already holds a run
+    assert "--data_dir" in complaint(batch_size=62)  # and not: already holds a run
 
 
 # Every flag does something
 
+
 def attributes_of_args(tree) -> set[str]:
-    return {node.attr for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "args"}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "args"
+    }
 
 
 def test_every_flag_is_read():

@@ -1,4 +1,5 @@
 """Each Triton kernel of a decode step computes what plain torch does."""
+
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,32 +9,82 @@ import torch
 from rl_train import decode_torch
 from rl_train.tokens import StopText
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prompts, group, heads, slots, rank",
-                         [(2, 4, 4, 128, 4), (1, 1, 4, 384, 0), (4, 8, 16, 512, 128), (16, 8, 16, 1024, 128), (6, 12, 16, 384, 16)])
+@pytest.mark.parametrize(
+    "prompts, group, heads, slots, rank",
+    [
+        (2, 4, 4, 128, 4),
+        (1, 1, 4, 384, 0),
+        (4, 8, 16, 512, 128),
+        (16, 8, 16, 1024, 128),
+        (6, 12, 16, 384, 16),
+    ],
+)
 def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
     from rl_train import decode_triton
-    n, kv, size, inner, suffix = prompts * group, 2, 128 if heads == 16 else 32, 352 if rank else 360, 64      # 360: not in two summands
+
+    n, kv, size, inner, suffix = (
+        prompts * group,
+        2,
+        128 if heads == 16 else 32,
+        352 if rank else 360,
+        64,
+    )  # 360: not in two summands
     width, qkv, mlp = heads * size, (heads + 2 * kv) * size, 352 if group < 8 else 384
     generator = torch.Generator("cuda").manual_seed(0)
-    make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)  # noqa: E731
-    lora_b = lambda out: make(out, rank) if rank else None  # noqa: E731
-    step, pad = torch.tensor([37], device="cuda"), torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts]
-    power, position = 0.1 + torch.rand(n, width // 32, device="cuda", generator=generator), torch.arange(n, device="cuda") % 90
+    make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
+    lora_b = lambda out: make(out, rank) if rank else None
+    step, pad = (
+        torch.tensor([37], device="cuda"),
+        torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts],
+    )
+    power, position = (
+        0.1 + torch.rand(n, width // 32, device="cuda", generator=generator),
+        torch.arange(n, device="cuda") % 90,
+    )
     stored = make(n, kv, suffix, size), make(n, kv, suffix, size)
     cases = dict(
         embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
-        add=(make(n, width), make(n, inner), make(width + rank, inner), lora_b(width), 2.0, make(width)),
+        add=(
+            make(n, width),
+            make(n, inner),
+            make(width + rank, inner),
+            lora_b(width),
+            2.0,
+            make(width),
+        ),
         normed=(make(n, width), power, 1e-6),
-        rotate_and_store=(make(n, qkv + 3 * rank), power, 1e-6, make(qkv + 3 * rank) if rank else None, lora_b(qkv), 2.0, make(100, size // 2),
-                          make(100, size // 2), position, *stored, step),
-        attend=(make(n, heads, size), make(prompts, kv, slots, size), make(prompts, kv, slots, size), *stored, pad, step),
-        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, lora_b(2 * mlp), 2.0, mlp))
-    changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))                  # arguments that are written to
+        rotate_and_store=(
+            make(n, qkv + 3 * rank),
+            power,
+            1e-6,
+            make(qkv + 3 * rank) if rank else None,
+            lora_b(qkv),
+            2.0,
+            make(100, size // 2),
+            make(100, size // 2),
+            position,
+            *stored,
+            step,
+        ),
+        attend=(
+            make(n, heads, size),
+            make(prompts, kv, slots, size),
+            make(prompts, kv, slots, size),
+            *stored,
+            pad,
+            step,
+        ),
+        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, lora_b(2 * mlp), 2.0, mlp),
+    )
+    changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))  # arguments that are written to
     for name, arguments in cases.items():
         exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]
         exact = [a.float() if torch.is_tensor(a) and a.dtype == dtype else a for a in exact]
@@ -42,10 +93,12 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
             found = getattr(ops, name)(*given)
             found = list(found) if isinstance(found, tuple) else [found]
             if name in ("embed", "add"):
-                found[-1] = found[-1].sum(1)                                        # shares of any number
+                found[-1] = found[-1].sum(1)  # shares of any number
             results.append(found + list(given[changed.get(name, slice(0))]))
         for e, f in zip(*results, strict=True):
-            assert (f.float() - e).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.abs().max(), name
+            assert (f.float() - e).abs().max() <= (
+                1e-5 if dtype == torch.float32 else 2e-2
+            ) * e.abs().max(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -53,14 +106,17 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
 def test_triton_chooses_as_torch(dtype, vocab):
     """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability; same record."""
     from rl_train import decode_triton
+
     n, num_tokens, column, stops = 64, 3, 1, vocab // 4
     generator = torch.Generator("cuda").manual_seed(0)
-    logits = 3 * torch.randn(n, vocab + -vocab % 512 + 512, device="cuda", generator=generator, dtype=torch.float32).to(dtype)
+    logits = 3 * torch.randn(
+        n, vocab + -vocab % 512 + 512, device="cuda", generator=generator, dtype=torch.float32
+    ).to(dtype)
     logits[:, 7] = float("-inf")
-    logits[1::2, 3] += 40                                                           # nearly certain
+    logits[1::2, 3] += 40  # nearly certain
     p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
     table = torch.arange(2, device="cuda").repeat(vocab, 1)
-    table[stops:2 * stops] = 1                                                      # tokens that end the answer
+    table[stops : 2 * stops] = 1  # tokens that end the answer
     stop = SimpleNamespace(found=1, eos_id=3, table=table)
     stop.step = lambda state, token: StopText.step(stop, state, token)
 
@@ -68,28 +124,52 @@ def test_triton_chooses_as_torch(dtype, vocab):
         new = partial(torch.zeros, n, num_tokens, device="cuda")
         done = torch.arange(n, device="cuda") % 5 == 0
         return SimpleNamespace(
-            logits=logits.clone(), vocab=vocab, temperature=1.3, greedy=greedy, uniforms=uniforms, step=torch.tensor([column], device="cuda"),
-            stop=stop, table=stop and stop.table, pad_id=5, ids=new(dtype=torch.long), logp=new(), valid=new(dtype=torch.bool), done=done,
-            token=torch.zeros_like(done, dtype=torch.long), state=torch.zeros_like(done, dtype=torch.long))
+            logits=logits.clone(),
+            vocab=vocab,
+            temperature=1.3,
+            greedy=greedy,
+            uniforms=uniforms,
+            step=torch.tensor([column], device="cuda"),
+            stop=stop,
+            table=stop and stop.table,
+            pad_id=5,
+            ids=new(dtype=torch.long),
+            logp=new(),
+            valid=new(dtype=torch.bool),
+            done=done,
+            token=torch.zeros_like(done, dtype=torch.long),
+            state=torch.zeros_like(done, dtype=torch.long),
+        )
 
     def chosen(ops, *how, **options):
         found = rows(*how, **options)
         ops.choose(found)
         return found
+
     uniforms = torch.rand(n, num_tokens, device="cuda", generator=generator, dtype=torch.float64)
     for place in (0.25, 0.75):
         wanted = torch.multinomial(p, 1, generator=generator)
-        uniforms[:, column] = (p.cumsum(-1).gather(1, wanted) - (1 - place) * p.gather(1, wanted))[:, 0]
+        uniforms[:, column] = (p.cumsum(-1).gather(1, wanted) - (1 - place) * p.gather(1, wanted))[
+            :, 0
+        ]
         certain = (p.gather(1, wanted)[:, 0] > 1e-5).nonzero()[:, 0]
         assert len(certain) > n // 4
         for how in (dict(), dict(stop=None)):
             mine, theirs = (chosen(ops, uniforms, **how) for ops in (decode_triton, decode_torch))
             for name in ("token", "ids", "valid", "done", "state"):
-                assert torch.equal(getattr(mine, name)[certain], getattr(theirs, name)[certain]), name
+                assert torch.equal(getattr(mine, name)[certain], getattr(theirs, name)[certain]), (
+                    name
+                )
             torch.testing.assert_close(mine.logp[certain], theirs.logp[certain], atol=1e-4, rtol=0)
             alive = certain[~rows(uniforms).done[certain]]
-            assert torch.equal(mine.token[alive], wanted[alive, 0]) and (mine.ids[:, column] == mine.token).all()
-            assert not mine.ids[:, ~(torch.arange(num_tokens) == column)].any() and (mine.token[::5] == 5).all()
+            assert (
+                torch.equal(mine.token[alive], wanted[alive, 0])
+                and (mine.ids[:, column] == mine.token).all()
+            )
+            assert (
+                not mine.ids[:, ~(torch.arange(num_tokens) == column)].any()
+                and (mine.token[::5] == 5).all()
+            )
     for u in (0.0, 1 - 2**-53):
         token = chosen(decode_triton, torch.full_like(uniforms, u)).token
         assert (token < vocab).all() and (token != 7).all()

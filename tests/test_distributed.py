@@ -1,4 +1,5 @@
 """Two processes compute what one computes on the joined batch, and stop together."""
+
 import socket
 import subprocess
 import sys
@@ -8,7 +9,17 @@ import torch
 
 from rl_train import distributed
 from rl_train.data.loader import StepSampler
-from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, on_one_core, rollouts, run, start, weights
+from tests.runs import (
+    ENVIRONMENT,
+    ROOT,
+    distance,
+    draw_data,
+    on_one_core,
+    rollouts,
+    run,
+    start,
+    weights,
+)
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 TIMEOUT = 120
@@ -28,7 +39,16 @@ def free_port() -> int:
 def rank_environments() -> list[dict[str, str]]:
     """What torchrun sets for two processes of one machine."""
     port = str(free_port())
-    return [dict(RANK=str(r), LOCAL_RANK=str(r), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for r in range(2)]
+    return [
+        dict(
+            RANK=str(r),
+            LOCAL_RANK=str(r),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+        )
+        for r in range(2)
+    ]
 
 
 def finish(processes, timeout=TIMEOUT) -> list[str]:
@@ -43,33 +63,74 @@ def finish(processes, timeout=TIMEOUT) -> list[str]:
 def two_of(script: str):
     """(exit status, output) of each of two ranks of a script that finds `ranks` set up."""
     script = "from rl_train import distributed\nimport torch\nranks = distributed.init()\n" + script
-    processes = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=ENVIRONMENT | environment, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for environment in rank_environments()]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=ENVIRONMENT | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for environment in rank_environments()
+    ]
     outputs = finish(processes)
     return [(process.returncode, output) for process, output in zip(processes, outputs)]
 
 
 @pytest.mark.parametrize("loop1, loop2", [(1, 1), (0, 1), (1, 0)])
 def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
-    same = dict(max_steps=3, num_generations=3, max_completion_length=24, learning_rate=1e-5, eval_samples=2, seed=1,
-                mask_to_caption_weight=loop1, caption_to_mask_weight=loop2)
-    processes = [start(data, tmp_path / "two", environment, batch_size=1, **same) for environment in rank_environments()]
+    same = dict(
+        max_steps=3,
+        num_generations=3,
+        max_completion_length=24,
+        learning_rate=1e-5,
+        eval_samples=2,
+        seed=1,
+        mask_to_caption_weight=loop1,
+        caption_to_mask_weight=loop2,
+    )
+    processes = [
+        start(data, tmp_path / "two", environment, batch_size=1, **same)
+        for environment in rank_environments()
+    ]
     one = run(data, tmp_path / "one", batch_size=2, **same)
     outputs = finish(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
-    key = lambda line: (line["step"], line["task"], line["image_id"], line["completion"], line["advantage"])  # noqa: E731
+    def key(line):
+        return (
+            line["step"],
+            line["task"],
+            line["image_id"],
+            line["completion"],
+            line["advantage"],
+        )
+
     assert sorted(map(key, rollouts(tmp_path / "two"))) == sorted(map(key, rollouts(one)))
-    assert {file.name for file in (tmp_path / "two" / "rollouts").iterdir()} == {"rank0.jsonl", "rank1.jsonl"}
+    assert {file.name for file in (tmp_path / "two" / "rollouts").iterdir()} == {
+        "rank0.jsonl",
+        "rank1.jsonl",
+    }
     if loop1:
-        assert len({len(line["completion"].split()) for line in rollouts(one)}) > 3          # ragged
+        assert len({len(line["completion"].split()) for line in rollouts(one)}) > 3  # ragged
     assert distance(weights(tmp_path / "two", 3), weights(one, 3)) < 1e-5
-    assert distance(weights(tmp_path / "two", 3, "ema.safetensors"), weights(one, 3, "ema.safetensors")) < 1e-5
-    state = [torch.load(output / "checkpoint_step_3" / "training_state.pt", weights_only=True) for output in (one, tmp_path / "two")]
+    assert (
+        distance(
+            weights(tmp_path / "two", 3, "ema.safetensors"), weights(one, 3, "ema.safetensors")
+        )
+        < 1e-5
+    )
+    state = [
+        torch.load(output / "checkpoint_step_3" / "training_state.pt", weights_only=True)
+        for output in (one, tmp_path / "two")
+    ]
     assert [len(s["rng"]) for s in state] == [1, 2]
     # AdamW's steps hardly depend on the size of a gradient; its moments do, so they show a wrong average or divisor.
     # Taken together: some, as of the biases of keys, are rounding alone. A wrong average or divisor costs 0.1 or more.
-    moments = [torch.cat([p["exp_avg"].flatten() for p in s["optimizer"]["state"].values()]) for s in state]
+    moments = [
+        torch.cat([p["exp_avg"].flatten() for p in s["optimizer"]["state"].values()]) for s in state
+    ]
     assert (moments[0] - moments[1]).norm() < 1e-2 * moments[0].norm()
 
 
@@ -83,7 +144,12 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", device.append)
     ranks = distributed.init()
-    assert ranks.rank == 9 and ranks.device == torch.device("cuda", 1) and device == [ranks.device] and joined[1:] == ["nccl"]
+    assert (
+        ranks.rank == 9
+        and ranks.device == torch.device("cuda", 1)
+        and device == [ranks.device]
+        and joined[1:] == ["nccl"]
+    )
 
 
 def test_alone_without_torchrun():
@@ -94,9 +160,19 @@ def test_alone_without_torchrun():
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ranks_share_the_samples_of_a_step(accumulation):
     def step_indices(world_size, start):
-        ranks = [iter(StepSampler(37, 8 // world_size // accumulation, accumulation, 5, rank, world_size, start))
-                 for rank in range(world_size)]
-        return [sorted(i for rank in ranks for _ in range(accumulation) for i in next(rank)) for _ in range(6)]
+        ranks = [
+            iter(
+                StepSampler(
+                    37, 8 // world_size // accumulation, accumulation, 5, rank, world_size, start
+                )
+            )
+            for rank in range(world_size)
+        ]
+        return [
+            sorted(i for rank in ranks for _ in range(accumulation) for i in next(rank))
+            for _ in range(6)
+        ]
+
     one = step_indices(1, 0)
     assert step_indices(2, 0) == one
     assert all(len(set(step)) == 8 for step in one)
@@ -104,22 +180,30 @@ def test_ranks_share_the_samples_of_a_step(accumulation):
 
 
 def test_a_fault_on_one_rank_stops_both():
-    ended = two_of("distributed.raise_on_any_rank([])\n"
-                   "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n    print('WENT ON')\n"
-                   "finally:\n    distributed.close()")
+    ended = two_of(
+        "distributed.raise_on_any_rank([])\n"
+        "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n    print('WENT ON')\n"
+        "finally:\n    distributed.close()"
+    )
     for status, output in ended:
         # Not always 1: gloo may abort the rank whose peer is gone already.
-        assert status != 0 and "FloatingPointError: not finite: rank 1: loop2 loss" in output and "WENT ON" not in output
+        assert (
+            status != 0
+            and "FloatingPointError: not finite: rank 1: loop2 loss" in output
+            and "WENT ON" not in output
+        )
 
 
 def test_gradients_are_averaged_and_missing_ones_count_as_zero():
-    ended = two_of("a, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 3))\n"
-                   "(a.sum() * 2 if ranks.rank == 0 else b.sum() * 6).backward()\n"
-                   "distributed.average_gradients([a, b])\n"
-                   "assert a.grad.tolist() == [1, 1] and b.grad.tolist() == [[3, 3, 3]]\n"
-                   "assert distributed.all_sum({'x': ranks.rank + 0.5}, ranks.device) == {'x': 2.0}\n"
-                   "assert distributed.gather_objects('ab'[ranks.rank]) == ['a', 'b']\n"
-                   "distributed.print0('SAID')\ndistributed.close()")
+    ended = two_of(
+        "a, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 3))\n"
+        "(a.sum() * 2 if ranks.rank == 0 else b.sum() * 6).backward()\n"
+        "distributed.average_gradients([a, b])\n"
+        "assert a.grad.tolist() == [1, 1] and b.grad.tolist() == [[3, 3, 3]]\n"
+        "assert distributed.all_sum({'x': ranks.rank + 0.5}, ranks.device) == {'x': 2.0}\n"
+        "assert distributed.gather_objects('ab'[ranks.rank]) == ['a', 'b']\n"
+        "distributed.print0('SAID')\ndistributed.close()"
+    )
     assert [status for status, _ in ended] == [0, 0], ended
     assert ["SAID" in output for _, output in ended] == [True, False]
 
@@ -129,7 +213,9 @@ def test_alone_nothing_is_reduced():
     parameter.sum().backward()
     distributed.average_gradients([parameter, missing])
     assert parameter.grad.tolist() == [1, 1] and missing.grad.tolist() == [0]
-    assert distributed.all_sum({"x": 3}, None) == {"x": 3} and distributed.gather_objects("a") == ["a"]
+    assert distributed.all_sum({"x": 3}, None) == {"x": 3} and distributed.gather_objects("a") == [
+        "a"
+    ]
     distributed.raise_on_any_rank([])
     with pytest.raises(FloatingPointError, match="rank 0: gradient of w"):
         distributed.raise_on_any_rank(["gradient of w"])

@@ -1,12 +1,12 @@
 """docs/data.md: its ten lines work, and its reasons are those that the readers give; docs/real_run.md: how it holds out."""
+
 import re
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset
-from rl_train.data import checks, images
+from rl_train.data import GraspAnyRegionDataset, checks, images
 from tools.gar_writer import write_gar
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
@@ -26,25 +26,49 @@ def test_own_data_in_ten_lines(tmp_path, monkeypatch):
     exec(code, {})
     dataset = GraspAnyRegionDataset("my_regions")
     assert [dataset[i]["caption"] for i in range(len(dataset))] == ["Region 0.", "Region 1."]
-    assert all(np.array_equal(dataset[i]["mask"], mask > 0) for i in range(2)) and dataset.report()["skipped"] == {}
+    assert (
+        all(np.array_equal(dataset[i]["mask"], mask > 0) for i in range(2))
+        and dataset.report()["skipped"] == {}
+    )
 
 
 def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
     recipe = (Path(__file__).parent.parent / "docs" / "real_run.md").read_text()
     [code] = re.findall(r"```python\n(.*?find_shards.*?)```", recipe, re.DOTALL)
     mask = np.arange(12).reshape(3, 4) > 5
-    rows = [dict(image=Image.new("RGB", (4, 3), (k % 250, 0, 0)), mask=mask, caption=str(k), category="") for k in range(1500)]
+    rows = [
+        dict(
+            image=Image.new("RGB", (4, 3), (k % 250, 0, 0)), mask=mask, caption=str(k), category=""
+        )
+        for k in range(1500)
+    ]
     write_gar(rows, tmp_path / "data" / "gar", rows_per_shard=600)
     monkeypatch.chdir(tmp_path)
     exec(code, {})
-    captions = [[sample["caption"] for sample in map(dataset.__getitem__, range(len(dataset)))]
-                for dataset in map(GraspAnyRegionDataset, ("data/train", "data/heldout"))]
+    captions = [
+        [sample["caption"] for sample in map(dataset.__getitem__, range(len(dataset)))]
+        for dataset in map(GraspAnyRegionDataset, ("data/train", "data/heldout"))
+    ]
     pictures = [{int(caption) % 250 for caption in side} for side in captions]
-    assert sorted(map(int, sum(captions, []))) == list(range(1500)) and pictures[0].isdisjoint(pictures[1])
+    assert sorted(map(int, sum(captions, []))) == list(range(1500)) and pictures[0].isdisjoint(
+        pictures[1]
+    )
     assert 0 < len(pictures[1]) < 20
 
 
 def test_reasons_are_named():
-    for reason in (checks.NO_MASK, checks.BAD_MASK, checks.EMPTY_MASK, checks.LOST_MASK, images.NO_IMAGE, images.BAD_HEADER,
-                   images.TRUNCATED, images.TOO_LARGE, "no conversation", "no assistant turn", "blank caption", "no region"):
+    for reason in (
+        checks.NO_MASK,
+        checks.BAD_MASK,
+        checks.EMPTY_MASK,
+        checks.LOST_MASK,
+        images.NO_IMAGE,
+        images.BAD_HEADER,
+        images.TRUNCATED,
+        images.TOO_LARGE,
+        "no conversation",
+        "no assistant turn",
+        "blank caption",
+        "no region",
+    ):
         assert f'"{reason}"' in TEXT

@@ -1,4 +1,5 @@
 """The evaluation tool as a user runs it: a base, a run's checkpoint, an exported folder, RefCOCO, and against an earlier file."""
+
 import json
 import shutil
 from importlib.util import find_spec
@@ -14,7 +15,9 @@ from tests.data.test_refcoco import image_name, ref, write
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import evaluate, export
 
-MEASURED = [metric for metric in METRICS if metric != "caption_cider" or find_spec("pycocoevalcap")]      # the extra `eval`
+MEASURED = [
+    metric for metric in METRICS if metric != "caption_cider" or find_spec("pycocoevalcap")
+]  # the extra `eval`
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -29,7 +32,9 @@ def trained(data, tmp_path_factory):
     """A checkpoint of two large steps, from which the teacher has moved half as far."""
     monkeypatch = pytest.MonkeyPatch()
     for _ in on_one_core(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("run"), learning_rate=5e-3, warmup_ratio=0, ema_decay=0.5)
+        output = run(
+            data, tmp_path_factory.mktemp("run"), learning_rate=5e-3, warmup_ratio=0, ema_decay=0.5
+        )
     monkeypatch.undo()
     return output / "checkpoint_step_2"
 
@@ -46,9 +51,24 @@ def base(data, tmp_path_factory):
 
 
 def flags(data, **changes) -> list[str]:
-    values = dict(model_path=CHECKPOINT, data_dir=data / "heldout", num_samples=5, batch_size=4, max_completion_length=16, num_workers=0,
-                  dtype="float32") | changes
-    return [word for name, value in values.items() if value is not None for word in (f"--{name}", str(value))]
+    values = (
+        dict(
+            model_path=CHECKPOINT,
+            data_dir=data / "heldout",
+            num_samples=5,
+            batch_size=4,
+            max_completion_length=16,
+            num_workers=0,
+            dtype="float32",
+        )
+        | changes
+    )
+    return [
+        word
+        for name, value in values.items()
+        if value is not None
+        for word in (f"--{name}", str(value))
+    ]
 
 
 def measured(data, tmp_path, **changes) -> dict:
@@ -59,25 +79,54 @@ def measured(data, tmp_path, **changes) -> dict:
 def test_the_file_holds_everything_and_comes_out_the_same_again(data, base, tmp_path, capsys):
     found = measured(data, tmp_path)
     assert (tmp_path / "out.json").read_bytes() == base.read_bytes()
-    assert set(found) == {"flags", "num_samples", "num_damaged", "means", "intervals", "values", "image_ids", "references", "captions"}
+    assert set(found) == {
+        "flags",
+        "num_samples",
+        "num_damaged",
+        "means",
+        "intervals",
+        "values",
+        "image_ids",
+        "references",
+        "captions",
+    }
     assert set(found["means"]) == set(found["intervals"]) == set(MEASURED)
     dataset = DATASETS["gar"](data / "heldout")
-    assert found["image_ids"] == [dataset[i]["image_id"] for i in range(5)] and found["num_samples"] == 5 and found["num_damaged"] == 0
-    assert all(len(values) == 5 for values in [*found["values"].values(), found["captions"], found["references"]])
+    assert (
+        found["image_ids"] == [dataset[i]["image_id"] for i in range(5)]
+        and found["num_samples"] == 5
+        and found["num_damaged"] == 0
+    )
+    assert all(
+        len(values) == 5
+        for values in [*found["values"].values(), found["captions"], found["references"]]
+    )
     for metric, (low, high) in found["intervals"].items():
         assert low <= found["means"][metric] <= high
-    assert found["means"]["seg_iou"] == pytest.approx(sum(found["values"]["seg_iou"]) / 5) and found["means"]["seg_iou"] > 0.3
-    assert found["flags"]["dataset"] == "gar" and found["flags"]["num_samples"] == 5 and "output" not in found["flags"]
+    assert (
+        found["means"]["seg_iou"] == pytest.approx(sum(found["values"]["seg_iou"]) / 5)
+        and found["means"]["seg_iou"] > 0.3
+    )
+    assert (
+        found["flags"]["dataset"] == "gar"
+        and found["flags"]["num_samples"] == 5
+        and "output" not in found["flags"]
+    )
     printed = capsys.readouterr().out
     assert all(f"\n{metric} " in printed for metric in MEASURED) and "'kept': 16" in printed
 
 
 def test_policy_and_teacher_of_a_checkpoint(data, base, trained, tmp_path):
-    policy, teacher = (measured(data, tmp_path, model_path=trained, role=role)["values"] for role in ("policy", "ema"))
+    policy, teacher = (
+        measured(data, tmp_path, model_path=trained, role=role)["values"]
+        for role in ("policy", "ema")
+    )
     before = json.loads(base.read_text())["values"]
     assert policy != before != teacher != policy
-    assert measured(data, tmp_path, checkpoint=trained)["values"] == policy                 # as --model_path BASE --checkpoint FOLDER
-    export.export(trained, tmp_path / "exported", "ema")                                    # in bfloat16
+    assert (
+        measured(data, tmp_path, checkpoint=trained)["values"] == policy
+    )  # as --model_path BASE --checkpoint FOLDER
+    export.export(trained, tmp_path / "exported", "ema")  # in bfloat16
     exported = measured(data, tmp_path, model_path=tmp_path / "exported")["values"]
     assert exported["seg_iou"] == pytest.approx(teacher["seg_iou"], abs=0.05)
 
@@ -85,20 +134,29 @@ def test_policy_and_teacher_of_a_checkpoint(data, base, trained, tmp_path):
 def test_the_difference_to_an_earlier_file(data, base, trained, tmp_path, capsys):
     found = measured(data, tmp_path, before=base)
     lines = capsys.readouterr().out.split("\n")
-    against = lines[lines.index(f"against {base}") + 1:]
+    against = lines[lines.index(f"against {base}") + 1 :]
     assert [line.split()[0] for line in against if line][1:] == MEASURED and "change" in against[0]
     assert all("+0.0000   [+0.0000, +0.0000]" in line for line in against[1:] if line)
     found = measured(data, tmp_path, before=base, model_path=trained)
     printed = capsys.readouterr().out
     change = found["means"]["cycle_iou"] - json.loads(base.read_text())["means"]["cycle_iou"]
-    row = next(line for line in printed[printed.index("against"):].split("\n") if line.startswith("cycle_iou"))
-    assert row.split()[3] == f"{change:+.4f}" and f"--model_path was {CHECKPOINT}, now {trained}" in printed
+    row = next(
+        line
+        for line in printed[printed.index("against") :].split("\n")
+        if line.startswith("cycle_iou")
+    )
+    assert (
+        row.split()[3] == f"{change:+.4f}"
+        and f"--model_path was {CHECKPOINT}, now {trained}" in printed
+    )
 
 
 def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
     """As under torchrun, one rank after the other: what the second found waits for the first."""
     waiting = []
-    monkeypatch.setattr(evaluation, "gather_objects", lambda mine: waiting.append(mine) or [mine, mine])
+    monkeypatch.setattr(
+        evaluation, "gather_objects", lambda mine: waiting.append(mine) or [mine, mine]
+    )
     monkeypatch.setattr(distributed, "init", lambda: distributed.Ranks(1, 2, torch.device("cpu")))
     evaluate.main(flags(data, num_samples=4, output=tmp_path / "none.json"))
     assert not (tmp_path / "none.json").exists() and "cycle_iou" not in capsys.readouterr().out
@@ -107,7 +165,7 @@ def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
     two, one = measured(data, tmp_path, num_samples=4), json.loads(base.read_text())
     assert (two["image_ids"], two["captions"]) == (one["image_ids"][:4], one["captions"][:4])
     for name, values in two["values"].items():
-        if name != "caption_cider":                                       # whose document frequencies are of all samples
+        if name != "caption_cider":  # whose document frequencies are of all samples
             assert values == pytest.approx(one["values"][name][:4], abs=1e-4), name
 
 
@@ -117,13 +175,29 @@ def test_refcoco(data, tmp_path):
     for i, scene in enumerate(scenes, 1):
         segmentations.append(coco.encode(scene["mask"].astype("uint8", order="F")))
         segmentations[-1]["counts"] = segmentations[-1]["counts"].decode()
-    refs = [ref(i, "testA", sentences=[scene["caption"], "the circle"]) for i, scene in enumerate(scenes, 1)]
+    refs = [
+        ref(i, "testA", sentences=[scene["caption"], "the circle"])
+        for i, scene in enumerate(scenes, 1)
+    ]
     root = write(tmp_path, segmentations, refs, name="refcoco+", images=(1, 2), of_image={2: 2})
     (root / "pictures").mkdir()
     for i, scene in enumerate(scenes, 1):
         scene["image"].save(root / "pictures" / image_name(i), quality=95)
-    found = measured(data, tmp_path, data_dir=root, dataset="refcoco+", split="testA", image_root=root / "pictures", num_samples=None)
-    assert found["image_ids"] == ["refcoco+/testA/1/10", "refcoco+/testA/1/11", "refcoco+/testA/2/20", "refcoco+/testA/2/21"]
+    found = measured(
+        data,
+        tmp_path,
+        data_dir=root,
+        dataset="refcoco+",
+        split="testA",
+        image_root=root / "pictures",
+        num_samples=None,
+    )
+    assert found["image_ids"] == [
+        "refcoco+/testA/1/10",
+        "refcoco+/testA/1/11",
+        "refcoco+/testA/2/20",
+        "refcoco+/testA/2/21",
+    ]
     area = [int(scene["mask"].sum()) for scene in scenes]
     assert all(union >= area[i // 2] for i, union in enumerate(found["values"]["seg_union"]))
     assert max(found["values"]["seg_iou"]) > 0.5 and found["flags"]["split"] == "testA"
@@ -133,7 +207,9 @@ def test_bad_input(data, base, trained, tmp_path):
     def refused(*words, **changes):
         with pytest.raises(SystemExit) as stopped:
             evaluate.main(flags(data, output=tmp_path / "new.json", **changes))
-        assert str(stopped.value).startswith("evaluate: ") and all(word in str(stopped.value) for word in words), stopped.value
+        assert str(stopped.value).startswith("evaluate: ") and all(
+            word in str(stopped.value) for word in words
+        ), stopped.value
 
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role ema", "is no checkpoint", role="ema")
@@ -144,7 +220,9 @@ def test_bad_input(data, base, trained, tmp_path):
     (tmp_path / "old.json").write_text('{"means": 1}')
     refused("--before", "old.json", "image_ids", before=tmp_path / "old.json")
     moved = shutil.copytree(trained, tmp_path / "moved")
-    (moved / "config.json").write_text(json.dumps(json.loads((moved / "config.json").read_text()) | {"model_path": "/gone"}))
+    (moved / "config.json").write_text(
+        json.dumps(json.loads((moved / "config.json").read_text()) | {"model_path": "/gone"})
+    )
     refused("the run started from /gone", "--checkpoint", model_path=moved)
     assert not (tmp_path / "new.json").exists()
     # Another data set of the same size and layout, hence of the same ids: known when it was measured, so the measurement is kept.
@@ -152,8 +230,17 @@ def test_bad_input(data, base, trained, tmp_path):
     assert json.loads((tmp_path / "new.json").read_text())["num_samples"] == 5
 
 
-@pytest.mark.parametrize("name, value", [("num_samples", 0), ("num_samples", -1), ("batch_size", 0), ("max_completion_length", 0),
-                                         ("max_tiles", 0), ("num_workers", -1)])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_samples", 0),
+        ("num_samples", -1),
+        ("batch_size", 0),
+        ("max_completion_length", 0),
+        ("max_tiles", 0),
+        ("num_workers", -1),
+    ],
+)
 def test_number_out_of_range(data, capsys, name, value):
     with pytest.raises(SystemExit):
         evaluate.main(flags(data, **{name: value}))
@@ -167,16 +254,20 @@ def test_a_damaged_checkpoint_is_named(data, trained, tmp_path, monkeypatch, fil
     content = (folder / file).read_bytes()
     (folder / file).unlink()
     if damage != "missing":
-        (folder / file).write_bytes(b"" if damage == "empty" else content[:len(content) // 2])
+        (folder / file).write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
     monkeypatch.setattr(evaluate, "evaluate", None)
     role = "ema" if file == "ema.safetensors" else "policy"
     for changes in (dict(model_path=folder), dict(checkpoint=folder)):
-        with pytest.raises(SystemExit, match=f"^evaluate: {folder / file} is missing or damaged: ") as stopped:
+        with pytest.raises(
+            SystemExit, match=f"^evaluate: {folder / file} is missing or damaged: "
+        ) as stopped:
             evaluate.main(flags(data, role=role, **changes))
         assert "\n" not in str(stopped.value)
 
 
-def test_an_output_that_cannot_be_written_is_told_before_measuring(data, base, tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_told_before_measuring(
+    data, base, tmp_path, monkeypatch
+):
     found = measured(data, tmp_path)
     evaluate.main(flags(data, output=tmp_path / "new" / "folder" / "out.json"))
     assert json.loads((tmp_path / "new" / "folder" / "out.json").read_text()) == found
@@ -189,10 +280,17 @@ def test_an_output_that_cannot_be_written_is_told_before_measuring(data, base, t
 def test_legacy_cleaner_changes_the_caption_score_alone(data, base, tmp_path, monkeypatch):
     """Here every caption begins with boilerplate, which the option cuts and nothing else does."""
     describe = evaluation.describe
-    monkeypatch.setattr(evaluation, "describe", lambda *args: ["The region shows " + text for text in describe(*args)])
+    monkeypatch.setattr(
+        evaluation,
+        "describe",
+        lambda *args: ["The region shows " + text for text in describe(*args)],
+    )
     plain = measured(data, tmp_path)
     evaluate.main([*flags(data, output=tmp_path / "clean.json"), "--legacy_cleaner"])
     clean, before = json.loads((tmp_path / "clean.json").read_text()), json.loads(base.read_text())
     assert clean["values"]["caption_meteor"] == pytest.approx(before["values"]["caption_meteor"])
     assert plain["values"]["caption_meteor"] != pytest.approx(before["values"]["caption_meteor"])
-    assert clean["captions"] == plain["captions"] and clean["values"]["cycle_meteor"] == plain["values"]["cycle_meteor"]
+    assert (
+        clean["captions"] == plain["captions"]
+        and clean["values"]["cycle_meteor"] == plain["values"]["cycle_meteor"]
+    )

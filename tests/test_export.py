@@ -1,4 +1,5 @@
 """From a run's checkpoint to a folder in the original layout that computes what was trained."""
+
 import json
 import shutil
 from types import SimpleNamespace
@@ -6,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 
 from rl_train import checkpoint
 from rl_train.policy import build_policy
 from sa2va_hf import Sa2VAModel
+from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import export
 
 
@@ -22,9 +23,19 @@ def trained(tmp_path_factory):
         folder = tmp_path_factory.mktemp("export")
         base = folder / "base"
         shutil.copytree(CHECKPOINT, base)
-        (base / "modeling_sa2va_chat.py").write_text("# the original code beside a published checkpoint\n")
-        run(draw_data(folder / "data"), folder / "run", model_path=base, max_steps=2, save_steps=2, learning_rate=1e-3, warmup_ratio=0,
-            ema_decay=0.5)
+        (base / "modeling_sa2va_chat.py").write_text(
+            "# the original code beside a published checkpoint\n"
+        )
+        run(
+            draw_data(folder / "data"),
+            folder / "run",
+            model_path=base,
+            max_steps=2,
+            save_steps=2,
+            learning_rate=1e-3,
+            warmup_ratio=0,
+            ema_decay=0.5,
+        )
         yield folder / "run" / "checkpoint_step_2"
     monkeypatch.undo()
 
@@ -34,8 +45,13 @@ def outputs(model, batch, policy):
     images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     prompts = policy.describe_prompts(images, [0, 1], list(batch.grids[:2]))
     ids = torch.tensor(prompts.ids[0])[None]
-    logits = model(ids, torch.ones_like(ids), pixel_values=batch.pixel_values[0], prompt_masks=[batch.grids[:1]],
-                   vp_overall_mask=torch.tensor([True])).logits
+    logits = model(
+        ids,
+        torch.ones_like(ids),
+        pixel_values=batch.pixel_values[0],
+        prompt_masks=[batch.grids[:1]],
+        vp_overall_mask=torch.tensor([True]),
+    ).logits
     hidden = torch.ones(1, model.config.llm.hidden_size)
     masks = model.mask_logits(batch.sam_pixels[:1], model.text_hidden_fcs(hidden))
     return logits.detach(), masks.detach()
@@ -44,7 +60,18 @@ def outputs(model, batch, policy):
 @pytest.mark.parametrize("role, file", [("policy", "trainables"), ("ema", "ema")])
 def test_exported_model_computes_what_was_trained(trained, tmp_path, batch, role, file):
     output = tmp_path / "exported"
-    export.main(["--checkpoint", str(trained), "--output", str(output), "--role", role, "--dtype", "float32"])
+    export.main(
+        [
+            "--checkpoint",
+            str(trained),
+            "--output",
+            str(output),
+            "--role",
+            role,
+            "--dtype",
+            "float32",
+        ]
+    )
     flags = json.loads((trained / "config.json").read_text())
     policy = build_policy(SimpleNamespace(**flags), torch.device("cpu"))
     untrained = outputs(policy.model, batch, policy)
@@ -55,13 +82,20 @@ def test_exported_model_computes_what_was_trained(trained, tmp_path, batch, role
     found = outputs(model, batch, policy)
     for name, a, b, before in zip(("logits", "mask logits"), found, expected, untrained):
         deviation = ((a - b).abs().max() / b.abs().max()).item()
-        print(f"{role}, {name}: exported and trained differ by {deviation:.1e} of the largest value; trained moved by {(b - before).abs().max():.1e}")
+        print(
+            f"{role}, {name}: exported and trained differ by {deviation:.1e} of the largest value; trained moved by {(b - before).abs().max():.1e}"
+        )
         assert deviation < 1e-4 and (b - before).abs().max() > 1e-3
     original = load_file(CHECKPOINT / "model.safetensors")
     exported = load_file(output / "model.safetensors")
     assert {k: v.shape for k, v in exported.items()} == {k: v.shape for k, v in original.items()}
     print(f"{len(exported)} keys, those of the original layout")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "modeling_sa2va_chat.py"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "modeling_sa2va_chat.py",
+    ):
         assert (output / name).read_text() == (trained.parent.parent / "base" / name).read_text()
     assert not output.with_name("exported.tmp").exists()
 
@@ -70,12 +104,27 @@ def test_default_dtype_is_the_base_s_and_the_merge_is_not_rounded_first(trained,
     """bf16(fp32 base + fp32 product), not bf16 + bf16."""
     export.export(trained, tmp_path / "default")
     export.export(trained, tmp_path / "full", dtype=torch.float32)
-    default, full = load_file(tmp_path / "default" / "model.safetensors"), load_file(tmp_path / "full" / "model.safetensors")
-    assert {v.dtype for v in default.values()} == {torch.bfloat16} and {v.dtype for v in full.values()} == {torch.float32}
+    default, full = (
+        load_file(tmp_path / "default" / "model.safetensors"),
+        load_file(tmp_path / "full" / "model.safetensors"),
+    )
+    assert {v.dtype for v in default.values()} == {torch.bfloat16} and {
+        v.dtype for v in full.values()
+    } == {torch.float32}
     assert all(torch.equal(default[k], full[k].bfloat16()) for k in full)
     base = load_file(CHECKPOINT / "model.safetensors")
     frozen = [k for k in base if not torch.equal(default[k], base[k])]
-    assert all(k.startswith(("language_model.model.layers", "mlp1", "text_hidden_fcs", "grounding_encoder.sam2_model.sam_")) for k in frozen)
+    assert all(
+        k.startswith(
+            (
+                "language_model.model.layers",
+                "mlp1",
+                "text_hidden_fcs",
+                "grounding_encoder.sam2_model.sam_",
+            )
+        )
+        for k in frozen
+    )
     assert any(k.startswith("language_model") for k in frozen)
 
 
@@ -83,7 +132,9 @@ def test_bad_input(trained, tmp_path, capsys):
     def refused(*words, **changes):
         arguments = dict(checkpoint=trained, output=tmp_path / "new") | changes
         with pytest.raises(SystemExit) as stopped:
-            export.main([piece for name, value in arguments.items() for piece in (f"--{name}", str(value))])
+            export.main(
+                [piece for name, value in arguments.items() for piece in (f"--{name}", str(value))]
+            )
         assert all(word in str(stopped.value) for word in words), stopped.value
 
     (tmp_path / "full").mkdir()
@@ -96,7 +147,9 @@ def test_bad_input(trained, tmp_path, capsys):
     refused("--model_path", "no such folder", model_path=tmp_path / "nowhere")
     broken = tmp_path / "broken"
     shutil.copytree(trained, broken)
-    (broken / "trainables.safetensors").write_bytes((broken / "trainables.safetensors").read_bytes()[:-100])
+    (broken / "trainables.safetensors").write_bytes(
+        (broken / "trainables.safetensors").read_bytes()[:-100]
+    )
     refused("trainables.safetensors", "damaged", checkpoint=broken)
     (broken / "config.json").write_text((broken / "config.json").read_text()[:100])
     refused(f"{broken / 'config.json'} is missing or damaged", checkpoint=broken)

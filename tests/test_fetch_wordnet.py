@@ -26,21 +26,30 @@ def installed(tmp_path_factory) -> Path:
 def missing_wordnet(monkeypatch):
     """WordNet not found on NLTK's own path; an installed copy is still judged for real."""
     monkeypatch.setattr(
-        fetch_wordnet, "wordnet_fault", lambda data_dir=None: wordnet_fault(data_dir) if data_dir else "missing"
+        fetch_wordnet,
+        "wordnet_fault",
+        lambda data_dir=None: wordnet_fault(data_dir) if data_dir else "missing",
     )
 
 
 def synsets(path: Path) -> list[tuple[str, str]]:
     """Return (lexicographer file number, first word) of every synset in a WordNet data file."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    return [(fields[1], fields[4]) for fields in (line.split(maxsplit=5) for line in lines if line[0] != " ")]
+    return [
+        (fields[1], fields[4])
+        for fields in (line.split(maxsplit=5) for line in lines if line[0] != " ")
+    ]
 
 
 def test_lexnames_has_the_45_rows_of_the_manual_page():
     assert [number for number, _, _ in LEXNAMES] == list(range(45))
     assert all(CATEGORY[name.split(".")[0]] == category for _, name, category in LEXNAMES)
     lines = lexnames_text().splitlines(keepends=True)
-    assert lines[0] == "00\tadj.all\t3\n" and lines[5] == "05\tnoun.animal\t1\n" and lines[44] == "44\tadj.ppl\t3\n"
+    assert (
+        lines[0] == "00\tadj.all\t3\n"
+        and lines[5] == "05\tnoun.animal\t1\n"
+        and lines[44] == "44\tadj.ppl\t3\n"
+    )
 
 
 @pytest.mark.parametrize("pos", CATEGORY)
@@ -51,7 +60,9 @@ def test_lexnames_agrees_with_the_numbers_in_the_data_files(installed, pos):
 
 def test_lexnames_of_known_synsets(installed):
     names = {(f"{number:02d}", name) for number, name, _ in LEXNAMES}
-    number_of = {word: number for number, word in reversed(synsets(installed / "data.noun"))}  # first synset
+    number_of = {
+        word: number for number, word in reversed(synsets(installed / "data.noun"))
+    }  # first synset
     assert (number_of["dog"], "noun.animal") in names
     assert (number_of["apple"], "noun.food") in names
     assert wordnet.synset("dog.n.01").lexname() == "noun.animal"
@@ -91,7 +102,9 @@ def test_does_nothing_when_wordnet_works(monkeypatch, capsys, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_every_reason_is_reported_when_all_sources_fail(monkeypatch, missing_wordnet, capsys, tmp_path):
+def test_every_reason_is_reported_when_all_sources_fail(
+    monkeypatch, missing_wordnet, capsys, tmp_path
+):
     def offline(scratch):
         raise ValueError("no route")
 
@@ -101,7 +114,9 @@ def test_every_reason_is_reported_when_all_sources_fail(monkeypatch, missing_wor
     def incomplete(scratch):
         return scratch  # holds no file
 
-    monkeypatch.setattr(fetch_wordnet, "FETCHERS", {"first": offline, "second": slow, "third": incomplete})
+    monkeypatch.setattr(
+        fetch_wordnet, "FETCHERS", {"first": offline, "second": slow, "third": incomplete}
+    )
     assert main(["--output_dir", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "- first: ValueError: no route" in out
@@ -120,11 +135,15 @@ def test_files_that_do_not_work_are_a_failure(monkeypatch, missing_wordnet, caps
     assert "METEOR cannot use it" in capsys.readouterr().out
 
 
-def test_next_source_is_tried_and_the_installed_copy_works(monkeypatch, missing_wordnet, capsys, tmp_path, installed):
+def test_next_source_is_tried_and_the_installed_copy_works(
+    monkeypatch, missing_wordnet, capsys, tmp_path, installed
+):
     def offline(scratch):
         raise ValueError("no route")
 
-    monkeypatch.setattr(fetch_wordnet, "FETCHERS", {"first": offline, "second": lambda scratch: installed})
+    monkeypatch.setattr(
+        fetch_wordnet, "FETCHERS", {"first": offline, "second": lambda scratch: installed}
+    )
     assert main(["--output_dir", str(tmp_path / "out")]) == 0
     out = capsys.readouterr().out
     assert f"set NLTK_DATA={tmp_path / 'out'}" in out

@@ -1,4 +1,5 @@
 """The forward by kernels: its parts, what it keeps, what it follows. `test_logprob` compares the whole with the modules too."""
+
 import pytest
 import torch
 from transformers import Qwen2Config
@@ -10,12 +11,24 @@ from rl_train.packing import pack
 from rl_train.sampler import decoder_of
 from tools.benchmarks.common import random_llm
 
-SIZES = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-             tie_word_embeddings=False)
+SIZES = dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
 
 
 def make(*shape, dtype=torch.float64, device="cpu", seed=0):
-    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=torch.float32).to(dtype)
+    return torch.randn(
+        *shape,
+        generator=torch.Generator(device).manual_seed(seed),
+        device=device,
+        dtype=torch.float32,
+    ).to(dtype)
 
 
 @pytest.fixture
@@ -27,8 +40,12 @@ def work(llm, device="cpu", prompt_length=7, num_tokens=6, lengths=(6, 2, 0, 1, 
     """Two prompts, the second shorter, of two and three rows."""
     mask = torch.ones(2, prompt_length, dtype=torch.long, device=device)
     mask[1, :3] = 0
-    embeds = make(2, prompt_length, llm.config.hidden_size, dtype=llm.lm_head.weight.dtype, device=device).requires_grad_()
-    ids = torch.randint(llm.config.vocab_size, (5, num_tokens), generator=torch.Generator().manual_seed(1)).to(device)
+    embeds = make(
+        2, prompt_length, llm.config.hidden_size, dtype=llm.lm_head.weight.dtype, device=device
+    ).requires_grad_()
+    ids = torch.randint(
+        llm.config.vocab_size, (5, num_tokens), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     valid = torch.arange(num_tokens, device=device) < torch.tensor(lengths, device=device)[:, None]
     return embeds, mask, torch.tensor([0, 0, 1, 1, 1], device=device), ids, valid
 
@@ -37,16 +54,31 @@ def scored(llm, how, checkpointing=False, **sizes):
     """(log-probs, entropy, {name: gradient of the LoRA, "embeds"}) of a weighted sum of the log-probs."""
     embeds, mask, prompt, ids, valid = work(llm, llm.device, **sizes)
     with torch.autocast(llm.device.type, torch.bfloat16, enabled=llm.dtype == torch.bfloat16):
-        answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing,
-                                how=how)
-    (answers.logp * make(*ids.shape, dtype=torch.float32, device=llm.device.type, seed=2)).sum().backward()
-    found = {name: p.grad for name, p in llm.named_parameters() if p.requires_grad} | {"embeds": embeds.grad}
+        answers = score_answers(
+            llm,
+            embeds,
+            mask,
+            prompt,
+            ids,
+            valid,
+            pad_id=0,
+            temperature=0.9,
+            gradient_checkpointing=checkpointing,
+            how=how,
+        )
+    (
+        answers.logp * make(*ids.shape, dtype=torch.float32, device=llm.device.type, seed=2)
+    ).sum().backward()
+    found = {name: p.grad for name, p in llm.named_parameters() if p.requires_grad} | {
+        "embeds": embeds.grad
+    }
     for parameter in llm.parameters():
         parameter.grad = None
     return answers.logp.detach(), answers.entropy, found
 
 
 # The parts
+
 
 def test_norm():
     residual, delta = (make(5, 8, seed=s).requires_grad_() for s in (0, 1))
@@ -55,13 +87,26 @@ def test_norm():
     def by_hand(residual, delta):
         total = residual + delta
         return total, torch.nn.functional.rms_norm(total, (8,), weight, 1e-6)
-    for found, expected in zip(forward._AddNorm.apply(residual, delta, weight, 1e-6, forward_torch), by_hand(residual, delta)):
+
+    for found, expected in zip(
+        forward._AddNorm.apply(residual, delta, weight, 1e-6, forward_torch),
+        by_hand(residual, delta),
+    ):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
     slopes = make(5, 8, seed=3), make(5, 8, seed=4)
-    for slope in (slopes, (None, slopes[1])):                                  # the last norm's sum is not used
-        outs = forward._AddNorm.apply(residual, delta, weight, 1e-6, forward_torch), by_hand(residual, delta)
-        found, expected = (torch.autograd.grad(out if slope[0] is not None else out[1], (residual, delta),
-                                               slope if slope[0] is not None else slope[1]) for out in outs)
+    for slope in (slopes, (None, slopes[1])):  # the last norm's sum is not used
+        outs = (
+            forward._AddNorm.apply(residual, delta, weight, 1e-6, forward_torch),
+            by_hand(residual, delta),
+        )
+        found, expected = (
+            torch.autograd.grad(
+                out if slope[0] is not None else out[1],
+                (residual, delta),
+                slope if slope[0] is not None else slope[1],
+            )
+            for out in outs
+        )
         for f, e in zip(found, expected):
             torch.testing.assert_close(f, e, atol=1e-6, rtol=1e-5)
 
@@ -69,17 +114,21 @@ def test_norm():
 def test_rotation_turns_back():
     qkv, angle = make(3, 5, 6, seed=1).requires_grad_(), make(3, 3, seed=2)
     out = forward._Rotate.apply(qkv, angle.cos(), angle.sin(), 1, forward_torch)
-    turned = torch.view_as_complex(torch.stack(qkv[:, :4].chunk(2, -1), -1)) * torch.exp(1j * angle[:, None])
+    turned = torch.view_as_complex(torch.stack(qkv[:, :4].chunk(2, -1), -1)) * torch.exp(
+        1j * angle[:, None]
+    )
     torch.testing.assert_close(out[:, :4], torch.cat([turned.real, turned.imag], -1))
     assert torch.equal(out[:, 4:], qkv[:, 4:])
-    assert torch.autograd.gradcheck(lambda x: forward._Rotate.apply(x, angle.cos(), angle.sin(), 1, forward_torch), qkv)
+    assert torch.autograd.gradcheck(
+        lambda x: forward._Rotate.apply(x, angle.cos(), angle.sin(), 1, forward_torch), qkv
+    )
 
 
 def test_gate():
-    y = make(4, 9, seed=1).requires_grad_()                                    # two halves of 3, and 3 columns of something else
+    y = make(4, 9, seed=1).requires_grad_()  # two halves of 3, and 3 columns of something else
     d = make(4, 3, seed=2)
     gated = torch.nn.functional.silu(y[:, :3]) * y[:, 3:6]
-    expected, = torch.autograd.grad(gated, y, d)
+    (expected,) = torch.autograd.grad(gated, y, d)
     dy, again = forward_torch.gate_backward(d, y.detach())
     torch.testing.assert_close(dy, expected[:, :6], atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(again, gated.detach())
@@ -87,16 +136,23 @@ def test_gate():
 
 def test_linears(llm):
     """q, k and v together: base, bias and LoRA, and the gradients of all that trains."""
-    modules = [getattr(llm.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")]
+    modules = [
+        getattr(llm.model.layers[0].self_attn, name) for name in ("q_proj", "k_proj", "v_proj")
+    ]
     x = make(5, 64, dtype=torch.float32).requires_grad_()
     for module in modules:
         module.base_layer.bias.data.normal_()
     expected = torch.cat([module(x) for module in modules], dim=1)
     fused = Fused(modules)
     torch._foreach_copy_(fused.targets, [p.data for p in fused.sources])
-    found, slope = forward._Linear.apply(x, fused, *fused.sources), make(*expected.shape, dtype=torch.float32, seed=3)
+    found, slope = (
+        forward._Linear.apply(x, fused, *fused.sources),
+        make(*expected.shape, dtype=torch.float32, seed=3),
+    )
     torch.testing.assert_close(found, expected)
-    for f, e in zip(*(torch.autograd.grad(out, (x, *fused.sources), slope) for out in (found, expected))):
+    for f, e in zip(
+        *(torch.autograd.grad(out, (x, *fused.sources), slope) for out in (found, expected))
+    ):
         torch.testing.assert_close(f, e, atol=1e-5, rtol=1e-4)
 
 
@@ -116,9 +172,11 @@ def test_runs_are_the_bias(llm):
     packed = pack(mask, prompt, ids, valid, 0)
     runs = forward.runs(packed.part)
     seen = torch.zeros(len(runs.slots), len(runs.slots), dtype=torch.bool)
-    for q0, q1, k0, k1 in zip(runs.query_ends, runs.query_ends[1:], runs.key_ends, runs.key_ends[1:]):
-        for i in range(q1 - q0):                                               # the last query sees all keys
-            seen[q0 + i, runs.keys[k0:k1 - (q1 - q0) + i + 1]] = True
+    for q0, q1, k0, k1 in zip(
+        runs.query_ends, runs.query_ends[1:], runs.key_ends, runs.key_ends[1:]
+    ):
+        for i in range(q1 - q0):  # the last query sees all keys
+            seen[q0 + i, runs.keys[k0 : k1 - (q1 - q0) + i + 1]] = True
     bias = torch.block_diag(*(packed.bias(torch.float32)[:, 0] == 0))
     assert torch.equal(seen, bias[runs.slots][:, runs.slots])
 
@@ -129,20 +187,43 @@ def flash(q, k, v, query_ends, key_ends, longest_query, longest_key, dropout, ca
     outs, group = [], q.shape[1] // k.shape[1]
     for q0, q1, k0, k1 in zip(query_ends, query_ends[1:], key_ends, key_ends[1:]):
         assert 0 < q1 - q0 <= longest_query and k1 - k0 <= longest_key
-        scores = torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(group, 1)) * q.shape[-1] ** -0.5
+        scores = (
+            torch.einsum("qhd,khd->hqk", q[q0:q1], k[k0:k1].repeat_interleave(group, 1))
+            * q.shape[-1] ** -0.5
+        )
         seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(int(k1 - k0 - (q1 - q0)))
         p = scores.masked_fill(~seen, float("-inf")).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", p, v[k0:k1].repeat_interleave(group, 1)))
     return torch.cat(outs), *[torch.zeros(1) for _ in range(4)]
 
 
-def flash_backward(d, q, k, v, out, sums, query_ends, key_ends, longest_query, longest_key, dropout, causal, state, unused):
+def flash_backward(
+    d,
+    q,
+    k,
+    v,
+    out,
+    sums,
+    query_ends,
+    key_ends,
+    longest_query,
+    longest_key,
+    dropout,
+    causal,
+    state,
+    unused,
+):
     with torch.enable_grad():
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        return torch.autograd.grad(flash(*leaves, query_ends, key_ends, longest_query, longest_key, dropout, causal)[0], leaves, d)
+        return torch.autograd.grad(
+            flash(*leaves, query_ends, key_ends, longest_query, longest_key, dropout, causal)[0],
+            leaves,
+            d,
+        )
 
 
 # The whole
+
 
 @pytest.mark.parametrize("attention", ["dense", "flash"])
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -153,7 +234,9 @@ def test_equals_modules(num_kv_heads, lora, checkpointing, attention, monkeypatc
         monkeypatch.setattr(forward, "by_flash", lambda x: True)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
-    llm = random_llm(Qwen2Config(**SIZES | dict(num_key_value_heads=num_kv_heads)), 4, "cpu").float()
+    llm = random_llm(
+        Qwen2Config(**SIZES | dict(num_key_value_heads=num_kv_heads)), 4, "cpu"
+    ).float()
     if not lora:
         for module in [m for m in llm.modules() if hasattr(m, "base_layer")]:
             module.scaling["default"] = 0.0
@@ -170,7 +253,12 @@ def test_bf16_is_as_close_to_float32_as_the_modules():
     found = [scored(llm, how) for how in (by_modules, by_kernels)]
     right = scored(llm.float(), by_modules)
     for logp, _, gradient in found:
-        errors.append([(logp - right[0]).norm(), sum((gradient[n].float() - g).norm() ** 2 for n, g in right[2].items()) ** 0.5])
+        errors.append(
+            [
+                (logp - right[0]).norm(),
+                sum((gradient[n].float() - g).norm() ** 2 for n, g in right[2].items()) ** 0.5,
+            ]
+        )
     assert errors[1][0] < 1.3 * errors[0][0] and errors[1][1] < 1.3 * errors[0][1]
 
 
@@ -186,13 +274,28 @@ def test_follows_the_weights(llm):
     torch.testing.assert_close(after, scored(llm, by_modules)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("checkpointing, fault", [(False, (RuntimeError, "modified by an inplace operation")),
-                                                  (True, (AssertionError, "copied anew between a checkpointed forward and its backward"))])
+@pytest.mark.parametrize(
+    "checkpointing, fault",
+    [
+        (False, (RuntimeError, "modified by an inplace operation")),
+        (True, (AssertionError, "copied anew between a checkpointed forward and its backward")),
+    ],
+)
 def test_a_lora_that_changed_under_a_graph_is_an_error(llm, checkpointing, fault):
     """Not a wrong gradient: what is recomputed in the backward would be of other weights."""
     embeds, mask, prompt, ids, valid = work(llm)
-    answers = score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, gradient_checkpointing=checkpointing,
-                            how=by_kernels)
+    answers = score_answers(
+        llm,
+        embeds,
+        mask,
+        prompt,
+        ids,
+        valid,
+        pad_id=0,
+        temperature=1.0,
+        gradient_checkpointing=checkpointing,
+        how=by_kernels,
+    )
     scored(llm, by_kernels)
     with pytest.raises(fault[0], match=fault[1]):
         answers.logp.sum().backward()
@@ -203,7 +306,7 @@ def test_a_base_that_trains_takes_the_modules(llm, monkeypatch):
     llm.model.layers[1].input_layernorm.weight.requires_grad_()
     with pytest.raises(AssertionError, match="no gradient"):
         scored(llm, by_kernels)
-    monkeypatch.setattr(logprob, "decoder_for", lambda llm, embeds: decoder_of(llm))                    # as on a GPU
+    monkeypatch.setattr(logprob, "decoder_for", lambda llm, embeds: decoder_of(llm))  # as on a GPU
     assert scored(llm, None)[2]["model.layers.1.input_layernorm.weight"].norm() > 0
 
 
@@ -212,7 +315,9 @@ def test_keeps_little():
 
     With layers recomputed in the backward less than a third of what is kept without, by either.
     """
-    llm = random_llm(Qwen2Config(**SIZES | dict(intermediate_size=344, num_hidden_layers=6)), 4, "cpu")
+    llm = random_llm(
+        Qwen2Config(**SIZES | dict(intermediate_size=344, num_hidden_layers=6)), 4, "cpu"
+    )
     prepare_checkpointing(llm)
     (embeds, mask, prompt, ids, valid), kept = work(llm, prompt_length=200), {}
 
@@ -221,13 +326,27 @@ def test_keeps_little():
         if storage.data_ptr() not in weights:
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
-    scored(llm, by_kernels)                                                    # moves the weights
+
+    scored(llm, by_kernels)  # moves the weights
     for how in (by_modules, by_kernels):
         for checkpointing in (False, True):
             weights, seen = {p.untyped_storage().data_ptr() for p in llm.parameters()}, {}
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-                score_answers(llm, embeds, mask, prompt, ids, valid, pad_id=0, temperature=1.0, gradient_checkpointing=checkpointing,
-                              how=how)
+            with (
+                torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+                torch.autocast("cpu", torch.bfloat16),
+            ):
+                score_answers(
+                    llm,
+                    embeds,
+                    mask,
+                    prompt,
+                    ids,
+                    valid,
+                    pad_id=0,
+                    temperature=1.0,
+                    gradient_checkpointing=checkpointing,
+                    how=how,
+                )
             kept[how, checkpointing] = sum(seen.values())
         assert 0 < kept[how, True] < 1 / 3 * kept[how, False]
     assert 0 < kept[by_kernels, False] < 2 / 3 * kept[by_modules, False]
@@ -235,31 +354,50 @@ def test_keeps_little():
 
 # On a GPU
 
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens, width, heads, size, rank", [(7, 64, 6, 32, 4), (70_000, 96, 6, 32, 0), (300, 2048, 20, 128, 128)])
+@pytest.mark.parametrize(
+    "tokens, width, heads, size, rank",
+    [(7, 64, 6, 32, 4), (70_000, 96, 6, 32, 0), (300, 2048, 20, 128, 128)],
+)
 def test_triton_equals_torch(dtype, tokens, width, heads, size, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     from rl_train import forward_triton
+
     seeds = iter(range(100))
-    new = lambda *shape: make(*shape, dtype=dtype, device="cuda", seed=next(seeds))  # noqa: E731
+    new = lambda *shape: make(*shape, dtype=dtype, device="cuda", seed=next(seeds))
     inner, m = 3 * width + 5, tokens
     cases = dict(
         add_norm=[(new(m, width), new(m, width + rank)[:, :width], new(width), 1e-6)],
-        add_norm_backward=[(new(m, width), new(m, width), new(m, width), new(width), 1e-6),
-                           (new(m, width), None, new(m, width), new(width), 1e-6)],
-        rotate=[(new(m, heads * size + rank)[:, :heads * size].unflatten(1, (heads, size)), new(m, size // 2), new(m, size // 2),
-                 heads - 1)],
-        gate=[(new(m, 2 * inner + rank), inner)], gate_backward=[(new(m, inner), new(m, 2 * inner + rank))])
+        add_norm_backward=[
+            (new(m, width), new(m, width), new(m, width), new(width), 1e-6),
+            (new(m, width), None, new(m, width), new(width), 1e-6),
+        ],
+        rotate=[
+            (
+                new(m, heads * size + rank)[:, : heads * size].unflatten(1, (heads, size)),
+                new(m, size // 2),
+                new(m, size // 2),
+                heads - 1,
+            )
+        ],
+        gate=[(new(m, 2 * inner + rank), inner)],
+        gate_backward=[(new(m, inner), new(m, 2 * inner + rank))],
+    )
     for name, calls in cases.items():
         for arguments in calls:
-            exact = getattr(forward_torch, name)(*[a.float() if torch.is_tensor(a) else a for a in arguments])
+            exact = getattr(forward_torch, name)(
+                *[a.float() if torch.is_tensor(a) else a for a in arguments]
+            )
             found = getattr(forward_triton, name)(*arguments)
             for f, e in zip(*(out if isinstance(out, tuple) else (out,) for out in (found, exact))):
                 assert f.dtype == dtype and f.shape == e.shape
-                assert (f.float() - e).abs().max() <= (1e-5 if dtype == torch.float32 else 2e-2) * e.abs().max(), name
+                assert (f.float() - e).abs().max() <= (
+                    1e-5 if dtype == torch.float32 else 2e-2
+                ) * e.abs().max(), name
 
 
 @pytest.mark.gpu
@@ -269,17 +407,35 @@ def test_flash_equals_modules(num_kv_heads, checkpointing):
     """bf16 by flash attention and Triton, against the modules in float32: no further off than the modules in bf16."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    config = Qwen2Config(**SIZES | dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads))
-    llm, sizes = random_llm(config, 16, "cuda"), dict(prompt_length=150, num_tokens=140, lengths=(140, 2, 0, 1, 129))
-    found = {how: scored(llm, how, checkpointing and how is by_kernels, **sizes) for how in (by_modules, by_kernels)}
+    config = Qwen2Config(
+        **SIZES | dict(hidden_size=256, num_attention_heads=8, num_key_value_heads=num_kv_heads)
+    )
+    llm, sizes = (
+        random_llm(config, 16, "cuda"),
+        dict(prompt_length=150, num_tokens=140, lengths=(140, 2, 0, 1, 129)),
+    )
+    found = {
+        how: scored(llm, how, checkpointing and how is by_kernels, **sizes)
+        for how in (by_modules, by_kernels)
+    }
     llm = llm.float()
     right = scored(llm, by_modules, **sizes)
     exact = scored(llm, by_kernels, checkpointing, **sizes)
     torch.testing.assert_close(exact[:2], right[:2], atol=1e-4, rtol=0)
     error = {}
     for how, (logp, _, gradient) in found.items():
-        error[how] = (logp - right[0]).norm(), sum((gradient[n].float() - g).norm() ** 2 for n, g in right[2].items()) ** 0.5
-    assert all(mine < 1.3 * theirs for mine, theirs in zip(error[by_kernels], error[by_modules])), error
+        error[how] = (
+            (logp - right[0]).norm(),
+            sum((gradient[n].float() - g).norm() ** 2 for n, g in right[2].items()) ** 0.5,
+        )
+    assert all(mine < 1.3 * theirs for mine, theirs in zip(error[by_kernels], error[by_modules])), (
+        error
+    )
     for name, gradient in right[2].items():
         assert (exact[2][name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6, name
-        assert torch.cosine_similarity(found[by_kernels][2][name].flatten().float(), gradient.flatten(), dim=0) > 0.99, name
+        assert (
+            torch.cosine_similarity(
+                found[by_kernels][2][name].flatten().float(), gradient.flatten(), dim=0
+            )
+            > 0.99
+        ), name

@@ -1,4 +1,5 @@
 """Advantages, losses and KL against numbers worked by hand (and compared once with trl 1.16 on the same tensors)."""
+
 import math
 
 import pytest
@@ -21,24 +22,47 @@ D = torch.tensor([[2.0, 1.0, 1.0], [0.5, 1.0, 7.0], [5.0, 5.0, 5.0]]).log()
 K3_UP, K3_DOWN = 1 - math.log(2), math.log(2) - 0.5
 LENGTH = 4
 
-LOSS = dict(grpo=(-0.9 + 2.3 + 0) / 3, bnpo=(-2.7 + 4.6) / 5, dapo=(-2.7 + 4.6) / 5, dr_grpo=(-2.7 + 4.6) / (3 * LENGTH),
-            # one ratio per row, the geometric mean: row 0 (1.5 * 0.5)^(1/3), row 1 (1.5 * 0.5)^(1/2); neither is clipped
-            gspo=(-(0.75 ** (1 / 3)) + 2 * 0.75 ** 0.5) / 3)
-KL = dict(grpo=(K3_UP / 3 + K3_DOWN / 2) / 3, bnpo=(K3_UP + K3_DOWN) / 5, dapo=(K3_UP + K3_DOWN) / 5,
-          dr_grpo=(K3_UP + K3_DOWN) / (3 * LENGTH), gspo=(K3_UP / 3 + K3_DOWN / 2) / 3)
+LOSS = dict(
+    grpo=(-0.9 + 2.3 + 0) / 3,
+    bnpo=(-2.7 + 4.6) / 5,
+    dapo=(-2.7 + 4.6) / 5,
+    dr_grpo=(-2.7 + 4.6) / (3 * LENGTH),
+    # one ratio per row, the geometric mean: row 0 (1.5 * 0.5)^(1/3), row 1 (1.5 * 0.5)^(1/2); neither is clipped
+    gspo=(-(0.75 ** (1 / 3)) + 2 * 0.75**0.5) / 3,
+)
+KL = dict(
+    grpo=(K3_UP / 3 + K3_DOWN / 2) / 3,
+    bnpo=(K3_UP + K3_DOWN) / 5,
+    dapo=(K3_UP + K3_DOWN) / 5,
+    dr_grpo=(K3_UP + K3_DOWN) / (3 * LENGTH),
+    gspo=(K3_UP / 3 + K3_DOWN / 2) / 3,
+)
 # d L / d logp is 0 where clipped, else -A rho; of the row's ratio in gspo, shared by its tokens.
 _TOKEN = torch.tensor([[0, -1.0, -0.5], [3.0, 0, 0], [0, 0, 0]])
-_ROW0, _ROW1 = -(0.75 ** (1 / 3)), 2 * 0.75 ** 0.5
-GRADIENT = dict(grpo=_TOKEN / torch.tensor([[3.0], [2.0], [1.0]]) / 3, bnpo=_TOKEN / 5, dapo=_TOKEN / 5,
-                dr_grpo=_TOKEN / (3 * LENGTH),
-                gspo=torch.tensor([[_ROW0 / 3] * 3, [_ROW1 / 2, _ROW1 / 2, 0], [0, 0, 0]]) / 3)
+_ROW0, _ROW1 = -(0.75 ** (1 / 3)), 2 * 0.75**0.5
+GRADIENT = dict(
+    grpo=_TOKEN / torch.tensor([[3.0], [2.0], [1.0]]) / 3,
+    bnpo=_TOKEN / 5,
+    dapo=_TOKEN / 5,
+    dr_grpo=_TOKEN / (3 * LENGTH),
+    gspo=torch.tensor([[_ROW0 / 3] * 3, [_ROW1 / 2, _ROW1 / 2, 0], [0, 0, 0]]) / 3,
+)
 
 
 def loss_of(loss_type, rows=slice(None), kl_coef=0.0, advantages=ADVANTAGES, **options):
     logp = RATIO.log().clone().requires_grad_()
-    options = dict(clip_range=0.2, loss_type=loss_type, max_completion_length=LENGTH, kl_coef=kl_coef) | options
-    loss, stats = grpo.grpo_loss(logp[rows], torch.zeros_like(logp)[rows], (logp.detach() + D)[rows], advantages[rows],
-                                 VALID[rows], **options)
+    options = (
+        dict(clip_range=0.2, loss_type=loss_type, max_completion_length=LENGTH, kl_coef=kl_coef)
+        | options
+    )
+    loss, stats = grpo.grpo_loss(
+        logp[rows],
+        torch.zeros_like(logp)[rows],
+        (logp.detach() + D)[rows],
+        advantages[rows],
+        VALID[rows],
+        **options,
+    )
     return loss, stats, logp
 
 
@@ -57,14 +81,18 @@ def test_kl_is_added_by_the_same_average(loss_type):
     loss, stats, _ = loss_of(loss_type, kl_coef=0.1)
     assert loss.item() == pytest.approx(LOSS[loss_type] + 0.1 * KL[loss_type], abs=1e-6)
     assert stats["policy_loss"].item() == pytest.approx(LOSS[loss_type], abs=1e-6)
-    assert stats["kl"].item() == pytest.approx(K3_UP + K3_DOWN, abs=1e-6)      # a sum over valid tokens, whatever the loss
+    assert stats["kl"].item() == pytest.approx(
+        K3_UP + K3_DOWN, abs=1e-6
+    )  # a sum over valid tokens, whatever the loss
 
 
 def test_kl_gradient_reaches_the_policy():
     # d k3 / d logp = 1 - e^d: 1 - 2 = -1 and 1 - 1/2; advantages 0 leave nothing else. Divided by 5 tokens.
     loss, _, logp = loss_of("dapo", kl_coef=1.0, advantages=torch.zeros(3))
     loss.backward()
-    torch.testing.assert_close(logp.grad, torch.tensor([[-1.0, 0, 0], [0.5, 0, 0], [0, 0, 0]]) / 5, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        logp.grad, torch.tensor([[-1.0, 0, 0], [0.5, 0, 0], [0, 0, 0]]) / 5, atol=1e-6, rtol=0
+    )
 
 
 def test_clip_statistics():
@@ -74,7 +102,7 @@ def test_clip_statistics():
     assert stats["ratio_max"].item() == pytest.approx(0.5)
     _, stats, _ = loss_of("gspo")
     assert (stats["clip_low"], stats["clip_high"]) == (0, 0)
-    assert stats["ratio_max"].item() == pytest.approx(1 - 0.75 ** 0.5, abs=1e-6)
+    assert stats["ratio_max"].item() == pytest.approx(1 - 0.75**0.5, abs=1e-6)
 
 
 def test_upper_clip_alone():
@@ -89,7 +117,10 @@ def test_upper_clip_alone():
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
 def test_micro_batches_add_up(loss_type):
     whole, _, logp = loss_of(loss_type, kl_coef=0.1, num_tokens=5.0)
-    parts = [loss_of(loss_type, rows, kl_coef=0.1, num_tokens=5.0)[::2] for rows in (slice(0, 1), slice(1, 3))]
+    parts = [
+        loss_of(loss_type, rows, kl_coef=0.1, num_tokens=5.0)[::2]
+        for rows in (slice(0, 1), slice(1, 3))
+    ]
     assert sum(p.item() for p, _ in parts) == pytest.approx(whole.item(), abs=1e-6)
     assert whole.item() == pytest.approx(LOSS["bnpo"] + 0.1 * KL["bnpo"], abs=1e-6)
     whole.backward()
@@ -100,7 +131,9 @@ def test_micro_batches_add_up(loss_type):
 
 def test_num_tokens_is_the_divisor():
     assert loss_of("dapo", num_tokens=10.0)[0].item() == pytest.approx(1.9 / 10, abs=1e-6)
-    assert loss_of("grpo", num_tokens=10.0)[0].item() == pytest.approx(LOSS["grpo"], abs=1e-6)      # not its divisor
+    assert loss_of("grpo", num_tokens=10.0)[0].item() == pytest.approx(
+        LOSS["grpo"], abs=1e-6
+    )  # not its divisor
 
 
 def test_masked_positions_cannot_spoil_loss_or_gradient():
@@ -108,8 +141,16 @@ def test_masked_positions_cannot_spoil_loss_or_gradient():
     logp = RATIO.log().clone()
     logp[~VALID] = -math.inf
     logp.requires_grad_()
-    loss, _ = grpo.grpo_loss(logp, torch.zeros(3, 3), torch.where(VALID, logp.detach() + D, math.nan), ADVANTAGES, VALID,
-                             clip_range=0.2, kl_coef=0.1, loss_type="dapo")
+    loss, _ = grpo.grpo_loss(
+        logp,
+        torch.zeros(3, 3),
+        torch.where(VALID, logp.detach() + D, math.nan),
+        ADVANTAGES,
+        VALID,
+        clip_range=0.2,
+        kl_coef=0.1,
+        loss_type="dapo",
+    )
     loss.backward()
     assert loss.item() == pytest.approx(LOSS["dapo"] + 0.1 * KL["dapo"], abs=1e-6)
     assert logp.grad.isfinite().all() and (logp.grad[~VALID] == 0).all()
@@ -117,16 +158,30 @@ def test_masked_positions_cannot_spoil_loss_or_gradient():
 
 @pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
 def test_nothing_valid_is_zero(loss_type):
-    loss, stats = grpo.grpo_loss(RATIO.log(), torch.zeros(3, 3), None, ADVANTAGES, torch.zeros(3, 3, dtype=torch.bool),
-                                 clip_range=0.2, loss_type=loss_type, max_completion_length=LENGTH)
+    loss, stats = grpo.grpo_loss(
+        RATIO.log(),
+        torch.zeros(3, 3),
+        None,
+        ADVANTAGES,
+        torch.zeros(3, 3, dtype=torch.bool),
+        clip_range=0.2,
+        loss_type=loss_type,
+        max_completion_length=LENGTH,
+    )
     assert loss == 0 and stats["tokens"] == 0 and stats["ratio_max"] == 0
 
 
 def test_on_policy_the_gradient_is_not_zero():
     """Ratio 1 and centred advantages: the loss is 0 while the gradient is that of REINFORCE."""
     logp = torch.tensor([[-1.0, -2.0], [-0.5, -3.0]], requires_grad=True)
-    loss, stats = grpo.grpo_loss(logp, logp.detach(), None, torch.tensor([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool),
-                                 clip_range=0.2)
+    loss, stats = grpo.grpo_loss(
+        logp,
+        logp.detach(),
+        None,
+        torch.tensor([1.0, -1.0]),
+        torch.ones(2, 2, dtype=torch.bool),
+        clip_range=0.2,
+    )
     loss.backward()
     assert loss == 0 and stats["ratio_max"] == 0
     assert logp.grad.tolist() == [[-0.25, -0.25], [0.25, 0.25]]
@@ -138,10 +193,13 @@ def test_wrong_options_are_named():
     with pytest.raises(ValueError, match="max_completion_length"):
         loss_of("dr_grpo", max_completion_length=None)
     with pytest.raises(ValueError, match="--kl_coef"):
-        grpo.grpo_loss(RATIO.log(), RATIO.log(), None, ADVANTAGES, VALID, clip_range=0.2, kl_coef=0.1)
+        grpo.grpo_loss(
+            RATIO.log(), RATIO.log(), None, ADVANTAGES, VALID, clip_range=0.2, kl_coef=0.1
+        )
 
 
 # Advantages
+
 
 def test_advantages_by_hand():
     # [0, 0, 0, 1]: mean 1/4, variance (3/16 + 9/16) / 3 = 1/4, std 1/2 (G - 1; with G it would be 0.433)
@@ -152,8 +210,13 @@ def test_advantages_by_hand():
 def test_groups_are_consecutive_rows():
     # [0, 1]: std 1/sqrt(2); [4, 2]: std sqrt(2)
     advantages = grpo.group_advantages(torch.tensor([0.0, 1, 4, 2]), 2)
-    s = 2 ** 0.5
-    torch.testing.assert_close(advantages, torch.tensor([-0.5 / (s / 2 + 1e-4), 0.5 / (s / 2 + 1e-4), 1 / (s + 1e-4), -1 / (s + 1e-4)]))
+    s = 2**0.5
+    torch.testing.assert_close(
+        advantages,
+        torch.tensor(
+            [-0.5 / (s / 2 + 1e-4), 0.5 / (s / 2 + 1e-4), 1 / (s + 1e-4), -1 / (s + 1e-4)]
+        ),
+    )
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -166,7 +229,10 @@ def test_equal_rewards_give_exactly_zero(scale):
 def test_scales():
     rewards = torch.tensor([0.0, 1, 4, 2])
     # all rows: mean 1.75, squares 3.0625 + .5625 + 5.0625 + .0625 = 8.75, std sqrt(8.75 / 3)
-    torch.testing.assert_close(grpo.group_advantages(rewards, 2, "batch"), torch.tensor([-0.5, 0.5, 1, -1]) / ((8.75 / 3) ** 0.5 + 1e-4))
+    torch.testing.assert_close(
+        grpo.group_advantages(rewards, 2, "batch"),
+        torch.tensor([-0.5, 0.5, 1, -1]) / ((8.75 / 3) ** 0.5 + 1e-4),
+    )
     assert grpo.group_advantages(rewards, 2, "none").tolist() == [-0.5, 0.5, 1, -1]
     with pytest.raises(ValueError, match="'global'"):
         grpo.group_advantages(rewards, 2, "global")
@@ -175,7 +241,7 @@ def test_scales():
 def test_an_unscored_row_leaves_the_statistics():
     # of [0, NaN, 1, NaN] two rows count: mean 1/2, std 1/sqrt(2)
     advantages = grpo.group_advantages(torch.tensor([0.0, NAN, 1, NAN]), 4)
-    torch.testing.assert_close(advantages, torch.tensor([-0.5, 0, 0.5, 0]) / (0.5 ** 0.5 + 1e-4))
+    torch.testing.assert_close(advantages, torch.tensor([-0.5, 0, 0.5, 0]) / (0.5**0.5 + 1e-4))
     assert grpo.group_advantages(torch.tensor([0.7, NAN, NAN, NAN]), 4).tolist() == [0, 0, 0, 0]
     assert grpo.group_advantages(torch.full((4,), NAN), 4).tolist() == [0, 0, 0, 0]
     batch = grpo.group_advantages(torch.tensor([0.0, NAN, 1, NAN]), 4, "batch")
@@ -195,7 +261,11 @@ def test_a_group_of_one_is_refused():
 
 
 def test_combine_leaves_nan_parts_out():
-    rewards = dict(iou=torch.tensor([0.5, NAN, 0.25, NAN]), meteor=torch.tensor([1.0, 0.5, NAN, NAN]), seen=torch.tensor([9.0, 9, 9, 9]))
+    rewards = dict(
+        iou=torch.tensor([0.5, NAN, 0.25, NAN]),
+        meteor=torch.tensor([1.0, 0.5, NAN, NAN]),
+        seen=torch.tensor([9.0, 9, 9, 9]),
+    )
     combined = grpo.combine(rewards, dict(iou=2.0, meteor=0.5))
     assert combined[:3].tolist() == [2 * 0.5 + 0.5 * 1, 0.5 * 0.5, 2 * 0.25] and combined[3].isnan()
 
@@ -206,38 +276,61 @@ def test_shuffled_rewards_stay_in_their_group(seed):
     rewards[5] = NAN
     shuffled = grpo.control_rewards(rewards, 8, "shuffled", (seed, 3), [7, 1, 4, 9])
     for before, after in zip(rewards.view(4, 8), shuffled.view(4, 8)):
-        assert sorted(before.nan_to_num(99).tolist()) == sorted(after.nan_to_num(99).tolist()) and not torch.equal(before, after)
-    assert len({tuple((after % 8).tolist()) for after in shuffled.view(4, 8)[[0, 2, 3]]}) == 3        # each in an order of its own
-    again, other = (grpo.control_rewards(rewards, 8, "shuffled", (seed, step), [7, 1, 4, 9]) for step in (3, 4))
+        assert sorted(before.nan_to_num(99).tolist()) == sorted(
+            after.nan_to_num(99).tolist()
+        ) and not torch.equal(before, after)
+    assert (
+        len({tuple((after % 8).tolist()) for after in shuffled.view(4, 8)[[0, 2, 3]]}) == 3
+    )  # each in an order of its own
+    again, other = (
+        grpo.control_rewards(rewards, 8, "shuffled", (seed, step), [7, 1, 4, 9]) for step in (3, 4)
+    )
     assert torch.equal(again.nan_to_num(99), shuffled.nan_to_num(99))
-    alone = grpo.control_rewards(rewards[8:16], 8, "shuffled", (seed, 3), [1])                          # whatever else is in the batch
+    alone = grpo.control_rewards(
+        rewards[8:16], 8, "shuffled", (seed, 3), [1]
+    )  # whatever else is in the batch
     assert torch.equal(alone, shuffled[8:16])
-    assert not torch.equal(other.nan_to_num(99), shuffled.nan_to_num(99)) and rewards[0] == 0            # nor is the argument touched
+    assert (
+        not torch.equal(other.nan_to_num(99), shuffled.nan_to_num(99)) and rewards[0] == 0
+    )  # nor is the argument touched
 
 
 def test_constant_rewards_teach_nothing():
     rewards = torch.tensor([0.0, 1, NAN, 3])
     constant = grpo.control_rewards(rewards, 4, "constant", (0,), [0])
-    assert constant.isnan().tolist() == [False, False, True, False] and len(set(constant[[0, 1, 3]].tolist())) == 1
-    assert grpo.group_advantages(constant, 4).tolist() == [0, 0, 0, 0] and grpo.group_std(constant, 4).tolist() == [0]
+    assert (
+        constant.isnan().tolist() == [False, False, True, False]
+        and len(set(constant[[0, 1, 3]].tolist())) == 1
+    )
+    assert grpo.group_advantages(constant, 4).tolist() == [0, 0, 0, 0] and grpo.group_std(
+        constant, 4
+    ).tolist() == [0]
     assert grpo.control_rewards(rewards, 4, "none", (0,), [0]) is rewards
 
 
 # Log-probs
+
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_token_logps(temperature):
     # logits (0, ln 3): p = 1/4, 3/4 at T = 1; 1/10, 9/10 at T = 1/2
     logits, ids = torch.tensor([[[0.0, math.log(3)], [0.0, math.log(3)]]]), torch.tensor([[0, 1]])
     expected = {1.0: [1 / 4, 3 / 4], 0.5: [1 / 10, 9 / 10]}[temperature]
-    torch.testing.assert_close(grpo.token_logps_from_logits(logits, ids, temperature).exp(), torch.tensor([expected]))
+    torch.testing.assert_close(
+        grpo.token_logps_from_logits(logits, ids, temperature).exp(), torch.tensor([expected])
+    )
     entropy = -sum(p * math.log(p) for p in expected)
-    torch.testing.assert_close(grpo.entropy_from_logits(logits, temperature), torch.full((1, 2), entropy))
+    torch.testing.assert_close(
+        grpo.entropy_from_logits(logits, temperature), torch.full((1, 2), entropy)
+    )
 
 
 def test_token_logps_equal_log_softmax_in_float32():
     generator = torch.Generator().manual_seed(0)
-    logits, ids = torch.randn(2, 3, 50, generator=generator) * 5, torch.randint(50, (2, 3), generator=generator)
+    logits, ids = (
+        torch.randn(2, 3, 50, generator=generator) * 5,
+        torch.randint(50, (2, 3), generator=generator),
+    )
     expected = torch.log_softmax(logits.double() / 0.7, -1)
     logp = grpo.token_logps_from_logits(logits, ids, 0.7)
     for n in range(2):
@@ -247,19 +340,34 @@ def test_token_logps_equal_log_softmax_in_float32():
 
 
 def test_k3():
-    torch.testing.assert_close(grpo.k3_kl(torch.zeros(3), torch.tensor([2.0, 0.5, 1.0]).log()), torch.tensor([K3_UP, K3_DOWN, 0.0]))
+    torch.testing.assert_close(
+        grpo.k3_kl(torch.zeros(3), torch.tensor([2.0, 0.5, 1.0]).log()),
+        torch.tensor([K3_UP, K3_DOWN, 0.0]),
+    )
 
 
 def test_gaussian_logp_and_kl():
     generator = torch.Generator().manual_seed(1)
     z, mean, reference = torch.randn(3, 4, 16, generator=generator).unbind(0)
     normal, other = Normal(mean.double(), 0.3), Normal(reference.double(), 0.3)
-    torch.testing.assert_close(grpo.gaussian_logp(z, mean, 0.3).double(), normal.log_prob(z.double()).mean(-1), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(grpo.gaussian_kl(mean, reference, 0.3).double(), kl_divergence(normal, other).mean(-1), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        grpo.gaussian_logp(z, mean, 0.3).double(),
+        normal.log_prob(z.double()).mean(-1),
+        atol=1e-6,
+        rtol=1e-6,
+    )
+    torch.testing.assert_close(
+        grpo.gaussian_kl(mean, reference, 0.3).double(),
+        kl_divergence(normal, other).mean(-1),
+        atol=1e-6,
+        rtol=1e-6,
+    )
     # by hand: z - mean = (0.3, -0.6) = (1, -2) sigma: mean of -(1 + 4)/2 / 2, minus ln(0.3 sqrt(2 pi))
     by_hand = grpo.gaussian_logp(torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3).item()
     assert by_hand == pytest.approx(-1.25 - math.log(0.3 * math.sqrt(2 * math.pi)), abs=1e-6)
-    assert grpo.gaussian_kl(torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3).item() == pytest.approx(1.25, abs=1e-6)
+    assert grpo.gaussian_kl(
+        torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3
+    ).item() == pytest.approx(1.25, abs=1e-6)
 
 
 def test_gaussian_gradient_is_the_score_function():

@@ -1,5 +1,6 @@
 """The policy gradient of the sampled mask is unbiased: it is the gradient of the expected reward J(e) = E r(D(e + sigma eps)),
 whatever the reward r is to the decoder D (here an IoU of thresholded masks, which has no gradient of its own)."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +13,10 @@ from rl_train.rewards import mask_iou
 from rl_train.rollout import Latent, noise, sample
 
 SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 2.0, 2048, 12, 512, 64
-STEP = 0.5 * SIGMA       # of the central differences: for a reward like a soft step 4 % below the derivative
-OTHER = "The image shows a small yellow square in the lower right corner."      # an object of scene 0 that is not its region
+STEP = (
+    0.5 * SIGMA
+)  # of the central differences: for a reward like a soft step 4 % below the derivative
+OTHER = "The image shows a small yellow square in the lower right corner."  # an object of scene 0 that is not its region
 FLAGS = SimpleNamespace(clip_range=0.2, clip_range_high=None, kl_coef=0.0)
 
 
@@ -26,16 +29,19 @@ def smoothed(policy, batch):
     model = policy()
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     prompts = model.segment_prompts(images, [0, 0], [batch.captions[0], OTHER])
-    ends = sample(model, batch, images, prompts, 1, 14, None, 0.0).seg_means                                    # (2, D)
+    ends = sample(model, batch, images, prompts, 1, 14, None, 0.0).seg_means  # (2, D)
 
     @torch.no_grad()
     def reward(z):
         found = []
         for part in z.split(CHUNK):
             logits = model.decode_masks(images, [0] * len(part), part)
-            target = F.interpolate(batch.masks[0][None, None].float(), size=logits.shape[-2:])[0] > 0.5        # (1, h, w)
+            target = (
+                F.interpolate(batch.masks[0][None, None].float(), size=logits.shape[-2:])[0] > 0.5
+            )  # (1, h, w)
             found.append(mask_iou(logits > 0, target.expand(len(part), -1, -1)))
         return torch.cat(found)
+
     assert reward(ends)[0] > 0.5 and reward(ends)[1] < 0.1
     return ends.mean(0), reward
 
@@ -45,7 +51,16 @@ def policy_gradient(mean, z, rewards) -> torch.Tensor:
     n, every = len(z), torch.ones(len(z), dtype=torch.bool)
     e = mean.clone().requires_grad_()
     latent = Latent(z, z - mean, gaussian_logp(z, mean, SIGMA), SIGMA)
-    loss, _ = latent_loss(e.expand(n, -1), latent, every, group_advantages(rewards, n), every, mean.expand(n, -1), Totals(n, 1, n), FLAGS)
+    loss, _ = latent_loss(
+        e.expand(n, -1),
+        latent,
+        every,
+        group_advantages(rewards, n),
+        every,
+        mean.expand(n, -1),
+        Totals(n, 1, n),
+        FLAGS,
+    )
     loss.backward()
     return -e.grad * len(mean) * group_std(rewards, n)
 
@@ -56,19 +71,28 @@ def test_the_latent_gradient_is_that_of_the_smoothed_reward(smoothed, seed=0):
     z = mean + SIGMA * noise(seed, 0, 1, [0], SAMPLES, 1, len(mean))[1][:, 0]
     rewards = reward(z)
     gradient = policy_gradient(mean, z, rewards)
-    half = torch.randn(DIFFERENCE_SAMPLES // 2, len(mean), generator=torch.Generator().manual_seed(seed + 1))
+    half = torch.randn(
+        DIFFERENCE_SAMPLES // 2, len(mean), generator=torch.Generator().manual_seed(seed + 1)
+    )
     around = mean + SIGMA * torch.cat([half, -half])
 
     def difference(d):
         return ((reward(around + STEP * d) - reward(around - STEP * d)).mean() / (2 * STEP)).item()
-    directions = torch.linalg.qr(torch.randn(len(mean), DIRECTIONS, generator=torch.Generator().manual_seed(seed + 2)))[0].T
+
+    directions = torch.linalg.qr(
+        torch.randn(len(mean), DIRECTIONS, generator=torch.Generator().manual_seed(seed + 2))
+    )[0].T
     differences = torch.tensor([difference(d) for d in directions])
     cosine = torch.cosine_similarity(directions @ gradient, differences, dim=0).item()
     length, along = gradient.norm().item(), difference(gradient / gradient.norm())
     shuffled = rewards[torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + 3))]
-    control = torch.cosine_similarity(directions @ policy_gradient(mean, z, shuffled), differences, dim=0).item()
-    print(f"\ncosine of {DIRECTIONS} directional derivatives {cosine:.3f}, of shuffled rewards' {control:.3f}; "
-          f"length {length:.4f}, difference along it {along:.4f}; reward {rewards.mean():.3f} +- {rewards.std():.3f}")
+    control = torch.cosine_similarity(
+        directions @ policy_gradient(mean, z, shuffled), differences, dim=0
+    ).item()
+    print(
+        f"\ncosine of {DIRECTIONS} directional derivatives {cosine:.3f}, of shuffled rewards' {control:.3f}; "
+        f"length {length:.4f}, difference along it {along:.4f}; reward {rewards.mean():.3f} +- {rewards.std():.3f}"
+    )
     assert cosine > 0.9
     assert along == pytest.approx(length, rel=0.2)
     assert abs(control) < 0.6

@@ -1,4 +1,5 @@
 """Rows that share their prompt's forward score as rows on their own, with the same gradients; the vocabulary never stands whole."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -16,11 +17,15 @@ def plain(model: Policy, images, prompts: Prompts, ids, valid) -> Scores:
     with model.autocast():
         embeds, mask = model.embed(images, prompts)
         length = mask.shape[1]
-        hidden = hidden_states(llm, follow(llm, embeds, ids), torch.cat([mask, valid.to(mask.dtype)], dim=1))
-        logits = llm.lm_head(hidden[:, length - 1:-1])
+        hidden = hidden_states(
+            llm, follow(llm, embeds, ids), torch.cat([mask, valid.to(mask.dtype)], dim=1)
+        )
+        logits = llm.lm_head(hidden[:, length - 1 : -1])
         latent_mean = model.model.text_hidden_fcs(hidden[:, length:][model.seg_tokens(ids, valid)])
     entropy = grpo.entropy_from_logits(logits, model.temperature).detach()
-    return Scores(grpo.token_logps_from_logits(logits, ids, model.temperature), entropy, latent_mean.float())
+    return Scores(
+        grpo.token_logps_from_logits(logits, ids, model.temperature), entropy, latent_mean.float()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,9 @@ def two_tiles(policy, prepare, scenes):
 
 def completions(model, lengths, num_tokens, segs=()):
     """Random ids (n, num_tokens) and which are valid: the first lengths[r] of row r; [SEG] at the places `segs`."""
-    ids = torch.randint(0, 500, (len(lengths), num_tokens), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        0, 500, (len(lengths), num_tokens), generator=torch.Generator().manual_seed(0)
+    )
     for row, column in segs:
         ids[row, column] = model.model.seg_id
     valid = torch.arange(num_tokens) < torch.tensor(lengths)[:, None]
@@ -53,8 +60,13 @@ def completions(model, lengths, num_tokens, segs=()):
 def gradients(model, scores: Scores, valid) -> dict[str, torch.Tensor]:
     """Of a sum with random weights of what the loss reads."""
     random = torch.Generator().manual_seed(1)
-    weight, slope = torch.randn(valid.shape, generator=random), torch.randn(scores.latent_mean.shape, generator=random)
-    (torch.where(valid, weight * scores.logp, 0.0).sum() + (slope * scores.latent_mean).sum()).backward()
+    weight, slope = (
+        torch.randn(valid.shape, generator=random),
+        torch.randn(scores.latent_mean.shape, generator=random),
+    )
+    (
+        torch.where(valid, weight * scores.logp, 0.0).sum() + (slope * scores.latent_mean).sum()
+    ).backward()
     found = {name: p.grad for name, p in model.trainable.items()}
     for parameter in model.trainable.values():
         parameter.grad = None
@@ -68,12 +80,16 @@ def assert_alike(model, images, prompts, ids, valid, checkpointing=False):
     scores = model.score(images, prompts, ids, valid)
     found = gradients(model, scores, valid)
     model.gradient_checkpointing = False
-    assert scores.logp.shape == scores.entropy.shape == ids.shape and not scores.entropy.requires_grad
+    assert (
+        scores.logp.shape == scores.entropy.shape == ids.shape and not scores.entropy.requires_grad
+    )
     torch.testing.assert_close(scores.logp[valid], expected.logp[valid], atol=1e-5, rtol=0)
     torch.testing.assert_close(scores.entropy[valid], expected.entropy[valid], atol=1e-5, rtol=0)
     torch.testing.assert_close(scores.latent_mean, expected.latent_mean, atol=1e-5, rtol=0)
     assert (scores.logp[~valid] == 0).all() and (scores.entropy[~valid] == 0).all()
-    assert {name for name, grad in found.items() if grad is not None} == {name for name, grad in right.items() if grad is not None}
+    assert {name for name, grad in found.items() if grad is not None} == {
+        name for name, grad in right.items() if grad is not None
+    }
     reached = [name for name, grad in right.items() if grad is not None]
     assert any("lora" in name for name in reached) and any("mlp1" in name for name in reached)
     for name in reached:
@@ -96,18 +112,26 @@ def describe(model, images, batch, image):
 def test_equals_the_plain_forward(how, model, images, batch, task, checkpointing):
     """Three ragged prompts of three rows: ragged answers, an empty one, one of a single token, [SEG] at either end."""
     image = [0, 1, 3]
-    prompts = describe(model, images, batch, image) if task == "describe" else \
-        model.segment_prompts(images, image, [batch.captions[i] for i in image])
+    prompts = (
+        describe(model, images, batch, image)
+        if task == "describe"
+        else model.segment_prompts(images, image, [batch.captions[i] for i in image])
+    )
     assert len({len(ids) for ids in prompts.ids}) == 3
-    ids, valid = completions(model, [7, 3, 0, 1, 9, 2, 5, 9, 4], 9, segs=[(0, 0), (1, 2), (4, 3), (4, 7), (6, 3), (7, 8)])
-    assert model.seg_tokens(ids, valid).sum() == 4                  # but those that end their row
+    ids, valid = completions(
+        model, [7, 3, 0, 1, 9, 2, 5, 9, 4], 9, segs=[(0, 0), (1, 2), (4, 3), (4, 7), (6, 3), (7, 8)]
+    )
+    assert model.seg_tokens(ids, valid).sum() == 4  # but those that end their row
     if checkpointing:
         prepare_checkpointing(model.model.language_model)
     assert_alike(model, images, prompts.repeat(3), ids, valid, checkpointing)
 
 
-@pytest.mark.parametrize("lengths, num_tokens", [([4] * 6, 4), ([1] * 6, 1), ([1] * 6, 3), ([0, 0, 0, 2, 0, 3], 3)],
-                         ids=["full", "one token", "one of three", "mostly empty"])
+@pytest.mark.parametrize(
+    "lengths, num_tokens",
+    [([4] * 6, 4), ([1] * 6, 1), ([1] * 6, 3), ([0, 0, 0, 2, 0, 3], 3)],
+    ids=["full", "one token", "one of three", "mostly empty"],
+)
 def test_lengths(how, model, images, batch, lengths, num_tokens):
     ids, valid = completions(model, lengths, num_tokens)
     assert_alike(model, images, describe(model, images, batch, [1, 2]).repeat(3), ids, valid)
@@ -120,7 +144,10 @@ def test_micro_batches_may_cut_groups(how, model, images, batch, rows):
     ids, valid = completions(model, [5, 2, 6, 4, 1, 6, 3, 5], 6, segs=[(0, 1), (3, 0), (5, 2)])
     assert_alike(model, images, prompts.select(range(8)[rows]), ids[rows], valid[rows])
     with torch.no_grad():
-        whole, part = model.score(images, prompts, ids, valid), model.score(images, prompts.select(range(8)[rows]), ids[rows], valid[rows])
+        whole, part = (
+            model.score(images, prompts, ids, valid),
+            model.score(images, prompts.select(range(8)[rows]), ids[rows], valid[rows]),
+        )
     torch.testing.assert_close(part.logp, whole.logp[rows], atol=1e-5, rtol=0)
 
 
@@ -143,18 +170,26 @@ def test_rows_of_other_prompts(how, model, images, batch):
     ids, valid = completions(model, [4, 3, 2, 4], 4)
     assert_alike(model, images, prompts, ids, valid)
     same = model.segment_prompts(images, [0, 1], ["a circle"] * 2)
-    assert same.ids[0] == same.ids[1] and same.distinct()[1] == [0, 1] and same.repeat(2).distinct()[1] == [0, 0, 1, 1]
+    assert (
+        same.ids[0] == same.ids[1]
+        and same.distinct()[1] == [0, 1]
+        and same.repeat(2).distinct()[1] == [0, 0, 1, 1]
+    )
 
 
 def test_a_prompt_is_computed_once(model, images, batch, monkeypatch):
     seen, forward = [], logprob.hidden_states
-    monkeypatch.setattr(logprob, "hidden_states", lambda llm, embeds, *rest: seen.append(embeds.shape) or forward(llm, embeds, *rest))
+    monkeypatch.setattr(
+        logprob,
+        "hidden_states",
+        lambda llm, embeds, *rest: seen.append(embeds.shape) or forward(llm, embeds, *rest),
+    )
     prompts = describe(model, images, batch, [0, 1])
     ids, valid = completions(model, [6] * 8, 6)
     with torch.no_grad():
         model.score(images, prompts.repeat(4), ids, valid)
     longest = max(map(len, prompts.ids))
-    assert seen == [(2, (longest + 4 * 5 + 7) // 8 * 8, 128)]                   # the sixth tokens are not read
+    assert seen == [(2, (longest + 4 * 5 + 7) // 8 * 8, 128)]  # the sixth tokens are not read
 
 
 def test_answers_may_together_be_longer_than_the_context(model, images, batch, monkeypatch):
@@ -175,11 +210,17 @@ def test_layout_by_hand():
     valid = ids > 0
     packed = pack(mask, torch.tensor([0, 0, 1]), ids, valid, 9)
     assert packed.ids.tolist() == [[11, 12, 9, 9, 9], [31, 9, 9, 9, 9]]
-    assert packed.position_ids[0, :5].tolist() == [0, 1, 2, 3, 4] and packed.position_ids[1, 1:4].tolist() == [0, 1, 2]
+    assert packed.position_ids[0, :5].tolist() == [0, 1, 2, 3, 4] and packed.position_ids[
+        1, 1:4
+    ].tolist() == [0, 1, 2]
     assert packed.before[valid].tolist() == [2, 3, 4, 2, 2, 3]
     seen = packed.bias(torch.float32)[:, 0] == 0
     assert seen[0, :5, :5].tolist() == torch.ones(5, 5).tril().bool().tolist()
-    assert seen[1, 1:4, :4].int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]        # nobody sees the padding
+    assert seen[1, 1:4, :4].int().tolist() == [
+        [0, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 1, 1, 1],
+    ]  # nobody sees the padding
     assert seen.any(-1).all() and not seen[:, :3, 3:].any()
 
 
@@ -189,19 +230,28 @@ def test_rows_do_not_see_each_other():
     bias = packed.bias(torch.bfloat16)
     assert bias.dtype == torch.bfloat16 and bias.shape == (1, 1, 8, 8)
     assert (bias[0, 0, :6, :6] == 0).int().tolist() == [
-        [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0],                     # prompt
-        [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0],                     # first row
-        [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]                     # second row
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],  # prompt
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],  # first row
+        [1, 1, 0, 0, 1, 0],
+        [1, 1, 0, 0, 1, 1],
+    ]  # second row
     assert packed.position_ids[0, :6].tolist() == [0, 1, 2, 3, 2, 3]
 
 
 # The head
 
+
 @pytest.fixture
 def head():
     random = torch.Generator().manual_seed(0)
-    return SimpleNamespace(hidden=torch.randn(7, 6, generator=random), weight=torch.randn(50, 6, generator=random),
-                           ids=torch.randint(50, (7,), generator=random), slope=torch.randn(7, generator=random))
+    return SimpleNamespace(
+        hidden=torch.randn(7, 6, generator=random),
+        weight=torch.randn(50, 6, generator=random),
+        ids=torch.randint(50, (7,), generator=random),
+        slope=torch.randn(7, generator=random),
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 101, 150, 10**6])
@@ -211,9 +261,9 @@ def test_chunks_of_the_head_equal_all_logits(head, monkeypatch, chunk, temperatu
     hidden = head.hidden.clone().requires_grad_()
     logits = (hidden @ head.weight.t())[None]
     expected = grpo.token_logps_from_logits(logits, head.ids[None], temperature)[0]
-    right, = torch.autograd.grad(expected, hidden, head.slope)
+    (right,) = torch.autograd.grad(expected, hidden, head.slope)
     logp, entropy = token_logps_from_hidden(hidden, head.weight, head.ids, temperature)
-    found, = torch.autograd.grad(logp, hidden, head.slope)
+    (found,) = torch.autograd.grad(logp, hidden, head.slope)
     torch.testing.assert_close(logp, expected)
     torch.testing.assert_close(entropy, grpo.entropy_from_logits(logits, temperature)[0].detach())
     torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
@@ -223,7 +273,10 @@ def test_chunks_of_the_head_equal_all_logits(head, monkeypatch, chunk, temperatu
 def test_the_head_in_bf16_is_as_close_as_plain(head):
     """bf16 logits and products, sums in float32: not further from the float64 truth than the plain way under autocast."""
     random = torch.Generator().manual_seed(2)
-    hidden, weight = torch.randn(200, 64, generator=random).bfloat16(), torch.randn(1000, 64, generator=random).bfloat16()
+    hidden, weight = (
+        torch.randn(200, 64, generator=random).bfloat16(),
+        torch.randn(1000, 64, generator=random).bfloat16(),
+    )
     ids, slope = torch.randint(1000, (200,), generator=random), torch.randn(200, generator=random)
 
     def gradient(function, dtype=None):
@@ -231,21 +284,35 @@ def test_the_head_in_bf16_is_as_close_as_plain(head):
         logp = function(leaf)
         logp.backward(slope.to(logp.dtype))
         return logp.detach().double(), leaf.grad.double()
-    truth, right = gradient(lambda h: torch.log_softmax(h @ weight.double().t() / 0.7, -1).gather(-1, ids[:, None])[:, 0], torch.float64)
+
+    truth, right = gradient(
+        lambda h: torch.log_softmax(h @ weight.double().t() / 0.7, -1).gather(-1, ids[:, None])[
+            :, 0
+        ],
+        torch.float64,
+    )
     with torch.autocast("cpu", torch.bfloat16):
         logp, grad = gradient(lambda h: token_logps_from_hidden(h, weight, ids, 0.7)[0])
         plain_logp, plain_grad = gradient(
-            lambda h: grpo.token_logps_from_logits(torch.nn.functional.linear(h, weight)[None], ids[None], 0.7)[0])
+            lambda h: grpo.token_logps_from_logits(
+                torch.nn.functional.linear(h, weight)[None], ids[None], 0.7
+            )[0]
+        )
     assert (logp - truth).norm() < 1.01 * (plain_logp - truth).norm()
     assert (grad - right).norm() < 1.1 * (plain_grad - right).norm()
 
 
 def test_rows_that_align_the_head_are_no_tokens(head):
-    hidden, padded = head.hidden.clone().requires_grad_(), torch.cat([head.weight, torch.zeros(14, 6)])
+    hidden, padded = (
+        head.hidden.clone().requires_grad_(),
+        torch.cat([head.weight, torch.zeros(14, 6)]),
+    )
     expected = token_logps_from_hidden(hidden, head.weight, head.ids, 0.7)
     found = token_logps_from_hidden(hidden, padded, head.ids, 0.7, len(head.weight))
     torch.testing.assert_close(found, expected)
-    for f, e in zip(*(torch.autograd.grad(out[0], hidden, head.slope) for out in (found, expected))):
+    for f, e in zip(
+        *(torch.autograd.grad(out[0], hidden, head.slope) for out in (found, expected))
+    ):
         torch.testing.assert_close(f, e)
 
 
@@ -264,6 +331,7 @@ def test_a_head_that_trains_is_refused(head):
 
 # Memory
 
+
 class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     """Size of the largest tensor of floats that any operation makes with the vocabulary as one of its dimensions."""
 
@@ -274,14 +342,23 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and self.vocabulary in tensor.shape and \
-                    tensor.shape[-2:] != (self.vocabulary, 128) and tensor.shape[-2:] != (128, self.vocabulary):       # the weight
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.is_floating_point()
+                and self.vocabulary in tensor.shape
+                and tensor.shape[-2:] != (self.vocabulary, 128)
+                and tensor.shape[-2:] != (128, self.vocabulary)
+            ):  # the weight
                 self.numel = max(self.numel, tensor.numel())
         return out
 
 
-@pytest.mark.parametrize("function, fits", [(plain, False), (Policy.score, True)], ids=["plain", "ours"])
-def test_memory_does_not_grow_with_the_vocabulary(model, images, batch, monkeypatch, function, fits):
+@pytest.mark.parametrize(
+    "function, fits", [(plain, False), (Policy.score, True)], ids=["plain", "ours"]
+)
+def test_memory_does_not_grow_with_the_vocabulary(
+    model, images, batch, monkeypatch, function, fits
+):
     """Nothing forward or backward makes, and nothing kept between them, holds more than CHUNK logits; plain scoring does."""
     ids, valid = completions(model, [20] * 8, 20)
     vocabulary = model.model.config.llm.vocab_size
@@ -289,12 +366,18 @@ def test_memory_does_not_grow_with_the_vocabulary(model, images, batch, monkeypa
     kept = []
 
     def keep(tensor):
-        if vocabulary in tensor.shape and tensor.data_ptr() != model.model.language_model.lm_head.weight.data_ptr():
+        if (
+            vocabulary in tensor.shape
+            and tensor.data_ptr() != model.model.language_model.lm_head.weight.data_ptr()
+        ):
             kept.append(tensor.numel())
         return tensor
+
     with Largest(vocabulary) as made:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            scores = function(model, images, describe(model, images, batch, [0]).repeat(8), ids, valid)
+            scores = function(
+                model, images, describe(model, images, batch, [0]).repeat(8), ids, valid
+            )
         gradients(model, scores, valid)
     assert (made.numel <= logprob.CHUNK) == fits and (not kept) == fits
-    assert made.numel >= (10 if fits else 160) * vocabulary                     # it was seen
+    assert made.numel >= (10 if fits else 160) * vocabulary  # it was seen

@@ -1,4 +1,5 @@
 """The demo's prompt head: trained alone, from a fresh draw, to a stated IoU or not at all."""
+
 import pytest
 import torch
 
@@ -9,20 +10,30 @@ from tools import make_demo
 
 @pytest.fixture
 def warm_start():
-    model = Sa2VAModel.from_pretrained(make_demo.SHIPPED_CHECKPOINT, dtype=torch.float32, device="cpu")
+    model = Sa2VAModel.from_pretrained(
+        make_demo.SHIPPED_CHECKPOINT, dtype=torch.float32, device="cpu"
+    )
     tokenizer = load_tokenizer(make_demo.SHIPPED_CHECKPOINT)
-    return make_demo.WarmStart(model, tokenizer, Sa2VAProcessor(model.config, max_tiles=1), seed=0, num_scenes=4)
+    return make_demo.WarmStart(
+        model, tokenizer, Sa2VAProcessor(model.config, max_tiles=1), seed=0, num_scenes=4
+    )
 
 
 def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch):
     """The mean of the last 25 IoUs counts: at .5 a step it reaches a target of .1 in the fifth."""
     losses = []
     real = warm_start.prompt_head_loss
-    monkeypatch.setattr(warm_start, "prompt_head_loss", lambda rng: losses.append(real(rng)) or (losses[-1][0], 0.5))
+    monkeypatch.setattr(
+        warm_start, "prompt_head_loss", lambda rng: losses.append(real(rng)) or (losses[-1][0], 0.5)
+    )
     before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
     warm_start.retrain_prompt_head(target=0.1)
     assert len(losses) == 5 and all(0 <= iou <= 1 and loss > 0 for loss, iou in losses)
-    changed = {name for name, p in warm_start.model.state_dict().items() if not torch.equal(p, before[name])}
+    changed = {
+        name
+        for name, p in warm_start.model.state_dict().items()
+        if not torch.equal(p, before[name])
+    }
     assert changed == {name for name in before if name.startswith("text_hidden_fcs.")}
 
 
@@ -36,5 +47,8 @@ def test_answers_have_one_wording(warm_start):
     """So that loop 2 without a sampled mask has nothing to choose among."""
     scene, rng = warm_start.scenes[0], make_demo.np.random.default_rng(0)
     obj = scene.objects[scene.targets[0]]
-    answers = {tuple(i for i in warm_start._segment(obj, scene, rng)[0]["labels"] if i != -100) for _ in range(20)}
+    answers = {
+        tuple(i for i in warm_start._segment(obj, scene, rng)[0]["labels"] if i != -100)
+        for _ in range(20)
+    }
     assert len(answers) == 1

@@ -1,12 +1,20 @@
 """One update on real rollouts of both loops: what is zero at the start, which term reaches which weights, and that
 micro-batches do not matter."""
+
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl_train.objective import Totals, latent_loss, mask_loss, micro_batches, rollout_loss, token_logps
+from rl_train.objective import (
+    Totals,
+    latent_loss,
+    mask_loss,
+    micro_batches,
+    rollout_loss,
+    token_logps,
+)
 from rl_train.policy import TRAINABLE
 from rl_train.roles import Roles
 from rl_train.rollout import Latent, noise, sample
@@ -16,8 +24,19 @@ SIGMA = 0.3
 
 
 def arguments(**changes):
-    return SimpleNamespace(**(dict(loss_type="dapo", clip_range=0.2, clip_range_high=None, kl_coef=0.0, mask_loss_coef=0.0,
-                                   max_completion_length=STEPS) | changes))
+    return SimpleNamespace(
+        **(
+            dict(
+                loss_type="dapo",
+                clip_range=0.2,
+                clip_range_high=None,
+                kl_coef=0.0,
+                mask_loss_coef=0.0,
+                max_completion_length=STEPS,
+            )
+            | changes
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +54,15 @@ def model(policy):
 def rollout_of(model, batch, loop, sigma=SIGMA):
     """A rollout of 4 rows about 2 of the scenes."""
     images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    prompts = (model.describe_prompts(images, [0, 1], list(batch.grids[:2])) if loop == 1
-               else model.segment_prompts(images, [0, 1], batch.captions[:2]))
+    prompts = (
+        model.describe_prompts(images, [0, 1], list(batch.grids[:2]))
+        if loop == 1
+        else model.segment_prompts(images, [0, 1], batch.captions[:2])
+    )
     random = noise(0, 0, loop - 1, [0, 1], GENERATIONS, STEPS, model.model.config.prompt_size)
-    rollout = sample(model, batch, images, prompts, GENERATIONS, STEPS, random, None if loop == 1 else sigma)
+    rollout = sample(
+        model, batch, images, prompts, GENERATIONS, STEPS, random, None if loop == 1 else sigma
+    )
     assert loop == 1 or len(set(rollout.seg_rows.tolist())) > 1, "the demo model answers with [SEG]"
     return rollout
 
@@ -56,7 +80,9 @@ def mask_rollout(model, batch):
 ADVANTAGES = torch.tensor([0.7, -0.7, -0.7, 0.7])
 
 
-def backward(model, rollout, args, advantages=ADVANTAGES, micro_batch_size=4, scored=None, reference=None):
+def backward(
+    model, rollout, args, advantages=ADVANTAGES, micro_batch_size=4, scored=None, reference=None
+):
     """({parameter: gradient}, summed statistics, loss) of one update's losses."""
     scored = torch.ones(4, dtype=torch.bool) if scored is None else scored
     if reference is None:
@@ -69,12 +95,17 @@ def backward(model, rollout, args, advantages=ADVANTAGES, micro_batch_size=4, sc
         p.grad = None
     sums, value = {}, 0.0
     for rows in micro_batches(4, micro_batch_size):
-        loss, stats = rollout_loss(model, rollout, rows, advantages, scored, reference, totals, args)
+        loss, stats = rollout_loss(
+            model, rollout, rows, advantages, scored, reference, totals, args
+        )
         loss.backward()
         value += loss.item()
         for name, x in stats.items():
             sums[name] = sums.get(name, 0) + x.item()
-    grads = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.trainable.items()}
+    grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.trainable.items()
+    }
     for p in model.trainable.values():
         p.grad = None
     return grads, sums, value
@@ -90,6 +121,7 @@ def largest_difference(a, b) -> float:
 
 # The start
 
+
 def test_at_step_0_the_ratio_is_one_and_the_kl_zero(policy, batch):
     model = policy()
     roles = Roles(model.trainable)
@@ -97,9 +129,11 @@ def test_at_step_0_the_ratio_is_one_and_the_kl_zero(policy, batch):
         rollout = rollout_of(model, batch, loop)
         with roles.use("reference"):
             scores = token_logps(model, rollout)
-        _, sums, loss = backward(model, rollout, arguments(kl_coef=0.1), reference=[scores.logp, scores.latent_mean])
+        _, sums, loss = backward(
+            model, rollout, arguments(kl_coef=0.1), reference=[scores.logp, scores.latent_mean]
+        )
         assert sums["tokens"] == rollout.valid.sum() and sums["clipped"] == 0
-        assert 0 <= sums["sampler_gap"] < 1e-4                              # |log ratio|
+        assert 0 <= sums["sampler_gap"] < 1e-4  # |log ratio|
         assert abs(sums["kl"] / sums["tokens"]) < 1e-6
         if loop == 2:
             assert sums["latents"] == len(rollout.seg_rows) and abs(sums["latent_kl"]) < 1e-6
@@ -115,12 +149,20 @@ def test_entropy_and_kl_away_from_the_start(model, caption_rollout):
     with torch.no_grad():
         scores = token_logps(model, caption_rollout)
     shift = torch.tensor(2.0).log()
-    _, sums, _ = backward(model, caption_rollout, arguments(kl_coef=0.1), reference=[scores.logp + shift, scores.latent_mean])
+    _, sums, _ = backward(
+        model,
+        caption_rollout,
+        arguments(kl_coef=0.1),
+        reference=[scores.logp + shift, scores.latent_mean],
+    )
     assert sums["kl"] / sums["tokens"] == pytest.approx(1 - 0.693147, abs=1e-4)
-    assert sums["entropy"] == pytest.approx((scores.entropy * caption_rollout.valid).sum().item(), rel=1e-4)
+    assert sums["entropy"] == pytest.approx(
+        (scores.entropy * caption_rollout.valid).sum().item(), rel=1e-4
+    )
 
 
 # Which term reaches which weights
+
 
 def test_one_step_moves_what_trains_and_nothing_else(policy, batch):
     model = policy()
@@ -140,26 +182,34 @@ def test_one_step_moves_what_trains_and_nothing_else(policy, batch):
     assert moved <= set(model.trainable)
     assert {model.group_of(n) for n in moved} == set(TRAINABLE)
     assert all(torch.equal(b, buffers[n]) for n, b in model.model.named_buffers())
-    assert all(torch.equal(roles.banks[role][n], before[n]) for role in ("teacher", "reference") for n in model.trainable)
+    assert all(
+        torch.equal(roles.banks[role][n], before[n])
+        for role in ("teacher", "reference")
+        for n in model.trainable
+    )
 
 
 COLUMNS = ("lora", "mlp1", "text_hidden_fcs", "mask_decoder", "prompt_encoder")
-TABLE = {   # one update by each term alone, KL off unless it says so: 1 where its gradient is not zero, 0 where it is exactly zero
+TABLE = {  # one update by each term alone, KL off unless it says so: 1 where its gradient is not zero, 0 where it is exactly zero
     # term                               lora mlp1 text_hidden_fcs mask_decoder prompt_encoder
-    "loop 1, policy":                   (1,   1,   0,              0,           0),
-    "loop 1, policy, KL, mask flag":    (1,   1,   0,              0,           0),     # --mask_loss_coef means nothing to loop 1
-    "loop 2, policy, sigma 0":          (1,   1,   0,              0,           0),
-    "loop 2, policy, latent":           (1,   1,   1,              0,           0),     # IoU and captions are black boxes
-    "loop 2, mask term":                (1,   1,   1,              1,           1),
-    "loop 2, mask term, sigma 0":       (1,   1,   1,              1,           1),
-    "loop 2, policy, latent, mask term": (1,  1,   1,              1,           1),
-    "loop 2, equal rewards":            (0,   0,   0,              0,           0),
+    "loop 1, policy": (1, 1, 0, 0, 0),
+    "loop 1, policy, KL, mask flag": (1, 1, 0, 0, 0),  # --mask_loss_coef means nothing to loop 1
+    "loop 2, policy, sigma 0": (1, 1, 0, 0, 0),
+    "loop 2, policy, latent": (1, 1, 1, 0, 0),  # IoU and captions are black boxes
+    "loop 2, mask term": (1, 1, 1, 1, 1),
+    "loop 2, mask term, sigma 0": (1, 1, 1, 1, 1),
+    "loop 2, policy, latent, mask term": (1, 1, 1, 1, 1),
+    "loop 2, equal rewards": (0, 0, 0, 0, 0),
 }
 
 
 def column_of(model, name) -> str:
     group = model.group_of(name)
-    return next(part for part in COLUMNS[3:] if f"grounding_encoder.{part}." in name) if group == "sam2" else group
+    return (
+        next(part for part in COLUMNS[3:] if f"grounding_encoder.{part}." in name)
+        if group == "sam2"
+        else group
+    )
 
 
 def test_gradient_of_each_term_by_module(model, batch, caption_rollout, mask_rollout):
@@ -169,15 +219,19 @@ def test_gradient_of_each_term_by_module(model, batch, caption_rollout, mask_rol
     rollouts = {"loop 1": caption_rollout, "loop 2": mask_rollout}
     print("\n" + " " * 36 + "".join(f"{column:>17s}" for column in COLUMNS))
     for term, expected in TABLE.items():
-        args = arguments(mask_loss_coef=0.1 if "mask" in term else 0.0, kl_coef=0.1 if "KL" in term else 0.0)
+        args = arguments(
+            mask_loss_coef=0.1 if "mask" in term else 0.0, kl_coef=0.1 if "KL" in term else 0.0
+        )
         advantages = ADVANTAGES if "policy" in term else torch.zeros(4)
-        grads, sums, _ = backward(model, plain if "sigma 0" in term else rollouts[term[:6]], args, advantages)
+        grads, sums, _ = backward(
+            model, plain if "sigma 0" in term else rollouts[term[:6]], args, advantages
+        )
         assert all(g.isfinite().all() for g in grads.values())
         assert ("latents" in sums) == (term[:6] == "loop 2" and "sigma 0" not in term)
         norms = dict.fromkeys(COLUMNS, 0.0)
         for n, g in grads.items():
             norms[column_of(model, n)] += g.double().square().sum().item()
-        print(f"{term:36s}" + "".join(f"{norm ** 0.5:17.3g}" for norm in norms.values()))
+        print(f"{term:36s}" + "".join(f"{norm**0.5:17.3g}" for norm in norms.values()))
         assert tuple(int(norm > 0) for norm in norms.values()) == expected, (term, norms)
 
 
@@ -186,12 +240,18 @@ def test_every_sam2_weight_that_trains_can_get_a_gradient(model, batch):
     rollout = rollout_of(model, batch, 2)
     grads, _, _ = backward(model, rollout, arguments(mask_loss_coef=1.0), torch.zeros(4))
     silent = {n for n, g in grads.items() if model.group_of(n) == "sam2" and g.abs().max() == 0}
-    assert {n.split("output_hypernetworks_mlps.")[-1].split(".")[0] for n in silent if "hypernetworks" in n} < {"1", "2", "3"}
+    assert {
+        n.split("output_hypernetworks_mlps.")[-1].split(".")[0]
+        for n in silent
+        if "hypernetworks" in n
+    } < {"1", "2", "3"}
     assert not {n for n in silent if "hypernetworks" not in n}
 
 
 @pytest.mark.parametrize("loop", [1, 2])
-def test_the_opposite_advantages_give_the_opposite_gradient(model, caption_rollout, mask_rollout, loop):
+def test_the_opposite_advantages_give_the_opposite_gradient(
+    model, caption_rollout, mask_rollout, loop
+):
     rollout = caption_rollout if loop == 1 else mask_rollout
     one = backward(model, rollout, arguments())[0]
     other = backward(model, rollout, arguments(), -ADVANTAGES)[0]
@@ -208,19 +268,38 @@ def test_the_latent_term_points_to_the_better_mask(model, mask_rollout):
     mean = (latent.z - latent.offset).clone().requires_grad_()
     m, d = mean.shape
     a = ADVANTAGES[mask_rollout.seg_rows]
-    loss, kl = latent_loss(mean, latent, torch.ones(m, dtype=torch.bool), a, torch.ones(m, dtype=torch.bool), mean.detach(),
-                           Totals(4, 1, m), arguments(kl_coef=0.5))
+    loss, kl = latent_loss(
+        mean,
+        latent,
+        torch.ones(m, dtype=torch.bool),
+        a,
+        torch.ones(m, dtype=torch.bool),
+        mean.detach(),
+        Totals(4, 1, m),
+        arguments(kl_coef=0.5),
+    )
     loss.backward()
-    torch.testing.assert_close(mean.grad, -a[:, None] * latent.offset / (SIGMA ** 2 * d * m), atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(
+        mean.grad, -a[:, None] * latent.offset / (SIGMA**2 * d * m), atol=1e-6, rtol=1e-3
+    )
     assert kl == 0
     # a reference 2 sigma off in every dimension: KL 4 / 2 for each of the M
-    far, kl = latent_loss(mean, latent, torch.ones(m, dtype=torch.bool), a, torch.ones(m, dtype=torch.bool),
-                          mean.detach() + 2 * SIGMA, Totals(4, 1, m), arguments(kl_coef=0.5))
+    far, kl = latent_loss(
+        mean,
+        latent,
+        torch.ones(m, dtype=torch.bool),
+        a,
+        torch.ones(m, dtype=torch.bool),
+        mean.detach() + 2 * SIGMA,
+        Totals(4, 1, m),
+        arguments(kl_coef=0.5),
+    )
     assert kl.item() == pytest.approx(2 * m, rel=1e-4)
     assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
 
 
 # Normalisation
+
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo"])
 def test_micro_batches_give_the_gradient_of_the_whole(model, mask_rollout, loss_type):
@@ -231,7 +310,9 @@ def test_micro_batches_give_the_gradient_of_the_whole(model, mask_rollout, loss_
     whole, sums, loss = backward(model, mask_rollout, args, reference=reference)
     assert max(g.abs().max() for g in whole.values()) > 1e-2
     for size in (1, 2, 3):
-        grads, part_sums, part_loss = backward(model, mask_rollout, args, micro_batch_size=size, reference=reference)
+        grads, part_sums, part_loss = backward(
+            model, mask_rollout, args, micro_batch_size=size, reference=reference
+        )
         assert largest_difference(whole, grads) < 1e-5
         assert part_loss == pytest.approx(loss, abs=1e-5)
         for name in set(sums) - {"sampler_gap"}:
@@ -243,9 +324,14 @@ def test_a_row_without_reward_leaves_the_loss(model, mask_rollout):
     scored = torch.tensor([True, True, True, False])
     args = arguments(kl_coef=0.1, mask_loss_coef=0.1)
     one, sums, _ = backward(model, mask_rollout, args, scored=scored)
-    other, _, _ = backward(model, mask_rollout, args, torch.tensor([0.7, -0.7, -0.7, 50.0]), scored=scored)
+    other, _, _ = backward(
+        model, mask_rollout, args, torch.tensor([0.7, -0.7, -0.7, 50.0]), scored=scored
+    )
     assert largest_difference(one, other) == 0
-    assert sums["tokens"] == mask_rollout.valid[:3].sum() and sums["latents"] == (mask_rollout.seg_rows < 3).sum()
+    assert (
+        sums["tokens"] == mask_rollout.valid[:3].sum()
+        and sums["latents"] == (mask_rollout.seg_rows < 3).sum()
+    )
 
 
 def test_rows_without_a_mask_have_no_mask_terms(model, mask_rollout):
@@ -253,7 +339,12 @@ def test_rows_without_a_mask_have_no_mask_terms(model, mask_rollout):
     ids = mask_rollout.ids.clone()
     ids[ids == model.model.seg_id] = 5
     none = torch.zeros(0, dtype=torch.long)
-    silent = replace(mask_rollout, ids=ids, seg_rows=none, latent=Latent(torch.zeros(0, 64), torch.zeros(0, 64), torch.zeros(0), SIGMA))
+    silent = replace(
+        mask_rollout,
+        ids=ids,
+        seg_rows=none,
+        latent=Latent(torch.zeros(0, 64), torch.zeros(0, 64), torch.zeros(0), SIGMA),
+    )
     grads, sums, loss = backward(model, silent, arguments(mask_loss_coef=0.1))
     assert "mask_loss" not in sums and "latent_loss" not in sums and loss == loss
     assert reached(model, grads) == {"lora", "mlp1"}
@@ -266,14 +357,17 @@ def test_micro_batches_cover_all_rows_once():
 
 # The mask term
 
+
 def test_the_mask_term_is_of_the_sampled_masks(model, mask_rollout):
     """Those that the rollout was scored on, not those of the mean."""
     image = [mask_rollout.prompts.image[row] for row in mask_rollout.seg_rows.tolist()]
     targets = [mask_rollout.batch.masks[i] for i in image]
     latent = mask_rollout.latent
     with torch.no_grad():
-        drawn, plain = (mask_loss(model.decode_masks(mask_rollout.images, image, z), targets).mean().item()
-                        for z in (latent.z, latent.z - latent.offset))
+        drawn, plain = (
+            mask_loss(model.decode_masks(mask_rollout.images, image, z), targets).mean().item()
+            for z in (latent.z, latent.z - latent.offset)
+        )
     _, sums, loss = backward(model, mask_rollout, arguments(mask_loss_coef=0.5), torch.zeros(4))
     assert sums["mask_loss"] == pytest.approx(drawn, rel=1e-3) and abs(drawn - plain) > 5e-3 * drawn
     assert loss == pytest.approx(0.5 * drawn, rel=1e-3)

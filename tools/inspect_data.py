@@ -4,6 +4,7 @@
 
 Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the regions are skipped or damaged.
 """
+
 import argparse
 import textwrap
 from collections import Counter
@@ -19,9 +20,14 @@ from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
 from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
-GRID, TILE = 16, 448                               # of one tile of Sa2VA, see region_grid
+GRID, TILE = 16, 448  # of one tile of Sa2VA, see region_grid
 QUANTILES = {"min": 0, "5%": 5, "50%": 50, "95%": 95, "max": 100}
-COLUMNS, ROWS, SIDE, TEXT = 5, 4, 300, 96          # of the contact sheet: cells, and pixels of a picture and of the text below
+COLUMNS, ROWS, SIDE, TEXT = (
+    5,
+    4,
+    300,
+    96,
+)  # of the contact sheet: cells, and pixels of a picture and of the text below
 INK, REGION = (20, 20, 20), (255, 32, 96)
 
 
@@ -42,11 +48,22 @@ class Measured(Dataset):
         mask = torch.from_numpy(np.ascontiguousarray(sample["mask"]))
         cells = int(region_grid(mask[None], GRID, TILE, "area").sum())
         width, height = sample["image"].size
-        return (100 * mask.float().mean().item(), cells, len(sample["caption"].split()), width, height), None
+        return (
+            100 * mask.float().mean().item(),
+            cells,
+            len(sample["caption"].split()),
+            width,
+            height,
+        ), None
 
 
-MEASURES = ("region area, % of the image", f"grid cells K of {GRID * GRID}", "caption length, words", "image width, pixels",
-            "image height, pixels")
+MEASURES = (
+    "region area, % of the image",
+    f"grid cells K of {GRID * GRID}",
+    "caption length, words",
+    "image width, pixels",
+    "image height, pixels",
+)
 
 
 def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
@@ -54,7 +71,9 @@ def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
     loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
     numbers, damaged, good = [], Counter(), []
     each = (one for batch in loader for one in batch)
-    for i, (values, reason) in enumerate(tqdm(each, total=len(dataset), desc="decoding", leave=False)):
+    for i, (values, reason) in enumerate(
+        tqdm(each, total=len(dataset), desc="decoding", leave=False)
+    ):
         if reason is None:
             numbers.append(values)
             good.append(i)
@@ -65,15 +84,29 @@ def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
 
 def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
     """Counts by reason and quantiles, as text."""
-    lines = [f"{report['rows']:9d} rows"] + [f"{n:9d} {name.replace('_', ' ')}" for name, n in report.items() if name == "ignored_members"]
-    lines += [f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had another size than their image",
-              f"{sum(report['skipped'].values()):9d} skipped"]
-    lines += [f"{n:18d} {reason}" for reason, n in sorted(report["skipped"].items(), key=lambda item: (-item[1], item[0]))]
-    lines += [f"{sum(damaged.values()):9d} damaged when decoded"] + [f"{n:18d} {reason}" for reason, n in sorted(damaged.items())]
+    lines = [f"{report['rows']:9d} rows"] + [
+        f"{n:9d} {name.replace('_', ' ')}"
+        for name, n in report.items()
+        if name == "ignored_members"
+    ]
+    lines += [
+        f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had another size than their image",
+        f"{sum(report['skipped'].values()):9d} skipped",
+    ]
+    lines += [
+        f"{n:18d} {reason}"
+        for reason, n in sorted(report["skipped"].items(), key=lambda item: (-item[1], item[0]))
+    ]
+    lines += [f"{sum(damaged.values()):9d} damaged when decoded"] + [
+        f"{n:18d} {reason}" for reason, n in sorted(damaged.items())
+    ]
     if len(numbers):
         lines += ["", f"{'':28s}" + "".join(f"{name:>10s}" for name in QUANTILES)]
         for name, values in zip(MEASURES, numbers.T):
-            lines.append(f"{name:28s}" + "".join(f"{np.percentile(values, q):10.4g}" for q in QUANTILES.values()))
+            lines.append(
+                f"{name:28s}"
+                + "".join(f"{np.percentile(values, q):10.4g}" for q in QUANTILES.values())
+            )
     return "\n".join(lines)
 
 
@@ -84,10 +117,16 @@ def contact_sheet(samples: list[dict]) -> Image.Image:
     for k, sample in enumerate(samples):
         left, top = k % COLUMNS * SIDE, k // COLUMNS * (SIDE + TEXT)
         picture = outlined(sample["image"], sample["mask"], SIDE - 8)
-        sheet.paste(picture, (left + (SIDE - picture.width) // 2, top + (SIDE - picture.height) // 2))
-        lines = [f"..{sample['image_id'][-40:]}" if len(sample["image_id"]) > 42 else sample["image_id"]]
+        sheet.paste(
+            picture, (left + (SIDE - picture.width) // 2, top + (SIDE - picture.height) // 2)
+        )
+        lines = [
+            f"..{sample['image_id'][-40:]}" if len(sample["image_id"]) > 42 else sample["image_id"]
+        ]
         lines += textwrap.wrap(sample["caption"], 46, max_lines=5, placeholder=" ..")
-        draw.multiline_text((left + 6, top + SIDE), "\n".join(lines), fill=INK, font=font, spacing=3)
+        draw.multiline_text(
+            (left + 6, top + SIDE), "\n".join(lines), fill=INK, font=font, spacing=3
+        )
     return sheet
 
 
@@ -95,22 +134,39 @@ def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
     """The image at most `side` pixels wide and high, with the border of the region drawn two pixels wide."""
     scale = side / max(image.size)
     size = tuple(max(1, round(n * scale)) for n in image.size)
-    share = Image.fromarray(mask.astype(np.float32)).resize(size, Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST)
-    small = np.asarray(share) > min(0.5, np.asarray(share).max() / 2)                # a region below a pixel stays visible
+    share = Image.fromarray(mask.astype(np.float32)).resize(
+        size, Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
+    )
+    small = np.asarray(share) > min(
+        0.5, np.asarray(share).max() / 2
+    )  # a region below a pixel stays visible
     pixels = np.array(image.resize(size))
     padded = np.pad(small, 2)
-    inside = np.logical_and.reduce([padded[dy:dy + size[1], dx:dx + size[0]] for dy in range(5) for dx in range(5)])
+    inside = np.logical_and.reduce(
+        [padded[dy : dy + size[1], dx : dx + size[0]] for dy in range(5) for dx in range(5)]
+    )
     pixels[small & ~inside] = REGION
     return Image.fromarray(pixels)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
+    )
     parser.add_argument("--dataset", choices=list(DATASETS), default="gar", help="its format")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
-    parser.add_argument("--max_bad_fraction", type=float, default=0.01, help="share of skipped and damaged regions above which this fails")
+    parser.add_argument(
+        "--max_bad_fraction",
+        type=float,
+        default=0.01,
+        help="share of skipped and damaged regions above which this fails",
+    )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     try:

@@ -5,6 +5,7 @@
 Prints what a correct reader must report of each: rows, kept, skipped by reason, damaged when decoded. `tools.inspect_data`
 must find the same.
 """
+
 import argparse
 import base64
 import io
@@ -26,14 +27,16 @@ from tools.demo_scenes import caption, make_scene
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_image, encode_mask
 
 RLE_TYPE = SCHEMA.field("mask_rle").type
-PER_CASE = 250                                    # one row in so many is a case's, plus 0 to 2 more
+PER_CASE = 250  # one row in so many is a case's, plus 0 to 2 more
 
 
 def regions(seed: int):
     """Yields endless (image, mask (H, W) bool, caption, shape) of drawn scenes."""
     for i in range(1 << 30):
         scene, rng = make_scene(seed, 11, i), np.random.default_rng([seed, 11, i, 1])
-        yield from ((scene.image, obj.mask, caption(obj, scene, rng), obj.shape) for obj in scene.objects)
+        yield from (
+            (scene.image, obj.mask, caption(obj, scene, rng), obj.shape) for obj in scene.objects
+        )
 
 
 def good(image, mask, text) -> dict:
@@ -54,14 +57,20 @@ def one_pixel(mask, scale: int = 1) -> np.ndarray:
 
 def huge_png() -> bytes:
     """A complete PNG file whose header says 50,000 x 50,000."""
-    chunks = (b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0), b"IDAT" + zlib.compress(b"\0"), b"IEND")
-    return b"\x89PNG\r\n\x1a\n" + b"".join(struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks)
+    chunks = (
+        b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0),
+        b"IDAT" + zlib.compress(b"\0"),
+        b"IEND",
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
+    )
 
 
 def bad_huffman(jpeg: bytes) -> bytes:
     """The JPEG with its first Huffman table overwritten: header and end are good, decoding fails."""
     at = jpeg.index(b"\xff\xc4") + 5
-    return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16:]
+    return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16 :]
 
 
 def rotated_by_exif(image) -> bytes:
@@ -75,41 +84,83 @@ def runs_of(mask) -> dict:
     """The mask with uncompressed counts."""
     flat = mask.T.ravel()
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flat])))
-    return {"counts": np.diff(np.concatenate([[0], edges, [flat.size]])).tolist(), "size": list(mask.shape)}
+    return {
+        "counts": np.diff(np.concatenate([[0], edges, [flat.size]])).tolist(),
+        "size": list(mask.shape),
+    }
 
 
 # name -> (the reason it is skipped for, or None; what is other than in a good region, of image i, mask m and caption c)
 CASES = {
-    "mask of twice the size": (None, lambda i, m, c: dict(rle=encode_mask(np.kron(m, np.ones((2, 2), dtype=bool))))),
+    "mask of twice the size": (
+        None,
+        lambda i, m, c: dict(rle=encode_mask(np.kron(m, np.ones((2, 2), dtype=bool)))),
+    ),
     "region below a cell": (None, lambda i, m, c: dict(rle=encode_mask(one_pixel(m)))),
     "full mask": (None, lambda i, m, c: dict(rle=encode_mask(~empty(m)))),
     "EXIF orientation": (None, lambda i, m, c: dict(image=rotated_by_exif(i))),
-    "markers in the caption": (None, lambda i, m, c: dict(caption=f'<image>\n<Prompt0> "{c}" {{0}}\n[SEG]<IMG_CONTEXT>')),
-    **{f"{mode} image": (None, lambda i, m, c, mode=mode, kind=kind: dict(image=encode_image(i.convert(mode), kind)))
-       for mode, kind in (("L", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"))},
+    "markers in the caption": (
+        None,
+        lambda i, m, c: dict(caption=f'<image>\n<Prompt0> "{c}" {{0}}\n[SEG]<IMG_CONTEXT>'),
+    ),
+    **{
+        f"{mode} image": (
+            None,
+            lambda i, m, c, mode=mode, kind=kind: dict(image=encode_image(i.convert(mode), kind)),
+        )
+        for mode, kind in (("L", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"))
+    },
     "blank caption": ("blank caption", lambda i, m, c: dict(caption=" \n")),
     "caption of markers": ("blank caption", lambda i, m, c: dict(caption="<image> [SEG]")),
     "all-zero mask": ("empty mask", lambda i, m, c: dict(rle=encode_mask(empty(m)))),
-    "cut counts": ("bad mask RLE", lambda i, m, c: dict(rle=encode_mask(m) | {"counts": encode_mask(m)["counts"][:-1]})),
-    "characters in counts": ("bad mask RLE", lambda i, m, c: dict(rle=encode_mask(m) | {"counts": "~~ ~"})),
-    "counts of another size": ("bad mask RLE", lambda i, m, c: dict(rle=encode_mask(m) | {"size": [m.shape[0], m.shape[1] + 1]})),
-    "mask of 10^10 pixels": ("bad mask RLE", lambda i, m, c: dict(rle=encode_mask(m) | {"size": [100_000, 100_000]})),
+    "cut counts": (
+        "bad mask RLE",
+        lambda i, m, c: dict(rle=encode_mask(m) | {"counts": encode_mask(m)["counts"][:-1]}),
+    ),
+    "characters in counts": (
+        "bad mask RLE",
+        lambda i, m, c: dict(rle=encode_mask(m) | {"counts": "~~ ~"}),
+    ),
+    "counts of another size": (
+        "bad mask RLE",
+        lambda i, m, c: dict(rle=encode_mask(m) | {"size": [m.shape[0], m.shape[1] + 1]}),
+    ),
+    "mask of 10^10 pixels": (
+        "bad mask RLE",
+        lambda i, m, c: dict(rle=encode_mask(m) | {"size": [100_000, 100_000]}),
+    ),
     "null counts": ("no mask", lambda i, m, c: dict(rle={"counts": None, "size": None})),
     "null mask": ("no mask", lambda i, m, c: dict(rle=None)),
-    "pixel lost in resizing": ("mask empty at the image's size", lambda i, m, c: dict(rle=encode_mask(one_pixel(m, 10)))),
+    "pixel lost in resizing": (
+        "mask empty at the image's size",
+        lambda i, m, c: dict(rle=encode_mask(one_pixel(m, 10))),
+    ),
     "no image": ("no image", lambda i, m, c: dict(image=None)),
     "no image file": ("unreadable image header", lambda i, m, c: dict(image=b"<html>404</html>")),
     "cut JPEG": ("truncated image", lambda i, m, c: dict(image=encode_image(i, "JPEG")[:-400])),
     "cut PNG": ("truncated image", lambda i, m, c: dict(image=encode_image(i, "PNG")[:-400])),
-    "50,000 x 50,000 header": ("image above 300000000 pixels", lambda i, m, c: dict(image=huge_png())),
-    "bad Huffman table": ("damaged image", lambda i, m, c: dict(image=bad_huffman(encode_image(i, "JPEG"))))}
+    "50,000 x 50,000 header": (
+        "image above 300000000 pixels",
+        lambda i, m, c: dict(image=huge_png()),
+    ),
+    "bad Huffman table": (
+        "damaged image",
+        lambda i, m, c: dict(image=bad_huffman(encode_image(i, "JPEG"))),
+    ),
+}
 
 
 class Planted:
     """What a correct reader reports."""
 
     def __init__(self):
-        self.rows, self.kept, self.resized, self.skipped, self.damaged = 0, 0, 0, Counter(), Counter()
+        self.rows, self.kept, self.resized, self.skipped, self.damaged = (
+            0,
+            0,
+            0,
+            Counter(),
+            Counter(),
+        )
 
     def add(self, reason: str | None, resized: bool = False):
         """One region: kept, or skipped for `reason`, or kept at first and found damaged."""
@@ -118,13 +169,20 @@ class Planted:
         self.resized += resized
 
     def report(self) -> dict:
-        return {"rows": self.rows, "kept": self.kept, "skipped": {r: n for r, n in self.skipped.items() if n},
-                "resized_masks": self.resized, "damaged": {r: n for r, n in self.damaged.items() if n}}
+        return {
+            "rows": self.rows,
+            "kept": self.kept,
+            "skipped": {r: n for r, n in self.skipped.items() if n},
+            "resized_masks": self.resized,
+            "damaged": {r: n for r, n in self.damaged.items() if n},
+        }
 
 
 def counted_cases(num_rows: int):
     """Names of CASES, each as often as it is planted."""
-    return [name for k, name in enumerate(CASES) for _ in range(max(1, num_rows // PER_CASE) + k % 3)]
+    return [
+        name for k, name in enumerate(CASES) for _ in range(max(1, num_rows // PER_CASE) + k % 3)
+    ]
 
 
 def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
@@ -136,12 +194,19 @@ def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
     write_other_counts(folder, source, each, planted)
     rows = [_gar_row(*_plant(name, next(source), planted)) for name in counted_cases(num_rows)]
     rows += _own_gar_rows(folder, source, each, planted)
-    rows += [_gar_row(*_plant(None, region, planted)) for region in islice(source, num_rows - planted.rows - len(rows))]
+    rows += [
+        _gar_row(*_plant(None, region, planted))
+        for region in islice(source, num_rows - planted.rows - len(rows))
+    ]
     planted.rows += len(rows)
     rows = [rows[k] for k in rng.permutation(len(rows))]
-    for number, start in enumerate(range(0, len(rows), 400)):                                  # both IPC formats
-        _write_shard(folder / "Fine-Grained-Dataset-Part1" / f"data-{number:05d}-of-00100.arrow", rows[start:start + 400], SCHEMA,
-                     (pa.ipc.new_stream, pa.ipc.new_file)[number % 2])
+    for number, start in enumerate(range(0, len(rows), 400)):  # both IPC formats
+        _write_shard(
+            folder / "Fine-Grained-Dataset-Part1" / f"data-{number:05d}-of-00100.arrow",
+            rows[start : start + 400],
+            SCHEMA,
+            (pa.ipc.new_stream, pa.ipc.new_file)[number % 2],
+        )
     _write_shard(folder / "Fine-Grained-Dataset-Part2" / "data-00000-of-00001.arrow", [], SCHEMA)
     return planted.report()
 
@@ -151,13 +216,21 @@ def write_relations(folder: Path, source, num_rows: int, planted: Planted):
     rows = []
     for k in range(num_rows):
         image, mask, text, shape = next(source)
-        more, reason = [([], None), ([encode_mask(empty(mask))], "empty mask"), ([None], "no mask")][k % 3]
+        more, reason = [
+            ([], None),
+            ([encode_mask(empty(mask))], "empty mask"),
+            ([None], "no mask"),
+        ][k % 3]
         rles = [encode_mask(mask), *more, encode_mask(~mask)] if k % 4 else []
-        for why in ([None, None] + ([reason] if reason else []) if rles else ["no mask"]):
+        for why in [None, None] + ([reason] if reason else []) if rles else ["no mask"]:
             planted.add(why)
         rows.append(_gar_row(good(image, mask, text), shape) | {"mask_rle": rles})
     planted.rows += len(rows)
-    _write_shard(folder / "Relation" / "data-00000-of-00001.arrow", rows, SCHEMA.set(1, pa.field("mask_rle", pa.list_(RLE_TYPE))))
+    _write_shard(
+        folder / "Relation" / "data-00000-of-00001.arrow",
+        rows,
+        SCHEMA.set(1, pa.field("mask_rle", pa.list_(RLE_TYPE))),
+    )
 
 
 def write_whole_images(folder: Path, source, num_rows: int, planted: Planted):
@@ -172,8 +245,10 @@ def write_whole_images(folder: Path, source, num_rows: int, planted: Planted):
 
 def write_other_counts(folder: Path, source, num_rows: int, planted: Planted):
     """Uncompressed counts and counts of bytes, every third one damaged, among extra columns in another order."""
-    for part, kind, encode in (("Uncompressed", pa.list_(pa.int32()), runs_of),
-                               ("Bytes", pa.binary(), lambda m: coco_mask.encode(np.asfortranarray(m, dtype=np.uint8)))):
+    for part, kind, encode in (
+        ("Uncompressed", pa.list_(pa.int32()), runs_of),
+        ("Bytes", pa.binary(), lambda m: coco_mask.encode(np.asfortranarray(m, dtype=np.uint8))),
+    ):
         rows = []
         for k in range(num_rows):
             region = next(source)
@@ -182,8 +257,14 @@ def write_other_counts(folder: Path, source, num_rows: int, planted: Planted):
             rle = rle if k % 3 else rle | {"counts": rle["counts"][:-1]}
             rows.append(_gar_row(good(*region[:3]), region[3]) | {"mask_rle": rle, "id": k})
         planted.rows += len(rows)
-        schema = SCHEMA.set(1, pa.field("mask_rle", pa.struct([("counts", kind), ("size", pa.list_(pa.int64()))])))
-        _write_shard(folder / part / "data-00000-of-00001.arrow", rows, pa.schema([("id", pa.int64()), *reversed(list(schema))]))
+        schema = SCHEMA.set(
+            1, pa.field("mask_rle", pa.struct([("counts", kind), ("size", pa.list_(pa.int64()))]))
+        )
+        _write_shard(
+            folder / part / "data-00000-of-00001.arrow",
+            rows,
+            pa.schema([("id", pa.int64()), *reversed(list(schema))]),
+        )
 
 
 def _own_gar_rows(folder: Path, source, num_each: int, planted: Planted) -> list[dict]:
@@ -191,19 +272,30 @@ def _own_gar_rows(folder: Path, source, num_each: int, planted: Planted) -> list
     (folder / "Fine-Grained-Dataset-Part1" / "images").mkdir(parents=True)
     rows = []
     for k in range(num_each):
-        for said, reason in ((None, "no conversation"), ([], "no conversation"), (["human"], "no assistant turn"),
-                             (["human", "assistant", "human", "gpt"], None)):
+        for said, reason in (
+            (None, "no conversation"),
+            ([], "no conversation"),
+            (["human"], "no assistant turn"),
+            (["human", "assistant", "human", "gpt"], None),
+        ):
             region = next(source)
             planted.add(reason)
             said = said and [{"from": who, "value": region[2]} for who in said]
             rows.append(_gar_row(good(*region[:3]), region[3]) | {"conversations": said})
         for place in ("file", "no file", "data"):
             image, mask, text, shape = next(source)
-            path = f"images/{k}.png" if place != "data" else f"data:image/png;base64,{base64.b64encode(encode_image(image)).decode()}"
+            path = (
+                f"images/{k}.png"
+                if place != "data"
+                else f"data:image/png;base64,{base64.b64encode(encode_image(image)).decode()}"
+            )
             if place == "file":
                 (folder / "Fine-Grained-Dataset-Part1" / path).write_bytes(encode_image(image))
             planted.add("no image" if place == "no file" else None)
-            rows.append(_gar_row(good(image, mask, text), shape) | {"image": {"bytes": None, "path": "no/" * (place == "no file") + path}})
+            rows.append(
+                _gar_row(good(image, mask, text), shape)
+                | {"image": {"bytes": None, "path": "no/" * (place == "no file") + path}}
+            )
     return rows
 
 
@@ -211,9 +303,13 @@ def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
     """Writes `num_rows` regions over four splits, one for each form of annotations; returns what a reader must report."""
     planted, source = Planted(), regions(seed)
     names = counted_cases(num_rows)
-    names = [names[k] for k in np.random.default_rng(seed).permutation(len(names))] + [None] * (num_rows - len(names))
-    for split, start in zip(("SAV", "COCOStuff", "LVIS", "PACO"), range(0, 4 * -(-num_rows // 4), -(-num_rows // 4))):
-        _write_split(folder / split, names[start:start + -(-num_rows // 4)], source, planted)
+    names = [names[k] for k in np.random.default_rng(seed).permutation(len(names))] + [None] * (
+        num_rows - len(names)
+    )
+    for split, start in zip(
+        ("SAV", "COCOStuff", "LVIS", "PACO"), range(0, 4 * -(-num_rows // 4), -(-num_rows // 4))
+    ):
+        _write_split(folder / split, names[start : start + -(-num_rows // 4)], source, planted)
     return planted.report() | {"ignored_members": 3 * 4}
 
 
@@ -233,13 +329,20 @@ def _write_split(folder: Path, names: list, source, planted: Planted):
             region, shape = _plant(name, next(source), planted)
             found = {"caption": region["caption"], "mask_rle": region["rle"]}
             name_of_list = ("regions", "items", "objects", "annotations", "list")[number % 5]
-            forms = {"SAV": found, "COCOStuff": [found], "LVIS": {name_of_list: [found]}, "PACO": {"7": found}}
+            forms = {
+                "SAV": found,
+                "COCOStuff": [found],
+                "LVIS": {name_of_list: [found]},
+                "PACO": {"7": found},
+            }
             sample = f"{folder.name.lower()}_{number:06d}"
             annotations[sample] = forms[folder.name]
             if region["image"] is not None:
-                if folder.name == "SAV":                                          # a later frame first, which must not be taken
+                if folder.name == "SAV":  # a later frame first, which must not be taken
                     _add_member(tar, f"{sample}.10.jpg", b"not the first frame")
-                _add_member(tar, f"{sample}{'.0' if folder.name == 'SAV' else ''}.jpg", region["image"])
+                _add_member(
+                    tar, f"{sample}{'.0' if folder.name == 'SAV' else ''}.jpg", region["image"]
+                )
             _add_member(tar, f"{sample}.pickle", pickle.dumps(Bomb()))
     planted.rows += len(names)
     (folder / "annotations.json").write_text(json.dumps(annotations, ensure_ascii=False))
@@ -261,8 +364,15 @@ def _plant(name: str | None, region: tuple, planted: Planted) -> tuple[dict, str
 
 
 def _gar_row(region: dict, shape: str) -> dict:
-    return {"image": {"bytes": region["image"], "path": None}, "mask_rle": region["rle"],
-            "conversations": [{"from": "human", "value": INSTRUCTION}, {"from": "gpt", "value": region["caption"]}], "catagory": [shape]}
+    return {
+        "image": {"bytes": region["image"], "path": None},
+        "mask_rle": region["rle"],
+        "conversations": [
+            {"from": "human", "value": INSTRUCTION},
+            {"from": "gpt", "value": region["caption"]},
+        ],
+        "catagory": [shape],
+    }
 
 
 def _write_shard(path: Path, rows: list[dict], schema: pa.Schema, new_writer=pa.ipc.new_stream):
@@ -278,12 +388,22 @@ def _add_member(tar: tarfile.TarFile, name: str, data: bytes):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--output_dir", type=Path, required=True, help="receives the folders gar and dam")
-    parser.add_argument("--num_rows", type=int, default=2000, help="rows of GAR, regions of DAM; at least 300")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="receives the folders gar and dam"
+    )
+    parser.add_argument(
+        "--num_rows", type=int, default=2000, help="rows of GAR, regions of DAM; at least 300"
+    )
     args = parser.parse_args(argv)
     if args.num_rows < 300:
-        parser.error(f"--num_rows {args.num_rows}: at least 300, so that every edge case finds room")
+        parser.error(
+            f"--num_rows {args.num_rows}: at least 300, so that every edge case finds room"
+        )
     for dataset, write in (("gar", write_messy_gar), ("dam", write_messy_dam)):
         print(json.dumps({dataset: write(args.output_dir / dataset, args.num_rows)}, indent=1))
 

@@ -6,6 +6,7 @@
 Shapes, key layout and special-token ids are those of the published 4B (InternViT-300M, Qwen2.5-3B, SAM2 Hiera-L; 3.9 B weights,
 7.9 GB in bfloat16). Nothing that it says means anything.
 """
+
 import argparse
 import itertools
 import string
@@ -18,18 +19,66 @@ from transformers import PreTrainedTokenizerFast
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 
 CONFIG_4B = dict(
-    architectures=["Sa2VAChatModel"], model_type="sa2va_chat", template="phi3_chat", ps_version="v2", select_layer=-1,
-    force_image_size=448, downsample_ratio=0.5, dynamic_image_size=True, use_thumbnail=True, min_dynamic_patch=1, max_dynamic_patch=12,
-    vision_config=dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, image_size=448,
-                       patch_size=14, layer_norm_eps=1e-6, hidden_act="gelu", qkv_bias=True),
-    llm_config=dict(architectures=["Qwen2ForCausalLM"], hidden_size=2048, intermediate_size=11008, num_hidden_layers=36,
-                    num_attention_heads=16, num_key_value_heads=2, rope_theta=1e6, rms_norm_eps=1e-6, hidden_act="silu",
-                    tie_word_embeddings=False, max_position_embeddings=32768, vocab_size=151679, attention_dropout=0.0))
+    architectures=["Sa2VAChatModel"],
+    model_type="sa2va_chat",
+    template="phi3_chat",
+    ps_version="v2",
+    select_layer=-1,
+    force_image_size=448,
+    downsample_ratio=0.5,
+    dynamic_image_size=True,
+    use_thumbnail=True,
+    min_dynamic_patch=1,
+    max_dynamic_patch=12,
+    vision_config=dict(
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        image_size=448,
+        patch_size=14,
+        layer_norm_eps=1e-6,
+        hidden_act="gelu",
+        qkv_bias=True,
+    ),
+    llm_config=dict(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        max_position_embeddings=32768,
+        vocab_size=151679,
+        attention_dropout=0.0,
+    ),
+)
 NUM_TEXT_TOKENS = 151643
-ADDED = (["<|endoftext|>", "<|im_start|>", "<|im_end|>"] + [f"<|unused_{i}|>" for i in range(151646, 151665)]
-         + ["<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>",
-            "[SEG]", "<p>", "</p>", "<vp>", "</vp>"])                   # 151643 .. 151678, as in Sa2VA's tokenizer
-SEG_LOGIT_STD = 6.0      # of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2 has masks
+ADDED = (
+    ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    + [f"<|unused_{i}|>" for i in range(151646, 151665)]
+    + [
+        "<img>",
+        "</img>",
+        "<IMG_CONTEXT>",
+        "<quad>",
+        "</quad>",
+        "<ref>",
+        "</ref>",
+        "<box>",
+        "</box>",
+        "[SEG]",
+        "<p>",
+        "</p>",
+        "<vp>",
+        "</vp>",
+    ]
+)  # 151643 .. 151678, as in Sa2VA's tokenizer
+SEG_LOGIT_STD = 6.0  # of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2 has masks
 
 
 def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast:
@@ -45,12 +94,19 @@ def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast
             merges.append(("Ġ" + word[:-1], word[-1]))
             vocab["Ġ" + word] = len(vocab)
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ADDED])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left"
+    )
 
 
-def random_model(config: dict = CONFIG_4B, device="cpu", seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Sa2VAModel:
+def random_model(
+    config: dict = CONFIG_4B, device="cpu", seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Sa2VAModel:
     """A model of random weights."""
     torch.manual_seed(seed)
     before = torch.get_default_dtype()
@@ -66,17 +122,27 @@ def write(folder: Path, config: dict = CONFIG_4B, device="cpu", seed: int = 0):
     """Write the checkpoint `folder`: weights in bfloat16, config and tokenizer."""
     model, text = random_model(config, device, seed), tokenizer()
     with torch.no_grad():
-        head = model.language_model.lm_head.weight                      # (V, C); hidden states have unit variance
+        head = model.language_model.lm_head.weight  # (V, C); hidden states have unit variance
         seg = torch.randn(head.shape[1], device=head.device)
-        head[text.convert_tokens_to_ids("[SEG]")] = (SEG_LOGIT_STD * seg / seg.norm()).to(head.dtype)
+        head[text.convert_tokens_to_ids("[SEG]")] = (SEG_LOGIT_STD * seg / seg.norm()).to(
+            head.dtype
+        )
     model.save_pretrained(folder)
     text.save_pretrained(folder)
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--output", required=True, type=Path, help="folder to write; about 8 GB")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where the weights are drawn")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the weights are drawn",
+    )
     args = parser.parse_args(argv)
     write(args.output, device=args.device)
     print(f"{args.output}: random weights of Sa2VA-4B's shapes")

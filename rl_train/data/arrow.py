@@ -1,4 +1,5 @@
 """Arrow shards on disk: where they are, memory-mapped tables, and columns as numpy sees them."""
+
 import mmap
 import re
 from glob import escape, glob
@@ -11,8 +12,11 @@ import pyarrow.compute as pc
 from rl_train.data.images import map_file
 
 # What a column holds: "bytes", "text", "int", [list of], {field: of a struct}, (one, or the other)
-LEAVES = {"bytes": (pa.types.is_binary, pa.types.is_large_binary), "text": (pa.types.is_string, pa.types.is_large_string),
-          "int": (pa.types.is_integer,)}
+LEAVES = {
+    "bytes": (pa.types.is_binary, pa.types.is_large_binary),
+    "text": (pa.types.is_string, pa.types.is_large_string),
+    "int": (pa.types.is_integer,),
+}
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
@@ -28,22 +32,35 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
     """
     if not data_dir.is_dir():
         raise ValueError(f"--data_dir {data_dir} is not a folder.")
-    paths = {Path(p) for pattern in ("**/data-*.arrow", "*.arrow")
-             for p in glob(f"{escape(str(data_dir))}/{pattern}", recursive=True)}
-    shards = [(path.parent.relative_to(data_dir).as_posix(), path) for path in paths if not path.name.startswith("cache-")]
+    paths = {
+        Path(p)
+        for pattern in ("**/data-*.arrow", "*.arrow")
+        for p in glob(f"{escape(str(data_dir))}/{pattern}", recursive=True)
+    }
+    shards = [
+        (path.parent.relative_to(data_dir).as_posix(), path)
+        for path in paths
+        if not path.name.startswith("cache-")
+    ]
     shards = [(data_dir.resolve().name if part == "." else part, path) for part, path in shards]
     if not shards:
-        raise ValueError(f"--data_dir {data_dir} holds no Arrow shard (data-*.arrow at any depth, or *.arrow directly in it).")
+        raise ValueError(
+            f"--data_dir {data_dir} holds no Arrow shard (data-*.arrow at any depth, or *.arrow directly in it)."
+        )
     if parts is not None:
         for name in parts:
             if not any(_in_part(part, name) for part, _ in shards):
                 known = ", ".join(sorted({part for part, _ in shards}, key=natural))
                 raise ValueError(f"--data_dir {data_dir} has no part {name!r}; it has {known}.")
-        shards = [(part, path) for part, path in shards if any(_in_part(part, name) for name in parts)]
+        shards = [
+            (part, path) for part, path in shards if any(_in_part(part, name) for name in parts)
+        ]
     return sorted(shards, key=lambda shard: (natural(shard[0]), natural(shard[1].name)))
 
 
-def map_shard(path: Path, columns: dict, optional: dict | None = None) -> tuple[pa.Table, mmap.mmap]:
+def map_shard(
+    path: Path, columns: dict, optional: dict | None = None
+) -> tuple[pa.Table, mmap.mmap]:
     """The table of an IPC stream or IPC file, and the memory map that it reads from: nothing of it is copied.
 
     Pages of the map that were read count as this process's memory until `madvise(MADV_DONTNEED)`.
@@ -57,9 +74,11 @@ def map_shard(path: Path, columns: dict, optional: dict | None = None) -> tuple[
     try:
         mapping = map_file(path)
         source = pa.BufferReader(pa.py_buffer(mapping))
-        reader = pa.ipc.open_file(source) if mapping[:6] == b"ARROW1" else pa.ipc.open_stream(source)
+        reader = (
+            pa.ipc.open_file(source) if mapping[:6] == b"ARROW1" else pa.ipc.open_stream(source)
+        )
         table = reader.read_all()
-        table.validate(full=True)                               # offsets inside of their buffers, text that is UTF-8
+        table.validate(full=True)  # offsets inside of their buffers, text that is UTF-8
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable Arrow shard: {error}") from error
     check_columns(table, path, columns, optional)
@@ -76,7 +95,9 @@ def check_columns(table: pa.Table, path: Path, columns: dict, optional: dict | N
             if not _holds(kind, wanted):
                 raise ValueError(f"{path}: column {name!r} holds {kind}, not {_words(wanted)}.")
         elif name in columns:
-            raise ValueError(f"{path} has no column {name!r}; it has {', '.join(table.column_names)}.")
+            raise ValueError(
+                f"{path} has no column {name!r}; it has {', '.join(table.column_names)}."
+            )
 
 
 def field(array: pa.Array, name: str, kind: pa.DataType) -> pa.Array:
@@ -101,7 +122,9 @@ def byte_strings(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     _, offsets, data = array.buffers()
     if offsets is None or len(array) == 0:
         return np.zeros(0, dtype=np.uint8), np.zeros(len(array) + 1, dtype=np.int64)
-    offsets = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)[array.offset:array.offset + len(array) + 1]
+    offsets = np.frombuffer(offsets, dtype=np.int64 if wide else np.int32)[
+        array.offset : array.offset + len(array) + 1
+    ]
     return np.frombuffer(data or b"", dtype=np.uint8), offsets.astype(np.int64)
 
 
@@ -116,7 +139,9 @@ def is_list(kind: pa.DataType) -> bool:
 
 def natural(text: str) -> list:
     """Sort key that compares the numbers in `text` as numbers."""
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", text)]
+    return [
+        (int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", text)
+    ]
 
 
 def _in_part(part: str, name: str) -> bool:
@@ -132,8 +157,10 @@ def _holds(kind: pa.DataType, wanted) -> bool:
     if isinstance(wanted, list):
         return is_list(kind) and _holds(kind.value_type, wanted[0])
     if isinstance(wanted, dict):
-        return pa.types.is_struct(kind) and all([f.name for f in kind].count(name) == 1 and _holds(kind.field(name).type, of)
-                                                for name, of in wanted.items())
+        return pa.types.is_struct(kind) and all(
+            [f.name for f in kind].count(name) == 1 and _holds(kind.field(name).type, of)
+            for name, of in wanted.items()
+        )
     return any(test(kind) for test in LEAVES[wanted])
 
 

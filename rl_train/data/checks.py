@@ -1,4 +1,5 @@
 """Which cells of a data set are usable, found without decoding an image or a mask: the same rules for every reader."""
+
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,24 @@ from rl_train.data.masks import decode_runs, foreground, foregrounds, resize_nea
 
 IMAGE = {"bytes": "bytes", "path": "text"}
 RLE = {"counts": ("text", "bytes", ["int"]), "size": ["int"]}
-NO_MASK, BAD_MASK, EMPTY_MASK, LOST_MASK = "no mask", "bad mask RLE", "empty mask", "mask empty at the image's size"
+NO_MASK, BAD_MASK, EMPTY_MASK, LOST_MASK = (
+    "no mask",
+    "bad mask RLE",
+    "empty mask",
+    "mask empty at the image's size",
+)
 
 
 def check_rles(rles: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     """((n,) object: None, or why the mask cannot be used; (n, 2) int64 [H, W]) of a column of run-length masks."""
-    counts, sizes = field(rles, "counts", pa.string()), _sizes(field(rles, "size", pa.list_(pa.int64())))
+    counts, sizes = (
+        field(rles, "counts", pa.string()),
+        _sizes(field(rles, "size", pa.list_(pa.int64()))),
+    )
     if is_list(counts.type):
-        pixels = np.array([_foreground(*rle) for rle in zip(counts.to_pylist(), sizes.tolist())], dtype=np.int64)
+        pixels = np.array(
+            [_foreground(*rle) for rle in zip(counts.to_pylist(), sizes.tolist())], dtype=np.int64
+        )
     else:
         pixels = foregrounds(*byte_strings(counts), sizes)
     reasons = np.full(len(pixels), None, dtype=object)
@@ -35,7 +46,7 @@ def check_images(images: pa.Array, folder: Path):
     content, offsets = memoryview(content), offsets.tolist()
     for row, present in enumerate(valid(data).tolist()):
         if present:
-            image = content[offsets[row]:offsets[row + 1]]
+            image = content[offsets[row] : offsets[row + 1]]
             yield check_image(image), image_key(image)
         else:
             yield check_image_path(paths[row].as_py(), folder)
@@ -50,7 +61,7 @@ def number_images(keys: np.ndarray) -> np.ndarray:
 def lost_at(image_size: tuple[int, int], mask_size: tuple[int, int], rle) -> bool:
     """Whether a non-empty mask of (H, W) has no pixel left at the (H, W) of its image; `rle()` gives the mask."""
     if image_size[0] >= mask_size[0] and image_size[1] >= mask_size[1]:
-        return False                                           # every pixel is the nearest one of some pixel
+        return False  # every pixel is the nearest one of some pixel
     return not resize_nearest(decode_runs(*rle_runs(rle())), *image_size).any()
 
 

@@ -6,6 +6,7 @@ The image of sample `id` is the member `{id}.jpg` of one of `{root}/{SPLIT}/imag
 `{id}.{t}.jpg` of a video (SAV). In the hub's form uncompressed Arrow shards `*.arrow` anywhere in the split stand in
 for the tar files, with `__key__` and a column `jpg` (or `{t}.jpg`). A `pickle` member or column is never opened.
 """
+
 import json
 import mmap
 from collections import Counter
@@ -18,14 +19,22 @@ from rl_train.data.arrow import natural
 from rl_train.data.checks import LOST_MASK, check_rles, lost_at, number_images
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
-from rl_train.data.images import DAMAGED, MAX_PIXELS, NO_IMAGE, check_image, decode_image, image_key, map_file
+from rl_train.data.images import (
+    DAMAGED,
+    MAX_PIXELS,
+    NO_IMAGE,
+    check_image,
+    decode_image,
+    image_key,
+    map_file,
+)
 from rl_train.data.masks import compress_runs, decode_runs, is_int, resize_nearest, rle_runs
 from rl_train.data.packed import find_images
 from rl_train.data.text import clean_caption, is_blank
 
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
 REGION_FIELDS = {"caption", "mask_rle"}
-REGIONS_AT_ONCE = 2000     # that a scan holds in memory
+REGIONS_AT_ONCE = 2000  # that a scan holds in memory
 
 
 class DescribeAnythingDataset:
@@ -46,15 +55,19 @@ class DescribeAnythingDataset:
     """
 
     def __init__(self, root, splits: list[str] | None = None):
-        self._files, self._maps = [], {}                                   # paths; number of file -> map, in each process
+        self._files, self._maps = [], {}  # paths; number of file -> map, in each process
         self._skipped, self._num_samples, self._num_resized, self._num_ignored = Counter(), 0, 0, 0
         samples, regions, self._splits = [], [], _splits(resolve(root), splits)
         for split, folder in enumerate(self._splits):
             for sample, found in self._scan(split, folder):
                 regions += [(len(samples), k) for k in found]
                 samples.append(sample)
-        self._samples = np.array(samples, dtype=np.int64).reshape(-1, 8)   # split, annotation file, start, end, image file, start, end, key
-        self._regions = np.array(regions, dtype=np.int64).reshape(-1, 2)   # sample, place in its list
+        self._samples = np.array(samples, dtype=np.int64).reshape(
+            -1, 8
+        )  # split, annotation file, start, end, image file, start, end, key
+        self._regions = np.array(regions, dtype=np.int64).reshape(
+            -1, 2
+        )  # sample, place in its list
         self._maps.clear()
         if not regions:
             raise ValueError(f"--data_dir {root} holds no usable region: {self.report()}")
@@ -73,23 +86,36 @@ class DescribeAnythingDataset:
     def report(self) -> dict:
         """{"rows": samples read, "kept": regions, "skipped": {reason: regions or samples}, "resized_masks": of the kept, other
         size than the image, "ignored_members": of tar files: links and names that lead out of the folder}."""
-        return {"rows": self._num_samples, "kept": len(self), "skipped": dict(self._skipped), "resized_masks": self._num_resized,
-                "ignored_members": self._num_ignored}
+        return {
+            "rows": self._num_samples,
+            "kept": len(self),
+            "skipped": dict(self._skipped),
+            "resized_masks": self._num_resized,
+            "ignored_members": self._num_ignored,
+        }
 
     def __getitem__(self, i: int) -> dict:
         sample, place = self._regions[i].tolist()
         split, annotation_file, *entry, image_file, start, end, _ = self._samples[sample].tolist()
-        [(sample_id, value)] = json.loads(b"{%s}" % self._map(annotation_file)[slice(*entry)]).items()
+        [(sample_id, value)] = json.loads(
+            b"{%s}" % self._map(annotation_file)[slice(*entry)]
+        ).items()
         k, region = regions_of(value)[place]
         image_id = f"{self._splits[split].name}/{sample_id}/{k}"
         try:
             image = decode_image(self._map(image_file)[start:end])
         except DAMAGED as error:
             raise DamagedSample(image_id, "damaged image") from error
-        mask = decode_runs(*rle_runs(region["mask_rle"]))                                      # (H, W) of the RLE
+        mask = decode_runs(*rle_runs(region["mask_rle"]))  # (H, W) of the RLE
         if mask.shape != (image.height, image.width):
-            mask = resize_nearest(mask, image.height, image.width)                             # (H, W) of the image
-        return {"image": image, "mask": mask, "caption": clean_caption(region["caption"]), "category": "", "image_id": image_id}
+            mask = resize_nearest(mask, image.height, image.width)  # (H, W) of the image
+        return {
+            "image": image,
+            "mask": mask,
+            "caption": clean_caption(region["caption"]),
+            "category": "",
+            "image_id": image_id,
+        }
 
     def _add(self, path: Path) -> int:
         """The number of a file from now on."""
@@ -106,7 +132,9 @@ class DescribeAnythingDataset:
         annotation_file = self._add(folder / "annotations.json")
         images, num_ignored = find_images(folder)
         self._num_ignored += num_ignored
-        numbers = {file: self._add(file) for file in sorted({image[0] for image in images.values()})}
+        numbers = {
+            file: self._add(file) for file in sorted({image[0] for image in images.values()})
+        }
         waiting, num_regions = [], 0
         for sample_id, start, end, value in read_entries(self._files[annotation_file]):
             self._num_samples += 1
@@ -119,7 +147,13 @@ class DescribeAnythingDataset:
                 file, *span = images[sample_id]
                 data = memoryview(self._map(numbers[file]))[slice(*span)]
                 image, size = (numbers[file], *span, image_key(data)), check_image(data)
-            waiting.append(((split, annotation_file, start, end, *image), size, [region for _, region in regions]))
+            waiting.append(
+                (
+                    (split, annotation_file, start, end, *image),
+                    size,
+                    [region for _, region in regions],
+                )
+            )
             num_regions += len(regions)
             if num_regions >= REGIONS_AT_ONCE:
                 yield from self._usable(waiting)
@@ -150,7 +184,7 @@ class DescribeAnythingDataset:
             if usable:
                 yield row, usable
         for mapping in self._maps.values():
-            mapping.madvise(mmap.MADV_DONTNEED)                                                # pages read so far
+            mapping.madvise(mmap.MADV_DONTNEED)  # pages read so far
 
 
 def read_entries(path: Path):
@@ -163,18 +197,20 @@ def read_entries(path: Path):
         text = path.read_bytes().decode("utf-8-sig")
         decoder = json.JSONDecoder()
         skip = json.decoder.WHITESPACE.match
-        shift = 3 if path.open("rb").read(3) == b"\xef\xbb\xbf" else 0                         # bytes before character `counted`,
-        counted, ascii_only = 0, text.isascii()                                                # less the number of characters
+        shift = (
+            3 if path.open("rb").read(3) == b"\xef\xbb\xbf" else 0
+        )  # bytes before character `counted`,
+        counted, ascii_only = 0, text.isascii()  # less the number of characters
         at = skip(text, 0).end()
-        if text[at:at + 1] != "{":
+        if text[at : at + 1] != "{":
             raise ValueError("it holds no JSON object")
         at = skip(text, at + 1).end()
-        separator = "}" if text[at:at + 1] == "}" else ","
+        separator = "}" if text[at : at + 1] == "}" else ","
         while separator == ",":
             start = at
             key, at = decoder.raw_decode(text, at)
             at = skip(text, at).end()
-            if not isinstance(key, str) or text[at:at + 1] != ":":
+            if not isinstance(key, str) or text[at : at + 1] != ":":
                 raise ValueError(f"key and colon expected at character {at}")
             value, at = decoder.raw_decode(text, skip(text, at + 1).end())
             if ascii_only:
@@ -185,7 +221,7 @@ def read_entries(path: Path):
                 counted, shift = at, last - at
                 yield key, first, last, value
             at = skip(text, at).end()
-            separator, at = text[at:at + 1], skip(text, at + 1).end()
+            separator, at = text[at : at + 1], skip(text, at + 1).end()
         if separator != "}":
             raise ValueError(f"comma or brace expected at character {at}")
     except (OSError, ValueError, RecursionError) as error:
@@ -203,13 +239,23 @@ def regions_of(value) -> list[tuple[str, object]]:
 
 def _splits(root: Path, names: list[str] | None) -> list[Path]:
     """The split folders in natural order. Raises ValueError if there is none, or a name in `names` has none."""
-    folders = [root.resolve()] if (root / "annotations.json").is_file() else sorted(
-        (path.parent for path in root.glob("*/annotations.json")), key=lambda folder: natural(folder.name))
+    folders = (
+        [root.resolve()]
+        if (root / "annotations.json").is_file()
+        else sorted(
+            (path.parent for path in root.glob("*/annotations.json")),
+            key=lambda folder: natural(folder.name),
+        )
+    )
     if not folders:
-        raise ValueError(f"--data_dir {root} holds no annotations.json, in it or in a folder of it.")
+        raise ValueError(
+            f"--data_dir {root} holds no annotations.json, in it or in a folder of it."
+        )
     for name in names or []:
         if name not in [folder.name for folder in folders]:
-            raise ValueError(f"--data_dir {root} has no split {name!r}; it has {', '.join(folder.name for folder in folders)}.")
+            raise ValueError(
+                f"--data_dir {root} has no split {name!r}; it has {', '.join(folder.name for folder in folders)}."
+            )
     return [folder for folder in folders if names is None or folder.name in names]
 
 
@@ -222,15 +268,30 @@ def _rles(regions: list) -> pa.Array:
     """The regions' masks as a column for `check_rles`; what is no run-length mask becomes one that it refuses."""
     rles = [region.get("mask_rle") if isinstance(region, dict) else None for region in regions]
     rles = [rle if isinstance(rle, dict) else {} for rle in rles]
-    return pa.StructArray.from_arrays([pa.array([_counts(rle.get("counts")) for rle in rles], pa.large_string()),
-                                       pa.array([_size(rle.get("size")) for rle in rles], pa.list_(pa.int64()))], ["counts", "size"])
+    return pa.StructArray.from_arrays(
+        [
+            pa.array([_counts(rle.get("counts")) for rle in rles], pa.large_string()),
+            pa.array([_size(rle.get("size")) for rle in rles], pa.list_(pa.int64())),
+        ],
+        ["counts", "size"],
+    )
 
 
 def _counts(counts) -> str | None:
     if isinstance(counts, list):
-        return compress_runs(counts) if all(is_int(run) and 0 <= run <= MAX_PIXELS for run in counts) else ""
+        return (
+            compress_runs(counts)
+            if all(is_int(run) and 0 <= run <= MAX_PIXELS for run in counts)
+            else ""
+        )
     return counts if counts is None or isinstance(counts, str) and counts.isascii() else ""
 
 
 def _size(size) -> list[int]:
-    return size if isinstance(size, list) and len(size) == 2 and all(is_int(n) and 0 < n <= MAX_PIXELS for n in size) else [0, 0]
+    return (
+        size
+        if isinstance(size, list)
+        and len(size) == 2
+        and all(is_int(n) and 0 < n <= MAX_PIXELS for n in size)
+        else [0, 0]
+    )

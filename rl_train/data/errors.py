@@ -1,4 +1,5 @@
 """Bad data: one sample that turns out to be damaged, and too many bad ones."""
+
 from collections.abc import Iterable
 
 
@@ -26,11 +27,18 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float):
     Raises:
         BadData: names --max_bad_fraction, the share and the counts by reason.
     """
-    reasons = dict(report["skipped"]) | ({"damaged when decoded": num_damaged} if num_damaged else {})
+    reasons = dict(report["skipped"]) | (
+        {"damaged when decoded": num_damaged} if num_damaged else {}
+    )
     bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
     if bad > limit * total:
-        counts = ", ".join(f"{reason}: {count}" for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0])))
-        raise BadData(f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction {limit:g}: {counts}")
+        counts = ", ".join(
+            f"{reason}: {count}"
+            for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        )
+        raise BadData(
+            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction {limit:g}: {counts}"
+        )
 
 
 class DamagedSamples:

@@ -4,6 +4,7 @@ Columns, by name: image struct<bytes, path>; mask_rle struct<counts, size>, or a
 such column (the whole image is the region); conversations list<struct<from, value>>; catagory (the dataset's spelling)
 or category, a string or a list of them.
 """
+
 import mmap
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rl_train.data.arrow import field, find_shards, is_list, lists, map_shard
-from rl_train.data.checks import IMAGE, NO_MASK, LOST_MASK, RLE, check_images, check_rles, lost_at, number_images
+from rl_train.data.checks import (
+    IMAGE,
+    LOST_MASK,
+    NO_MASK,
+    RLE,
+    check_images,
+    check_rles,
+    lost_at,
+    number_images,
+)
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
 from rl_train.data.images import DAMAGED, decode_image, read_path
@@ -21,10 +31,14 @@ from rl_train.data.masks import decode_runs, resize_nearest, rle_runs
 from rl_train.data.text import clean_caption, is_blank
 
 COLUMNS = {"image": IMAGE, "conversations": [{"from": "text", "value": "text"}]}
-OPTIONAL = {"mask_rle": (RLE, [RLE]), "catagory": ("text", ["text"]), "category": ("text", ["text"])}
+OPTIONAL = {
+    "mask_rle": (RLE, [RLE]),
+    "catagory": ("text", ["text"]),
+    "category": ("text", ["text"]),
+}
 ASSISTANT = ("gpt", "assistant")
-SINGLE = -1           # region number of a row that holds one region and not a list of them
-ROWS_AT_ONCE = 500    # that a scan holds in memory
+SINGLE = -1  # region number of a row that holds one region and not a list of them
+ROWS_AT_ONCE = 500  # that a scan holds in memory
 
 
 class GraspAnyRegionDataset:
@@ -49,11 +63,14 @@ class GraspAnyRegionDataset:
     def __init__(self, data_dir, parts: list[str] | None = None, turns: str = "first"):
         if turns not in ("first", "all"):
             raise ValueError(f"turns is first or all, not {turns!r}")
-        self._shards, self._turns = find_shards(resolve(data_dir), parts), turns               # (part, path)
-        self._tables = {}                                         # shard -> table, mapped on first use in each process
+        self._shards, self._turns = find_shards(resolve(data_dir), parts), turns  # (part, path)
+        self._tables = {}  # shard -> table, mapped on first use in each process
         self._skipped, self._num_rows, self._num_resized = Counter(), 0, 0
         found = np.concatenate([self._scan(shard) for shard in range(len(self._shards))])
-        self._samples, self._keys = found[:, :4].astype(np.int32), found[:, 4].copy()         # (shard, row, region, turn), image
+        self._samples, self._keys = (
+            found[:, :4].astype(np.int32),
+            found[:, 4].copy(),
+        )  # (shard, row, region, turn), image
         if len(self) == 0:
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 
@@ -70,28 +87,47 @@ class GraspAnyRegionDataset:
 
     def report(self) -> dict:
         """{"rows": read, "kept": regions, "skipped": {reason: rows or regions}, "resized_masks": of the kept}."""
-        return {"rows": self._num_rows, "kept": len(self), "skipped": dict(self._skipped), "resized_masks": self._num_resized}
+        return {
+            "rows": self._num_rows,
+            "kept": len(self),
+            "skipped": dict(self._skipped),
+            "resized_masks": self._num_resized,
+        }
 
     def __getitem__(self, i: int) -> dict:
         shard, row, region, turn = self._samples[i].tolist()
         part, path = self._shards[shard]
         table = self._table(shard)
-        image_id = (f"{part}/{path.stem}/{row}" + ("" if region == SINGLE else f"-{region}")
-                    + (f"-t{turn}" if self._turns == "all" else ""))
+        image_id = (
+            f"{part}/{path.stem}/{row}"
+            + ("" if region == SINGLE else f"-{region}")
+            + (f"-t{turn}" if self._turns == "all" else "")
+        )
         try:
             image = decode_image(_image_bytes(table["image"][row], path.parent))
         except DAMAGED as error:
             raise DamagedSample(image_id, "damaged image") from error
         if "mask_rle" in table.column_names:
             rle = table["mask_rle"][row].as_py()
-            mask = decode_runs(*rle_runs(rle if region == SINGLE else rle[region]))            # (H, W) of the RLE
+            mask = decode_runs(
+                *rle_runs(rle if region == SINGLE else rle[region])
+            )  # (H, W) of the RLE
         else:
             mask = np.ones((image.height, image.width), dtype=bool)
         if mask.shape != (image.height, image.width):
-            mask = resize_nearest(mask, image.height, image.width)                             # (H, W) of the image
-        answers = [said["value"] for said in table["conversations"][row].as_py() if said and said["from"] in ASSISTANT]
-        return {"image": image, "mask": mask, "caption": clean_caption(answers[turn]), "category": _category(table, row),
-                "image_id": image_id}
+            mask = resize_nearest(mask, image.height, image.width)  # (H, W) of the image
+        answers = [
+            said["value"]
+            for said in table["conversations"][row].as_py()
+            if said and said["from"] in ASSISTANT
+        ]
+        return {
+            "image": image,
+            "mask": mask,
+            "caption": clean_caption(answers[turn]),
+            "category": _category(table, row),
+            "image_id": image_id,
+        }
 
     def _table(self, shard: int) -> pa.Table:
         if shard not in self._tables:
@@ -108,18 +144,34 @@ class GraspAnyRegionDataset:
             usable = np.array(list(self._usable(batch, path.parent)), dtype=np.int64).reshape(-1, 4)
             found.append(np.column_stack([np.full(len(usable), shard), usable + [start, 0, 0, 0]]))
             start += len(batch)
-            mapping.madvise(mmap.MADV_DONTNEED)                                                # pages read so far
+            mapping.madvise(mmap.MADV_DONTNEED)  # pages read so far
         self._num_rows += start
         return np.concatenate(found)
 
     def _usable(self, batch: pa.RecordBatch, folder: Path):
         """Yields (row, region, turn, key of the image) of one batch. Decodes no image: of each it reads the start and the end."""
-        every_turn, images, regions = _answers(batch["conversations"]), check_images(batch["image"], folder), _regions(batch)
-        for row, (answers, (size, key), (region_reasons, region_sizes, first)) in enumerate(zip(every_turn, images, regions)):
+        every_turn, images, regions = (
+            _answers(batch["conversations"]),
+            check_images(batch["image"], folder),
+            _regions(batch),
+        )
+        for row, (answers, (size, key), (region_reasons, region_sizes, first)) in enumerate(
+            zip(every_turn, images, regions)
+        ):
             if isinstance(answers, str) or isinstance(size, str) or not region_reasons:
-                self._skipped[answers if isinstance(answers, str) else size if isinstance(size, str) else NO_MASK] += 1
+                self._skipped[
+                    answers
+                    if isinstance(answers, str)
+                    else size
+                    if isinstance(size, str)
+                    else NO_MASK
+                ] += 1
                 continue
-            turns = [turn for turn, text in enumerate(answers[:1] if self._turns == "first" else answers) if not is_blank(text)]
+            turns = [
+                turn
+                for turn, text in enumerate(answers[:1] if self._turns == "first" else answers)
+                if not is_blank(text)
+            ]
             blank = (1 if self._turns == "first" else len(answers)) - len(turns)
             if blank:
                 self._skipped["blank caption"] += blank
@@ -128,7 +180,13 @@ class GraspAnyRegionDataset:
             width, height = size
             for k, (reason, mask_size) in enumerate(zip(region_reasons, region_sizes)):
                 resized = mask_size is not None and mask_size != [height, width]
-                if reason is None and resized and lost_at((height, width), mask_size, lambda: _rle(batch["mask_rle"], row, first + k)):
+                if (
+                    reason is None
+                    and resized
+                    and lost_at(
+                        (height, width), mask_size, lambda: _rle(batch["mask_rle"], row, first + k)
+                    )
+                ):
                     reason = LOST_MASK
                 if reason is not None:
                     self._skipped[reason] += 1
@@ -140,9 +198,13 @@ class GraspAnyRegionDataset:
 def _answers(conversations: pa.Array) -> list[list[str | None] | str]:
     """Per row the assistant's answers, or the reason why there is none."""
     lengths, said = lists(conversations)
-    speaks = pc.is_in(field(said, "from", pa.string()).cast(pa.string()), value_set=pa.array(ASSISTANT))
+    speaks = pc.is_in(
+        field(said, "from", pa.string()).cast(pa.string()), value_set=pa.array(ASSISTANT)
+    )
     texts = field(said, "value", pa.string()).filter(speaks).to_pylist()
-    until = np.concatenate([[0], np.cumsum(speaks.to_numpy(zero_copy_only=False))])[np.cumsum(lengths)].tolist()
+    until = np.concatenate([[0], np.cumsum(speaks.to_numpy(zero_copy_only=False))])[
+        np.cumsum(lengths)
+    ].tolist()
     found, start = [], 0
     for end, length in zip(until, lengths.tolist()):
         found.append("no conversation" if length == 0 else texts[start:end] or "no assistant turn")
@@ -158,7 +220,10 @@ def _regions(batch: pa.RecordBatch):
         lengths, rles = lists(batch["mask_rle"])
         reasons, sizes = (values.tolist() for values in check_rles(rles))
         ends = np.cumsum(lengths).tolist()
-        yield from ([reasons[end - length:end], sizes[end - length:end], 0] for end, length in zip(ends, lengths.tolist()))
+        yield from (
+            [reasons[end - length : end], sizes[end - length : end], 0]
+            for end, length in zip(ends, lengths.tolist())
+        )
     else:
         reasons, sizes = (values.tolist() for values in check_rles(batch["mask_rle"]))
         yield from ([[reason], [size], SINGLE] for reason, size in zip(reasons, sizes))
@@ -171,7 +236,11 @@ def _rle(column: pa.Array, row: int, region: int) -> dict:
 
 def _image_bytes(cell: pa.StructScalar, folder: Path):
     """The encoded image of a struct<bytes, path> cell; raises one of DAMAGED."""
-    return cell["bytes"].as_buffer() if cell["bytes"].is_valid else read_path(cell["path"].as_py(), folder)
+    return (
+        cell["bytes"].as_buffer()
+        if cell["bytes"].is_valid
+        else read_path(cell["path"].as_py(), folder)
+    )
 
 
 def _category(table: pa.Table, row: int) -> str:
@@ -179,5 +248,9 @@ def _category(table: pa.Table, row: int) -> str:
     for column in ("catagory", "category"):
         if column in table.column_names:
             category = table[column][row].as_py() or ""
-            return category if isinstance(category, str) else ", ".join(name for name in category if name)
+            return (
+                category
+                if isinstance(category, str)
+                else ", ".join(name for name in category if name)
+            )
     return ""

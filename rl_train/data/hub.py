@@ -1,9 +1,10 @@
 """Data sets by their name on the Hugging Face hub."""
+
 import os
 import re
 from pathlib import Path
 
-PATTERNS = ["*.arrow", "*.json", "*.tar"]      # what the readers read
+PATTERNS = ["*.arrow", "*.json", "*.tar"]  # what the readers read
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -19,28 +20,44 @@ def resolve(data_dir) -> Path:
     if Path(data_dir).is_dir():
         return Path(data_dir)
     if not NAME.fullmatch(str(data_dir)):
-        raise ValueError(f"--data_dir {data_dir} is neither a folder nor the name of a hub data set (owner/name).")
+        raise ValueError(
+            f"--data_dir {data_dir} is neither a folder nor the name of a hub data set (owner/name)."
+        )
     try:
         import datasets
         import huggingface_hub
     except ImportError as error:
-        raise ValueError(f"--data_dir {data_dir} is not a folder, and fetching it from the hub needs {error.name}: "
-                         f"pip install -e '.[hub]', or give a folder.") from error
+        raise ValueError(
+            f"--data_dir {data_dir} is not a folder, and fetching it from the hub needs {error.name}: "
+            f"pip install -e '.[hub]', or give a folder."
+        ) from error
     try:
-        folder = Path(huggingface_hub.snapshot_download(str(data_dir), repo_type="dataset", allow_patterns=PATTERNS))
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                str(data_dir), repo_type="dataset", allow_patterns=PATTERNS
+            )
+        )
         if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
             return folder
         loaded = datasets.load_dataset(str(data_dir), split="train")
-    except (OSError, ValueError, RuntimeError) as error:      # connection, unknown name, no access, no such split
-        raise ValueError(f"--data_dir {data_dir} is not a folder here and could not be fetched from the hub; download it on a "
-                         f"machine that reaches the hub and give its folder: {error}") from error
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # connection, unknown name, no access, no such split
+        raise ValueError(
+            f"--data_dir {data_dir} is not a folder here and could not be fetched from the hub; download it on a "
+            f"machine that reaches the hub and give its folder: {error}"
+        ) from error
     if not loaded.cache_files:
         raise ValueError(f"--data_dir {data_dir}: the hub data set holds no file.")
     # Links to this split's shards alone: the folder that they lie in holds those of every split.
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "train_splits" / str(data_dir).replace("/", "--")
+    folder = (
+        Path(datasets.config.HF_DATASETS_CACHE) / "train_splits" / str(data_dir).replace("/", "--")
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for k, file in enumerate(loaded.cache_files):
         link = folder / f"data-{k:05d}.arrow.{os.getpid()}"
         link.symlink_to(file["filename"])
-        link.replace(folder / f"data-{k:05d}.arrow")                       # of several ranks the last one stays
+        link.replace(folder / f"data-{k:05d}.arrow")  # of several ranks the last one stays
     return folder

@@ -1,4 +1,5 @@
 """Encoded images: their size and whether they are whole without decoding them, and their pixels."""
+
 import base64
 import io
 import mmap
@@ -9,17 +10,35 @@ from pathlib import Path
 
 from PIL import Image
 
-MAX_PIXELS = 300_000_000            # as in sa2va_hf.processing_sa2va
+MAX_PIXELS = 300_000_000  # as in sa2va_hf.processing_sa2va
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS  # pillow's own limit lies below ours, and is a warning between once and twice its value
 
-NO_IMAGE, BAD_HEADER, TRUNCATED, TOO_LARGE = "no image", "unreadable image header", "truncated image", f"image above {MAX_PIXELS} pixels"
-DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error, Image.DecompressionBombError)  # from pillow
+NO_IMAGE, BAD_HEADER, TRUNCATED, TOO_LARGE = (
+    "no image",
+    "unreadable image header",
+    "truncated image",
+    f"image above {MAX_PIXELS} pixels",
+)
+DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)  # from pillow
 
 PNG_START, PNG_END = b"\x89PNG\r\n\x1a\n", b"IEND\xaeB`\x82"
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
-START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}     # the JPEG segments that hold height and width
+START_OF_FRAME = frozenset(range(0xC0, 0xD0)) - {
+    0xC4,
+    0xC8,
+    0xCC,
+}  # the JPEG segments that hold height and width
 SCAN_OR_END = {0xDA, 0xD9}
-KEY_BYTES = 1024                    # that tell an image from others of its length, at either end
+KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
 def check_image(data) -> tuple[int, int] | str:
@@ -34,7 +53,9 @@ def check_image(data) -> tuple[int, int] | str:
     size, whole = None, True
     if data[:3] == JPEG_START:
         size, body = _jpeg_size(data)
-        whole = size is None or data[-2:] == JPEG_END or bytes(data[body:]).find(JPEG_END) >= 0    # never inside of coded pixels
+        whole = (
+            size is None or data[-2:] == JPEG_END or bytes(data[body:]).find(JPEG_END) >= 0
+        )  # never inside of coded pixels
     elif data[:8] == PNG_START and data[12:16] == b"IHDR" and len(data) >= 24:
         size = struct.unpack_from(">II", data, 16)
         whole = data[-8:] == PNG_END or bytes(data[24:]).rfind(PNG_END) >= 0

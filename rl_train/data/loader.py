@@ -1,4 +1,5 @@
 """From dataset to batches: preprocessing in workers, the same batches whatever the number of ranks or workers."""
+
 from dataclasses import dataclass
 from math import prod
 
@@ -9,21 +10,24 @@ from torch.utils.data import DataLoader, Dataset
 from rl_train.data.errors import BadData, DamagedSample
 from sa2va_hf.processing_sa2va import IMAGENET_MEAN, IMAGENET_STD, to_rgb
 
-MAX_ATTEMPTS = 10      # samples that may stand in for a damaged one
-PREFETCH = 2           # batches that each worker is ahead
+MAX_ATTEMPTS = 10  # samples that may stand in for a damaged one
+PREFETCH = 2  # batches that each worker is ahead
 
 
 @dataclass
 class Batch:
     """B samples, as tensors."""
-    index: list[int]                    # position of each sample in the dataset (of the stand-in, for a damaged one)
-    pixel_values: list[torch.Tensor]    # (t, 3, S, S) float32 tiles of each
-    sam_pixels: torch.Tensor            # (B, 3, 1024, 1024) uint8
-    grids: torch.Tensor                 # (B, g, g) bool region cells
-    masks: list[torch.Tensor]           # (H, W) bool, at the image's own size
+
+    index: list[int]  # position of each sample in the dataset (of the stand-in, for a damaged one)
+    pixel_values: list[torch.Tensor]  # (t, 3, S, S) float32 tiles of each
+    sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
+    grids: torch.Tensor  # (B, g, g) bool region cells
+    masks: list[torch.Tensor]  # (H, W) bool, at the image's own size
     captions: list[str]
     image_ids: list[str]
-    damaged: list[str]                  # "image_id: reason" of each sample that did not decode or fit and was replaced
+    damaged: list[
+        str
+    ]  # "image_id: reason" of each sample that did not decode or fit and was replaced
 
     def __len__(self):
         return len(self.index)
@@ -36,18 +40,23 @@ class Batch:
 @dataclass
 class Sample:
     """One sample after the costly work; images are still pillow's, as three bands of bytes each, so that they are copied but once."""
+
     index: int
-    tiles: list[tuple]                  # t times 3 bands (S, S)
-    sam_bands: tuple                    # 3 bands (1024, 1024)
-    grid: torch.Tensor                  # (g, g) bool
-    mask: np.ndarray                    # (H, W) bool
+    tiles: list[tuple]  # t times 3 bands (S, S)
+    sam_bands: tuple  # 3 bands (1024, 1024)
+    grid: torch.Tensor  # (g, g) bool
+    mask: np.ndarray  # (H, W) bool
     caption: str
     image_id: str
     damaged: list[str]
 
     def shapes(self) -> list[tuple[int, ...]]:
         """Of the arrays of bytes that `fill` writes: tiles (t, 3, S, S), SAM image (3, 1024, 1024), bits of the mask."""
-        return [(len(self.tiles), 3, *self.tiles[0][0].size[::-1]), (3, *self.sam_bands[0].size[::-1]), (-(-self.mask.size // 8),)]
+        return [
+            (len(self.tiles), 3, *self.tiles[0][0].size[::-1]),
+            (3, *self.sam_bands[0].size[::-1]),
+            (-(-self.mask.size // 8),),
+        ]
 
     def fill(self, tiles: np.ndarray, sam_pixels: np.ndarray, bits: np.ndarray):
         for planes, bands in zip([*tiles, sam_pixels], [*self.tiles, self.sam_bands]):
@@ -67,8 +76,15 @@ class Fitting(Dataset):
     """
 
     def __init__(self, dataset, policy, max_new_tokens: int):
-        self.dataset, self.prompts, self.max_tiles = dataset, policy.prompts, policy.processor.max_tiles
-        self.max_new_tokens, self.context = max_new_tokens, policy.model.config.llm.max_position_embeddings
+        self.dataset, self.prompts, self.max_tiles = (
+            dataset,
+            policy.prompts,
+            policy.processor.max_tiles,
+        )
+        self.max_new_tokens, self.context = (
+            max_new_tokens,
+            policy.model.config.llm.max_position_embeddings,
+        )
 
     def __len__(self):
         return len(self.dataset)
@@ -77,9 +93,12 @@ class Fitting(Dataset):
         sample = self.dataset[i]
         length = len(self.prompts.segment(sample["caption"], self.max_tiles + (self.max_tiles > 1)))
         if length + self.max_new_tokens > self.context:
-            raise DamagedSample(sample["image_id"], f"caption of {len(sample['caption'])} characters: its prompt of {length} tokens "
-                                f"(--max_tiles {self.max_tiles}) and --max_completion_length {self.max_new_tokens} exceed the context of "
-                                f"{self.context}")
+            raise DamagedSample(
+                sample["image_id"],
+                f"caption of {len(sample['caption'])} characters: its prompt of {length} tokens "
+                f"(--max_tiles {self.max_tiles}) and --max_completion_length {self.max_new_tokens} exceed the context of "
+                f"{self.context}",
+            )
         return sample
 
 
@@ -98,21 +117,38 @@ class Prepared(Dataset):
 
     def __getitem__(self, i: int) -> Sample:
         index, sample, damaged = self._undamaged(i)
-        image, mask, side = to_rgb(sample["image"]), torch.from_numpy(sample["mask"]).contiguous().numpy(), self.processor.sam_size
-        return Sample(index, [tile.split() for tile in self.processor.tile_images(image)],
-                      image.resize((side, side)).split(),                                # as Sa2VAProcessor.sam_image
-                      self.processor.region_grid(mask), mask, sample["caption"], sample["image_id"], damaged)
+        image, mask, side = (
+            to_rgb(sample["image"]),
+            torch.from_numpy(sample["mask"]).contiguous().numpy(),
+            self.processor.sam_size,
+        )
+        return Sample(
+            index,
+            [tile.split() for tile in self.processor.tile_images(image)],
+            image.resize((side, side)).split(),  # as Sa2VAProcessor.sam_image
+            self.processor.region_grid(mask),
+            mask,
+            sample["caption"],
+            sample["image_id"],
+            damaged,
+        )
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
         """(index, sample, damaged ones before it) of sample i or its first undamaged stand-in."""
         damaged = []
         for attempt in range(MAX_ATTEMPTS + 1):
-            index = i if attempt == 0 else int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
+            index = (
+                i
+                if attempt == 0
+                else int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
+            )
             try:
                 return index, self.dataset[index], damaged
             except DamagedSample as error:
                 damaged.append(str(error))
-        raise BadData(f"{'; '.join(damaged)}; and {MAX_ATTEMPTS} other samples in their place were damaged too")
+        raise BadData(
+            f"{'; '.join(damaged)}; and {MAX_ATTEMPTS} other samples in their place were damaged too"
+        )
 
 
 def collate(samples: list[Sample]) -> Batch:
@@ -127,7 +163,12 @@ class _Header:
     """A Sample without its pixels, and the shapes of the arrays that hold them."""
 
     def __init__(self, sample: Sample):
-        self.index, self.grid, self.caption, self.image_id = sample.index, sample.grid, sample.caption, sample.image_id
+        self.index, self.grid, self.caption, self.image_id = (
+            sample.index,
+            sample.grid,
+            sample.caption,
+            sample.image_id,
+        )
         self.damaged, self.size, self.shapes = sample.damaged, sample.mask.shape, sample.shapes()
 
 
@@ -135,12 +176,22 @@ def to_batch(headers: list[_Header], arrays: list[list[np.ndarray]]) -> Batch:
     """The Batch of samples whose bytes are in `arrays` (see `Sample.shapes`); it shares no memory with them."""
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     tiles, sam_pixels, bits = (list(map(torch.from_numpy, column)) for column in zip(*arrays))
-    masks = [torch.from_numpy(np.unpackbits(packed.numpy(), count=prod(header.size)).view(bool).reshape(header.size))
-             for packed, header in zip(bits, headers)]
-    return Batch([header.index for header in headers], [pixels.float().div_(255).sub_(mean).div_(std) for pixels in tiles],
-                 torch.stack(sam_pixels), torch.stack([header.grid for header in headers]), masks,
-                 [header.caption for header in headers], [header.image_id for header in headers],
-                 [named for header in headers for named in header.damaged])
+    masks = [
+        torch.from_numpy(
+            np.unpackbits(packed.numpy(), count=prod(header.size)).view(bool).reshape(header.size)
+        )
+        for packed, header in zip(bits, headers)
+    ]
+    return Batch(
+        [header.index for header in headers],
+        [pixels.float().div_(255).sub_(mean).div_(std) for pixels in tiles],
+        torch.stack(sam_pixels),
+        torch.stack([header.grid for header in headers]),
+        masks,
+        [header.caption for header in headers],
+        [header.image_id for header in headers],
+        [named for header in headers for named in header.damaged],
+    )
 
 
 class SharedCollate:
@@ -170,7 +221,7 @@ def views(headers: list[_Header], buffer: torch.Tensor) -> list[list[np.ndarray]
     for header in headers:
         found.append([])
         for shape in header.shapes:
-            found[-1].append(flat[start:start + prod(shape)].reshape(shape))
+            found[-1].append(flat[start : start + prod(shape)].reshape(shape))
             start += prod(shape)
     return found
 
@@ -179,8 +230,17 @@ class Loader:
     """Iterates over the Batches of a batch sampler, prepared by `num_workers` processes (0: in this one)."""
 
     def __init__(self, dataset, processor, batch_sampler, num_workers: int):
-        how = dict(collate_fn=SharedCollate(), persistent_workers=True, prefetch_factor=PREFETCH) if num_workers else dict(collate_fn=collate)
-        self.loader = DataLoader(Prepared(dataset, processor), batch_sampler=batch_sampler, num_workers=num_workers, **how)
+        how = (
+            dict(collate_fn=SharedCollate(), persistent_workers=True, prefetch_factor=PREFETCH)
+            if num_workers
+            else dict(collate_fn=collate)
+        )
+        self.loader = DataLoader(
+            Prepared(dataset, processor),
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            **how,
+        )
 
     def __len__(self):
         return len(self.loader)
@@ -201,20 +261,27 @@ class StepSampler:
     """
 
     def __init__(self, length, batch_size, accumulation, seed, rank=0, world_size=1, start=0):
-        self.length, self.batch_size, self.accumulation, self.seed = length, batch_size, accumulation, seed
+        self.length, self.batch_size, self.accumulation, self.seed = (
+            length,
+            batch_size,
+            accumulation,
+            seed,
+        )
         self.rank, self.world_size, self.start = rank, world_size, start
         self.prompts_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = length // self.prompts_per_step
         if self.steps_per_epoch == 0:
-            raise ValueError(f"--data_dir holds {length} samples, fewer than the {self.prompts_per_step} of one step "
-                             f"(--batch_size {batch_size} x --gradient_accumulation_steps {accumulation} x {world_size} ranks)")
+            raise ValueError(
+                f"--data_dir holds {length} samples, fewer than the {self.prompts_per_step} of one step "
+                f"(--batch_size {batch_size} x --gradient_accumulation_steps {accumulation} x {world_size} ranks)"
+            )
 
     def __iter__(self):
         step = self.start
         while True:
             epoch, within = divmod(step, self.steps_per_epoch)
             order = np.random.default_rng([self.seed, epoch]).permutation(self.length)
-            chunk = order[within * self.prompts_per_step:(within + 1) * self.prompts_per_step]
+            chunk = order[within * self.prompts_per_step : (within + 1) * self.prompts_per_step]
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
@@ -235,7 +302,14 @@ def steps(loader: Loader, accumulation: int):
             batches = []
 
 
-def eval_loader(dataset, processor, batch_size: int, num_workers: int, rank=0, world_size=1) -> Loader:
+def eval_loader(
+    dataset, processor, batch_size: int, num_workers: int, rank=0, world_size=1
+) -> Loader:
     """Every `world_size`-th sample from `rank` on, in order, each once."""
     mine = list(range(rank, len(dataset), world_size))
-    return Loader(dataset, processor, [mine[i:i + batch_size] for i in range(0, len(mine), batch_size)], num_workers)
+    return Loader(
+        dataset,
+        processor,
+        [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)],
+        num_workers,
+    )

@@ -1,4 +1,5 @@
 """Where images lie inside of larger files: members of tar files, cells of Arrow shards. Nothing is unpacked or unpickled."""
+
 import re
 import tarfile
 from pathlib import Path
@@ -9,8 +10,8 @@ from rl_train.data.arrow import byte_strings, check_columns, field, map_shard, n
 from rl_train.data.checks import IMAGE
 
 IMAGE_NAME = re.compile(r"(?:\./)*(.+)\.(?:jpe?g|png)", re.IGNORECASE | re.DOTALL)
-FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)        # id and time of a video's frame
-BLOCK = 512                                           # of a tar file
+FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time of a video's frame
+BLOCK = 512  # of a tar file
 
 
 def find_images(folder: Path) -> tuple[dict[str, tuple[Path, int, int]], int]:
@@ -38,12 +39,18 @@ def tar_members(path: Path) -> tuple[list[tuple[str, int, int]], int]:
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
-                tar.members.clear()                                               # which would else hold every header
-                if member.name.startswith("/") or ".." in member.name.split("/") or not (member.isfile() or member.isdir()):
+                tar.members.clear()  # which would else hold every header
+                if (
+                    member.name.startswith("/")
+                    or ".." in member.name.split("/")
+                    or not (member.isfile() or member.isdir())
+                ):
                     num_ignored += 1
                 elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None:
-                    members.append((member.name, member.offset_data, member.offset_data + member.size))
-            tar.fileobj.seek(tar.offset)                                          # tarfile ends at a bad header as at the end
+                    members.append(
+                        (member.name, member.offset_data, member.offset_data + member.size)
+                    )
+            tar.fileobj.seek(tar.offset)  # tarfile ends at a bad header as at the end
             if tar.fileobj.read(BLOCK).strip(b"\0"):
                 raise tarfile.ReadError(f"bad header at byte {tar.offset}")
     except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
@@ -62,12 +69,23 @@ def _cells(path: Path):
             continue
         check_columns(table, path, {name: ("bytes", IMAGE)})
         for batch in table.select(["__key__", name]).to_batches():
-            data = field(batch[name], "bytes", pa.binary()) if pa.types.is_struct(batch[name].type) else batch[name]
+            data = (
+                field(batch[name], "bytes", pa.binary())
+                if pa.types.is_struct(batch[name].type)
+                else batch[name]
+            )
             content, offsets = byte_strings(data)
             shift = content.ctypes.data - base
             if len(content) and not 0 <= shift < len(mapping):
-                raise ValueError(f"{path} is compressed, which its images must not be: write it without compression.")
-            for key, present, start, end in zip(batch["__key__"].to_pylist(), valid(data), offsets[:-1].tolist(), offsets[1:].tolist()):
+                raise ValueError(
+                    f"{path} is compressed, which its images must not be: write it without compression."
+                )
+            for key, present, start, end in zip(
+                batch["__key__"].to_pylist(),
+                valid(data),
+                offsets[:-1].tolist(),
+                offsets[1:].tolist(),
+            ):
                 if key is not None and present:
                     yield f"{key}.{name}", start + shift, end + shift
 

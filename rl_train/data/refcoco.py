@@ -4,6 +4,7 @@
 of {"ref_id", "ann_id", "split", "sentences": [{"sent_id", "sent"}], ..}. A pickle can run any program, so this one is read by an
 unpickler that builds lists, dicts, strings and numbers and refuses everything else.
 """
+
 import json
 import math
 import pickle
@@ -15,14 +16,27 @@ from pycocotools import mask as coco
 
 from rl_train.data.checks import BAD_MASK, EMPTY_MASK, LOST_MASK, NO_MASK
 from rl_train.data.errors import DamagedSample
-from rl_train.data.images import DAMAGED, MAX_PIXELS, NO_IMAGE, check_image_path, decode_image, map_file
+from rl_train.data.images import (
+    DAMAGED,
+    MAX_PIXELS,
+    NO_IMAGE,
+    check_image_path,
+    decode_image,
+    map_file,
+)
 from rl_train.data.masks import is_int, resize_nearest, rle_runs
 from rl_train.data.text import clean_caption, is_blank
 
 NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
-IMAGE_FOLDERS = ("", "train2014", "coco2014/train2014", "images/train2014", "images/mscoco/images/train2014")
+IMAGE_FOLDERS = (
+    "",
+    "train2014",
+    "coco2014/train2014",
+    "images/train2014",
+    "images/mscoco/images/train2014",
+)
 BAD_POLYGON = "bad polygon"
-MAX_SIDE = 100_000      # pixels that a polygon may lie off the origin: pycocotools' memory grows with the length of its edges
+MAX_SIDE = 100_000  # pixels that a polygon may lie off the origin: pycocotools' memory grows with the length of its edges
 
 
 class RefCOCODataset:
@@ -48,13 +62,21 @@ class RefCOCODataset:
             raise ValueError(f"--dataset {name} is none of {', '.join(NAMES)}")
         self._name, self._split = name, split
         folder = Path(root) / name
-        self._folders = [Path(base) / sub for base in ([image_root] if image_root else [root, folder]) for sub in IMAGE_FOLDERS]
+        self._folders = [
+            Path(base) / sub
+            for base in ([image_root] if image_root else [root, folder])
+            for sub in IMAGE_FOLDERS
+        ]
         instances, refs = read_instances(folder / "instances.json"), read_refs(folder / NAMES[name])
         splits = sorted({ref["split"] for ref in refs})
         if split not in splits:
-            raise ValueError(f"{folder / NAMES[name]} has no split {split!r}; it has {', '.join(splits)}")
+            raise ValueError(
+                f"{folder / NAMES[name]} has no split {split!r}; it has {', '.join(splits)}"
+            )
         self._skipped, self._num_rows, self._num_resized = Counter(), 0, 0
-        self._rows = [row for ref in refs if ref["split"] == split for row in self._usable(ref, *instances)]
+        self._rows = [
+            row for ref in refs if ref["split"] == split for row in self._usable(ref, *instances)
+        ]
         if not self._rows:
             raise ValueError(f"--data_dir {root} holds no usable region of {name}: {self.report()}")
 
@@ -63,7 +85,12 @@ class RefCOCODataset:
 
     def report(self) -> dict:
         """{"rows": read, "kept": rows, "skipped": {reason: rows}, "resized_masks": of the kept, other size than the image}."""
-        return {"rows": self._num_rows, "kept": len(self), "skipped": dict(self._skipped), "resized_masks": self._num_resized}
+        return {
+            "rows": self._num_rows,
+            "kept": len(self),
+            "skipped": dict(self._skipped),
+            "resized_masks": self._num_resized,
+        }
 
     def __getitem__(self, i: int) -> dict:
         path, segmentation, size, caption, category, image_id = self._rows[i]
@@ -73,8 +100,14 @@ class RefCOCODataset:
             raise DamagedSample(image_id, "damaged image") from error
         mask = decode_segmentation(segmentation, *size)
         if mask.shape != (image.height, image.width):
-            mask = resize_nearest(mask, image.height, image.width)                             # (H, W) of the image
-        return {"image": image, "mask": mask, "caption": caption, "category": category, "image_id": image_id}
+            mask = resize_nearest(mask, image.height, image.width)  # (H, W) of the image
+        return {
+            "image": image,
+            "mask": mask,
+            "caption": caption,
+            "category": category,
+            "image_id": image_id,
+        }
 
     def _usable(self, ref: dict, images: dict, annotations: dict, categories: dict):
         """Yields the rows of one ref: (image file, segmentation, (H, W) of COCO's image, caption, category, image_id)."""
@@ -82,20 +115,29 @@ class RefCOCODataset:
         annotation = annotations.get(ref["ann_id"])
         image = images.get(annotation["image_id"]) if annotation else None
         path = self._find(image["file_name"]) if image else None
-        found = check_image_path(path.name, path.parent)[0] if path else NO_IMAGE              # (W, H), or why not
+        found = (
+            check_image_path(path.name, path.parent)[0] if path else NO_IMAGE
+        )  # (W, H), or why not
         resized = False
         if not isinstance(found, str):
             size = (image["height"], image["width"])
             found, resized = check_segmentation(annotation["segmentation"], size, found[::-1])
         for sentence in ref["sentences"]:
-            reason = "no annotation" if annotation is None else found if isinstance(found, str) else None
+            reason = (
+                "no annotation" if annotation is None else found if isinstance(found, str) else None
+            )
             if reason is None and is_blank(sentence["sent"]):
                 reason = "blank caption"
             if reason is None:
                 self._num_resized += resized
-                yield (path, annotation["segmentation"], size, clean_caption(sentence["sent"]),
-                       categories.get(annotation.get("category_id"), ""),
-                       f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}")
+                yield (
+                    path,
+                    annotation["segmentation"],
+                    size,
+                    clean_caption(sentence["sent"]),
+                    categories.get(annotation.get("category_id"), ""),
+                    f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}",
+                )
             else:
                 self._skipped[reason] += 1
 
@@ -122,10 +164,21 @@ def read_refs(path: Path) -> list[dict]:
         with path.open("rb") as file:
             refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
         for ref in refs:
-            if not isinstance(ref["split"], str) or not all(isinstance(s["sent"], str) for s in ref["sentences"]):
+            if not isinstance(ref["split"], str) or not all(
+                isinstance(s["sent"], str) for s in ref["sentences"]
+            ):
                 raise ValueError("a split or sentence is no text")
             ref["ref_id"], ref["ann_id"], [s["sent_id"] for s in ref["sentences"]]
-    except (OSError, EOFError, pickle.UnpicklingError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+    except (
+        OSError,
+        EOFError,
+        pickle.UnpicklingError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{path} is not a readable pickle of refs: {error!r}") from error
     return refs
 
@@ -134,15 +187,26 @@ def read_instances(path: Path) -> tuple[dict, dict, dict]:
     """({image id: image}, {annotation id: annotation}, {category id: its name}). Raises ValueError, naming the file."""
     try:
         content = json.loads(path.read_bytes())
-        images = {image["id"]: {name: image[name] for name in ("file_name", "height", "width")} for image in content["images"]}
-        annotations = {a["id"]: {"image_id": a["image_id"], "category_id": a.get("category_id"), "segmentation": a.get("segmentation")}
-                       for a in content["annotations"]}
+        images = {
+            image["id"]: {name: image[name] for name in ("file_name", "height", "width")}
+            for image in content["images"]
+        }
+        annotations = {
+            a["id"]: {
+                "image_id": a["image_id"],
+                "category_id": a.get("category_id"),
+                "segmentation": a.get("segmentation"),
+            }
+            for a in content["annotations"]
+        }
         return images, annotations, {c["id"]: c["name"] for c in content.get("categories", [])}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable instances.json: {error!r}") from error
 
 
-def check_segmentation(segmentation, size: tuple[int, int], image_size: tuple[int, int]) -> tuple[str | None, bool]:
+def check_segmentation(
+    segmentation, size: tuple[int, int], image_size: tuple[int, int]
+) -> tuple[str | None, bool]:
     """(why the mask cannot be used or None, whether it has another size than the image); sizes are (H, W)."""
     if not segmentation:
         return NO_MASK, False
@@ -177,12 +241,18 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
     """
     parts = segmentation if isinstance(segmentation, list) else [segmentation]
     if all(isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts):
-        checked = [rle_runs(part) for part in parts]                                           # before C code sees them
+        checked = [rle_runs(part) for part in parts]  # before C code sees them
         if len({tuple(size) for _, *size in checked}) > 1:
             raise ValueError("run-length masks of one region differ in size")
-        rles = [coco.frPyObjects({"counts": runs.tolist(), "size": size}, *size) for runs, *size in checked]
+        rles = [
+            coco.frPyObjects({"counts": runs.tolist(), "size": size}, *size)
+            for runs, *size in checked
+        ]
     else:
-        if not all(is_int(n) and 0 < n <= MAX_SIDE for n in (height, width)) or height * width > MAX_PIXELS:
+        if (
+            not all(is_int(n) and 0 < n <= MAX_SIDE for n in (height, width))
+            or height * width > MAX_PIXELS
+        ):
             raise ValueError(f"image size {height} x {width}")
         for polygon in parts:
             check_polygon(polygon)
@@ -193,6 +263,14 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
 def check_polygon(polygon):
     """Raise ValueError unless `polygon` is [x, y, x, y, ..] of at least 3 points within MAX_SIDE of the origin."""
     if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-        raise ValueError(f"a polygon is a list of x, y of 3 points or more, not {str(polygon)[:80]}")
-    if not all(isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n) and abs(n) <= MAX_SIDE for n in polygon):
+        raise ValueError(
+            f"a polygon is a list of x, y of 3 points or more, not {str(polygon)[:80]}"
+        )
+    if not all(
+        isinstance(n, (int, float))
+        and not isinstance(n, bool)
+        and math.isfinite(n)
+        and abs(n) <= MAX_SIDE
+        for n in polygon
+    ):
         raise ValueError("a coordinate is no number, or far outside of any image")

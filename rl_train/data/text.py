@@ -1,9 +1,30 @@
 """Captions as they come in datasets, made safe to stand in a prompt."""
+
 import re
 
-SPECIAL_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "[SEG]", "<p>", "</p>", "<vp>", "</vp>",
-                  "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>",
-                  "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+SPECIAL_TOKENS = (
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+    "[SEG]",
+    "<p>",
+    "</p>",
+    "<vp>",
+    "</vp>",
+    "<quad>",
+    "</quad>",
+    "<ref>",
+    "</ref>",
+    "<box>",
+    "</box>",
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+)
 
 
 def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
@@ -15,9 +36,12 @@ def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -
     marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
 
     def gap(found: re.Match) -> str:
-        following = found.string[found.end():found.end() + 1]
-        return "" if following and following in ".,;:!?" else " "                                     # "a dog [SEG]." -> "a dog."
-    return " ".join(re.sub(rf"(?: ?(?:{marker}))+ ?", gap, " ".join(text.split()), flags=re.IGNORECASE).split())
+        following = found.string[found.end() : found.end() + 1]
+        return "" if following and following in ".,;:!?" else " "  # "a dog [SEG]." -> "a dog."
+
+    return " ".join(
+        re.sub(rf"(?: ?(?:{marker}))+ ?", gap, " ".join(text.split()), flags=re.IGNORECASE).split()
+    )
 
 
 def is_blank(text: str | None) -> bool:

@@ -1,4 +1,5 @@
 """The caption reward: METEOR, or METEOR and an LLM judge."""
+
 from collections.abc import Sequence
 
 import torch
@@ -9,8 +10,13 @@ from rl_train.rewards.meteor import meteor
 METEOR_WEIGHT, JUDGE_WEIGHT = 0.25, 0.75
 
 
-def caption_reward(references: Sequence[str], hypotheses: Sequence[str], judge=None, meteor_weight: float = METEOR_WEIGHT,
-                   judge_weight: float = JUDGE_WEIGHT) -> Tensor:
+def caption_reward(
+    references: Sequence[str],
+    hypotheses: Sequence[str],
+    judge=None,
+    meteor_weight: float = METEOR_WEIGHT,
+    judge_weight: float = JUDGE_WEIGHT,
+) -> Tensor:
     """Return the reward of every caption pair, as (N,) float32; NaN where the judge's score is.
 
     Args:
@@ -19,10 +25,16 @@ def caption_reward(references: Sequence[str], hypotheses: Sequence[str], judge=N
             `LLMJudge`, for meteor_weight * METEOR + judge_weight * score.
     """
     scores = meteor(references, hypotheses)
-    return scores if judge is None else meteor_weight * scores + judge_weight * judge.score(references, hypotheses)
+    return (
+        scores
+        if judge is None
+        else meteor_weight * scores + judge_weight * judge.score(references, hypotheses)
+    )
 
 
-def without_rows(rewards: dict[str, Tensor], names: Sequence[str], rows: Tensor) -> dict[str, Tensor]:
+def without_rows(
+    rewards: dict[str, Tensor], names: Sequence[str], rows: Tensor
+) -> dict[str, Tensor]:
     """Return `rewards` with the components `names` NaN at `rows` (N,) bool.
 
     `grpo.combine` leaves NaN components out of a row's sum; with all weighted components NaN the row itself is not scored.

@@ -5,6 +5,7 @@
 
 It returns one number per completion, or None where it has none to give.
 """
+
 import importlib
 import math
 from collections import Counter
@@ -14,11 +15,45 @@ from numbers import Real
 import torch
 
 # Names in a rollout's line or among a task's curves, which a reward of the user's own may not take.
-RESERVED = frozenset((
-    "step", "task", "image_id", "caption", "completion", "reply", "reward", "advantage", "iou", "meteor", "judge", "caption_reward", "loss",
-    "policy_loss", "kl_div", "reward_mean", "reward_std", "frac_zero_std", "entropy", "clip_frac", "completion_length",
-    "truncated_frac", "empty_frac", "unscored_frac", "sampler_gap", "mask_spread", "no_seg_frac", "latent_kl", "latent_loss", "mask_loss",
-    "likelihood", "repeats_frac", "digits_frac", "whole_mask_frac", "mask_sigma"))
+RESERVED = frozenset(
+    (
+        "step",
+        "task",
+        "image_id",
+        "caption",
+        "completion",
+        "reply",
+        "reward",
+        "advantage",
+        "iou",
+        "meteor",
+        "judge",
+        "caption_reward",
+        "loss",
+        "policy_loss",
+        "kl_div",
+        "reward_mean",
+        "reward_std",
+        "frac_zero_std",
+        "entropy",
+        "clip_frac",
+        "completion_length",
+        "truncated_frac",
+        "empty_frac",
+        "unscored_frac",
+        "sampler_gap",
+        "mask_spread",
+        "no_seg_frac",
+        "latent_kl",
+        "latent_loss",
+        "mask_loss",
+        "likelihood",
+        "repeats_frac",
+        "digits_frac",
+        "whole_mask_frac",
+        "mask_sigma",
+    )
+)
 
 
 class BadReward(ValueError):
@@ -60,7 +95,9 @@ class UserReward:
         self.function = load_reward(spec)
         self.name = spec.partition(":")[2]
         if self.name in RESERVED:
-            raise ValueError(f"--reward {spec}: the name {self.name} is taken by a curve of the project, rename the function")
+            raise ValueError(
+                f"--reward {spec}: the name {self.name} is taken by a curve of the project, rename the function"
+            )
 
     @classmethod
     def parse(cls, text: str) -> "UserReward":
@@ -88,11 +125,17 @@ class UserReward:
             values = values.tolist()
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
-            raise BadReward(f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each")
+            raise BadReward(
+                f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each"
+            )
         for value in values:
             if value is not None and not (isinstance(value, Real) and not math.isinf(value)):
-                raise BadReward(f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None")
-        return torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)      # (N,)
+                raise BadReward(
+                    f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None"
+                )
+        return torch.tensor(
+            [math.nan if value is None else float(value) for value in values], dtype=torch.float32
+        )  # (N,)
 
 
 def load_user_rewards(texts: list[str]) -> list[UserReward]:

@@ -27,12 +27,16 @@ def mask_iou(
     if isinstance(pred, Tensor) and isinstance(target, Tensor):
         return _batch_iou(pred, target, empty_value)
     if isinstance(pred, Tensor) or isinstance(target, Tensor):
-        raise ValueError("mask_iou takes two tensors (N, H, W) or two lists of (H, W) masks, not one of each")
+        raise ValueError(
+            "mask_iou takes two tensors (N, H, W) or two lists of (H, W) masks, not one of each"
+        )
     if len(pred) != len(target):
         raise ValueError(f"mask_iou got {len(pred)} predicted and {len(target)} target masks")
     if not pred:
         return torch.zeros(0)
-    return torch.cat([_batch_iou(p[None], t[None], empty_value) for p, t in zip(pred, target)])  # (N,)
+    return torch.cat(
+        [_batch_iou(p[None], t[None], empty_value) for p, t in zip(pred, target)]
+    )  # (N,)
 
 
 def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:

@@ -6,6 +6,7 @@ qa      questions made from the reference and answered from the hypothesis, in t
 
 Prompts and the reading of replies are in `judge_text`.
 """
+
 import hashlib
 import json
 import math
@@ -20,9 +21,19 @@ from threading import Lock
 
 import torch
 
-from rl_train.rewards.judge_text import MODES, RIGHT, Question, messages, parse_attributes, parse_mcq, parse_score, questions, reply_text
+from rl_train.rewards.judge_text import (
+    MODES,
+    RIGHT,
+    Question,
+    messages,
+    parse_attributes,
+    parse_mcq,
+    parse_score,
+    questions,
+    reply_text,
+)
 
-FAILURE_WINDOW = 200          # pairs that --max_judge_failures looks back on
+FAILURE_WINDOW = 200  # pairs that --max_judge_failures looks back on
 
 
 class JudgeFailed(RuntimeError):
@@ -42,8 +53,12 @@ class ReplyCache:
         if self.connection is None:
             if self.path is not None:
                 Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            self.connection = sqlite3.connect(self.path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False)
-            self.connection.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
+            self.connection = sqlite3.connect(
+                self.path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
+            )
+            self.connection.execute(
+                "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)"
+            )
         return self.connection
 
     def get(self, key: str) -> str | None:
@@ -79,18 +94,40 @@ class LLMJudge:
         ValueError: unknown mode, or the openai library is not installed.
     """
 
-    def __init__(self, base_url: str, model: str, mode: str = "score", *, cache_path: str | Path | None = None, timeout: float = 30.0,
-                 num_retries: int = 3, num_workers: int = 32, backoff: float = 0.5, seed: int = 0):
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        mode: str = "score",
+        *,
+        cache_path: str | Path | None = None,
+        timeout: float = 30.0,
+        num_retries: int = 3,
+        num_workers: int = 32,
+        backoff: float = 0.5,
+        seed: int = 0,
+    ):
         if mode not in MODES:
             raise ValueError(f"--llm_judge_mode {mode!r} is unknown; known: {', '.join(MODES)}")
         try:
             import openai
         except ImportError as error:
-            raise ValueError("--use_llm_judge needs the openai library: pip install -e '.[judge]' (the extra `judge`)") from error
+            raise ValueError(
+                "--use_llm_judge needs the openai library: pip install -e '.[judge]' (the extra `judge`)"
+            ) from error
         self.error = openai.APIError
-        self.transient = (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError)      # holds timeouts too
+        self.transient = (
+            openai.APIConnectionError,
+            openai.InternalServerError,
+            openai.RateLimitError,
+        )  # holds timeouts too
         # The client's own retries are off: those of `_request` are the only ones.
-        self.client = openai.OpenAI(base_url=base_url, api_key=os.environ.get("OPENAI_API_KEY", "none"), timeout=timeout, max_retries=0)
+        self.client = openai.OpenAI(
+            base_url=base_url,
+            api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            timeout=timeout,
+            max_retries=0,
+        )
         self.base_url, self.model, self.mode, self.seed = base_url, model, mode, seed
         self.num_retries, self.num_workers, self.backoff = num_retries, num_workers, backoff
         self.cache, self.fresh = ReplyCache(cache_path), {}
@@ -111,7 +148,9 @@ class LLMJudge:
         if isinstance(references, str) or isinstance(hypotheses, str):
             raise TypeError("score takes two lists of captions, not a single str")
         if len(references) != len(hypotheses):
-            raise ValueError(f"score got {len(references)} references and {len(hypotheses)} hypotheses")
+            raise ValueError(
+                f"score got {len(references)} references and {len(hypotheses)} hypotheses"
+            )
         pairs = list(zip(references, hypotheses))
         asked = list(dict.fromkeys(pair for pair in pairs if pair[1].strip()))
         with ThreadPoolExecutor(self.num_workers) as pool:
@@ -128,7 +167,7 @@ class LLMJudge:
         values = [scores[pair] if pair in scores else 0.0 for pair in pairs]
         self.requests += sum(pair in scores for pair in pairs)
         self.failures += sum(map(math.isnan, values))
-        return torch.tensor(values, dtype=torch.float32)                                # (N,)
+        return torch.tensor(values, dtype=torch.float32)  # (N,)
 
     def fault(self) -> str | None:
         """Return one sentence that says why the judge cannot be used, after one tiny request; None if it can."""
@@ -158,12 +197,20 @@ class LLMJudge:
     def _compare(self, pair: tuple[str, str]) -> float:
         """Return the score of one pair in mode score or mcq."""
         parse = {"score": parse_score, "mcq": parse_mcq}[self.mode]
-        reply = self._reply(messages(self.mode, {"reference": pair[0], "candidate": pair[1]}), lambda text: not math.isnan(parse(text)), 32)
+        reply = self._reply(
+            messages(self.mode, {"reference": pair[0], "candidate": pair[1]}),
+            lambda text: not math.isnan(parse(text)),
+            32,
+        )
         return math.nan if reply is None else parse(reply)
 
     def _questions(self, reference: str) -> list[Question] | None:
         """Return the questions of a reference, None if the judge did not give any."""
-        reply = self._reply(messages("extract", {"caption": reference}), lambda text: parse_attributes(text) is not None, 512)
+        reply = self._reply(
+            messages("extract", {"caption": reference}),
+            lambda text: parse_attributes(text) is not None,
+            512,
+        )
         return None if reply is None else questions(parse_attributes(reply), reference, self.seed)
 
     def _qa(self, asked: list[Question] | None, hypothesis: str) -> float:
@@ -172,7 +219,11 @@ class LLMJudge:
             return math.nan
         total = 0.0
         for k, question in enumerate(asked):
-            reply = self._reply(question.messages(hypothesis), lambda text: not math.isnan(question.points(text)), 32)
+            reply = self._reply(
+                question.messages(hypothesis),
+                lambda text: not math.isnan(question.points(text)),
+                32,
+            )
             if reply is None:
                 return math.nan
             points = question.points(reply)
@@ -201,12 +252,13 @@ class LLMJudge:
         for attempt in range(self.num_retries + 1):
             try:
                 body = self.client.chat.completions.with_raw_response.create(
-                    model=self.model, messages=chat, temperature=0, max_tokens=max_tokens)
+                    model=self.model, messages=chat, temperature=0, max_tokens=max_tokens
+                )
                 return reply_text(body.text)
             except self.transient:
                 if attempt == self.num_retries:
                     raise
-                time.sleep(self.backoff * 2 ** attempt)
+                time.sleep(self.backoff * 2**attempt)
 
 
 class FailureWindow:
@@ -229,5 +281,7 @@ class FailureWindow:
             self.steps.popleft()
         failed, asked = (int(sum(counts)) for counts in zip(*self.steps))
         if failed > self.limit * max(asked, self.size):
-            raise JudgeFailed(f"the LLM judge failed on {failed} of the last {asked} captions, more than --max_judge_failures "
-                              f"{self.limit:g} of a window of {self.size} allows")
+            raise JudgeFailed(
+                f"the LLM judge failed on {failed} of the last {asked} captions, more than --max_judge_failures "
+                f"{self.limit:g} of a window of {self.size} allows"
+            )

@@ -32,8 +32,11 @@ def tokenize(text: str) -> list[str]:
 
 
 # "region1: ", "region1 is ", "The region shows ": only at the start, and only as whole words.
-_BOILERPLATE = re.compile(r"\A\s*(?:region1(?![\w'’])\s*[:,]?\s*(?:(?:is|shows|contains)\s+)?"
-                          r"|(?:the|this)\s+(?:marked\s+)?region1?\s*(?::|(?:is|shows|contains)\s)\s*)", re.IGNORECASE)
+_BOILERPLATE = re.compile(
+    r"\A\s*(?:region1(?![\w'’])\s*[:,]?\s*(?:(?:is|shows|contains)\s+)?"
+    r"|(?:the|this)\s+(?:marked\s+)?region1?\s*(?::|(?:is|shows|contains)\s)\s*)",
+    re.IGNORECASE,
+)
 
 
 def legacy_clean(text: str) -> str:
@@ -45,7 +48,9 @@ def legacy_clean(text: str) -> str:
     return _BOILERPLATE.sub("", text.split("<|end|>")[0]).strip()
 
 
-def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner: bool = False) -> Tensor:
+def meteor(
+    references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner: bool = False
+) -> Tensor:
     """Return the METEOR score of every caption pair, as (N,) float32 in [0, 1).
 
     A pair with no word on either side scores 0. Missing WordNet never becomes a score: NLTK's
@@ -63,11 +68,15 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner:
     if isinstance(references, str) or isinstance(hypotheses, str):
         raise TypeError("meteor takes two lists of captions, not a single str")
     if len(references) != len(hypotheses):
-        raise ValueError(f"meteor got {len(references)} references and {len(hypotheses)} hypotheses")
+        raise ValueError(
+            f"meteor got {len(references)} references and {len(hypotheses)} hypotheses"
+        )
     if legacy_cleaner:
         hypotheses = [legacy_clean(hypothesis) for hypothesis in hypotheses]
     scores = [
-        single_meteor_score(tokenize(reference), tokenize(hypothesis), stemmer=_Remembering, wordnet=_Remembering)
+        single_meteor_score(
+            tokenize(reference), tokenize(hypothesis), stemmer=_Remembering, wordnet=_Remembering
+        )
         for reference, hypothesis in zip(references, hypotheses)
     ]
     return torch.tensor(scores, dtype=torch.float32)  # (N,)
@@ -75,6 +84,7 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str], legacy_cleaner:
 
 class _Remembering:
     """WordNet and stemmer for `single_meteor_score`, which asks for the synsets and stem of each word of each caption anew."""
+
     synsets = staticmethod(functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word)))
     stem = staticmethod(functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
 
@@ -87,7 +97,10 @@ def require_wordnet() -> None:
     """
     fix = "METEOR needs WordNet and NLTK cannot use it: run `python -m tools.fetch_wordnet`."
     try:
-        found = {word: {name for s in wordnet.synsets(word) for name in s.lemma_names()} for word in _SYNONYMS}
+        found = {
+            word: {name for s in wordnet.synsets(word) for name in s.lemma_names()}
+            for word in _SYNONYMS
+        }
     except (LookupError, OSError) as error:
         raise RuntimeError(fix) from error
     if any(synonym not in found[word] for word, synonym in _SYNONYMS.items()):

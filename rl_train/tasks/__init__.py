@@ -9,6 +9,7 @@
 
 It is built as TASKS[name](policy, roles, args, judge, user_rewards). A new task is one file and one line below.
 """
+
 from .caption_mask_caption import CaptionMaskCaption
 from .mask_caption_mask import MaskCaptionMask
 

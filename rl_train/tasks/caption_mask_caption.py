@@ -3,6 +3,7 @@
 The answer's text is nearly constant and the mask a deterministic function of it, so the sampled prompt embedding behind
 [SEG] is the action that gives a group its variance (FACTS 7).
 """
+
 import torch
 
 from rl_train.policy import Images, Policy, Prompts
@@ -23,9 +24,13 @@ class CaptionMaskCaption:
         self.judge = judge if args.use_llm_judge_loop2 else None
         self.user_rewards = user_rewards
         share = args.likelihood_share
-        caption = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.judge else {"meteor": 1.0}
+        caption = (
+            {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.judge else {"meteor": 1.0}
+        )
         self.weights = {name: (1 - share) * weight for name, weight in caption.items() if share < 1}
-        self.weights |= ({"likelihood": share} if share else {}) | {reward.name: reward.weight for reward in user_rewards}
+        self.weights |= ({"likelihood": share} if share else {}) | {
+            reward.name: reward.weight for reward in user_rewards
+        }
         self.loss_weight = args.caption_to_mask_weight
         self.mask_sigma = args.mask_sigma
         self.max_new_tokens = args.max_completion_length
@@ -47,19 +52,40 @@ class CaptionMaskCaption:
         """
         references = [rollout.batch.captions[i] for i in rollout.sample_of_row]
         with self.roles.use("teacher"):
-            rollout.replies = describe(self.policy, rollout.batch, rollout.images, rollout.prompts.image, rollout.masks,
-                                       self.max_new_tokens)
+            rollout.replies = describe(
+                self.policy,
+                rollout.batch,
+                rollout.images,
+                rollout.prompts.image,
+                rollout.masks,
+                self.max_new_tokens,
+            )
             if "likelihood" in self.weights:
-                likelihood = caption_likelihood(self.policy, rollout.images, rollout.prompts.image, rollout.masks, references,
-                                                self.max_new_tokens)
+                likelihood = caption_likelihood(
+                    self.policy,
+                    rollout.images,
+                    rollout.prompts.image,
+                    rollout.masks,
+                    references,
+                    self.max_new_tokens,
+                )
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
-        rewards = {"meteor": meteor(references, rollout.replies), "iou": mask_iou(rollout.masks, targets).cpu()}
+        rewards = {
+            "meteor": meteor(references, rollout.replies),
+            "iou": mask_iou(rollout.masks, targets).cpu(),
+        }
         if "likelihood" in self.weights:
             rewards["likelihood"] = likelihood
         for reward in self.user_rewards:
-            rewards[reward.name] = reward(rollout.texts, prompts=[SEGMENT.replace("{x}", phrase(text)) for text in references],
-                                          captions=references, replies=rollout.replies, masks=rollout.masks, targets=targets,
-                                          image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row])
+            rewards[reward.name] = reward(
+                rollout.texts,
+                prompts=[SEGMENT.replace("{x}", phrase(text)) for text in references],
+                captions=references,
+                replies=rollout.replies,
+                masks=rollout.masks,
+                targets=targets,
+                image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row],
+            )
         if self.judge:
             rewards["judge"] = self.judge.score(references, rollout.replies)
             rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())

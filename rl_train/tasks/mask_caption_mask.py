@@ -1,4 +1,5 @@
 """Loop 1, mask -> caption -> mask': the policy describes a region, the teacher segments the description, reward IoU."""
+
 import torch
 
 from rl_train.policy import Images, Policy, Prompts
@@ -19,8 +20,11 @@ class MaskCaptionMask:
         self.policy, self.roles = policy, roles
         self.judge = judge if args.use_llm_judge else None
         self.user_rewards = user_rewards
-        self.weights = ({"iou": 1.0} | ({"caption_reward": 1.0} if self.judge else {})
-                        | {reward.name: reward.weight for reward in user_rewards})
+        self.weights = (
+            {"iou": 1.0}
+            | ({"caption_reward": 1.0} if self.judge else {})
+            | {reward.name: reward.weight for reward in user_rewards}
+        )
         self.loss_weight = args.mask_to_caption_weight
         self.max_new_tokens, self.teacher_answer = args.max_completion_length, args.teacher_answer
 
@@ -41,19 +45,38 @@ class MaskCaptionMask:
         targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
         rollout.masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
-        image, texts = [rollout.prompts.image[row] for row in asked], [rollout.texts[row] for row in asked]
+        image, texts = (
+            [rollout.prompts.image[row] for row in asked],
+            [rollout.texts[row] for row in asked],
+        )
         with self.roles.use("teacher"):
-            found = (segment(self.policy, rollout.images, image, texts) if self.teacher_answer == "forced" else
-                     segment_sampled(self.policy, rollout.batch, rollout.images, image, texts, self.max_new_tokens))
+            found = (
+                segment(self.policy, rollout.images, image, texts)
+                if self.teacher_answer == "forced"
+                else segment_sampled(
+                    self.policy, rollout.batch, rollout.images, image, texts, self.max_new_tokens
+                )
+            )
         for row, mask in zip(asked, found):
             rollout.masks[row] = mask
         rewards = {"iou": mask_iou(rollout.masks, targets).cpu()}
         captions = [rollout.batch.captions[i] for i in rollout.sample_of_row]
         for reward in self.user_rewards:
-            rewards[reward.name] = reward(rollout.texts, prompts=[DESCRIBE] * len(rollout), captions=captions, masks=rollout.masks,
-                                          targets=targets, image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row])
+            rewards[reward.name] = reward(
+                rollout.texts,
+                prompts=[DESCRIBE] * len(rollout),
+                captions=captions,
+                masks=rollout.masks,
+                targets=targets,
+                image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row],
+            )
         if self.judge:
-            parts = {"meteor": meteor(captions, rollout.texts), "judge": self.judge.score(captions, rollout.texts)}
-            rewards |= parts | {"caption_reward": METEOR_WEIGHT * parts["meteor"] + JUDGE_WEIGHT * parts["judge"]}
+            parts = {
+                "meteor": meteor(captions, rollout.texts),
+                "judge": self.judge.score(captions, rollout.texts),
+            }
+            rewards |= parts | {
+                "caption_reward": METEOR_WEIGHT * parts["meteor"] + JUDGE_WEIGHT * parts["judge"]
+            }
             rewards = without_rows(rewards, self.weights, parts["judge"].isnan())
         return rewards

@@ -1,7 +1,8 @@
 """Mutated run lengths and Arrow shards: an error that names the file, or samples that are whole; never a crash or a hang.
 
-    FUZZ_EXAMPLES=10000 python -m pytest tests/data/test_fuzz.py      # of each kind; the ordinary run has a few hundred
+FUZZ_EXAMPLES=10000 python -m pytest tests/data/test_fuzz.py      # of each kind; the ordinary run has a few hundred
 """
+
 import os
 import subprocess
 import sys
@@ -19,9 +20,12 @@ EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 300))
 MASK = np.random.default_rng(0).random((30, 40)) < 0.1
 GOOD = encode_mask(MASK)["counts"].encode()
 
-mutated = st.tuples(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)),
-                    st.binary(max_size=3)).map(lambda m: mutate(GOOD, *m))
-numbers = st.one_of(st.integers(-5, 60), st.sampled_from([2 ** 31, 2 ** 62, 2 ** 63 - 1, -2 ** 63]))
+mutated = st.tuples(
+    st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4),
+    st.integers(0, len(GOOD)),
+    st.binary(max_size=3),
+).map(lambda m: mutate(GOOD, *m))
+numbers = st.one_of(st.integers(-5, 60), st.sampled_from([2**31, 2**62, 2**63 - 1, -(2**63)]))
 sizes = st.one_of(st.just((30, 40)), st.tuples(numbers, numbers))
 
 
@@ -32,13 +36,27 @@ def mutate(data: bytes, changes, cut: int, more: bytes) -> bytes:
     return bytes(data[:cut] + more + data[cut:])
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.tuples(st.one_of(st.binary(max_size=40), mutated, st.text("01OX?n~", max_size=30).map(str.encode)), sizes),
-                min_size=1, max_size=3))
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(
+                st.binary(max_size=40), mutated, st.text("01OX?n~", max_size=30).map(str.encode)
+            ),
+            sizes,
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
 @example([(GOOD, (30, 40))])
 def test_run_lengths(items):
     """The column decoder and the single one agree, and a mask that they accept has the size that it states."""
-    offsets = np.concatenate([[0], np.cumsum([len(counts) for counts, _ in items])]).astype(np.int64)
+    offsets = np.concatenate([[0], np.cumsum([len(counts) for counts, _ in items])]).astype(
+        np.int64
+    )
     chars = np.frombuffer(b"".join(counts for counts, _ in items), dtype=np.uint8)
     found = foregrounds(chars, offsets, np.array([size for _, size in items]))
     for (counts, size), pixels in zip(items, found.tolist()):
@@ -51,7 +69,9 @@ def test_run_lengths(items):
         assert mask.shape == size and mask.sum() == foreground(runs) == pixels
 
 
-@settings(max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 @given(st.lists(st.one_of(numbers, st.none(), st.floats(), st.booleans()), max_size=6), sizes)
 def test_uncompressed_runs(counts, size):
     try:
@@ -119,12 +139,17 @@ print(opened, errors, samples, damaged)
 
 def test_arrow_shards(tmp_path):
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", SHARDS, str(tmp_path), "0", str(EXAMPLES)], capture_output=True,
-                          text=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", SHARDS, str(tmp_path), "0", str(EXAMPLES)],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     opened, errors, samples, damaged = map(int, done.stdout.split())
     assert opened + errors == EXAMPLES and min(opened, errors, samples) > EXAMPLES // 20
-    print(f"{EXAMPLES} shards in {time.monotonic() - start:.0f} s: {opened} opened, {errors} refused, {samples} samples, {damaged} damaged")
+    print(
+        f"{EXAMPLES} shards in {time.monotonic() - start:.0f} s: {opened} opened, {errors} refused, {samples} samples, {damaged} damaged"
+    )
 
 
 @pytest.mark.parametrize("counts", ["1" * 100_000, "o" * 100_000 + "0", "0" * 1_000_000])

@@ -1,4 +1,5 @@
 """Batches: the same whatever the number of workers, each epoch a permutation, too little data an error."""
+
 import itertools
 from types import SimpleNamespace
 
@@ -29,14 +30,29 @@ def first(sampler, count):
 
 
 def assert_same(a, b):
-    assert (a.index, a.captions, a.image_ids, a.sizes) == (b.index, b.captions, b.image_ids, b.sizes)
+    assert (a.index, a.captions, a.image_ids, a.sizes) == (
+        b.index,
+        b.captions,
+        b.image_ids,
+        b.sizes,
+    )
     assert torch.equal(a.sam_pixels, b.sam_pixels) and torch.equal(a.grids, b.grids)
-    assert all(map(torch.equal, a.pixel_values, b.pixel_values)) and all(map(torch.equal, a.masks, b.masks))
+    assert all(map(torch.equal, a.pixel_values, b.pixel_values)) and all(
+        map(torch.equal, a.masks, b.masks)
+    )
 
 
 def test_workers_do_not_change_the_batches(dataset, processor):
     def batches(num_workers):
-        return first(iter(train_loader(dataset, processor, StepSampler(len(dataset), 2, 1, seed=3), num_workers)), 6)
+        return first(
+            iter(
+                train_loader(
+                    dataset, processor, StepSampler(len(dataset), 2, 1, seed=3), num_workers
+                )
+            ),
+            6,
+        )
+
     alone, shared = batches(0), batches(2)
     assert [b.index for b in alone] == first(StepSampler(len(dataset), 2, 1, seed=3), 6)
     for a, b in zip(alone, shared, strict=True):
@@ -49,9 +65,16 @@ def test_a_batch_holds_its_samples(dataset, processor):
     for k, i in enumerate(batch.index):
         sample = dataset[i]
         assert (batch.captions[k], batch.image_ids[k]) == (sample["caption"], sample["image_id"])
-        assert batch.masks[k].dtype == torch.bool and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+        assert (
+            batch.masks[k].dtype == torch.bool
+            and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+        )
         assert batch.sizes[k] == (sample["image"].height, sample["image"].width)
-    assert batch.sam_pixels.dtype == torch.uint8 and batch.grids.dtype == torch.bool and batch.grids.any((1, 2)).all()
+    assert (
+        batch.sam_pixels.dtype == torch.uint8
+        and batch.grids.dtype == torch.bool
+        and batch.grids.any((1, 2)).all()
+    )
 
 
 def test_every_epoch_is_another_permutation():
@@ -75,7 +98,10 @@ def test_the_seed_decides():
 
 
 def test_start_skips_whole_steps():
-    assert first(StepSampler(13, 2, 3, seed=5, start=7), 9) == first(StepSampler(13, 2, 3, seed=5), 30)[21:30]
+    assert (
+        first(StepSampler(13, 2, 3, seed=5, start=7), 9)
+        == first(StepSampler(13, 2, 3, seed=5), 30)[21:30]
+    )
 
 
 def test_steps_groups_batches():
@@ -83,14 +109,20 @@ def test_steps_groups_batches():
 
 
 def test_evaluation_sees_every_sample_once_over_all_ranks(dataset, processor):
-    ranks = [sum((b.index for b in eval_loader(dataset, processor, 2, 0, rank, 2)), []) for rank in range(2)]
+    ranks = [
+        sum((b.index for b in eval_loader(dataset, processor, 2, 0, rank, 2)), [])
+        for rank in range(2)
+    ]
     assert ranks == [list(range(0, len(dataset), 2)), list(range(1, len(dataset), 2))]
 
 
 @pytest.mark.parametrize("accumulation, world_size", [(1, 2), (2, 1)])
 def test_dataset_smaller_than_a_step_names_the_flag(accumulation, world_size):
     assert StepSampler(8, 4, accumulation, 0, world_size=world_size).steps_per_epoch == 1
-    with pytest.raises(ValueError, match=r"7 samples, fewer than the 8 .*--batch_size 4 x --gradient_accumulation_steps"):
+    with pytest.raises(
+        ValueError,
+        match=r"7 samples, fewer than the 8 .*--batch_size 4 x --gradient_accumulation_steps",
+    ):
         StepSampler(7, 4, accumulation, 0, world_size=world_size)
 
 
@@ -115,9 +147,14 @@ def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers)
     batches = list(eval_loader(Scratched(dataset, bad), processor, 3, num_workers))
     index = sum((b.index for b in batches), [])
     assert len(index) == len(dataset) and not set(index) & set(bad)
-    assert [i for i in range(len(dataset)) if i % 2 and index[i] != i] == []                 # the others stay where they are
-    for i in bad:                                                                            # the draw from (index, attempt) alone
-        draws = [int(np.random.default_rng([i, attempt]).integers(len(dataset))) for attempt in range(1, 11)]
+    assert [
+        i for i in range(len(dataset)) if i % 2 and index[i] != i
+    ] == []  # the others stay where they are
+    for i in bad:  # the draw from (index, attempt) alone
+        draws = [
+            int(np.random.default_rng([i, attempt]).integers(len(dataset)))
+            for attempt in range(1, 11)
+        ]
         assert index[i] == next(draw for draw in draws if draw % 2)
     named = sum((b.damaged for b in batches), [])
     assert {f"id{i}: damaged image" for i in bad} == set(named)
@@ -128,18 +165,28 @@ def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers)
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_set_without_an_undamaged_sample_raises(dataset, processor, num_workers):
-    with pytest.raises(BadData, match=r"id0: damaged image; .* 10 other samples in their place were damaged too"):
+    with pytest.raises(
+        BadData, match=r"id0: damaged image; .* 10 other samples in their place were damaged too"
+    ):
         list(eval_loader(Scratched(dataset, range(len(dataset))), processor, 2, num_workers))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("max_tiles, num_image_tokens", [(1, 64), (3, 256)])
-def test_a_caption_beyond_the_context_is_damaged(model, dataset, max_tiles, num_image_tokens, num_workers):
+def test_a_caption_beyond_the_context_is_damaged(
+    model, dataset, max_tiles, num_image_tokens, num_workers
+):
     """To the token: the longest that fits stays, one more is replaced and named."""
     processor = Sa2VAProcessor(model.model.config, max_tiles)
     policy = SimpleNamespace(prompts=model.prompts, processor=processor, model=model.model)
-    words = 2048 - 100 - num_image_tokens - (len(model.prompts.segment("red", 1)) - 65)              # each is a token
-    captions = {1: " ".join(["red"] * words), 2: " ".join(["red"] * (words + 1)), 3: " ".join(["red"] * 3000)}
+    words = (
+        2048 - 100 - num_image_tokens - (len(model.prompts.segment("red", 1)) - 65)
+    )  # each is a token
+    captions = {
+        1: " ".join(["red"] * words),
+        2: " ".join(["red"] * (words + 1)),
+        3: " ".join(["red"] * 3000),
+    }
 
     class Long(Scratched):
         def __getitem__(self, i):
@@ -149,9 +196,11 @@ def test_a_caption_beyond_the_context_is_damaged(model, dataset, max_tiles, num_
     batches = list(eval_loader(Fitting(Long(dataset, []), policy, 100), processor, 3, num_workers))
     index, named = sum((b.index for b in batches), []), sum((b.damaged for b in batches), [])
     assert [i for i in range(len(dataset)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
-    assert set(named) == {f"id{i}: caption of {len(captions[i])} characters: its prompt of {2048 - 100 + more} tokens (--max_tiles "
-                          f"{max_tiles}) and --max_completion_length 100 exceed the context of 2048"
-                          for i, more in ((2, 1), (3, 3000 - words))}
+    assert set(named) == {
+        f"id{i}: caption of {len(captions[i])} characters: its prompt of {2048 - 100 + more} tokens (--max_tiles "
+        f"{max_tiles}) and --max_completion_length 100 exceed the context of 2048"
+        for i, more in ((2, 1), (3, 3000 - words))
+    }
     assert batches[0].captions[1] == captions[1]
 
 
@@ -166,7 +215,10 @@ def test_batches_hold_what_the_processor_makes(dataset, max_tiles):
                 assert torch.equal(batch.pixel_values[k], processor.tiles(sample["image"]))
                 assert torch.equal(batch.sam_pixels[k], processor.sam_image(sample["image"]))
                 assert torch.equal(batch.grids[k], processor.region_grid(sample["mask"]))
-                assert batch.masks[k].is_contiguous() and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+                assert (
+                    batch.masks[k].is_contiguous()
+                    and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+                )
 
 
 def test_batches_that_are_kept_are_not_overwritten(dataset, processor):

@@ -1,10 +1,18 @@
 """Run-length masks: hand-worked strings, agreement with pycocotools, and every kind of damage."""
+
 import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
 from rl_train.data import images, masks
-from rl_train.data.masks import compress_runs, decode_runs, foreground, foregrounds, resize_nearest, rle_runs
+from rl_train.data.masks import (
+    compress_runs,
+    decode_runs,
+    foreground,
+    foregrounds,
+    resize_nearest,
+    rle_runs,
+)
 from sa2va_hf import processing_sa2va
 from tools.gar_writer import encode_mask
 
@@ -32,7 +40,10 @@ def test_decodes_like_pycocotools(shape):
         rle = encode_mask(mask)
         for counts in (rle["counts"], rle["counts"].encode(), rle_runs(rle)[0].tolist()):
             runs, height, width = rle_runs({"counts": counts, "size": rle["size"]})
-            assert np.array_equal(decode_runs(runs, height, width), mask) and foreground(runs) == mask.sum()
+            assert (
+                np.array_equal(decode_runs(runs, height, width), mask)
+                and foreground(runs) == mask.sum()
+            )
         uncompressed = {"counts": rle_runs(rle)[0].tolist(), "size": rle["size"]}
         assert np.array_equal(coco_mask.decode(coco_mask.frPyObjects(uncompressed, *shape)), mask)
 
@@ -40,7 +51,11 @@ def test_decodes_like_pycocotools(shape):
 def column(strings: list[bytes], sizes):
     """Arguments of `foregrounds`, with bytes of others before and behind."""
     chars = np.frombuffer(b"?? " + b"".join(strings) + b"7", dtype=np.uint8)
-    return chars, 3 + np.concatenate([[0], np.cumsum([len(s) for s in strings])]).astype(np.int64), np.array(sizes)
+    return (
+        chars,
+        3 + np.concatenate([[0], np.cumsum([len(s) for s in strings])]).astype(np.int64),
+        np.array(sizes),
+    )
 
 
 @pytest.mark.parametrize("block", [1, 50, 100_000])
@@ -51,7 +66,15 @@ def test_a_column_of_masks_at_once(monkeypatch, block):
         shape = tuple(rng.integers(1, 60, 2).tolist())
         mask = rng.random(shape) < rng.choice([0, 0.02, 0.5, 1])
         good = encode_mask(mask)["counts"].encode()
-        bad = [b"", good[:-1], good + b"0", b"~" + good, good[:-1] + b"X", b"XXXXXXXX1" + good, b"\x00"][i % 7]
+        bad = [
+            b"",
+            good[:-1],
+            good + b"0",
+            b"~" + good,
+            good[:-1] + b"X",
+            b"XXXXXXXX1" + good,
+            b"\x00",
+        ][i % 7]
         strings += [good, bad]
         sizes += [shape] * 2
     for text, size in zip(strings, sizes):
@@ -64,7 +87,7 @@ def test_a_column_of_masks_at_once(monkeypatch, block):
 
 
 def test_sizes_out_of_range_are_bad():
-    sizes = [[2, 3], [0, 3], [-2, -3], [2 ** 40, 2 ** 40], [3 * 10 ** 8 + 1, 1], [2, 4]]
+    sizes = [[2, 3], [0, 3], [-2, -3], [2**40, 2**40], [3 * 10**8 + 1, 1], [2, 4]]
     assert foregrounds(*column([b"132"] * 6, sizes)).tolist() == [3, -1, -1, -1, -1, -1]
     assert foregrounds(*column([], np.zeros((0, 2)))).tolist() == []
 
@@ -75,19 +98,36 @@ def test_compress_runs_writes_what_pycocotools_writes():
         for share in (0, 0.1, 1):
             rle = encode_mask(rng.random(shape) < share)
             assert compress_runs(rle_runs(rle)[0].tolist()) == rle["counts"]
-    assert compress_runs([40, 2, 18, 1, 3]) == "X12b0OA"                       # the string worked by hand above
+    assert compress_runs([40, 2, 18, 1, 3]) == "X12b0OA"  # the string worked by hand above
 
 
-@pytest.mark.parametrize("counts, size", [
-    ("132", [3, 3]),              # sum 6, not 9
-    ("", [2, 3]), (b"", [2, 3]), ([], [2, 3]),
-    ("13X", [2, 3]),              # cut off: the last character says "continues"
-    ("1 2", [2, 3]), ("1\x7f2", [2, 3]), ("1é2", [2, 3]),
-    ("XXXXXXXX1", [2, 3]),        # a run longer than any mask
-    ("O7", [2, 3]),               # runs -1, 7 sum to 6
-    ([7, -1], [2, 3]), ([1, None, 5], [2, 3]),
-    (None, [2, 3]), ("132", None), ("132", [6]), ("132", [2, 3, 1]), ("132", [-2, -3]), ("132", [2, None]), ("0", [0, 5]), ("132", [10 ** 5, 10 ** 5]),
-    ([3, 3.0], [2, 3]), ([2 ** 70, 1], [2, 3])])
+@pytest.mark.parametrize(
+    "counts, size",
+    [
+        ("132", [3, 3]),  # sum 6, not 9
+        ("", [2, 3]),
+        (b"", [2, 3]),
+        ([], [2, 3]),
+        ("13X", [2, 3]),  # cut off: the last character says "continues"
+        ("1 2", [2, 3]),
+        ("1\x7f2", [2, 3]),
+        ("1é2", [2, 3]),
+        ("XXXXXXXX1", [2, 3]),  # a run longer than any mask
+        ("O7", [2, 3]),  # runs -1, 7 sum to 6
+        ([7, -1], [2, 3]),
+        ([1, None, 5], [2, 3]),
+        (None, [2, 3]),
+        ("132", None),
+        ("132", [6]),
+        ("132", [2, 3, 1]),
+        ("132", [-2, -3]),
+        ("132", [2, None]),
+        ("0", [0, 5]),
+        ("132", [10**5, 10**5]),
+        ([3, 3.0], [2, 3]),
+        ([2**70, 1], [2, 3]),
+    ],
+)
 def test_damaged_rle_is_refused(counts, size):
     with pytest.raises(ValueError):
         rle_runs({"counts": counts, "size": size})
@@ -98,7 +138,7 @@ def test_resize_nearest():
     assert resize_nearest(mask, 4, 6).nonzero()[0].tolist() == [0, 0, 0, 1, 1, 1]
     assert resize_nearest(mask, 4, 6).nonzero()[1].tolist() == [0, 1, 2, 0, 1, 2]
     big = np.zeros((4, 4), dtype=bool)
-    big[1, 3] = True                                   # 2x2 takes pixels 1 and 3 of each axis
+    big[1, 3] = True  # 2x2 takes pixels 1 and 3 of each axis
     assert resize_nearest(big, 2, 2).tolist() == [[False, True], [False, False]]
 
 

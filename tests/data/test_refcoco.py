@@ -1,4 +1,5 @@
 """The RefCOCO reader on files written here: splits, both pickles, every form of mask, and a pickle that would run a program."""
+
 import json
 import os
 import pickle
@@ -16,22 +17,37 @@ from tools.gar_writer import encode_image, encode_mask
 from tools.messy_data import bad_huffman
 
 W, H = 40, 30
-BOX, OVERLAP = [5, 5, 25, 5, 25, 20, 5, 20], [15, 10, 35, 10, 35, 25, 15, 25]     # x, y of four corners each
+BOX, OVERLAP = (
+    [5, 5, 25, 5, 25, 20, 5, 20],
+    [15, 10, 35, 10, 35, 25, 15, 25],
+)  # x, y of four corners each
 MASK = np.zeros((H, W), dtype=bool)
 MASK[5:20, 5:25] = True
 BOTH = MASK.copy()
 BOTH[10:25, 15:35] = True
 PHRASES = ["red cup", "the cup on the left"]
-SEGMENTATIONS = dict(polygon=[BOX], polygons=[BOX, OVERLAP], compressed=encode_mask(MASK),
-                     runs={"counts": rle_runs(encode_mask(MASK))[0].tolist(), "size": [H, W]},
-                     several=[encode_mask(MASK), encode_mask(BOTH & ~MASK)])
+SEGMENTATIONS = dict(
+    polygon=[BOX],
+    polygons=[BOX, OVERLAP],
+    compressed=encode_mask(MASK),
+    runs={"counts": rle_runs(encode_mask(MASK))[0].tolist(), "size": [H, W]},
+    several=[encode_mask(MASK), encode_mask(BOTH & ~MASK)],
+)
 
 
 def ref(ref_id, split="val", ann_id=None, sentences=PHRASES):
-    return {"ref_id": ref_id, "ann_id": ref_id if ann_id is None else ann_id, "image_id": 1, "category_id": 3, "split": split,
-            "file_name": f"COCO_train2014_{1:012d}_{ref_id}.jpg",
-            "sentences": [{"sent_id": 10 * ref_id + k, "sent": text, "raw": text.upper(), "tokens": text.split()}
-                          for k, text in enumerate(sentences)]}
+    return {
+        "ref_id": ref_id,
+        "ann_id": ref_id if ann_id is None else ann_id,
+        "image_id": 1,
+        "category_id": 3,
+        "split": split,
+        "file_name": f"COCO_train2014_{1:012d}_{ref_id}.jpg",
+        "sentences": [
+            {"sent_id": 10 * ref_id + k, "sent": text, "raw": text.upper(), "tokens": text.split()}
+            for k, text in enumerate(sentences)
+        ],
+    }
 
 
 def image_name(image_id):
@@ -44,16 +60,36 @@ def write_image(path, size=(W, H), data=None):
     path.write_bytes(data or encode_image(Image.fromarray(pixels), "JPEG"))
 
 
-def write(root, segmentations, refs, name="refcoco", images=(1,), of_image=None, protocol=2, by="unc"):
+def write(
+    root, segmentations, refs, name="refcoco", images=(1,), of_image=None, protocol=2, by="unc"
+):
     """instances.json and refs; annotation k + 1 has segmentations[k] and lies in image 1, or in of_image[k + 1]."""
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
-    annotations = [{"id": k, "image_id": (of_image or {}).get(k, 1), "category_id": 3, "segmentation": s, "bbox": [0, 0, 1, 1]}
-                   for k, s in enumerate(segmentations, 1)]
-    (folder / "instances.json").write_text(json.dumps(dict(
-        images=[{"id": i, "file_name": image_name(i), "height": H, "width": W} for i in images], annotations=annotations,
-        categories=[{"id": 3, "name": "cup"}])))
-    (folder / f"refs({by}).p").write_bytes(refs if isinstance(refs, bytes) else pickle.dumps(refs, protocol))
+    annotations = [
+        {
+            "id": k,
+            "image_id": (of_image or {}).get(k, 1),
+            "category_id": 3,
+            "segmentation": s,
+            "bbox": [0, 0, 1, 1],
+        }
+        for k, s in enumerate(segmentations, 1)
+    ]
+    (folder / "instances.json").write_text(
+        json.dumps(
+            dict(
+                images=[
+                    {"id": i, "file_name": image_name(i), "height": H, "width": W} for i in images
+                ],
+                annotations=annotations,
+                categories=[{"id": 3, "name": "cup"}],
+            )
+        )
+    )
+    (folder / f"refs({by}).p").write_bytes(
+        refs if isinstance(refs, bytes) else pickle.dumps(refs, protocol)
+    )
     return root
 
 
@@ -63,19 +99,33 @@ def read(root, segmentation, **changes):
     return RefCOCODataset(root)
 
 
-@pytest.mark.parametrize("place", ["", "train2014", "refcoco/coco2014/train2014", "images/mscoco/images/train2014"])
+@pytest.mark.parametrize(
+    "place", ["", "train2014", "refcoco/coco2014/train2014", "images/mscoco/images/train2014"]
+)
 def test_a_row_for_each_sentence_whatever_the_layout(tmp_path, place):
     write(tmp_path, [[BOX]] * 3, [ref(1), ref(2, "testA"), ref(3, sentences=["cup"])])
     write_image(tmp_path / place / image_name(1))
     dataset = RefCOCODataset(tmp_path)
     assert dataset.report() == {"rows": 3, "kept": 3, "skipped": {}, "resized_masks": 0}
-    assert [dataset[i]["image_id"] for i in range(3)] == ["refcoco/val/1/10", "refcoco/val/1/11", "refcoco/val/3/30"]
+    assert [dataset[i]["image_id"] for i in range(3)] == [
+        "refcoco/val/1/10",
+        "refcoco/val/1/11",
+        "refcoco/val/3/30",
+    ]
     assert [dataset[i]["caption"] for i in range(3)] == [*PHRASES, "cup"]
     sample = dataset[0]
-    assert sample["category"] == "cup" and sample["image"].mode == "RGB" and sample["image"].size == (W, H)
+    assert (
+        sample["category"] == "cup"
+        and sample["image"].mode == "RGB"
+        and sample["image"].size == (W, H)
+    )
     assert sample["mask"].dtype == bool and np.array_equal(sample["mask"], MASK)
     assert len(RefCOCODataset(tmp_path, split="testA")) == 2
-    assert [s["image_id"] for batch in DataLoader(dataset, 2, num_workers=1, collate_fn=list) for s in batch][2] == "refcoco/val/3/30"
+    assert [
+        s["image_id"]
+        for batch in DataLoader(dataset, 2, num_workers=1, collate_fn=list)
+        for s in batch
+    ][2] == "refcoco/val/3/30"
 
 
 def test_images_elsewhere_and_refcocog(tmp_path):
@@ -88,33 +138,64 @@ def test_images_elsewhere_and_refcocog(tmp_path):
         assert dataset[1]["image_id"] == "refcocog/test/1/11"
 
 
-@pytest.mark.parametrize("form, expected", [("polygon", MASK), ("polygons", BOTH), ("compressed", MASK), ("runs", MASK), ("several", BOTH)])
+@pytest.mark.parametrize(
+    "form, expected",
+    [
+        ("polygon", MASK),
+        ("polygons", BOTH),
+        ("compressed", MASK),
+        ("runs", MASK),
+        ("several", BOTH),
+    ],
+)
 def test_every_form_of_mask(tmp_path, form, expected):
     mask = read(tmp_path, SEGMENTATIONS[form])[0]["mask"]
-    assert np.array_equal(mask, expected) and mask.max() == 1                 # the union: where two overlap it is not 2
+    assert (
+        np.array_equal(mask, expected) and mask.max() == 1
+    )  # the union: where two overlap it is not 2
 
 
 def test_polygons_are_pycocotools(tmp_path):
     polygon = [3.2, 4.7, 31.9, 2.1, 22.4, 27.8, -2.0, 18.5]
     expected = coco.decode(coco.merge(coco.frPyObjects([polygon], H, W)))
-    assert np.array_equal(decode_segmentation([polygon], H, W), expected.astype(bool)) and 0 < expected.sum() < H * W
+    assert (
+        np.array_equal(decode_segmentation([polygon], H, W), expected.astype(bool))
+        and 0 < expected.sum() < H * W
+    )
 
 
 def test_a_mask_of_another_size_is_resized(tmp_path):
     write(tmp_path, [[BOX], encode_mask(np.kron(MASK, np.ones((2, 2), bool)))], [ref(1), ref(2)])
     write_image(tmp_path / image_name(1), (2 * W, 2 * H))
     dataset = RefCOCODataset(tmp_path)
-    assert dataset.report()["resized_masks"] == 2                             # the polygons; the run-length mask has the image's size
-    assert all(np.array_equal(dataset[i]["mask"], np.kron(MASK, np.ones((2, 2), bool))) for i in range(4))
+    assert (
+        dataset.report()["resized_masks"] == 2
+    )  # the polygons; the run-length mask has the image's size
+    assert all(
+        np.array_equal(dataset[i]["mask"], np.kron(MASK, np.ones((2, 2), bool))) for i in range(4)
+    )
 
 
-@pytest.mark.parametrize("segmentation, reason", [
-    ([BOX[:4]], "bad polygon"), ([BOX[:-1]], "bad polygon"), ([BOX[:-1] + ["20"]], "bad polygon"), ([BOX[:-1] + [1e9]], "bad polygon"),
-    ([BOX, "5 5 9 9"], "bad polygon"), ([BOX, encode_mask(MASK)], "bad polygon"), (7, "bad polygon"), ([[3, 3, 3, 3, 3, 3]], "empty mask"),
-    ([], "no mask"), (None, "no mask"), ({"counts": "0" * 9, "size": [H, W]}, "bad mask RLE"),
-    ({"counts": [1, 2], "size": [H, W]}, "bad mask RLE"),
-    ({"counts": [H * W], "size": [H, W]}, "empty mask"), ({"size": [H, W]}, "bad mask RLE"),
-    ([encode_mask(MASK), encode_mask(MASK.T)], "bad mask RLE")])
+@pytest.mark.parametrize(
+    "segmentation, reason",
+    [
+        ([BOX[:4]], "bad polygon"),
+        ([BOX[:-1]], "bad polygon"),
+        ([BOX[:-1] + ["20"]], "bad polygon"),
+        ([BOX[:-1] + [1e9]], "bad polygon"),
+        ([BOX, "5 5 9 9"], "bad polygon"),
+        ([BOX, encode_mask(MASK)], "bad polygon"),
+        (7, "bad polygon"),
+        ([[3, 3, 3, 3, 3, 3]], "empty mask"),
+        ([], "no mask"),
+        (None, "no mask"),
+        ({"counts": "0" * 9, "size": [H, W]}, "bad mask RLE"),
+        ({"counts": [1, 2], "size": [H, W]}, "bad mask RLE"),
+        ({"counts": [H * W], "size": [H, W]}, "empty mask"),
+        ({"size": [H, W]}, "bad mask RLE"),
+        ([encode_mask(MASK), encode_mask(MASK.T)], "bad mask RLE"),
+    ],
+)
 def test_unusable_masks_are_counted(tmp_path, segmentation, reason):
     write(tmp_path, [segmentation, [BOX]], [ref(1), ref(2)])
     write_image(tmp_path / image_name(1))
@@ -123,12 +204,24 @@ def test_unusable_masks_are_counted(tmp_path, segmentation, reason):
 
 
 def test_other_unusable_rows_are_counted(tmp_path):
-    refs = [ref(1), ref(2, ann_id=99), ref(3, sentences=["  ", "[SEG]", "cup [SEG]"]), ref(4), ref(5), ref(6)]
+    refs = [
+        ref(1),
+        ref(2, ann_id=99),
+        ref(3, sentences=["  ", "[SEG]", "cup [SEG]"]),
+        ref(4),
+        ref(5),
+        ref(6),
+    ]
     write(tmp_path, [[BOX]] * 6, refs, images=(1, 4, 5), of_image={4: 4, 5: 5, 6: 6})
     write_image(tmp_path / image_name(1))
     write_image(tmp_path / image_name(4), data=b"no image")
     dataset = RefCOCODataset(tmp_path)
-    assert dataset.report()["skipped"] == {"no annotation": 2, "blank caption": 2, "unreadable image header": 2, "no image": 4}
+    assert dataset.report()["skipped"] == {
+        "no annotation": 2,
+        "blank caption": 2,
+        "unreadable image header": 2,
+        "no image": 4,
+    }
     assert [dataset[i]["caption"] for i in range(3)] == [*PHRASES, "cup"]
 
 
@@ -142,6 +235,7 @@ def test_an_image_that_does_not_decode(tmp_path):
 
 # The pickle
 
+
 class Bomb:
     def __init__(self, path):
         self.path = str(path)
@@ -153,16 +247,34 @@ class Bomb:
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_malicious_pickle_runs_nothing(tmp_path, protocol):
     write(tmp_path, [[BOX]], [ref(1) | {"file_name": Bomb(tmp_path / "pwned")}], protocol=protocol)
-    with pytest.raises(ValueError, match=r"refs\(unc\)\.p is not a readable pickle of refs: .*mkdir"):
+    with pytest.raises(
+        ValueError, match=r"refs\(unc\)\.p is not a readable pickle of refs: .*mkdir"
+    ):
         RefCOCODataset(tmp_path)
     assert not (tmp_path / "pwned").exists()
-    pickle.loads((tmp_path / "refcoco" / "refs(unc).p").read_bytes())         # what an ordinary unpickler does
+    pickle.loads(
+        (tmp_path / "refcoco" / "refs(unc).p").read_bytes()
+    )  # what an ordinary unpickler does
     assert (tmp_path / "pwned").exists()
 
 
-@pytest.mark.parametrize("data", [pickle.dumps(np.float64(1)), pickle.dumps(len), b"\x80\x02cbuiltins\neval\n.", b"\x80\x02\x82\x01.",
-                                  b"", b"I1", b"no pickle", pickle.dumps([ref(1)])[:-9], pickle.dumps(5), pickle.dumps({"ref": 1}),
-                                  pickle.dumps([{"ref_id": 1}]), pickle.dumps([ref(1) | {"sentences": [{"sent_id": 1, "sent": 7}]}])])
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(np.float64(1)),
+        pickle.dumps(len),
+        b"\x80\x02cbuiltins\neval\n.",
+        b"\x80\x02\x82\x01.",
+        b"",
+        b"I1",
+        b"no pickle",
+        pickle.dumps([ref(1)])[:-9],
+        pickle.dumps(5),
+        pickle.dumps({"ref": 1}),
+        pickle.dumps([{"ref_id": 1}]),
+        pickle.dumps([ref(1) | {"sentences": [{"sent_id": 1, "sent": 7}]}]),
+    ],
+)
 def test_a_pickle_of_other_things_is_refused_by_name(tmp_path, data):
     write(tmp_path, [[BOX]], data)
     with pytest.raises(ValueError, match=r"refs\(unc\)\.p is not a readable pickle"):
@@ -175,12 +287,15 @@ def test_every_protocol_and_python_2(tmp_path, protocol):
     write_image(tmp_path / image_name(1))
     assert RefCOCODataset(tmp_path)[0]["caption"] == "red cup"
     python2 = pickle.dumps([ref(1, sentences=["SENT"])], 2)
-    python2 = python2.replace(b"X\x04\x00\x00\x00SENT", b"U\x06caf\xc3\xa9s")             # a byte string of UTF-8
+    python2 = python2.replace(
+        b"X\x04\x00\x00\x00SENT", b"U\x06caf\xc3\xa9s"
+    )  # a byte string of UTF-8
     write(tmp_path, [[BOX]], python2)
     assert RefCOCODataset(tmp_path)[0]["caption"] == "cafés"
 
 
 # The files
+
 
 def test_unknown_names_and_damaged_files_are_named(tmp_path):
     read(tmp_path, [BOX])

@@ -7,7 +7,7 @@ from rl_train.rewards import UserReward, load_reward
 from rl_train.rewards.custom import RESERVED, BadReward
 from tests.test_train import TAGS
 
-MODULE = '''
+MODULE = """
 import numpy as np
 import torch
 
@@ -27,7 +27,7 @@ def strict(completions):
 
 def loss(completions, **kwargs):
     return [0.0]
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,9 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "user_rewards.py").write_text(MODULE)
     (tmp_path / "user_faulty.py").write_text("import module_that_is_missing\n")
     (tmp_path / "user_package").mkdir()
-    (tmp_path / "user_package" / "deep.py").write_text("def one(completions, **kwargs):\n    return [1] * len(completions)\n")
+    (tmp_path / "user_package" / "deep.py").write_text(
+        "def one(completions, **kwargs):\n    return [1] * len(completions)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -51,36 +53,70 @@ def test_function_is_called_as_trl_calls_it():
 def test_spec_with_a_weight():
     assert UserReward.parse("user_rewards:words").weight == 1
     assert UserReward.parse("user_rewards:words=0.25").weight == 0.25
-    for text in ("user_rewards:words=", "user_rewards:words=much", "user_rewards:words=nan", "user_rewards:words=1=2"):
+    for text in (
+        "user_rewards:words=",
+        "user_rewards:words=much",
+        "user_rewards:words=nan",
+        "user_rewards:words=1=2",
+    ):
         with pytest.raises(ValueError, match=f"--reward {text}"):
             UserReward.parse(text)
 
 
-@pytest.mark.parametrize("spec, reason", [
-    ("user_rewards", "module:function"), ("user_rewards:", "module:function"), (":words", "module:function"), ("", "module:function"),
-    ("user_rewards.py:words", "no module user_rewards.py"), ("a/b.py:words", "module:function"),
-    ("user_rewards:words:1", "module:function"),
-    ("no_such_module:words", "no module no_such_module"), ("user_package.nothing:one", "no module user_package.nothing"),
-    ("user_rewards:nothing", "no function nothing"), ("user_rewards:CONSTANT", "no function CONSTANT")])
+@pytest.mark.parametrize(
+    "spec, reason",
+    [
+        ("user_rewards", "module:function"),
+        ("user_rewards:", "module:function"),
+        (":words", "module:function"),
+        ("", "module:function"),
+        ("user_rewards.py:words", "no module user_rewards.py"),
+        ("a/b.py:words", "module:function"),
+        ("user_rewards:words:1", "module:function"),
+        ("no_such_module:words", "no module no_such_module"),
+        ("user_package.nothing:one", "no module user_package.nothing"),
+        ("user_rewards:nothing", "no function nothing"),
+        ("user_rewards:CONSTANT", "no function CONSTANT"),
+    ],
+)
 def test_wrong_spec_is_named(spec, reason):
     with pytest.raises(ValueError, match=f"--reward {spec}: .*{reason}"):
         load_reward(spec)
 
 
-@pytest.mark.parametrize("values", [[1.0], [1.0] * 3, [], None, 1.0, "ab", ["1", 2.0], [1.0, "x"], [[1.0], [2.0]], [math.inf, 0.0],
-                                    {0: 1.0, 1: 1.0}])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0],
+        [1.0] * 3,
+        [],
+        None,
+        1.0,
+        "ab",
+        ["1", 2.0],
+        [1.0, "x"],
+        [[1.0], [2.0]],
+        [math.inf, 0.0],
+        {0: 1.0, 1: 1.0},
+    ],
+)
 def test_what_is_not_one_number_each_is_named(values):
     with pytest.raises(BadReward, match="--reward user_rewards:given: returned"):
         UserReward("user_rewards:given")(["a", "b"], values=values)
 
 
-@pytest.mark.parametrize("values", [[1, 0.5], (1, 0.5), torch.tensor([1, 0.5]), list(torch.tensor([1, 0.5]).numpy()), [True, 0.5]])
+@pytest.mark.parametrize(
+    "values",
+    [[1, 0.5], (1, 0.5), torch.tensor([1, 0.5]), list(torch.tensor([1, 0.5]).numpy()), [True, 0.5]],
+)
 def test_numbers_of_all_kinds(values):
     assert UserReward("user_rewards:given")(["a", "b"], values=values).tolist() == [1, 0.5]
 
 
 def test_none_and_nan_are_not_scored():
-    assert UserReward("user_rewards:given")(["a", "b", "c"], values=[None, math.nan, 0.0]).isnan().tolist() == [True, True, False]
+    assert UserReward("user_rewards:given")(
+        ["a", "b", "c"], values=[None, math.nan, 0.0]
+    ).isnan().tolist() == [True, True, False]
 
 
 def test_faults_of_the_users_code_pass_through():
@@ -95,4 +131,6 @@ def test_faults_of_the_users_code_pass_through():
 def test_names_of_our_curves_are_taken():
     with pytest.raises(ValueError, match="--reward user_rewards:loss: the name loss is taken"):
         UserReward("user_rewards:loss")
-    assert {"iou", "meteor", "judge", "caption_reward"} | {tag.split("/")[1] for tag in TAGS if tag.startswith("loop")} <= RESERVED
+    assert {"iou", "meteor", "judge", "caption_reward"} | {
+        tag.split("/")[1] for tag in TAGS if tag.startswith("loop")
+    } <= RESERVED

@@ -16,8 +16,12 @@ def test_one_pixel_mask_with_itself_is_one():
 
 
 def test_hand_counted_overlaps_of_a_batch():
-    pred = torch.stack([mask("##..", "...."), mask("####", "...."), mask("#...", "...."), mask("##..", "##..")])
-    target = torch.stack([mask(".##.", "...."), mask("##..", "...."), mask("...#", "...."), mask("####", "####")])
+    pred = torch.stack(
+        [mask("##..", "...."), mask("####", "...."), mask("#...", "...."), mask("##..", "##..")]
+    )
+    target = torch.stack(
+        [mask(".##.", "...."), mask("##..", "...."), mask("...#", "...."), mask("####", "####")]
+    )
     iou = mask_iou(pred, target)
     assert iou.dtype == torch.float32
     torch.testing.assert_close(iou, torch.tensor([1 / 3, 1 / 2, 0.0, 4 / 8]))
@@ -28,7 +32,10 @@ def test_large_counts_are_exact():
     target = torch.ones(1, 5000, 5000, dtype=torch.bool)
     pred = target.clone()
     pred[0, 0, 0] = False
-    assert mask_iou(pred, target).item() == torch.tensor(24_999_999 / 25_000_000, dtype=torch.float64).float().item()
+    assert (
+        mask_iou(pred, target).item()
+        == torch.tensor(24_999_999 / 25_000_000, dtype=torch.float64).float().item()
+    )
     assert mask_iou(pred, target).item() < 1.0
 
 

@@ -100,5 +100,7 @@ def test_imports_are_cheap():
         "import sys, rl_train.rewards; "
         "print([m for m in ('openai', 'trl', 'datasets', 'transformers') if m in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", check], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
 """The original checkpoint layout: both directions, bit for bit, and every way in which a file can be wrong."""
+
 import json
 import shutil
 from collections import Counter
@@ -32,58 +33,124 @@ def folder(tmp_path):
 
 # By name
 
-@pytest.mark.parametrize("native, original, part", [
-    ("vision_model.embeddings.cls_token", "vision_model.embeddings.class_embedding", None),
-    ("vision_model.encoder.layer.3.lambda_2", "vision_model.encoder.layers.3.ls2", None),
-    ("vision_model.encoder.layer.0.attention.q_proj.weight", "vision_model.encoder.layers.0.attn.qkv.weight", 0),
-    ("vision_model.encoder.layer.0.attention.k_proj.bias", "vision_model.encoder.layers.0.attn.qkv.bias", 1),
-    ("vision_model.encoder.layer.0.attention.v_proj.weight", "vision_model.encoder.layers.0.attn.qkv.weight", 2),
-    ("language_model.model.layers.0.self_attn.o_proj.weight", "language_model.model.layers.0.self_attn.o_proj.weight", None),
-    ("mlp1.1.weight", "mlp1.1.weight", None),
-    ("grounding_encoder.no_memory_embedding", "grounding_encoder.sam2_model.no_mem_embed", None),
-    ("grounding_encoder.mask_decoder.iou_prediction_head.proj_in.weight",
-     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.0.weight", None),
-    ("grounding_encoder.mask_decoder.iou_prediction_head.layers.0.weight",
-     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.1.weight", None),
-    ("grounding_encoder.mask_decoder.iou_prediction_head.proj_out.weight",
-     "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.2.weight", None),
-    ("grounding_encoder.mask_decoder.transformer.layers.1.mlp.proj_out.bias",
-     "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.1.mlp.layers.1.bias", None),
-    ("grounding_encoder.mask_decoder.transformer.layers.0.self_attn.o_proj.weight",
-     "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.0.self_attn.out_proj.weight", None),
-])
+
+@pytest.mark.parametrize(
+    "native, original, part",
+    [
+        ("vision_model.embeddings.cls_token", "vision_model.embeddings.class_embedding", None),
+        ("vision_model.encoder.layer.3.lambda_2", "vision_model.encoder.layers.3.ls2", None),
+        (
+            "vision_model.encoder.layer.0.attention.q_proj.weight",
+            "vision_model.encoder.layers.0.attn.qkv.weight",
+            0,
+        ),
+        (
+            "vision_model.encoder.layer.0.attention.k_proj.bias",
+            "vision_model.encoder.layers.0.attn.qkv.bias",
+            1,
+        ),
+        (
+            "vision_model.encoder.layer.0.attention.v_proj.weight",
+            "vision_model.encoder.layers.0.attn.qkv.weight",
+            2,
+        ),
+        (
+            "language_model.model.layers.0.self_attn.o_proj.weight",
+            "language_model.model.layers.0.self_attn.o_proj.weight",
+            None,
+        ),
+        ("mlp1.1.weight", "mlp1.1.weight", None),
+        (
+            "grounding_encoder.no_memory_embedding",
+            "grounding_encoder.sam2_model.no_mem_embed",
+            None,
+        ),
+        (
+            "grounding_encoder.mask_decoder.iou_prediction_head.proj_in.weight",
+            "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.0.weight",
+            None,
+        ),
+        (
+            "grounding_encoder.mask_decoder.iou_prediction_head.layers.0.weight",
+            "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.1.weight",
+            None,
+        ),
+        (
+            "grounding_encoder.mask_decoder.iou_prediction_head.proj_out.weight",
+            "grounding_encoder.sam2_model.sam_mask_decoder.iou_prediction_head.layers.2.weight",
+            None,
+        ),
+        (
+            "grounding_encoder.mask_decoder.transformer.layers.1.mlp.proj_out.bias",
+            "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.1.mlp.layers.1.bias",
+            None,
+        ),
+        (
+            "grounding_encoder.mask_decoder.transformer.layers.0.self_attn.o_proj.weight",
+            "grounding_encoder.sam2_model.sam_mask_decoder.transformer.layers.0.self_attn.out_proj.weight",
+            None,
+        ),
+    ],
+)
 def test_names(native, original, part):
     assert original_keys(native) == ([original], part)
 
 
 def test_point_embeddings_are_four_keys():
     keys, part = original_keys("grounding_encoder.prompt_encoder.point_embed.weight")
-    assert part is None and keys == [f"grounding_encoder.sam2_model.sam_prompt_encoder.point_embeddings.{i}.weight" for i in range(4)]
+    assert part is None and keys == [
+        f"grounding_encoder.sam2_model.sam_prompt_encoder.point_embeddings.{i}.weight"
+        for i in range(4)
+    ]
 
 
 def test_one_gaussian_matrix_feeds_two_buffers(model):
-    holders = [n for n in model.state_dict() if original_keys(n)[0][0].endswith("positional_encoding_gaussian_matrix")]
+    holders = [
+        n
+        for n in model.state_dict()
+        if original_keys(n)[0][0].endswith("positional_encoding_gaussian_matrix")
+    ]
     assert len(holders) == 2
-    assert model.grounding_encoder.prompt_encoder.shared_embedding is model.grounding_encoder.shared_image_embedding
+    assert (
+        model.grounding_encoder.prompt_encoder.shared_embedding
+        is model.grounding_encoder.shared_image_embedding
+    )
 
 
 def test_every_native_name_has_its_own_place(model):
     """Each original key feeds one native tensor, but for thirds of qkv and the shared matrix."""
-    places = Counter((key, original_keys(name)[1]) for name in model.state_dict() for key in original_keys(name)[0])
+    places = Counter(
+        (key, original_keys(name)[1])
+        for name in model.state_dict()
+        for key in original_keys(name)[0]
+    )
     assert [key for (key, _), n in places.items() if n > 1] == [
-        "grounding_encoder.sam2_model.sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"]
+        "grounding_encoder.sam2_model.sam_prompt_encoder.pe_layer.positional_encoding_gaussian_matrix"
+    ]
 
 
 def test_qkv_splits_in_thirds():
     fused = torch.arange(12.0).view(6, 2)
-    third = lambda x: native_tensor(f"vision_model.encoder.layer.0.attention.{x}_proj.weight", lambda key: fused)  # noqa: E731
-    assert third("q").tolist() == [[0, 1], [2, 3]] and third("k").tolist() == [[4, 5], [6, 7]] and third("v").tolist() == [[8, 9], [10, 11]]
-    state = {f"vision_model.encoder.layer.0.attention.{x}_proj.weight": third(x) for x in "vqk"}      # in any order
-    (key, joined), = to_original(state).items()
+
+    def third(x):
+        return native_tensor(
+            f"vision_model.encoder.layer.0.attention.{x}_proj.weight", lambda key: fused
+        )
+
+    assert (
+        third("q").tolist() == [[0, 1], [2, 3]]
+        and third("k").tolist() == [[4, 5], [6, 7]]
+        and third("v").tolist() == [[8, 9], [10, 11]]
+    )
+    state = {
+        f"vision_model.encoder.layer.0.attention.{x}_proj.weight": third(x) for x in "vqk"
+    }  # in any order
+    ((key, joined),) = to_original(state).items()
     assert key == "vision_model.encoder.layers.0.attn.qkv.weight" and torch.equal(joined, fused)
 
 
 # Both directions
+
 
 def test_the_file_comes_back_bit_for_bit(model, file):
     saved = {k: v.to(file[k].dtype) for k, v in to_original(model.state_dict()).items()}
@@ -103,7 +170,9 @@ def test_save_and_load(model, tmp_path, shard):
     state = moved.state_dict()
     assert set(again) == set(state) and all(torch.equal(again[n], state[n]) for n in state)
     assert any(not torch.equal(again[n], t) for n, t in model.state_dict().items())
-    assert json.loads((tmp_path / "config.json").read_text()) == json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())
+    assert json.loads((tmp_path / "config.json").read_text()) == json.loads(
+        (SHIPPED_CHECKPOINT / "config.json").read_text()
+    )
 
 
 def test_no_tensor_stays_uninitialised(model, file):
@@ -119,6 +188,7 @@ def test_a_model_with_adapter_is_not_saved(policy, tmp_path):
 
 
 # Wrong files
+
 
 def damage(folder, change):
     tensors = load_file(folder / "model.safetensors")
@@ -150,7 +220,7 @@ def test_missing_part_of_a_joined_tensor(folder):
 
 
 def test_wrong_shape(folder):
-    damage(folder, lambda t: t.update({"mlp1.3.bias": torch.zeros(1)}))        # would broadcast in a copy
+    damage(folder, lambda t: t.update({"mlp1.3.bias": torch.zeros(1)}))  # would broadcast in a copy
     refused(folder, "model.safetensors", "mlp1.3.bias has shape (1,)", "(128,)")
 
 
@@ -219,7 +289,9 @@ def test_tied_embeddings_come_back(folder, tmp_path_factory, file, absent):
     assert set(load_file(saved / "model.safetensors")) == set(file) - {absent}
     again = Sa2VAModel.from_pretrained(saved)
     assert again.language_model.lm_head.weight is again.language_model.model.embed_tokens.weight
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values())
+    )
 
 
 def test_tied_in_name_only(folder, tmp_path_factory, file):
@@ -250,18 +322,33 @@ def test_untied_needs_both(folder):
 
 # The config
 
+
 def test_unknown_fields_are_kept(folder, tmp_path):
-    config = json.loads((folder / "config.json").read_text()) | {"a_field_of_tomorrow": [1, {"x": None}], "auto_map": {"AutoModel": "a.B"}}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "a_field_of_tomorrow": [1, {"x": None}],
+        "auto_map": {"AutoModel": "a.B"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     Sa2VAConfig.from_pretrained(folder).save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(use_sliding_window=True), "use_sliding_window"), (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(rope_scaling={"type": "linear", "factor": 4.0}), "rope_scaling"),
+    ],
+)
 def test_an_llm_that_would_be_computed_wrongly_is_refused(change, message):
     config = json.loads((SHIPPED_CHECKPOINT / "config.json").read_text())
-    Sa2VAConfig(**config | {"llm_config": config["llm_config"] | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "use_sliding_window": False}})
+    Sa2VAConfig(
+        **config
+        | {
+            "llm_config": config["llm_config"]
+            | {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "use_sliding_window": False}
+        }
+    )
     with pytest.raises(ValueError, match=message):
         Sa2VAConfig(**config | {"llm_config": config["llm_config"] | change})
 

@@ -1,4 +1,5 @@
 """`predict_forward` of the demo model: the same answers as the trainer's batched form, videos, and every kind of input."""
+
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,16 @@ def force(built):
     def build(text):
         ids = iter(built.tokenizer.encode(text, add_special_tokens=False))
         size = built.model.config.llm.vocab_size
-        hooks.append(built.model.language_model.lm_head.register_forward_hook(
-            lambda module, args, logits: torch.nn.functional.one_hot(torch.tensor(next(ids)), size).float().expand_as(logits)))
+        hooks.append(
+            built.model.language_model.lm_head.register_forward_hook(
+                lambda module, args, logits: (
+                    torch.nn.functional.one_hot(torch.tensor(next(ids)), size)
+                    .float()
+                    .expand_as(logits)
+                )
+            )
+        )
+
     yield build
     for hook in hooks:
         hook.remove()
@@ -41,9 +50,19 @@ def predict(built, **changes):
 
 def test_masks_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    rollout = sample(built, batch, images, built.segment_prompts(images, [0, 1, 2, 3], batch.captions), 1, 16, mask_sigma=0.0)
+    rollout = sample(
+        built,
+        batch,
+        images,
+        built.segment_prompts(images, [0, 1, 2, 3], batch.captions),
+        1,
+        16,
+        mask_sigma=0.0,
+    )
     for scene, text, mask in zip(scenes, rollout.texts, rollout.masks):
-        result = predict(built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip(".")))
+        result = predict(
+            built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
+        )
         assert result["prediction"] == text + "<|end|>"
         (found,) = result["prediction_masks"]
         assert found.dtype == bool and found.shape == (1, *mask.shape) and mask.any()
@@ -54,9 +73,15 @@ def test_captions_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     captions = describe(built, batch, images, [0, 1, 2, 3], batch.masks, 24)
     for scene, caption, grid in zip(scenes, captions, batch.grids):
-        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(bool)         # of whole cells, where both grid rules agree
-        result = predict(built, image=scene["image"], mask_prompts=[whole[None]],
-                         text="<image>Please generate a detailed description for the given image region.")
+        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(
+            bool
+        )  # of whole cells, where both grid rules agree
+        result = predict(
+            built,
+            image=scene["image"],
+            mask_prompts=[whole[None]],
+            text="<image>Please generate a detailed description for the given image region.",
+        )
         assert result == {"prediction": caption + "<|end|>", "prediction_masks": []}
 
 
@@ -71,18 +96,26 @@ def test_scripts_of_the_original_run(built, scenes, policy):
     short = model.predict_forward(scenes[0]["image"], None, text, processor=None)["prediction"]
     assert len(built.tokenizer.encode(short)) == 2
     model.preparing_for_generation(built.tokenizer)
-    assert model.predict_forward(image=scenes[0]["image"], text=text)["prediction"].startswith(short)
-    assert model.predict_forward(text="<image>Who?", tokenizer=built.tokenizer) == model.predict_forward(text="Who?")
+    assert model.predict_forward(image=scenes[0]["image"], text=text)["prediction"].startswith(
+        short
+    )
+    assert model.predict_forward(
+        text="<image>Who?", tokenizer=built.tokenizer
+    ) == model.predict_forward(text="Who?")
 
 
 def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
     ids = torch.tensor([[560, 561]])
     model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
     features = model.extract_feature(batch.pixel_values[0])
-    with pytest.raises(ValueError, match="0 <IMG_CONTEXT> tokens"):                 # known, though nobody bound a tokenizer
+    with pytest.raises(
+        ValueError, match="0 <IMG_CONTEXT> tokens"
+    ):  # known, though nobody bound a tokenizer
         model.embed(torch.tensor([[1, 2]]), features)
     tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    assert (model.img_context_token_id, model.seg_token_idx) == tuple(tokenizer.convert_tokens_to_ids(["<IMG_CONTEXT>", "[SEG]"]))
+    assert (model.img_context_token_id, model.seg_token_idx) == tuple(
+        tokenizer.convert_tokens_to_ids(["<IMG_CONTEXT>", "[SEG]"])
+    )
     bare = Sa2VAModel(model.config)
     with pytest.raises(ValueError, match="call bind_tokenizer"):
         bare.embed(ids, features)
@@ -96,19 +129,24 @@ def test_region_masks_of_any_dtype(built, batch, dtype):
     images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     prompts = built.describe_prompts(images, [0], list(batch.grids[:1]))
     ids, features = torch.tensor(prompts.ids), built.model.extract_feature(batch.pixel_values[0])
-    embed = lambda masks: built.model.embed(ids, features, [masks], torch.tensor([True]))  # noqa: E731
+    embed = lambda masks: built.model.embed(ids, features, [masks], torch.tensor([True]))
     assert torch.equal(embed(batch.grids[:1].to(dtype)), embed(batch.grids[:1]))
 
 
 def test_text_alone_and_past_text(built, force):
     answer = "It is [SEG].<|end|>"
-    force(2 * answer)                                                    # one after the other
+    force(2 * answer)  # one after the other
     first = predict(built, text="Please segment a dog in this image.")
-    assert first == {"prediction": answer, "prediction_masks": []}       # without an image there is nothing to segment
+    assert first == {
+        "prediction": answer,
+        "prediction_masks": [],
+    }  # without an image there is nothing to segment
     past = f"<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n{first['prediction']}\n"
     prompts = []
     embed = built.model.embed
-    built.model.embed = lambda ids, *rest: prompts.append(built.tokenizer.decode(ids[0].tolist())) or embed(ids, *rest)
+    built.model.embed = lambda ids, *rest: (
+        prompts.append(built.tokenizer.decode(ids[0].tolist())) or embed(ids, *rest)
+    )
     try:
         predict(built, text="And a dog?", past_text=past)
     finally:
@@ -116,7 +154,14 @@ def test_text_alone_and_past_text(built, force):
     assert prompts == [past + "<|user|>\nAnd a dog?<|end|>\n<|assistant|>\n"]
 
 
-@pytest.mark.parametrize("answer, masks", [("Nothing there.<|end|>", 0), ("It is [SEG].<|end|>", 1), ("It is [SEG] and [SEG].<|end|>", 2)])
+@pytest.mark.parametrize(
+    "answer, masks",
+    [
+        ("Nothing there.<|end|>", 0),
+        ("It is [SEG].<|end|>", 1),
+        ("It is [SEG] and [SEG].<|end|>", 2),
+    ],
+)
 def test_seg_never_once_and_twice(built, scenes, force, answer, masks):
     force(answer)
     result = predict(built, image=scenes[0]["image"], text="<image>\nWhat is there?")
@@ -126,7 +171,10 @@ def test_seg_never_once_and_twice(built, scenes, force, answer, masks):
 def test_seg_as_the_very_last_token_is_dropped(built, scenes, force, monkeypatch):
     monkeypatch.setattr(built.model, "max_new_tokens", len(built.tokenizer.encode("It is [SEG]")))
     force("It is [SEG]")
-    assert predict(built, image=scenes[0]["image"], text="<image>\nGo.") == {"prediction": "It is [SEG]", "prediction_masks": []}
+    assert predict(built, image=scenes[0]["image"], text="<image>\nGo.") == {
+        "prediction": "It is [SEG]",
+        "prediction_masks": [],
+    }
 
 
 @pytest.mark.parametrize("mode", ["L", "RGBA", "CMYK", "P", "1"])
@@ -136,13 +184,18 @@ def test_image_modes(built, scenes, mode):
     found = predict(built, image=image, text=text)
     expected = predict(built, image=image.convert("RGB"), text=text)
     assert found["prediction"] == expected["prediction"]
-    assert all(np.array_equal(a, b) for a, b in zip(found["prediction_masks"], expected["prediction_masks"], strict=True))
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(found["prediction_masks"], expected["prediction_masks"], strict=True)
+    )
 
 
 @pytest.mark.parametrize("size", [(1, 1), (10000, 50), (50, 10000)])
 def test_extreme_sizes(built, force, size):
     force("It is [SEG].<|end|>")
-    masks = predict(built, image=Image.new("RGB", size, "red"), text="<image>\nGo.")["prediction_masks"]
+    masks = predict(built, image=Image.new("RGB", size, "red"), text="<image>\nGo.")[
+        "prediction_masks"
+    ]
     assert [mask.shape for mask in masks] == [(1, size[1], size[0])]
 
 
@@ -152,7 +205,9 @@ def test_a_region_of_one_pixel_is_seen(built, scenes):
     mask[0, 133, 77] = 255
     found = {}
     embed = built.model.embed
-    built.model.embed = lambda ids, features, grids, flags: found.update(grid=grids[0]) or embed(ids, features, grids, flags)
+    built.model.embed = lambda ids, features, grids, flags: (
+        found.update(grid=grids[0]) or embed(ids, features, grids, flags)
+    )
     try:
         predict(built, image=scenes[0]["image"], text="<image>What is it?", mask_prompts=[mask])
     finally:
@@ -163,21 +218,38 @@ def test_a_region_of_one_pixel_is_seen(built, scenes):
 IMAGE, REGION = Image.new("RGB", (64, 64)), np.ones((1, 64, 64))
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (dict(image=IMAGE), "needs text"),
-    (dict(image=IMAGE, video=[IMAGE], text="<image>Go"), "not both"),
-    (dict(image=IMAGE, text="Go"), "text has no <image>"),
-    (dict(image=IMAGE, text="<image><image>Go"), "<IMG_CONTEXT> tokens"),
-    (dict(video=[], text="<image>Go"), "one size, got"),
-    (dict(video=[IMAGE, Image.new("RGB", (64, 65))], text="<image>Go"), "one size, got"),
-    (dict(video=[IMAGE], text="<image>Go", mask_prompts=[REGION]), "mask_prompts need an image"),
-    (dict(image=IMAGE, text="<image>Go", past_text="x"), "first turn"),
-    (dict(image=IMAGE, text="Go", past_text="<IMG_CONTEXT>", mask_prompts=[REGION]), "no past_text"),
-    (dict(image=IMAGE, text="<image>Go", mask_prompts=[REGION, REGION]), "list of one"),
-    (dict(image=IMAGE, text="<image>Go", mask_prompts=[REGION[0]]), "must be"),
-    (dict(image=IMAGE, text="<image>Go", mask_prompts=[np.concatenate([REGION, 0 * REGION])]), "region2 has no pixel"),
-    (dict(image=Image.new("1", (20000, 20000)), text="<image>Go"), "20000x20000 pixels is larger"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(image=IMAGE), "needs text"),
+        (dict(image=IMAGE, video=[IMAGE], text="<image>Go"), "not both"),
+        (dict(image=IMAGE, text="Go"), "text has no <image>"),
+        (dict(image=IMAGE, text="<image><image>Go"), "<IMG_CONTEXT> tokens"),
+        (dict(video=[], text="<image>Go"), "one size, got"),
+        (dict(video=[IMAGE, Image.new("RGB", (64, 65))], text="<image>Go"), "one size, got"),
+        (
+            dict(video=[IMAGE], text="<image>Go", mask_prompts=[REGION]),
+            "mask_prompts need an image",
+        ),
+        (dict(image=IMAGE, text="<image>Go", past_text="x"), "first turn"),
+        (
+            dict(image=IMAGE, text="Go", past_text="<IMG_CONTEXT>", mask_prompts=[REGION]),
+            "no past_text",
+        ),
+        (dict(image=IMAGE, text="<image>Go", mask_prompts=[REGION, REGION]), "list of one"),
+        (dict(image=IMAGE, text="<image>Go", mask_prompts=[REGION[0]]), "must be"),
+        (
+            dict(
+                image=IMAGE, text="<image>Go", mask_prompts=[np.concatenate([REGION, 0 * REGION])]
+            ),
+            "region2 has no pixel",
+        ),
+        (
+            dict(image=Image.new("1", (20000, 20000)), text="<image>Go"),
+            "20000x20000 pixels is larger",
+        ),
+    ],
+)
 def test_bad_input(built, arguments, message):
     with pytest.raises(ValueError, match=message):
         predict(built, **arguments)
@@ -194,21 +266,32 @@ def test_video(built, scenes, force):
 
 def test_prompted_frames_are_single_images(built, scenes):
     model = built.model
-    features = [model.sam_features(built.processor.sam_image(scenes[i]["image"])[None]) for i in (0, 1, 0)]
+    features = [
+        model.sam_features(built.processor.sam_image(scenes[i]["image"])[None]) for i in (0, 1, 0)
+    ]
     prompts = torch.randn(2, model.config.prompt_size, generator=torch.Generator().manual_seed(0))
     tracked = track(model, features, prompts, num_prompted=2)
     first = torch.zeros(2, dtype=torch.long)
     for frame in (0, 1):
-        assert torch.allclose(tracked[:, frame], model.decode_masks(features[frame], first, prompts), atol=1e-4)
-    assert not torch.allclose(tracked[:, 2], tracked[:, 0], atol=1e-2)         # the same image, now without the prompt
+        assert torch.allclose(
+            tracked[:, frame], model.decode_masks(features[frame], first, prompts), atol=1e-4
+        )
+    assert not torch.allclose(
+        tracked[:, 2], tracked[:, 0], atol=1e-2
+    )  # the same image, now without the prompt
     alone = track(model, features, prompts[1:], num_prompted=2)
     assert torch.allclose(alone[0], tracked[1], atol=1e-4)
 
 
 def test_stop_words_end_each_row(built):
     stop = StopWords(built.tokenizer, ["<|end|>"])
-    encode = lambda text: built.tokenizer.encode(text, add_special_tokens=False)  # noqa: E731
-    rows = [encode("a dog.<|end|>"), encode("a <|end|> dog"), encode("a dog"), encode("dog<|end|>\n")]
+    encode = lambda text: built.tokenizer.encode(text, add_special_tokens=False)
+    rows = [
+        encode("a dog.<|end|>"),
+        encode("a <|end|> dog"),
+        encode("a dog"),
+        encode("dog<|end|>\n"),
+    ]
     length = max(map(len, rows))
     ids = torch.tensor([[built.pad_id] * (length - len(row)) + row for row in rows])
     assert stop(ids, None).tolist() == [True, False, False, True]

@@ -5,6 +5,7 @@ added to the laps, for work that is measured in part and for phases that the pro
 
 Letters: P prompts, G samples each, N = P*G rows, n rows of a forward, L prompt length, T completion tokens, A answer tokens, C width.
 """
+
 import contextlib
 import time
 from collections import Counter
@@ -34,8 +35,10 @@ def naive(work: Work, num_samples: int):
     """
     extra = Counter()
     rows = PerRow(work, all_logits=True)
-    one_by_one = [(mask_caption_mask, "segment", partly(rows.segment, work, num_samples, extra, "teacher1")),
-                  (caption_mask_caption, "describe", partly(describe, work, num_samples, extra, "teacher2"))]
+    one_by_one = [
+        (mask_caption_mask, "segment", partly(rows.segment, work, num_samples, extra, "teacher1")),
+        (caption_mask_caption, "describe", partly(describe, work, num_samples, extra, "teacher2")),
+    ]
     with replaced((rollout, "generate", huggingface(work)), *rows.replacements(), *one_by_one):
         yield extra
 
@@ -62,8 +65,12 @@ def trl(work: Work, all_logits: bool):
         extra[f"rollout{loop}"] -= seconds
         return found
 
-    with replaced((rollout, "generate", huggingface(work)), *rows.replacements(), (train, "sample", sample_and_score),
-                  (mask_caption_mask, "segment", rows.segment)):
+    with replaced(
+        (rollout, "generate", huggingface(work)),
+        *rows.replacements(),
+        (train, "sample", sample_and_score),
+        (mask_caption_mask, "segment", rows.segment),
+    ):
         yield extra
 
 
@@ -84,17 +91,22 @@ def replaced(*replacements):
         def call(*args, **kwargs):
             calls[name] += 1
             return function(*args, **kwargs)
+
         return call
+
     with contextlib.ExitStack() as stack:
         for owner, name, function in replacements:
             stack.enter_context(patch.object(owner, name, counted((owner, name), function)))
         yield
     unused = [name for owner, name, _ in replacements if not calls[owner, name]]
-    assert not unused, f"the step does not call {', '.join(unused)} any more: the stand-ins have to follow it"
+    assert not unused, (
+        f"the step does not call {', '.join(unused)} any more: the stand-ins have to follow it"
+    )
 
 
 def partly(function, work: Work, num_samples: int, extra: Counter, phase: str):
     """`function` of lists of N, called with the first num_samples one at a time; the others get their results, and the phase their time."""
+
     def call(policy, *inputs):
         total = max(len(value) for value in inputs if isinstance(value, list))
         lists = [isinstance(value, list) and len(value) == total for value in inputs]
@@ -102,38 +114,84 @@ def partly(function, work: Work, num_samples: int, extra: Counter, phase: str):
         synchronize(policy.device)
         start = time.perf_counter()
         for row in range(taken):
-            found += function(policy, *[value[row:row + 1] if is_list else value for value, is_list in zip(inputs, lists)])
+            found += function(
+                policy,
+                *[
+                    value[row : row + 1] if is_list else value
+                    for value, is_list in zip(inputs, lists)
+                ],
+            )
         synchronize(policy.device)
         extra[phase] += (total / taken - 1) * (time.perf_counter() - start)
         return [found[row % taken] for row in range(total)]
+
     return call
 
 
 def huggingface(work: Work, **how):
     """A stand-in for `sampler.generate` by transformers' own, whose rows each have their prompt's cache."""
-    def generate(language_model, embeds, attention_mask, *, num_generations, max_new_tokens, stop, pad_id, temperature, uniforms,
-                 same=None):
+
+    def generate(
+        language_model,
+        embeds,
+        attention_mask,
+        *,
+        num_generations,
+        max_new_tokens,
+        stop,
+        pad_id,
+        temperature,
+        uniforms,
+        same=None,
+    ):
         drawn = uniforms is not None
-        sampling = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature) if drawn else dict(do_sample=False)
+        sampling = (
+            dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
+            if drawn
+            else dict(do_sample=False)
+        )
         with_hidden = max_new_tokens == work.answer_tokens
         out = language_model.generate(
-            inputs_embeds=embeds, attention_mask=attention_mask, num_return_sequences=num_generations, max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens, pad_token_id=pad_id, return_dict_in_generate=True, output_logits=drawn,
-            output_hidden_states=with_hidden and not how, **sampling, **how)
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            num_return_sequences=num_generations,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=max_new_tokens,
+            pad_token_id=pad_id,
+            return_dict_in_generate=True,
+            output_logits=drawn,
+            output_hidden_states=with_hidden and not how,
+            **sampling,
+            **how,
+        )
         ids, width = out.sequences, embeds.shape[-1]
         assert ids.shape == (len(embeds) * num_generations, max_new_tokens)
         logp = torch.zeros(ids.shape, device=ids.device)
         for t, logits in enumerate(out.logits if drawn else ()):
-            logp[:, t] = torch.log_softmax(logits.float() / temperature, -1).gather(1, ids[:, t, None])[:, 0]
+            logp[:, t] = torch.log_softmax(logits.float() / temperature, -1).gather(
+                1, ids[:, t, None]
+            )[:, 0]
         hidden = torch.zeros(*ids.shape, width, device=ids.device, dtype=embeds.dtype)
         valid = torch.ones_like(ids, dtype=torch.bool)
-        if with_hidden and how:                  # a compiled forward gives no hidden states: one more forward, the project's own
+        if (
+            with_hidden and how
+        ):  # a compiled forward gives no hidden states: one more forward, the project's own
             prompt = torch.arange(len(embeds), device=ids.device).repeat_interleave(num_generations)
-            answers = score_answers(language_model, embeds, attention_mask, prompt, ids, valid, pad_id=pad_id, temperature=temperature)
+            answers = score_answers(
+                language_model,
+                embeds,
+                attention_mask,
+                prompt,
+                ids,
+                valid,
+                pad_id=pad_id,
+                temperature=temperature,
+            )
             hidden[:, :-1] = answers.hidden_of(fed(valid)).view(len(ids), -1, width)
         elif with_hidden:
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
         return Completions(ids, logp, valid, ~valid[:, 0], hidden)
+
     return generate
 
 
@@ -141,7 +199,9 @@ def forward(language_model, embeds, mask, ids) -> torch.Tensor:
     """(n, L+T, C) last hidden states of embeddings (n, L, C) and the tokens ids (n, T) behind them."""
     embeds = torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
     mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-    return language_model.model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions(mask), use_cache=False).last_hidden_state
+    return language_model.model(
+        inputs_embeds=embeds, attention_mask=mask, position_ids=positions(mask), use_cache=False
+    ).last_hidden_state
 
 
 class PerRow:
@@ -151,43 +211,81 @@ class PerRow:
         self.work, self.all_logits, self.embed_once = work, all_logits, work.policy.embed
 
     def replacements(self):
-        return [(self.work.policy, "embed", self.embed), (train, "token_logps", self.token_logps),
-                (objective, "token_logps", self.token_logps)]
+        return [
+            (self.work.policy, "embed", self.embed),
+            (train, "token_logps", self.token_logps),
+            (objective, "token_logps", self.token_logps),
+        ]
 
     def embed(self, images: Images, prompts: Prompts, *rest):
         """`Policy.embed` after the vision encoder, on the tiles of each prompt."""
         policy, batch = self.work.policy, self.work.batch
-        with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):                   # as in `Policy.encode_images`
-            vision = policy.model.vision_features(torch.cat([batch.pixel_values[i] for i in prompts.image]).to(policy.device))
-        each = Images(vision, [images.tiles[i] for i in prompts.image], images.sam, [images.sizes[i] for i in prompts.image])
-        return self.embed_once(each, Prompts(prompts.ids, list(range(len(prompts.ids))), prompts.grids), *rest)
+        with (
+            torch.no_grad(),
+            torch.autocast(policy.device.type, enabled=False),
+        ):  # as in `Policy.encode_images`
+            vision = policy.model.vision_features(
+                torch.cat([batch.pixel_values[i] for i in prompts.image]).to(policy.device)
+            )
+        each = Images(
+            vision,
+            [images.tiles[i] for i in prompts.image],
+            images.sam,
+            [images.sizes[i] for i in prompts.image],
+        )
+        return self.embed_once(
+            each, Prompts(prompts.ids, list(range(len(prompts.ids))), prompts.grids), *rest
+        )
 
     def token_logps(self, policy, rollout, rows: slice = slice(None)) -> Scores:
         """`objective.token_logps` by one sequence per row and its logits as one tensor."""
         prompts = rollout.prompts.select(range(len(rollout))[rows])
-        ids, valid, head = rollout.ids[rows], rollout.valid[rows], policy.model.language_model.lm_head
+        ids, valid, head = (
+            rollout.ids[rows],
+            rollout.valid[rows],
+            policy.model.language_model.lm_head,
+        )
         with policy.autocast():
             embeds, mask = policy.embed(rollout.images, prompts)
             length = embeds.shape[1]
             hidden = forward(policy.model.language_model, embeds, mask, ids)
-            logits = head(hidden)[:, length - 1:-1] if self.all_logits else head(hidden[:, length - 1:-1])
-            latent_mean = policy.model.text_hidden_fcs(hidden[:, length:][policy.seg_tokens(ids, valid)])
+            logits = (
+                head(hidden)[:, length - 1 : -1]
+                if self.all_logits
+                else head(hidden[:, length - 1 : -1])
+            )
+            latent_mean = policy.model.text_hidden_fcs(
+                hidden[:, length:][policy.seg_tokens(ids, valid)]
+            )
         logp = grpo.token_logps_from_logits(logits, ids, policy.temperature)
         with torch.no_grad():
             entropy = grpo.entropy_from_logits(logits, policy.temperature)
         return Scores(logp, entropy, latent_mean.float())
 
     @torch.no_grad()
-    def segment(self, policy, images: Images, image: list[int], captions: list[str]) -> list[torch.Tensor]:
+    def segment(
+        self, policy, images: Images, image: list[int], captions: list[str]
+    ) -> list[torch.Tensor]:
         """`rollout.segment` with an answer that is generated, and SAM2 features for every caption."""
         with policy.autocast():
             prompts = policy.segment_prompts(images, image, captions)
             embeds, mask = policy.embed(images, prompts)
-            answers = rollout.generate(policy.model.language_model, embeds, mask, num_generations=1, max_new_tokens=self.work.answer_tokens,
-                                       stop=policy.stop, pad_id=policy.pad_id, temperature=policy.temperature, uniforms=None)
+            answers = rollout.generate(
+                policy.model.language_model,
+                embeds,
+                mask,
+                num_generations=1,
+                max_new_tokens=self.work.answer_tokens,
+                stop=policy.stop,
+                pad_id=policy.pad_id,
+                temperature=policy.temperature,
+                uniforms=None,
+            )
             seg = policy.seg_tokens(answers.ids, answers.valid)
             embeddings = policy.model.text_hidden_fcs(answers.hidden[seg]).float()
             with torch.autocast(policy.device.type, enabled=False):
                 sam = policy.model.sam_features(self.work.batch.sam_pixels[image].to(policy.device))
         each = Images(images.vision, images.tiles, sam, [images.sizes[i] for i in image])
-        return row_masks(policy, each, list(range(len(image))), seg.nonzero()[:, 0].tolist(), embeddings)
+        return row_masks(
+            policy, each, list(range(len(image))), seg.nonzero()[:, 0].tolist(), embeddings
+        )

@@ -1,4 +1,5 @@
 """What the benchmarks share: the clock, the ceilings of the device, a language model of random weights."""
+
 import statistics
 import time
 
@@ -45,11 +46,15 @@ def copy_bandwidth(args) -> float:
 
 def matmul_rate(args) -> float:
     """Operations a second of a bf16 product of two random square matrices of side --matmul_size."""
-    a, b = (torch.randn(args.matmul_size, args.matmul_size, device=args.device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn(args.matmul_size, args.matmul_size, device=args.device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
 
     def products():
         for _ in range(10):
             a @ b
+
     return 10 * 2 * args.matmul_size**3 / seconds(products, args)
 
 
@@ -63,7 +68,12 @@ def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"))    # in place
+    get_peft_model(
+        model,
+        LoraConfig(
+            r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
+        ),
+    )  # in place
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:

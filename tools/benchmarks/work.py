@@ -6,6 +6,7 @@ behind the project's own functions (`forced`), which have done their work by the
 
 Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens of an answer with a mask.
 """
+
 import argparse
 import itertools
 from collections import Counter
@@ -23,28 +24,60 @@ from rl_train.policy import Policy, make_policy
 from rl_train.roles import Roles
 from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
 
-CONFIG_TINY = CONFIG_4B | dict(                                             # for the tests, on a CPU
-    vision_config=CONFIG_4B["vision_config"] | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32),
-    llm_config=CONFIG_4B["llm_config"] | dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                              intermediate_size=96, vocab_size=256 + 26 + 26**2 + 26**3 + len(ADDED)),
+CONFIG_TINY = CONFIG_4B | dict(  # for the tests, on a CPU
+    vision_config=CONFIG_4B["vision_config"]
+    | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32),
+    llm_config=CONFIG_4B["llm_config"]
+    | dict(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=96,
+        vocab_size=256 + 26 + 26**2 + 26**3 + len(ADDED),
+    ),
     sam2_config=dict(
-        image_size=256, hidden_size=64, mask_decoder_mlp_dim=64, mask_decoder_heads=4, memory_channels=64, memory_layers=1,
-        memory_mlp_dim=64, memory_fuser_dim=64, backbone=dict(
-            hidden_size=24, num_attention_heads=1, blocks_per_stage=[1, 1, 2, 1], embed_dim_per_stage=[24, 48, 96, 192],
-            num_attention_heads_per_stage=[1, 2, 4, 8], window_size_per_stage=[8, 4, 8, 4], global_attention_blocks=[3],
-            window_positional_embedding_background_size=[7, 7])))
+        image_size=256,
+        hidden_size=64,
+        mask_decoder_mlp_dim=64,
+        mask_decoder_heads=4,
+        memory_channels=64,
+        memory_layers=1,
+        memory_mlp_dim=64,
+        memory_fuser_dim=64,
+        backbone=dict(
+            hidden_size=24,
+            num_attention_heads=1,
+            blocks_per_stage=[1, 1, 2, 1],
+            embed_dim_per_stage=[24, 48, 96, 192],
+            num_attention_heads_per_stage=[1, 2, 4, 8],
+            window_size_per_stage=[8, 4, 8, 4],
+            global_attention_blocks=[3],
+            window_positional_embedding_background_size=[7, 7],
+        ),
+    ),
+)
 CONFIGS = {"4b": CONFIG_4B, "tiny": CONFIG_TINY}
-WORDS = "a red cup and an old hat on top of the big box by the sea".split()      # one token each
-HEIGHT, WIDTH = 960, 1280         # of an image: multiples of the region grid's 16 cells
-SIGMA = 1.0                       # --mask_sigma
-FIXED = dict(teacher_answer="forced", gradient_accumulation_steps=1, num_iterations=1, shard_base=False, mask_sigma=SIGMA,
-             tasks=["mask_caption_mask", "caption_mask_caption"], mask_to_caption_weight=1.0, caption_to_mask_weight=1.0)   # flags of the step
+WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
+HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
+SIGMA = 1.0  # --mask_sigma
+FIXED = dict(
+    teacher_answer="forced",
+    gradient_accumulation_steps=1,
+    num_iterations=1,
+    shard_base=False,
+    mask_sigma=SIGMA,
+    tasks=["mask_caption_mask", "caption_mask_caption"],
+    mask_to_caption_weight=1.0,
+    caption_to_mask_weight=1.0,
+)  # flags of the step
 LORA_B_STD = 0.01
-SEG_AT = 2                        # place of [SEG] in an answer
+SEG_AT = 2  # place of [SEG] in an answer
 
 
 class Order:
     """A reward that differs between the rows of a group, so that there is something to learn whatever the masks are."""
+
     name, weight = "order", 1.0
 
     def __call__(self, completions, **_) -> torch.Tensor:
@@ -54,7 +87,8 @@ class Order:
 @dataclass
 class Work:
     """All that `train_step` takes, of random weights, and what is forced."""
-    args: argparse.Namespace            # of rl_train.train
+
+    args: argparse.Namespace  # of rl_train.train
     ranks: distributed.Ranks
     policy: Policy
     roles: Roles
@@ -62,7 +96,7 @@ class Work:
     optimizer: torch.optim.Optimizer
     scheduler: object
     batch: Batch
-    masks: list[torch.Tensor]           # N (H, W) bool, what loop 2 "finds"
+    masks: list[torch.Tensor]  # N (H, W) bool, what loop 2 "finds"
     prompt_length: int
     answer_tokens: int
 
@@ -74,12 +108,31 @@ class Work:
         """One step by the training's own code: its laps, as in `train.Clock`, repeated phases numbered by loop."""
         clock = train.Clock(self.ranks.device)
         with forced(self):
-            done, _, norms = train.train_step(self.args, self.ranks, self.policy, self.roles, self.tasks, self.optimizer, self.scheduler,
-                                              [self.batch], number, clock)
+            done, _, norms = train.train_step(
+                self.args,
+                self.ranks,
+                self.policy,
+                self.roles,
+                self.tasks,
+                self.optimizer,
+                self.scheduler,
+                [self.batch],
+                number,
+                clock,
+            )
         captions, answers = (w.rollout for w in done)
-        assert captions.ids.shape == (self.num_rows, self.args.max_completion_length) and captions.valid.all(), "loop 1's lengths"
-        assert answers.ids.shape == (self.num_rows, self.answer_tokens) and answers.valid.all(), "loop 2's lengths"
-        assert len(answers.seg_rows) == self.num_rows and len(answers.replies) == self.num_rows and norms, "a part of the step did nothing"
+        assert (
+            captions.ids.shape == (self.num_rows, self.args.max_completion_length)
+            and captions.valid.all()
+        ), "loop 1's lengths"
+        assert answers.ids.shape == (self.num_rows, self.answer_tokens) and answers.valid.all(), (
+            "loop 2's lengths"
+        )
+        assert (
+            len(answers.seg_rows) == self.num_rows
+            and len(answers.replies) == self.num_rows
+            and norms
+        ), "a part of the step did nothing"
         times, seen = Counter(phase for phase, _, _ in clock.laps), Counter()
         laps = []
         for phase, seconds, peak in clock.laps:
@@ -95,9 +148,13 @@ def forced(work: Work):
 
     def sample(policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma):
         if mask_sigma is None:
-            return real_sample(policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma)
-        random = [numbers[:, :work.answer_tokens] for numbers in random]
-        found = real_sample(policy, batch, images, prompts, num_generations, work.answer_tokens, random, mask_sigma)
+            return real_sample(
+                policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma
+            )
+        random = [numbers[:, : work.answer_tokens] for numbers in random]
+        found = real_sample(
+            policy, batch, images, prompts, num_generations, work.answer_tokens, random, mask_sigma
+        )
         found.masks = work.masks
         return found
 
@@ -113,17 +170,32 @@ def forced(work: Work):
 
 def build(options, ranks) -> Work:
     """The work that `add_arguments` describes, on this rank."""
-    args = parse_args(["--model_path", ".", "--data_dir", ".", "--output_dir", "unused", "--mask_sigma", str(SIGMA),
-                       "--likelihood_share", "0", *options.flags])
+    args = parse_args(
+        [
+            "--model_path",
+            ".",
+            "--data_dir",
+            ".",
+            "--output_dir",
+            "unused",
+            "--mask_sigma",
+            str(SIGMA),
+            "--likelihood_share",
+            "0",
+            *options.flags,
+        ]
+    )
     if options.answer_tokens >= args.max_completion_length:
-        raise ValueError(f"--answer_tokens {options.answer_tokens}: must be below --max_completion_length {args.max_completion_length}")
+        raise ValueError(
+            f"--answer_tokens {options.answer_tokens}: must be below --max_completion_length {args.max_completion_length}"
+        )
     for name, value in FIXED.items():
         if getattr(args, name) != value:
             raise ValueError(f"--{name} {getattr(args, name)}: a step is measured with {value}")
     config = CONFIGS[options.sizes]
     text = tokenizer(config["llm_config"]["vocab_size"] - len(ADDED))
     policy = make_policy(args, random_model(config, ranks.device, args.seed), text)
-    policy.stop.found, policy.stop.eos_id = -1, -1                              # is looked for as ever, and never there
+    policy.stop.found, policy.stop.eos_id = -1, -1  # is looked for as ever, and never there
     for name, parameter in policy.trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=LORA_B_STD)
@@ -135,12 +207,28 @@ def build(options, ranks) -> Work:
     rng = torch.Generator().manual_seed(ranks.rank)
     size, sam_size = policy.processor.image_size, policy.processor.sam_size
     batch = Batch(
-        index, [torch.randn(1, 3, size, size, generator=rng) for _ in index],
-        torch.randint(256, (len(index), 3, sam_size, sam_size), dtype=torch.uint8, generator=rng), torch.stack([cells] * len(index)),
-        [mask_of(cells) for _ in index], [caption_of(policy, options.prompt_length)] * len(index), [f"image{i}" for i in index], [])
-    return Work(args, ranks, policy, roles, build_tasks(args, policy, roles, SIGMA, None, (Order(),)), optimizer,
-                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0), batch, [mask.to(ranks.device) for mask in masks],
-                options.prompt_length, options.answer_tokens)
+        index,
+        [torch.randn(1, 3, size, size, generator=rng) for _ in index],
+        torch.randint(256, (len(index), 3, sam_size, sam_size), dtype=torch.uint8, generator=rng),
+        torch.stack([cells] * len(index)),
+        [mask_of(cells) for _ in index],
+        [caption_of(policy, options.prompt_length)] * len(index),
+        [f"image{i}" for i in index],
+        [],
+    )
+    return Work(
+        args,
+        ranks,
+        policy,
+        roles,
+        build_tasks(args, policy, roles, SIGMA, None, (Order(),)),
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        batch,
+        [mask.to(ranks.device) for mask in masks],
+        options.prompt_length,
+        options.answer_tokens,
+    )
 
 
 def region_cells(policy, length: int) -> torch.Tensor:
@@ -149,13 +237,17 @@ def region_cells(policy, length: int) -> torch.Tensor:
     shortest = len(policy.prompts.describe(1, 1))
     count = length - shortest + 1
     if not 0 < count < grid * grid:
-        raise ValueError(f"--prompt_length {length}: a prompt with a region has {shortest} to {shortest + grid * grid - 2} tokens")
+        raise ValueError(
+            f"--prompt_length {length}: a prompt with a region has {shortest} to {shortest + grid * grid - 2} tokens"
+        )
     return (torch.arange(grid * grid) < count).view(grid, grid)
 
 
 def mask_of(cells: torch.Tensor) -> torch.Tensor:
     """(H, W) bool mask that covers these cells (g, g)."""
-    return cells.repeat_interleave(HEIGHT // len(cells), 0).repeat_interleave(WIDTH // len(cells), 1)
+    return cells.repeat_interleave(HEIGHT // len(cells), 0).repeat_interleave(
+        WIDTH // len(cells), 1
+    )
 
 
 def caption_of(policy, length: int) -> str:
@@ -163,15 +255,27 @@ def caption_of(policy, length: int) -> str:
     words, endless = [], itertools.cycle(WORDS)
     while len(policy.prompts.segment(" ".join(words), 1)) < length:
         words.append(next(endless))
-    assert len(policy.prompts.segment(" ".join(words), 1)) == length, "a word of more than one token"
+    assert len(policy.prompts.segment(" ".join(words), 1)) == length, (
+        "a word of more than one token"
+    )
     return " ".join(words)
 
 
 def add_arguments(parser):
-    parser.add_argument("--sizes", choices=CONFIGS, default="4b", help="of the model; tiny = to try the code on a CPU")
+    parser.add_argument(
+        "--sizes",
+        choices=CONFIGS,
+        default="4b",
+        help="of the model; tiny = to try the code on a CPU",
+    )
     parser.add_argument("--prompt_length", type=int, default=400, help="tokens (L)")
     parser.add_argument("--answer_tokens", type=int, default=8, help="of an answer with a mask (A)")
     parser.add_argument("--device", default="cuda", help="where")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="comes last: flags of rl_train.train, such as "
-                        "--micro_batch_size 16; its defaults are B 4, G 8, T 128, LoRA r 128; --likelihood_share is 0 here, as no "
-                        "alternative has that reward")
+    parser.add_argument(
+        "--flags",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="comes last: flags of rl_train.train, such as "
+        "--micro_batch_size 16; its defaults are B 4, G 8, T 128, LoRA r 128; --likelihood_share is 0 here, as no "
+        "alternative has that reward",
+    )
