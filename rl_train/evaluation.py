@@ -13,8 +13,8 @@ from tqdm import tqdm
 from rl_train.data.loader import Fitting, eval_loader
 from rl_train.distributed import Ranks, gather_objects
 from rl_train.guards import WHOLE, has_digit, is_whole, repeats
-from rl_train.policy import Policy
-from rl_train.prompts import phrase
+from rl_train.policies.sa2va import Policy
+from rl_train.policies.sa2va_prompts import phrase
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.meteor import tokenize
 from rl_train.rollout import answer, describe

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
-from rl_train.policy import Policy, Scores
+from rl_train.policies.sa2va import Policy, Scores
 from rl_train.rollout import Rollout
 
 BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5  # of Sa2VA's supervised training (configs/sa2va_4b.py)

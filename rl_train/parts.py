@@ -14,7 +14,7 @@ from rl_train.config import check_output_dir, check_resumed, claim_output_dir
 from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
 from rl_train.data.loader import Fitting, StepSampler, eval_loader
 from rl_train.distributed import print0
-from rl_train.policy import build_policy
+from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow

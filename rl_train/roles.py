@@ -77,7 +77,10 @@ class Roles:
         left, right, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
         )
-        norm = lambda tensors: torch.stack(torch._foreach_norm(tensors)).norm().item()
+
+        def norm(tensors):
+            return torch.stack(torch._foreach_norm(tensors)).norm().item()
+
         return norm(torch._foreach_sub(left, right)) / norm(reference)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from rl_train.data.loader import Batch
+from rl_train.engine.sampler import generate
 from rl_train.grpo import gaussian_logp
-from rl_train.policy import Images, Policy, Prompts
+from rl_train.policies.sa2va import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
-from rl_train.sampler import generate
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 SIGMA_IOU, SIGMA_SAMPLES = (

@@ -377,7 +377,10 @@ class Sa2VAModel(nn.Module):
                 file: stack.enter_context(safe_open(file, framework="pt"))
                 for file in set(files.values())
             }
-            read = lambda key: readers[files[key]].get_tensor(source.get(key, key))
+
+            def read(key):
+                return readers[files[key]].get_tensor(source.get(key, key))
+
             for name, tensor in state.items():
                 fill(tensor, checkpoint_keys.native_tensor(name, read))
         if config.tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):

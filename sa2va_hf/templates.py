@@ -106,7 +106,10 @@ def video_lisa_encode_fn(
     turns = example["conversation"]
     if len(turns) > 1 and not input_ids_with_output:
         raise ValueError("a conversation of several turns needs input_ids_with_output=True")
-    encode = lambda text: list(tokenizer.encode(text, add_special_tokens=False))
+
+    def encode(text):
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     ids, labels = [], []
     bos_due = True

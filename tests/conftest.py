@@ -7,7 +7,7 @@ from peft import LoraConfig
 from tqdm import tqdm
 
 from rl_train.data.loader import Batch, Prepared, collate
-from rl_train.policy import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
+from rl_train.policies.sa2va import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT

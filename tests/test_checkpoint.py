@@ -15,7 +15,7 @@ from rl_train import checkpoint, distributed, train
 from rl_train.config import parse_args
 from rl_train.distributed import Ranks
 from rl_train.files import DamagedFile
-from rl_train.policy import build_policy
+from rl_train.policies.sa2va import build_policy
 from rl_train.tb import Log
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, rollouts, run, start, weights

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_train import parts, train
 from rl_train.config import build_parser, check_output_dir, claim_output_dir, parse_args
-from rl_train.policy import Policy
+from rl_train.policies.sa2va import Policy
 from tests.runs import CHECKPOINT, ROOT, draw_data, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -122,7 +122,9 @@ def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
 
 
 def test_values_that_depend_on_others(data, tmp_path):
-    parse = lambda **changes: parse_args(flags(data, tmp_path, **changes))
+    def parse(**changes):
+        return parse_args(flags(data, tmp_path, **changes))
+
     judge = dict(use_llm_judge="", use_llm_judge_loop2="")
     assert parse().likelihood_share == 0.5 and parse(**judge).likelihood_share == 0
     assert (

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rl_train import checkpoint
-from rl_train.policy import build_policy
+from rl_train.policies.sa2va import build_policy
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import export

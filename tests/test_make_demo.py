@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_train.policy import load_tokenizer
+from rl_train.policies.sa2va import load_tokenizer
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor
 from tools import make_demo
 

@@ -15,7 +15,7 @@ from rl_train.objective import (
     rollout_loss,
     token_logps,
 )
-from rl_train.policy import TRAINABLE
+from rl_train.policies.sa2va import TRAINABLE
 from rl_train.roles import Roles
 from rl_train.rollout import Latent, noise, sample
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_train.policy import load_tokenizer
+from rl_train.policies.sa2va import load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes
 from tools.random_checkpoint import CONFIG_4B, SEG_LOGIT_STD, write

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train import logprob, parts, rollout
+from rl_train.engine import logprob, parts, rollout
+from rl_train.engine.sampler import Completions, decoder_of
 from rl_train.rewards import mask_iou
 from rl_train.roles import Roles
 from rl_train.rollout import (
@@ -20,7 +21,6 @@ from rl_train.rollout import (
     segment,
     segment_sampled,
 )
-from rl_train.sampler import Completions, decoder_of
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from sa2va_hf.processing_sa2va import region_grid
 from tools.demo_scenes import make_scene

@@ -14,7 +14,7 @@ from rl_train.config import parse_args
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
-from rl_train.policy import FLOAT32_MODULES
+from rl_train.policies.sa2va import FLOAT32_MODULES
 from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 from tools.evaluate import read_before

@@ -25,7 +25,7 @@ from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
 from rl_train.evaluation import METRICS, Measured, before_after_table, cider, evaluate, record
 from rl_train.files import check_writable, read_json
-from rl_train.policy import build_policy
+from rl_train.policies.sa2va import build_policy
 from rl_train.rewards.meteor import meteor, require_wordnet
 from rl_train.sharding import Shards
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from rl_train import checkpoint
 from rl_train.files import check_writable, read_json
-from rl_train.policy import build_policy
+from rl_train.policies.sa2va import build_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 

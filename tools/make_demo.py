@@ -4,7 +4,7 @@
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made the same way, from nothing
 
 Everything is drawn by code from --seed. The checkpoint is warm-started by supervised training on the prompts and the
-encode rule of `rl_train.prompts` and `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its
+encode rule of `rl_train.policies.sa2va_prompts` and `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its
 training captions leave attributes out), and its `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for
 a moment only, so that it segments roughly: the room that the two loops of reinforcement learning have. It answers with
 one wording of Sa2VA's five, so that in loop 2 nothing but the sampled mask can differ.
@@ -22,8 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from rl_train.policy import load_tokenizer, pad_left
-from rl_train.prompts import (
+from rl_train.policies.sa2va import load_tokenizer, pad_left
+from rl_train.policies.sa2va_prompts import (
     DESCRIBE,
     FORCED_ANSWER,
     SEGMENT_ANSWERS,

@@ -6,8 +6,8 @@ The answer's text is nearly constant and the mask a deterministic function of it
 
 import torch
 
-from rl_train.policy import Images, Policy, Prompts
-from rl_train.prompts import SEGMENT, phrase
+from rl_train.policies.sa2va import Images, Policy, Prompts
+from rl_train.policies.sa2va_prompts import SEGMENT, phrase
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.roles import Roles

@@ -207,7 +207,9 @@ def test_attributes_are_strict_json():
 
 
 def test_bodies_without_a_reply():
-    body = lambda content: json.dumps({"choices": [{"message": {"content": content}}]})
+    def body(content):
+        return json.dumps({"choices": [{"message": {"content": content}}]})
+
     assert reply_text(body("8")) == "8"
     broken = (
         "",

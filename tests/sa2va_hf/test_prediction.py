@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.policy import load_tokenizer
+from rl_train.policies.sa2va import load_tokenizer
 from rl_train.rollout import describe, sample
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
@@ -129,7 +129,10 @@ def test_region_masks_of_any_dtype(built, batch, dtype):
     images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
     prompts = built.describe_prompts(images, [0], list(batch.grids[:1]))
     ids, features = torch.tensor(prompts.ids), built.model.extract_feature(batch.pixel_values[0])
-    embed = lambda masks: built.model.embed(ids, features, [masks], torch.tensor([True]))
+
+    def embed(masks):
+        return built.model.embed(ids, features, [masks], torch.tensor([True]))
+
     assert torch.equal(embed(batch.grids[:1].to(dtype)), embed(batch.grids[:1]))
 
 
@@ -285,7 +288,10 @@ def test_prompted_frames_are_single_images(built, scenes):
 
 def test_stop_words_end_each_row(built):
     stop = StopWords(built.tokenizer, ["<|end|>"])
-    encode = lambda text: built.tokenizer.encode(text, add_special_tokens=False)
+
+    def encode(text):
+        return built.tokenizer.encode(text, add_special_tokens=False)
+
     rows = [
         encode("a dog.<|end|>"),
         encode("a <|end|> dog"),

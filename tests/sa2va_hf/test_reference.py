@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from rl_train.sampler import generate
+from rl_train.engine.sampler import generate
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.modeling_sa2va import positions
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, region_grid, tile_grid, upsample_masks

@@ -14,12 +14,12 @@ from unittest.mock import patch
 import torch
 
 from rl_train import grpo, objective, rollout, train
-from rl_train.logprob import score_answers
-from rl_train.packing import fed
-from rl_train.policy import Images, Prompts, Scores
+from rl_train.engine.logprob import score_answers
+from rl_train.engine.packing import fed
+from rl_train.engine.tokens import Completions
+from rl_train.policies.sa2va import Images, Prompts, Scores
 from rl_train.rollout import describe, row_masks
 from rl_train.tasks import caption_mask_caption, mask_caption_mask
-from rl_train.tokens import Completions
 from sa2va_hf.modeling_sa2va import positions
 from tools.benchmarks.common import synchronize
 from tools.benchmarks.work import Work

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2ForCausalLM
 
-from rl_train.policy import LORA_TARGETS
+from rl_train.policies.sa2va import LORA_TARGETS
 
 
 def seconds(work, args) -> float:

@@ -2,8 +2,8 @@
 
 import torch
 
-from rl_train.fused import unsupported
-from rl_train.sampler import decoder_of, generate_plain
+from rl_train.engine.fused import unsupported
+from rl_train.engine.sampler import decoder_of, generate_plain
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import copy_bandwidth, device_name, random_llm, seconds
 from tools.random_checkpoint import CONFIG_4B

@@ -9,7 +9,7 @@ import gc
 import torch
 
 from rl_train import grpo
-from rl_train.logprob import (
+from rl_train.engine.logprob import (
     by_kernels,
     by_modules,
     follow,

@@ -20,7 +20,7 @@ from rl_train import distributed, rollout, train
 from rl_train.config import parse_args
 from rl_train.data.loader import Batch
 from rl_train.parts import build_optimizer, build_tasks
-from rl_train.policy import Policy, make_policy
+from rl_train.policies.sa2va import Policy, make_policy
 from rl_train.roles import Roles
 from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
 

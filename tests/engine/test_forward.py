@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import Qwen2Config
 
-from rl_train import forward, forward_torch, logprob
-from rl_train.fused import Fused
-from rl_train.logprob import by_kernels, by_modules, prepare_checkpointing, score_answers
-from rl_train.packing import pack
-from rl_train.sampler import decoder_of
+from rl_train.engine import forward, forward_torch, logprob
+from rl_train.engine.fused import Fused
+from rl_train.engine.logprob import by_kernels, by_modules, prepare_checkpointing, score_answers
+from rl_train.engine.packing import pack
+from rl_train.engine.sampler import decoder_of
 from tools.benchmarks.common import random_llm
 
 SIZES = dict(
@@ -365,10 +365,13 @@ def test_triton_equals_torch(dtype, tokens, width, heads, size, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    from rl_train import forward_triton
+    from rl_train.engine import forward_triton
 
     seeds = iter(range(100))
-    new = lambda *shape: make(*shape, dtype=dtype, device="cuda", seed=next(seeds))
+
+    def new(*shape):
+        return make(*shape, dtype=dtype, device="cuda", seed=next(seeds))
+
     inner, m = 3 * width + 5, tokens
     cases = dict(
         add_norm=[(new(m, width), new(m, width + rank)[:, :width], new(width), 1e-6)],

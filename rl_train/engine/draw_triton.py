@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rl_train.tokens import BLOCK
+from rl_train.engine.tokens import BLOCK
 
 BLOCKS = 8  # of the vocabulary that a program sums up
 

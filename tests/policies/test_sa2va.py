@@ -10,8 +10,15 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.logprob import follow
-from rl_train.policy import TRAINABLE, Images, Prompts, load_tokenizer, pad_left, trainable_groups
+from rl_train.engine.logprob import follow
+from rl_train.policies.sa2va import (
+    TRAINABLE,
+    Images,
+    Prompts,
+    load_tokenizer,
+    pad_left,
+    trainable_groups,
+)
 from rl_train.roles import Roles
 from rl_train.rollout import describe
 from rl_train.tasks import MaskCaptionMask

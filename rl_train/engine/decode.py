@@ -14,10 +14,10 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
-from rl_train import decode_torch, forward
-from rl_train.fused import Fused, aligned, groups
-from rl_train.packing import share
-from rl_train.tokens import BLOCK, Completions
+from rl_train.engine import decode_torch, forward
+from rl_train.engine.fused import Fused, aligned, groups
+from rl_train.engine.packing import share
+from rl_train.engine.tokens import BLOCK, Completions
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up
 POLL = 2  # tokens between two looks at whether all rows are done, each a poll late
@@ -58,7 +58,7 @@ class Decoder:
         )
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         if ops is None and self.head.is_cuda and importlib.util.find_spec("triton"):
-            from rl_train import decode_triton
+            from rl_train.engine import decode_triton
 
             ops = (
                 decode_triton

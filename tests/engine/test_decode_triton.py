@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train import decode_torch
-from rl_train.tokens import StopText
+from rl_train.engine import decode_torch
+from rl_train.engine.tokens import StopText
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +28,7 @@ pytestmark = [
 )
 def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
-    from rl_train import decode_triton
+    from rl_train.engine import decode_triton
 
     n, kv, size, inner, suffix = (
         prompts * group,
@@ -39,8 +39,13 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     )  # 360: not in two summands
     width, qkv, mlp = heads * size, (heads + 2 * kv) * size, 352 if group < 8 else 384
     generator = torch.Generator("cuda").manual_seed(0)
-    make = lambda *shape: (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
-    lora_b = lambda out: make(out, rank) if rank else None
+
+    def make(*shape):
+        return (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
+
+    def lora_b(out):
+        return make(out, rank) if rank else None
+
     step, pad = (
         torch.tensor([37], device="cuda"),
         torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts],
@@ -105,7 +110,7 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
 @pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])
 def test_triton_chooses_as_torch(dtype, vocab):
     """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability; same record."""
-    from rl_train import decode_triton
+    from rl_train.engine import decode_triton
 
     n, num_tokens, column, stops = 64, 3, 1, vocab // 4
     generator = torch.Generator("cuda").manual_seed(0)

@@ -1,6 +1,6 @@
 """Token sampling with its own log-probs: one prefill per prompt, that of an image shared, G rows share it, each row stops by itself.
 
-On CUDA `rl_train.decode` samples, with a cache of its own, CUDA graphs and no sync per token. What it does not know, and
+On CUDA `rl_train.engine.decode` samples, with a cache of its own, CUDA graphs and no sync per token. What it does not know, and
 the CPU, take the plain path below, which is also what it is tested against.
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt length, T new tokens, C width, V vocabulary.
@@ -12,9 +12,9 @@ import weakref
 import torch
 from transformers import DynamicCache
 
-from rl_train.decode import Decoder
-from rl_train.fused import unsupported
-from rl_train.tokens import Completions, StopText, draw
+from rl_train.engine.decode import Decoder
+from rl_train.engine.fused import unsupported
+from rl_train.engine.tokens import Completions, StopText, draw
 from sa2va_hf.modeling_sa2va import positions
 
 _DECODERS = weakref.WeakKeyDictionary()  # language model -> its Decoder

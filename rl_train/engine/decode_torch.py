@@ -7,7 +7,7 @@ r LoRA rank, V vocabulary.
 import torch
 import torch.nn.functional as F
 
-from rl_train.tokens import draw
+from rl_train.engine.tokens import draw
 
 
 def embed(token, table, weight):

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch.autograd.function import once_differentiable
 
-from rl_train import forward
-from rl_train.packing import Packed, pack, share
-from rl_train.sampler import decoder_for, decoder_of
+from rl_train.engine import forward
+from rl_train.engine.packing import Packed, pack, share
+from rl_train.engine.sampler import decoder_for, decoder_of
 from sa2va_hf.modeling_sa2va import positions
 
 CHUNK = 2**26  # logits that are held at a time, however large the vocabulary is

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.policy import load_tokenizer
-from rl_train.tokens import StopText, _token_bytes, inverse_cdf
+from rl_train.engine.tokens import StopText, _token_bytes, inverse_cdf
+from rl_train.policies.sa2va import load_tokenizer
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 

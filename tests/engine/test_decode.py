@@ -7,15 +7,16 @@ from argparse import Namespace
 import pytest
 import torch
 
-from rl_train import checkpoint, forward, logprob, rollout, sampler
-from rl_train.decode import Decoder
-from rl_train.fused import unsupported
-from rl_train.logprob import hidden_states
-from rl_train.packing import TOGETHER, share
+from rl_train import checkpoint, rollout
+from rl_train.engine import forward, logprob, sampler
+from rl_train.engine.decode import Decoder
+from rl_train.engine.fused import unsupported
+from rl_train.engine.logprob import hidden_states
+from rl_train.engine.packing import TOGETHER, share
+from rl_train.engine.sampler import decoder_of, generate_plain
+from rl_train.engine.tokens import draw
 from rl_train.roles import Roles
 from rl_train.rollout import noise
-from rl_train.sampler import decoder_of, generate_plain
-from rl_train.tokens import draw
 from sa2va_hf import Sa2VAModel
 
 STEPS = 20

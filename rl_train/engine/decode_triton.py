@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from rl_train.draw_triton import choose  # noqa: F401, one of the parts
+from rl_train.engine.draw_triton import choose  # noqa: F401, one of the parts
 
 MAX_SPLITS = 8  # pieces of a prompt's keys that run side by side
 COLUMNS = 32  # of the width or the MLP's width that a program computes; of the latter twice as many where they divide it

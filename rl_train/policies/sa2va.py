@@ -15,10 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-from rl_train import logprob
-from rl_train.packing import fed
-from rl_train.prompts import PromptBuilder
-from rl_train.tokens import StopText
+from rl_train.engine import logprob
+from rl_train.engine.packing import fed
+from rl_train.engine.tokens import StopText
+from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from rl_train import decode_torch, forward_torch
+from rl_train.engine import decode_torch, forward_torch
 
 
 @dataclass
@@ -120,7 +120,7 @@ def default_ops(decoder):
     """Triton's where the decoder takes them too."""
     if decoder.ops is decode_torch:
         return forward_torch
-    from rl_train import forward_triton
+    from rl_train.engine import forward_triton
 
     return forward_triton
 
