@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from rl_train.data.loader import Fitting, eval_loader
+from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks, gather_objects
 from rl_train.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.policies.sa2va import Policy
@@ -87,13 +87,14 @@ def evaluate_roles(
     Args:
         use: `Roles.use`.
     """
-    fitting = Fitting(dataset, policy, max_new_tokens)
     loader = eval_loader(
-        fitting, policy.processor, batch_size, num_workers, ranks.rank, ranks.world_size
+        dataset, policy.inputs, batch_size, num_workers, ranks.rank, ranks.world_size
     )
     found = {role: [] for role in roles}
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
-        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        images = policy.encode_images(
+            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
+        )
         for role in roles:
             with use(role):
                 found[role].append(measure(policy, batch, images, max_new_tokens))

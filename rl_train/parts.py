@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 from rl_train import checkpoint, distributed
 from rl_train.config import check_output_dir, check_resumed, claim_output_dir
 from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
-from rl_train.data.loader import Fitting, StepSampler, eval_loader
+from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.distributed import print0
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
@@ -126,7 +126,7 @@ def mask_sigma(policy, train_set, args, resume: Path | None = None) -> float | N
     few = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))[
         :SIGMA_REGIONS
     ].tolist()
-    loader = eval_loader(Subset(train_set, few), policy.processor, args.batch_size, 0, 0, 1)
+    loader = eval_loader(Subset(train_set, few), policy.inputs, args.batch_size, 0, 0, 1)
     value = calibrate_sigma(policy, loader, args.max_completion_length)
     policy.join()
     value = distributed.gather_objects(value)[0]
@@ -201,7 +201,6 @@ def build(args, ranks) -> Parts:
     if resume:
         check_resumed(resume, args)
         start = checkpoint.check(resume, policy.trainable, args.output_dir)
-    train_set = Fitting(train_set, policy, args.max_completion_length)
     sigma = mask_sigma(policy, train_set, args, resume)
     if args.mask_sigma == "auto":
         vars(args)["calibrated_mask_sigma"] = sigma  # for config.json, beside the flags

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl_train.data.loader import Batch
 from rl_train.engine.sampler import generate
 from rl_train.grpo import gaussian_logp
 from rl_train.policies.sa2va import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
+from rl_train.types import Batch
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 SIGMA_IOU, SIGMA_SAMPLES = (
@@ -189,7 +189,9 @@ def calibrate_sigma(policy: Policy, batches, max_new_tokens: int) -> float:
     """
     drawn = []  # (images, image of each row, mean, its masks, noise)
     for batch in batches:
-        images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        images = policy.encode_images(
+            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
+        )
         answers = answer(
             policy, batch, images, list(range(len(batch))), batch.captions, max_new_tokens
         )

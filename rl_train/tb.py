@@ -203,7 +203,9 @@ def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
     height, width = rollout.images.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
-    image = Image.fromarray(rollout.batch.sam_pixels[i].permute(1, 2, 0).numpy()).resize(size)
+    image = Image.fromarray(rollout.batch.inputs.sam_pixels[i].permute(1, 2, 0).numpy()).resize(
+        size
+    )
     sides = [
         _overlay(image, rollout.batch.masks[i], REGION),
         _overlay(image, rollout.masks[row].cpu(), FOUND),

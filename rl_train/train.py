@@ -105,7 +105,7 @@ def train_step(
     work = []
     for batch in batches:  # B samples, already tensors
         images = policy.encode_images(
-            batch.pixel_values, batch.sam_pixels, batch.sizes
+            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
         )  # a GPU goes on while the noise is drawn
         random = [
             noise(
@@ -427,7 +427,7 @@ def run(args, ranks, p: Parts):
         evaluate_now(0)  # the base: a fresh LoRA adds nothing
         if p.resume:
             checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
-        loader = train_loader(p.train_set, p.policy.processor, p.sampler, args.num_workers)
+        loader = train_loader(p.train_set, p.policy.inputs, p.sampler, args.num_workers)
         train(
             args,
             ranks,

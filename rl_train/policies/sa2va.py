@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from rl_train.engine import logprob
 from rl_train.engine.packing import fed
 from rl_train.engine.tokens import StopText
+from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 
@@ -109,6 +110,7 @@ class Policy:
         groups: which of TRAINABLE train.
         temperature: of sampling and scoring alike.
         shards: the `sharding.Shards` that the model was loaded with, if any.
+        max_new_tokens: of an answer, for which a sample's prompt must leave room.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Policy:
         temperature=1.0,
         gradient_checkpointing=False,
         shards=None,
+        max_new_tokens=0,
     ):
         self.model, self.processor, self.tokenizer, self.temperature = (
             model,
@@ -131,6 +134,9 @@ class Policy:
         self.shards = shards
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
+        self.inputs = Sa2VAInputs(
+            processor, self.prompts, model.config.llm.max_position_embeddings, max_new_tokens
+        )
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
         with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
@@ -428,4 +434,5 @@ def make_policy(args, model, tokenizer, shards=None) -> Policy:
         args.temperature,
         args.gradient_checkpointing,
         shards,
+        args.max_completion_length,
     )

@@ -29,7 +29,9 @@ class MaskCaptionMask:
         self.max_new_tokens, self.teacher_answer = args.max_completion_length, args.teacher_answer
 
     def prompts(self, batch, images: Images) -> Prompts:
-        return self.policy.describe_prompts(images, list(range(len(batch))), list(batch.grids))
+        return self.policy.describe_prompts(
+            images, list(range(len(batch))), list(batch.inputs.grids)
+        )
 
     def rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
         """{"iou": (N,)}: IoU at the image's own size of the region and what the teacher finds by the caption.
