@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rl_train.engine.sampler import generate
 from rl_train.grpo import gaussian_logp
 from rl_train.policies.sa2va import Images, Policy, Prompts
 from rl_train.rewards import mask_iou
@@ -117,17 +116,14 @@ def sample(
     rows = prompts.repeat(num_generations)
     with policy.autocast():
         embeds, attention = policy.embed(images, prompts)
-        completions = generate(
-            policy.model.language_model,
+        completions = policy.engine.generate(
             embeds,
             attention,
             num_generations=num_generations,
             max_new_tokens=max_new_tokens,
             stop=policy.stop,
-            pad_id=policy.pad_id,
-            temperature=policy.temperature,
             uniforms=uniforms,
-            same=policy.same(images, prompts),
+            shared_prefix_lengths=policy.shared_prefix_lengths(images, prompts),
         )
     texts = [
         policy.prompts.completion_text(ids[valid].tolist())

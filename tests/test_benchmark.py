@@ -296,18 +296,13 @@ def test_generate_stands_in_for_the_sampler(tiny, how):
         num_generations=1,
         max_new_tokens=tiny.answer_tokens,
         stop=None,
-        pad_id=0,
-        temperature=1.0,
         uniforms=None,
     )
     with policy.autocast(), torch.no_grad():
         embeds, mask = policy.embed(images, policy.segment_prompts(images, [0, 1], batch.captions))
-        ours = work.rollout.generate(policy.model.language_model, embeds, mask, **call)
-        theirs = alternatives.huggingface(tiny, **how)(
-            policy.model.language_model, embeds, mask, **call
-        )
+        ours = policy.engine.generate(embeds, mask, **call)
+        theirs = alternatives.huggingface(tiny, **how)(embeds, mask, **call)
         drawn = alternatives.huggingface(tiny, **how)(
-            policy.model.language_model,
             embeds,
             mask,
             **call | dict(num_generations=2, uniforms=torch.rand(4, tiny.answer_tokens)),

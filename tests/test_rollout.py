@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.engine import logprob, parts, rollout
+from rl_train import parts, rollout
+from rl_train.engine import logprob
 from rl_train.engine.sampler import Completions, decoder_of
 from rl_train.rewards import mask_iou
 from rl_train.roles import Roles
@@ -79,7 +80,7 @@ def test_a_row_uses_its_normals_by_ordinal(model, images, batch, monkeypatch):
     )
     every = torch.ones(4, 5, dtype=torch.bool)
     monkeypatch.setattr(
-        rollout,
+        model.engine,
         "generate",
         lambda *_, **__: Completions(ids, torch.zeros(4, 5), every, every[:, 0], hidden),
     )
@@ -153,7 +154,7 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     )
     every = torch.ones(3, 4, dtype=torch.bool)
     monkeypatch.setattr(
-        rollout,
+        model.engine,
         "generate",
         lambda *_, **__: Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden),
     )

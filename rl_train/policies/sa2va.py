@@ -15,9 +15,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer
 
-from rl_train.engine import logprob
+from rl_train.engine import Engine, StopText
 from rl_train.engine.packing import fed
-from rl_train.engine.tokens import StopText
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
@@ -150,9 +149,12 @@ class Policy:
             model.get_submodule(name).float()
         self.trainable = self._freeze_all_but(groups)
         model.eval()
-        self.gradient_checkpointing = gradient_checkpointing
-        if gradient_checkpointing:
-            logprob.prepare_checkpointing(model.language_model)
+        self.engine = Engine(
+            model.language_model,
+            pad_id=self.pad_id,
+            temperature=temperature,
+            gradient_checkpointing=gradient_checkpointing,
+        )
 
     @property
     def device(self):
@@ -268,7 +270,7 @@ class Policy:
             ids, torch.cat([features[i] for i in prompts.image]), prompts.grids, flags
         ), mask
 
-    def same(self, images: Images, prompts: Prompts) -> list[int]:
+    def shared_prefix_lengths(self, images: Images, prompts: Prompts) -> list[int]:
         """How many leading tokens each prompt has in common with the one before it: if that is about the same image, up to its end."""
 
         def end(prompt):
@@ -302,16 +304,8 @@ class Policy:
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
-            answers = logprob.score_answers(
-                self.model.language_model,
-                embeds,
-                mask,
-                torch.tensor(prompt, device=self.device),
-                ids,
-                valid,
-                pad_id=self.pad_id,
-                temperature=self.temperature,
-                gradient_checkpointing=self.gradient_checkpointing,
+            answers = self.engine.score(
+                embeds, mask, torch.tensor(prompt, device=self.device), ids, valid
             )
             latent_mean = self.model.text_hidden_fcs(
                 answers.hidden_of(self.seg_tokens(ids, valid))
@@ -323,8 +317,11 @@ class Policy:
         """(P, num_last, C) hidden states at the end of each prompt. Neighbours about one image share what they begin with."""
         with self.autocast():
             embeds, mask = self.embed(images, prompts)
-            return logprob.read(
-                self.model.language_model, embeds, mask, self.same(images, prompts), num_last
+            return self.engine.read(
+                embeds,
+                mask,
+                num_last=num_last,
+                shared_prefix_lengths=self.shared_prefix_lengths(images, prompts),
             )
 
     @torch.no_grad()
@@ -335,9 +332,7 @@ class Policy:
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[
             :, :-1
         ]  # before each token
-        logp = logprob.frozen_logps(
-            self.model.language_model, hidden[valid], ids[valid], self.temperature
-        )
+        logp = self.engine.logps(hidden[valid], ids[valid])
         return torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(
             1
         ) / valid.sum(1)

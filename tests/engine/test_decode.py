@@ -194,7 +194,7 @@ def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, f
     prompts = model.describe_prompts(
         images, [0, 0, 1, 2, 2, 2], [grids[0], grids[1], grids[2], grids[0], grids[3], grids[0]]
     )
-    same, image = model.same(images, prompts), model.model.config.tokens_per_tile
+    same, image = model.shared_prefix_lengths(images, prompts), model.model.config.tokens_per_tile
     assert [s > image for s in same] == [False, True, False, False, True, True] and same[0] == same[
         2
     ] == 0
@@ -266,7 +266,7 @@ def test_the_teacher_shares_images_and_finds_the_same(
 def test_what_prompts_have_in_common_ends_with_their_image(model, images, batch):
     """The same caption twice: the whole prompts are equal, but each needs a token of its own; another image: nothing."""
     prompts = model.segment_prompts(images, [1, 1, 3], ["a cup", "a cup", "a cup"])
-    same = model.same(images, prompts)
+    same = model.shared_prefix_lengths(images, prompts)
     ids = prompts.ids[1]
     assert (
         same == [0, same[1], 0] and ids[same[1] - 1] == model.model.img_context_id != ids[same[1]]

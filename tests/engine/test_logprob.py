@@ -86,10 +86,10 @@ def gradients(model, scores: Scores, valid) -> dict[str, torch.Tensor]:
 def assert_alike(model, images, prompts, ids, valid, checkpointing=False):
     expected = plain(model, images, prompts, ids, valid)
     right = gradients(model, expected, valid)
-    model.gradient_checkpointing = checkpointing
+    model.engine.gradient_checkpointing = checkpointing
     scores = model.score(images, prompts, ids, valid)
     found = gradients(model, scores, valid)
-    model.gradient_checkpointing = False
+    model.engine.gradient_checkpointing = False
     assert (
         scores.logp.shape == scores.entropy.shape == ids.shape and not scores.entropy.requires_grad
     )

@@ -12,7 +12,6 @@ Letters: B images, G rows of each, N = B*G rows, n regions of the data set.
 
 import torch
 
-from rl_train import rollout
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks
 from rl_train.evaluation import bootstrap, paired_difference
@@ -87,7 +86,7 @@ def ways(w: work.Work, num_alone: int) -> dict:
     def alone(function):
         with (
             alternatives.replaced(
-                (rollout, "generate", alternatives.huggingface(w)), *rows.replacements()[:1]
+                (policy.engine, "generate", alternatives.huggingface(w)), *rows.replacements()[:1]
             ),
             work.forced(w),
         ):

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from rl_train import distributed, rollout, train
+from rl_train import distributed, train
 from rl_train.config import parse_args
 from rl_train.parts import build_optimizer, build_tasks
 from rl_train.policies.sa2va import Policy, make_policy
@@ -145,7 +145,8 @@ class Work:
 @contextmanager
 def forced(work: Work):
     """Let the answers of loop 2 be A tokens with a [SEG], and replace the masks that are found by them."""
-    real_sample, real_generate = train.sample, rollout.generate
+    engine = work.policy.engine
+    real_sample, real_generate = train.sample, engine.generate
 
     def sample(policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma):
         if mask_sigma is None:
@@ -165,7 +166,7 @@ def forced(work: Work):
             found.ids[:, SEG_AT] = work.policy.model.seg_id
         return found
 
-    with patch.object(train, "sample", sample), patch.object(rollout, "generate", generate):
+    with patch.object(train, "sample", sample), patch.object(engine, "generate", generate):
         yield
 
 
