@@ -405,8 +405,11 @@ def build_policy(args, device, shards=None) -> Policy:
     """
     dtype = getattr(torch, args.dtype)
     check_context(Sa2VAConfig.from_pretrained(args.model_path), args)
-    model = Sa2VAModel.from_pretrained(args.model_path, dtype=dtype, device=device, shards=shards)
-    return make_policy(args, model, load_tokenizer(args.model_path), shards)
+    model = Sa2VAModel.blank(args.model_path, dtype)
+    if shards:
+        shards.split(model)
+    model.load_weights(args.model_path, shards.fill if shards else torch.Tensor.copy_)
+    return make_policy(args, model.to(device), load_tokenizer(args.model_path), shards)
 
 
 def make_policy(args, model, tokenizer, shards=None) -> Policy:
