@@ -269,7 +269,7 @@ def test_lengths_are_forced(tiny, monkeypatch):
 def test_each_way_scores_the_same_tokens_alike(tiny):
     """The stand-ins' log-probs and [SEG] embeddings are the project's, to bf16; their teacher encodes each row's own image."""
     policy, batch = tiny.policy, tiny.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions)
     with work.forced(tiny):
         rollout = work.rollout.sample(
@@ -291,23 +291,18 @@ def test_each_way_scores_the_same_tokens_alike(tiny):
 def test_generate_stands_in_for_the_sampler(tiny, how):
     """transformers' generate, greedily, gives the sampler's tokens and their hidden states."""
     policy, batch = tiny.policy, tiny.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     call = dict(
         num_generations=1,
         max_new_tokens=tiny.answer_tokens,
         stop=None,
-        pad_id=0,
-        temperature=1.0,
         uniforms=None,
     )
     with policy.autocast(), torch.no_grad():
         embeds, mask = policy.embed(images, policy.segment_prompts(images, [0, 1], batch.captions))
-        ours = work.rollout.generate(policy.model.language_model, embeds, mask, **call)
-        theirs = alternatives.huggingface(tiny, **how)(
-            policy.model.language_model, embeds, mask, **call
-        )
+        ours = policy.engine.generate(embeds, mask, **call)
+        theirs = alternatives.huggingface(tiny, **how)(embeds, mask, **call)
         drawn = alternatives.huggingface(tiny, **how)(
-            policy.model.language_model,
             embeds,
             mask,
             **call | dict(num_generations=2, uniforms=torch.rand(4, tiny.answer_tokens)),

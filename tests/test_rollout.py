@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.engine import logprob, parts, rollout
+from rl_train import parts, rollout
+from rl_train.engine import logprob
 from rl_train.engine.sampler import Completions, decoder_of
 from rl_train.rewards import mask_iou
 from rl_train.roles import Roles
@@ -79,7 +80,7 @@ def test_a_row_uses_its_normals_by_ordinal(model, images, batch, monkeypatch):
     )
     every = torch.ones(4, 5, dtype=torch.bool)
     monkeypatch.setattr(
-        rollout,
+        model.engine,
         "generate",
         lambda *_, **__: Completions(ids, torch.zeros(4, 5), every, every[:, 0], hidden),
     )
@@ -153,7 +154,7 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     )
     every = torch.ones(3, 4, dtype=torch.bool)
     monkeypatch.setattr(
-        rollout,
+        model.engine,
         "generate",
         lambda *_, **__: Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden),
     )
@@ -181,7 +182,9 @@ def test_loop_1_asks_the_teacher_as_the_flag_says(policy, batch, how):
         )
         roles = Roles(model.trainable)
         task = MaskCaptionMask(model, roles, args)
-        images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        images = model.encode_images(
+            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
+        )
         drawn = sample(
             model,
             batch,
@@ -268,7 +271,7 @@ def test_likelihood_by_hand(model, images, batch, kernels, monkeypatch):
 def test_masks_of_one_grid_are_exactly_equally_likely(policy, batch):
     """In bfloat16, where a forward's rounding depends on its rows: it must not look like a reward."""
     model = policy(dtype=torch.bfloat16)
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     image = [0, 0, 0, 1, 1, 0, 1, 0]
     found = caption_likelihood(
         model,
@@ -352,7 +355,7 @@ def test_loop_2_asks_the_teacher(policy, batch):
     model = policy()
     roles = Roles(model.trainable)
     task = CaptionMaskCaption(model, roles, loop2_args(max_completion_length=64))
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     random = noise(0, 0, 1, [0, 1, 2, 3], 2, STEPS, model.model.config.prompt_size)
     drawn = sample(model, batch, images, task.prompts(batch, images), 2, STEPS, random, 0.5)
 

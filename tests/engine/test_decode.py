@@ -40,7 +40,7 @@ def model(policy):
 
 @pytest.fixture(scope="module")
 def images(model, batch):
-    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    return model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def both(
     prompts = (
         policy.segment_prompts(images, list(which), [batch.captions[i] for i in which])
         if segment
-        else policy.describe_prompts(images, list(which), [batch.grids[i] for i in which])
+        else policy.describe_prompts(images, list(which), [batch.inputs.grids[i] for i in which])
     )
     embeds, mask = policy.embed(images, prompts)
     uniforms = (
@@ -190,11 +190,11 @@ def fast_on_the_cpu(monkeypatch):
 
 def test_prompts_of_one_image_share_its_forward(model, decoder, images, batch, fast_on_the_cpu):
     """Two regions of one image, one of another, a third of that, ragged: as if each were alone, and the image passes once."""
-    grids = list(batch.grids)
+    grids = list(batch.inputs.grids)
     prompts = model.describe_prompts(
         images, [0, 0, 1, 2, 2, 2], [grids[0], grids[1], grids[2], grids[0], grids[3], grids[0]]
     )
-    same, image = model.same(images, prompts), model.model.config.tokens_per_tile
+    same, image = model.shared_prefix_lengths(images, prompts), model.model.config.tokens_per_tile
     assert [s > image for s in same] == [False, True, False, False, True, True] and same[0] == same[
         2
     ] == 0
@@ -230,7 +230,7 @@ def test_the_teacher_shares_images_and_finds_the_same(
     model = policy(max_tiles=num_tiles)
     randomise(model)
     batch = prepare(scenes[:2], model.processor)
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     assert max(images.tiles) > 1 or num_tiles == 1
     monkeypatch.setattr(rollout, "TEACHER_ROWS", 4)
     image, captions = (
@@ -266,7 +266,7 @@ def test_the_teacher_shares_images_and_finds_the_same(
 def test_what_prompts_have_in_common_ends_with_their_image(model, images, batch):
     """The same caption twice: the whole prompts are equal, but each needs a token of its own; another image: nothing."""
     prompts = model.segment_prompts(images, [1, 1, 3], ["a cup", "a cup", "a cup"])
-    same = model.same(images, prompts)
+    same = model.shared_prefix_lengths(images, prompts)
     ids = prompts.ids[1]
     assert (
         same == [0, same[1], 0] and ids[same[1] - 1] == model.model.img_context_id != ids[same[1]]
@@ -467,7 +467,7 @@ def on_gpu(policy):
 def test_graphs_equal_plain(on_gpu, batch, ops):
     """float32, by CUDA graph: the plain sampler's tokens, at sizes that share a graph, need a larger cache, or go back."""
     decoder = Decoder(on_gpu.model.language_model, importlib.import_module(f"rl_train.{ops}"))
-    images = on_gpu.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = on_gpu.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     for how in (
         dict(),
         dict(which=[0, 1, 2, 3], steps=30),

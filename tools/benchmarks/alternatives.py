@@ -13,10 +13,9 @@ from unittest.mock import patch
 
 import torch
 
-from rl_train import grpo, objective, rollout, train
-from rl_train.engine.logprob import score_answers
+from rl_train import grpo, objective, train
+from rl_train.engine import Completions
 from rl_train.engine.packing import fed
-from rl_train.engine.tokens import Completions
 from rl_train.policies.sa2va import Images, Prompts, Scores
 from rl_train.rollout import describe, row_masks
 from rl_train.tasks import caption_mask_caption, mask_caption_mask
@@ -39,7 +38,9 @@ def naive(work: Work, num_samples: int):
         (mask_caption_mask, "segment", partly(rows.segment, work, num_samples, extra, "teacher1")),
         (caption_mask_caption, "describe", partly(describe, work, num_samples, extra, "teacher2")),
     ]
-    with replaced((rollout, "generate", huggingface(work)), *rows.replacements(), *one_by_one):
+    with replaced(
+        (work.policy.engine, "generate", huggingface(work)), *rows.replacements(), *one_by_one
+    ):
         yield extra
 
 
@@ -66,7 +67,7 @@ def trl(work: Work, all_logits: bool):
         return found
 
     with replaced(
-        (rollout, "generate", huggingface(work)),
+        (work.policy.engine, "generate", huggingface(work)),
         *rows.replacements(),
         (train, "sample", sample_and_score),
         (mask_caption_mask, "segment", rows.segment),
@@ -78,7 +79,9 @@ def trl(work: Work, all_logits: bool):
 def static(work: Work):
     """The project's loop on `generate` with a static cache, which transformers compiles on a GPU."""
     torch._dynamo.config.cache_size_limit = 64
-    with replaced((rollout, "generate", huggingface(work, cache_implementation="static"))):
+    with replaced(
+        (work.policy.engine, "generate", huggingface(work, cache_implementation="static"))
+    ):
         yield Counter()
 
 
@@ -129,20 +132,20 @@ def partly(function, work: Work, num_samples: int, extra: Counter, phase: str):
 
 
 def huggingface(work: Work, **how):
-    """A stand-in for `sampler.generate` by transformers' own, whose rows each have their prompt's cache."""
+    """A stand-in for `Engine.generate` by transformers' own, whose rows each have their prompt's cache."""
+
+    engine = work.policy.engine
+    language_model, temperature = engine.language_model, engine.temperature
 
     def generate(
-        language_model,
         embeds,
         attention_mask,
         *,
         num_generations,
         max_new_tokens,
         stop,
-        pad_id,
-        temperature,
-        uniforms,
-        same=None,
+        uniforms=None,
+        shared_prefix_lengths=None,
     ):
         drawn = uniforms is not None
         sampling = (
@@ -157,7 +160,7 @@ def huggingface(work: Work, **how):
             num_return_sequences=num_generations,
             max_new_tokens=max_new_tokens,
             min_new_tokens=max_new_tokens,
-            pad_token_id=pad_id,
+            pad_token_id=engine.pad_id,
             return_dict_in_generate=True,
             output_logits=drawn,
             output_hidden_states=with_hidden and not how,
@@ -177,16 +180,7 @@ def huggingface(work: Work, **how):
             with_hidden and how
         ):  # a compiled forward gives no hidden states: one more forward, the project's own
             prompt = torch.arange(len(embeds), device=ids.device).repeat_interleave(num_generations)
-            answers = score_answers(
-                language_model,
-                embeds,
-                attention_mask,
-                prompt,
-                ids,
-                valid,
-                pad_id=pad_id,
-                temperature=temperature,
-            )
+            answers = engine.score(embeds, attention_mask, prompt, ids, valid)
             hidden[:, :-1] = answers.hidden_of(fed(valid)).view(len(ids), -1, width)
         elif with_hidden:
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
@@ -225,7 +219,7 @@ class PerRow:
             torch.autocast(policy.device.type, enabled=False),
         ):  # as in `Policy.encode_images`
             vision = policy.model.vision_features(
-                torch.cat([batch.pixel_values[i] for i in prompts.image]).to(policy.device)
+                torch.cat([batch.inputs.pixel_values[i] for i in prompts.image]).to(policy.device)
             )
         each = Images(
             vision,
@@ -270,21 +264,19 @@ class PerRow:
         with policy.autocast():
             prompts = policy.segment_prompts(images, image, captions)
             embeds, mask = policy.embed(images, prompts)
-            answers = rollout.generate(
-                policy.model.language_model,
+            answers = policy.engine.generate(
                 embeds,
                 mask,
                 num_generations=1,
                 max_new_tokens=self.work.answer_tokens,
                 stop=policy.stop,
-                pad_id=policy.pad_id,
-                temperature=policy.temperature,
-                uniforms=None,
             )
             seg = policy.seg_tokens(answers.ids, answers.valid)
             embeddings = policy.model.text_hidden_fcs(answers.hidden[seg]).float()
             with torch.autocast(policy.device.type, enabled=False):
-                sam = policy.model.sam_features(self.work.batch.sam_pixels[image].to(policy.device))
+                sam = policy.model.sam_features(
+                    self.work.batch.inputs.sam_pixels[image].to(policy.device)
+                )
         each = Images(images.vision, images.tiles, sam, [images.sizes[i] for i in image])
         return row_masks(
             policy, each, list(range(len(image))), seg.nonzero()[:, 0].tolist(), embeddings

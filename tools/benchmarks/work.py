@@ -16,12 +16,13 @@ from unittest.mock import patch
 
 import torch
 
-from rl_train import distributed, rollout, train
+from rl_train import distributed, train
 from rl_train.config import parse_args
-from rl_train.data.loader import Batch
 from rl_train.parts import build_optimizer, build_tasks
 from rl_train.policies.sa2va import Policy, make_policy
+from rl_train.policies.sa2va_inputs import BatchInputs
 from rl_train.roles import Roles
+from rl_train.types import Batch
 from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
 
 CONFIG_TINY = CONFIG_4B | dict(  # for the tests, on a CPU
@@ -144,7 +145,8 @@ class Work:
 @contextmanager
 def forced(work: Work):
     """Let the answers of loop 2 be A tokens with a [SEG], and replace the masks that are found by them."""
-    real_sample, real_generate = train.sample, rollout.generate
+    engine = work.policy.engine
+    real_sample, real_generate = train.sample, engine.generate
 
     def sample(policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma):
         if mask_sigma is None:
@@ -164,7 +166,7 @@ def forced(work: Work):
             found.ids[:, SEG_AT] = work.policy.model.seg_id
         return found
 
-    with patch.object(train, "sample", sample), patch.object(rollout, "generate", generate):
+    with patch.object(train, "sample", sample), patch.object(engine, "generate", generate):
         yield
 
 
@@ -206,15 +208,18 @@ def build(options, ranks) -> Work:
     masks = [mask_of(cells.roll(row)) for row in range(args.batch_size * args.num_generations)]
     rng = torch.Generator().manual_seed(ranks.rank)
     size, sam_size = policy.processor.image_size, policy.processor.sam_size
-    batch = Batch(
-        index,
+    inputs = BatchInputs(
         [torch.randn(1, 3, size, size, generator=rng) for _ in index],
         torch.randint(256, (len(index), 3, sam_size, sam_size), dtype=torch.uint8, generator=rng),
         torch.stack([cells] * len(index)),
+    )
+    batch = Batch(
+        index,
         [mask_of(cells) for _ in index],
         [caption_of(policy, options.prompt_length)] * len(index),
         [f"image{i}" for i in index],
         [],
+        inputs,
     )
     return Work(
         args,
