@@ -1,5 +1,7 @@
 """Rollouts of both loops on drawn scenes and one update's losses: what tests of the loss share."""
 
+import dataclasses
+
 import torch
 
 from rl_train.config import LossConfig
@@ -91,6 +93,7 @@ def backward(model, work: Work, config: LossConfig = POLICY_ALONE, micro_batch_s
         loss.backward()
         value += loss.item()
         for name, x in statistics.items():
+            x = tuple(map(float, x)) if isinstance(x, tuple) else float(x)
             sums[name] = added(sums[name], x) if name in sums else x
     gradients = {name: p.grad.clone() for name, p in model.trainable.items()}
     for p in model.trainable.values():
@@ -105,7 +108,7 @@ def added(one, other):
 
 def mean(statistic) -> float:
     """The mean of a (total, count)."""
-    return float(statistic[0] / statistic[1])
+    return statistic[0] / statistic[1]
 
 
 def reached(model, gradients) -> set[str]:
@@ -117,3 +120,16 @@ def largest_difference(a, b) -> float:
     """Of two sets of tensors of the same names."""
     assert a.keys() == b.keys()
     return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def equal(a, b) -> bool:
+    """Whether two nests of records, lists, dictionaries and tensors hold the same."""
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b

@@ -272,10 +272,6 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     ) == (max_tiles > 1)
 
 
-def test_an_empty_mask_is_not_described(model, images, batch):
-    assert describe(model, images, [0], [batch.masks[0] & False], 4) == [""]
-
-
 def test_prompts_repeat_by_row_index():
     prompts = Prompts([[1], [2]], [0, 1], None).repeat(3)
     assert prompts.ids == [[1], [1], [1], [2], [2], [2]] and prompts.image == [0, 0, 0, 1, 1, 1]
