@@ -1,4 +1,4 @@
-"""What a role of Sa2VA is asked: masks by a forced or its own answer, captions, their likelihood."""
+"""What a role of Sa2VA is asked: masks by a forced or its own answer, captions, likelihoods."""
 
 from dataclasses import replace
 
