@@ -77,7 +77,6 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
-    resume: Path | None  # checkpoint folder to continue from
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -217,22 +216,22 @@ def build(config: Config, ranks: Ranks) -> Parts:
     print_sizes(policy, shards)
     roles = Roles(policy.trainable)
     tasks = build_tasks(config.tasks, Context(policy, roles, tokens, judge, user_rewards))
-    resume = checkpoint.find(config.run.resume, output_dir) if config.run.resume else None
-    start = 0
-    if resume:
-        check_same(resume / "config.json", flags, f"--resume {resume}")
-        start = checkpoint.check(resume, policy.trainable, output_dir)
-    else:
-        calibrate(tasks, train_set, policy.inputs(tokens), config.rollout.batch_size, tokens)
     optim, prompts = config.optim, config.rollout.batch_size
-    how = (prompts, optim.gradient_accumulation_steps, config.run.seed)
-    sampler = StepSampler(len(train_set), *how, ranks.rank, ranks.world_size, start)
+    how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    sampler = StepSampler(len(train_set), *how, ranks.world_size)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
+    state = RunState(policy, roles, tasks, optimizer, schedule)
+    resume = checkpoint.find(config.run.resume, output_dir) if config.run.resume else None
+    if resume:
+        print0(f"resuming from {resume}")
+        check_same(resume / "config.json", flags, f"--resume {resume}")
+        checkpoint.load(resume, state, output_dir, ranks.rank)
+    else:
+        calibrate(tasks, train_set, policy.inputs(tokens), prompts, tokens)
+    sampler.start = state.step
     if ranks.is_main:  # last, so that bad input uses up no folder
         write_json(Path(output_dir) / "config.json", flags, indent=2)
-    state = RunState(policy, roles, tasks, optimizer, schedule)
     watch = Watch(damaged, judge, FailureWindow(config.reward.max_judge_failures))
-    data = (train_set, heldout, sampler, max_steps, resume)
-    return Parts(config, flags, ranks, state, watch, *data)
+    return Parts(config, flags, ranks, state, watch, train_set, heldout, sampler, max_steps)
