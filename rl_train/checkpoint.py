@@ -4,11 +4,12 @@ checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
     ema.safetensors          the teacher's
-    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank; weights_only
-    config.json              the run's flags
+    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank;
+    weights_only config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
     eval.json                its step, its score and its held-out metrics
-N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
+N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from
+--model_path.
 """
 
 import json
@@ -81,7 +82,7 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
 def save_if_best(
     output_dir, state: RunState, flags: dict, metrics: dict[str, float], is_main: bool
 ):
-    """Write checkpoint_best if metrics["score"] is above that of the one that is there, or none is."""
+    """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
     rng = gather_objects(torch.get_rng_state())
@@ -90,7 +91,7 @@ def save_if_best(
 
 
 def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
-    """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
+    """Write the folder `final` under a temporary name, then rename it over one of that name."""
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     for leftover in (folder, replaced):  # of a killed run
         if leftover.exists():
@@ -153,7 +154,7 @@ def load_weights(folder: Path, parameters: dict, file: str = "trainables.safeten
 
 
 def load(folder: Path, state: RunState, output_dir, rank: int):
-    """Restore a run from `folder`. Raises ValueError if a file there, or of checkpoint_best, is damaged."""
+    """Restore a run from `folder`. Raises ValueError if a file there or of the best is damaged."""
     load_weights(folder, state.policy.trainable)
     load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
     found = read_state(folder)

@@ -1,4 +1,4 @@
-"""The command line of a run: from its flags to a `Config`, and the output folder that belongs to it."""
+"""The command line of a run: from flags to a `Config`, and whose output folder it is."""
 
 import argparse
 import math

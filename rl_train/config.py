@@ -1,7 +1,8 @@
 """Every flag of a run but the tasks' own, its help beside it, as small frozen configs.
 
-A config is a frozen dataclass whose fields are made by `flag`. What computes is given the one config
-that concerns it, never all flags; the tasks declare theirs in the same way (`rl_train.tasks`).
+A config is a frozen dataclass whose fields are made by `flag`. What computes is given the one
+config that concerns it, never all flags; the tasks declare theirs in the same way
+(`rl_train.tasks`).
 """
 
 import argparse
@@ -11,7 +12,8 @@ import types
 from dataclasses import dataclass
 
 from rl_train.data import DATASETS
-from rl_train.grpo import CONTROLS, LOSS_TYPES
+from rl_train.grpo import LOSS_TYPES
+from rl_train.rewards.components import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 REQUIRED = dataclasses.MISSING
@@ -179,7 +181,7 @@ def flag_name(field: dataclasses.Field) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
-    """Add the flags of a config class to the parser, in a group named by its docstring or `title`."""
+    """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
     group = parser.add_argument_group(title or config.__doc__)
     for field in dataclasses.fields(config):
         optional = isinstance(field.type, types.UnionType)

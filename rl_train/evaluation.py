@@ -131,7 +131,7 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
 
 
 def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
     summary = means(measured.values)
     return dict(
         flags=flags,

@@ -1,7 +1,7 @@
 """Train a policy by reinforcement learning in closed cycles.
 
-    bash run_rl_train.sh                                                   # the demo, on any machine
-    python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
+    bash run_rl_train.sh                                                   # the demo, on any
+    machine python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
     torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
@@ -25,9 +25,10 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
-from rl_train.grpo import combine, control_rewards, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
+from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
 from rl_train.statistics import before_after_table
@@ -78,11 +79,11 @@ def train(parts: Parts, loader, end_of_step):
 
 
 def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_norm: float):
-    """Clip the averaged gradients and step; the norm of each group before clipping goes to the tally.
+    """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
-        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has been
-            stepped.
+        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has
+            been stepped.
     """
     faults = tally.not_finite()
     norms = average.own_norms().items()

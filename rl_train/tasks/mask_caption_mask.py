@@ -1,4 +1,4 @@
-"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher segments the description, reward IoU."""
+"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher finds it."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ class MaskCaptionMask:
         return policy.describe_prompts(images, list(range(len(batch))), list(images.grids))
 
     def judge(self, rollout: Rollout) -> Outcome:
-        """{"iou": (N,)}: IoU at the image's own size of the region and what the teacher finds by the caption.
+        """{"iou": (N,)} of the region and what the teacher finds, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG]
         (--teacher_answer sampled) gives 0.
