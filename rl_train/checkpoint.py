@@ -16,6 +16,7 @@ import pickle
 import random
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +26,41 @@ from safetensors.torch import save_file
 
 from rl_train.distributed import gather_objects
 from rl_train.files import DamagedFile, read_json
+from rl_train.roles import Roles
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
 BEST = "checkpoint_best"
+
+
+@dataclass
+class RunState:
+    """All that a run carries from step to step; the weights lie in the policy and the roles."""
+
+    policy: object
+    roles: Roles
+    tasks: list
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    step: int = 0  # steps done
+
+    def state_dict(self) -> dict:
+        """What is neither weights nor random numbers, as training_state.pt holds it."""
+        return dict(
+            step=self.step,
+            optimizer=self.optimizer.state_dict(),
+            scheduler=self.scheduler.state_dict(),
+            tasks={task.name: task.action.state_dict() for task in self.tasks if task.action},
+        )
+
+    def load_state_dict(self, state: dict):
+        for group in state["optimizer"]["param_groups"]:
+            group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+        for task in self.tasks:
+            if task.action:
+                task.action.load_state_dict(state["tasks"][task.name])
 
 
 def list_checkpoints(output_dir) -> list[Path]:
@@ -36,95 +69,49 @@ def list_checkpoints(output_dir) -> list[Path]:
     return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
 
 
-def save(output_dir, step: int, policy, roles, optimizer, scheduler, args, is_main: bool):
-    """Write checkpoint_step_N, and remove the oldest beyond --save_total_limit."""
+def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
+    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
     rng = gather_objects(rng_state())
     if not is_main:
         return
-    write(
-        Path(output_dir) / f"checkpoint_step_{step}",
-        step,
-        policy,
-        roles,
-        optimizer,
-        scheduler,
-        args,
-        rng,
-    )
-    if args.save_total_limit:
-        past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= step]
-        for old in past[: -args.save_total_limit]:
-            shutil.rmtree(old)
+    write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, rng)
+    past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= state.step]
+    for old in past[:-total_limit] if total_limit else ():
+        shutil.rmtree(old)
 
 
 def save_if_best(
-    output_dir,
-    step: int,
-    score: float,
-    metrics: dict[str, float],
-    policy,
-    roles,
-    optimizer,
-    scheduler,
-    args,
-    is_main: bool,
+    output_dir, state: RunState, flags: dict, metrics: dict[str, float], is_main: bool
 ):
-    """Write checkpoint_best if `score` is above that of the one that is there, or none is; a resumed run goes on comparing."""
+    """Write checkpoint_best if metrics["score"] is above that of the one that is there, or none is; a resumed run goes on comparing."""
     final = Path(output_dir) / BEST
     best = float("-inf")
     if is_main and final.exists():
         best = read_json(final / "eval.json")["score"]
-    if score <= gather_objects(best)[0]:
+    if metrics["score"] <= gather_objects(best)[0]:
         return
     rng = gather_objects(rng_state())
     if is_main:
-        write(
-            final,
-            step,
-            policy,
-            roles,
-            optimizer,
-            scheduler,
-            args,
-            rng,
-            dict(step=step, score=score, metrics=metrics),
-        )
+        write(final, state, flags, rng, metrics)
 
 
-def write(
-    final: Path,
-    step: int,
-    policy,
-    roles,
-    optimizer,
-    scheduler,
-    args,
-    rng: list,
-    scores: dict | None = None,
-):
+def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
     """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     for leftover in (folder, replaced):  # of a killed run
         if leftover.exists():
             shutil.rmtree(leftover)
     folder.mkdir(parents=True)
-    policy.peft.save_pretrained(folder / "adapter")
-    save_file(
-        {n: p.detach().cpu().contiguous() for n, p in policy.trainable.items()},
-        folder / "trainables.safetensors",
-    )
-    save_file(
-        {n: t.cpu().contiguous() for n, t in roles.banks["teacher"].items()},
-        folder / "ema.safetensors",
-    )
-    torch.save(
-        dict(
-            step=step, optimizer=optimizer.state_dict(), scheduler=scheduler.state_dict(), rng=rng
-        ),
-        folder / "training_state.pt",
-    )
-    (folder / "config.json").write_text(json.dumps(vars(args), indent=2) + "\n")
-    if scores:
+    state.policy.peft.save_pretrained(folder / "adapter")
+    own = {name: parameter.detach() for name, parameter in state.policy.trainable.items()}
+    weights = dict(trainables=own, ema=state.roles.banks["teacher"])
+    for name, bank in weights.items():
+        on_cpu = {n: tensor.cpu().contiguous() for n, tensor in bank.items()}
+        save_file(on_cpu, folder / f"{name}.safetensors")
+    torch.save(state.state_dict() | dict(rng=rng), folder / "training_state.pt")
+    (folder / "config.json").write_text(json.dumps(flags, indent=2) + "\n")
+    if metrics:
+        scores = dict(step=state.step, score=metrics["score"], metrics=metrics)
         (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
     if final.exists():
         final.rename(replaced)  # removing it takes longer than the moment in which neither is there
@@ -199,19 +186,14 @@ def check(folder: Path, names, output_dir) -> int:
     return read_state(folder)["step"]
 
 
-def load(folder: Path, policy, roles, optimizer, scheduler, rank: int):
+def load(folder: Path, state: RunState, rank: int):
     """Restore a run from `folder`."""
-    load_weights(folder, policy.trainable)
-    load_weights(folder, roles.banks["teacher"], "ema.safetensors")
-    state = read_state(folder)
-    for group in state["optimizer"]["param_groups"]:
-        group["fused"] = optimizer.defaults[
-            "fused"
-        ]  # is this machine's, not that of the one which wrote the checkpoint
-    optimizer.load_state_dict(state["optimizer"])
-    scheduler.load_state_dict(state["scheduler"])
-    if rank < len(state["rng"]):  # nothing depends on it across another number of ranks
-        restore_rng(state["rng"][rank])
+    load_weights(folder, state.policy.trainable)
+    load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
+    found = read_state(folder)
+    state.load_state_dict(found)
+    if rank < len(found["rng"]):  # nothing depends on it across another number of ranks
+        restore_rng(found["rng"][rank])
 
 
 def rng_state() -> dict:

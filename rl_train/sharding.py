@@ -7,7 +7,7 @@ checkpoints do not know of it, and results are those of a run without it.
 A forward is thereby a collective, but ranks sample answers of different lengths and have different numbers of masks to describe.
 So before each forward of a sharded part all ranks say which part they need next; the highest that any of them named is run by
 all, by those that did not name it on a dummy input, after which they ask again. A rank that has nothing left until the ranks meet
-in another collective says so by `join`. Forwards with gradient are equally many on all ranks as it is (same rows, same
+in another collective says so by `join`, which `distributed` calls before each of its own. Forwards with gradient are equally many on all ranks as it is (same rows, same
 micro-batches), so that backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its layers
 never by themselves.
 """
@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rl_train.distributed import before_meeting
+from sa2va_hf import Sa2VAModel
 
 NOTHING = -1  # in place of the number of a part: no forward left
 
@@ -34,6 +37,14 @@ class Shards:
                 "--shard_base: there is one process and nobody to share the base with; start several (torchrun, or NPROC)"
             )
         self.ranks, self.parts, self.in_dummy = ranks, [], False
+
+    def load(self, path, dtype: torch.dtype, device) -> Sa2VAModel:
+        """`Sa2VAModel.from_pretrained`, of which this rank keeps its share of the layers."""
+        model = Sa2VAModel.blank(path, dtype)
+        self.split(model)
+        model.load_weights(path, self.fill)
+        before_meeting.append(self.join)
+        return model.to(device)
 
     def split(self, model):
         """Make `model` (a Sa2VAModel without LoRA) keep this rank's share of its layers, on the rank's device; `fill` writes weights."""

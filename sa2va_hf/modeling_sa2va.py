@@ -342,35 +342,51 @@ class Sa2VAModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path, dtype: torch.dtype = torch.float32, device="cpu", shards=None
+        cls, path, dtype: torch.dtype = torch.float32, device="cpu"
     ) -> "Sa2VAModel":
-        """Load a folder in the original layout (safetensors, one file or sharded with an index), strictly.
+        """The model in the folder `path`, strictly loaded: `blank`, then `load_weights`; see there."""
+        model = cls.blank(path, dtype)
+        model.load_weights(path)
+        return model.to(device)
 
-        Where the config ties embed_tokens and lm_head, the file may hold either or both; two that differ stay untied.
-
-        Args:
-            shards: `rl_train.sharding.Shards`, by which each process keeps a share of the layers and never holds them all.
+    @classmethod
+    def blank(cls, path, dtype: torch.dtype = torch.float32) -> "Sa2VAModel":
+        """A model by the config.json of the folder `path`, its weights not filled in yet.
 
         Raises:
-            ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected keys, a shape that
-                does not fit the config, or an unreadable shard; the message names the file.
+            ValueError: no config.json, or one that describes another kind of model; names the file.
         """
-        config = Sa2VAConfig.from_pretrained(path)
         with _default_dtype(dtype), no_init_weights():
-            model = cls(config)
+            model = cls(Sa2VAConfig.from_pretrained(path))
         model.folder = Path(path)
+        return model
+
+    @torch.no_grad()
+    def load_weights(self, path, write=torch.Tensor.copy_):
+        """Fill every weight from a folder in the original layout (safetensors, with an index if
+        there are several), strictly.
+
+        Where the config ties embed_tokens and lm_head, the file may hold either or both; two that
+        differ stay untied.
+
+        Args:
+            write: write(tensor, value) puts a whole value into a tensor of this model. One that
+                keeps only a part of it lets several processes share a model that none could hold.
+
+        Raises:
+            ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or
+                unexpected keys, a shape that does not fit the config, or an unreadable file; the
+                message names the file.
+        """
         files, source = checkpoint_keys.find_keys(Path(path)), {}
-        llm = model.language_model
-        if config.tied and EMBED_TOKENS in files and LM_HEAD in files:
-            model.unwritten = None
+        llm, tied = self.language_model, self.config.tied
+        if tied and EMBED_TOKENS in files and LM_HEAD in files:
+            self.unwritten = None
             llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
-        elif config.tied and (EMBED_TOKENS in files or LM_HEAD in files):
+        elif tied and (EMBED_TOKENS in files or LM_HEAD in files):
             there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
-            files[absent], source, model.unwritten = files[there], {absent: there}, absent
-        if shards:
-            shards.split(model)
-        fill = shards.fill if shards else torch.Tensor.copy_
-        state = model.state_dict()
+            files[absent], source, self.unwritten = files[there], {absent: there}, absent
+        state = self.state_dict()
         checkpoint_keys.check_keys(path, files, checkpoint_keys.original_shapes(state))
         with contextlib.ExitStack() as stack:
             readers = {
@@ -382,10 +398,9 @@ class Sa2VAModel(nn.Module):
                 return readers[files[key]].get_tensor(source.get(key, key))
 
             for name, tensor in state.items():
-                fill(tensor, checkpoint_keys.native_tensor(name, read))
-        if config.tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
+                write(tensor, checkpoint_keys.native_tensor(name, read))
+        if tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
             llm.lm_head.weight = llm.model.embed_tokens.weight
-        return model.to(device)
 
     def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
         """Write `path` in the original layout: safetensors (sharded with an index above max_shard_size) and config.json.

@@ -6,8 +6,11 @@ import torch
 from peft import LoraConfig
 from tqdm import tqdm
 
-from rl_train.data.loader import Batch, Prepared, collate
+from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
+from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_prompts import PromptBuilder
+from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
@@ -80,8 +83,12 @@ def prepare():
     """Function of samples and a processor: one Batch of all of them."""
 
     def build(samples: list[dict], processor: Sa2VAProcessor) -> Batch:
-        prepared = Prepared(samples, processor)
-        return collate([prepared[i] for i in range(len(prepared))])
+        config = processor.config
+        prompts = PromptBuilder(
+            load_tokenizer(SHIPPED_CHECKPOINT), config.template, config.tokens_per_tile
+        )
+        inputs = Sa2VAInputs(processor, prompts, config.llm.max_position_embeddings, 0)
+        return Batches(samples, inputs)[list(range(len(samples)))]
 
     return build
 
@@ -101,4 +108,4 @@ def model(policy) -> Policy:
 @pytest.fixture(scope="module")
 def images(model, batch):
     """Features of the four scenes."""
-    return model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    return model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)

@@ -270,7 +270,7 @@ def test_lengths_are_forced(tiny, monkeypatch):
 def test_each_way_scores_the_same_tokens_alike(tiny):
     """The stand-ins' log-probs and [SEG] embeddings are the project's, to bf16; their teacher encodes each row's own image."""
     policy, batch = tiny.policy, tiny.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions)
     with work.forced(tiny):
         rollout = sample(policy, batch, images, prompts, 3, tiny.answer_tokens, None, 0.0)
@@ -290,7 +290,7 @@ def test_each_way_scores_the_same_tokens_alike(tiny):
 def test_generate_stands_in_for_the_sampler(tiny, how):
     """transformers' generate, greedily, gives the sampler's tokens and their hidden states."""
     policy, batch = tiny.policy, tiny.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     call = dict(
         num_generations=1,
         max_new_tokens=tiny.answer_tokens,

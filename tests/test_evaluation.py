@@ -10,12 +10,12 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_train import checkpoint, evaluation
-from rl_train.data.loader import Batch
 from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS, bootstrap, cider, means, paired_difference, rows_of
 from rl_train.parts import cosine_schedule
 from rl_train.rewards import meteor
 from rl_train.roles import Roles
+from rl_train.types import Batch
 from tests.runs import draw_data, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -37,7 +37,7 @@ def data(tmp_path_factory):
 def measure_answers(monkeypatch):
     """`measure` of two regions of 20 and 50 of 100 pixels, for given captions of the regions, masks, rows with [SEG] and replies."""
     targets = [rectangle(2, 10), rectangle(5, 10)]
-    batch = Batch([0, 1], [], None, None, targets, ["a red cup", "the dog"], ["a", "b"], [])
+    batch = Batch([0, 1], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
     policy = SimpleNamespace(device=torch.device("cpu"))
 
     def measure(captions, cycle_masks, masks, seg_rows, replies):

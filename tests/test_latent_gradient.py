@@ -27,7 +27,7 @@ def smoothed(policy, batch):
     There the sampled masks are now the one object, now the other, so that the reward has a gradient to be found.
     """
     model = policy()
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = model.segment_prompts(images, [0, 0], [batch.captions[0], OTHER])
     ends = sample(model, batch, images, prompts, 1, 14, None, 0.0).seg_means  # (2, D)
 

@@ -53,9 +53,9 @@ def model(policy):
 
 def rollout_of(model, batch, loop, sigma=SIGMA):
     """A rollout of 4 rows about 2 of the scenes."""
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = (
-        model.describe_prompts(images, [0, 1], list(batch.grids[:2]))
+        model.describe_prompts(images, [0, 1], list(batch.inputs.grids[:2]))
         if loop == 1
         else model.segment_prompts(images, [0, 1], batch.captions[:2])
     )

@@ -216,7 +216,7 @@ def test_the_reference_is_the_base_model(policy, batch):
     roles = Roles(policy.trainable)
     for n, p in policy.trainable.items():
         p += 0.02
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions[:2])
     rollout = sample(policy, batch, images, prompts, 1, 6, noise(0, 0, 0, [0, 1], 1, 6, 0))
     with roles.use("reference"):
@@ -228,7 +228,7 @@ def test_the_reference_is_the_base_model(policy, batch):
         valid = rollout.valid[row]
         ids = torch.tensor([rollout.prompts.ids[row]])
         full = torch.cat([ids, rollout.ids[row : row + 1, valid]], dim=1)
-        logits = base(full, torch.ones_like(full), batch.pixel_values[row]).logits[
+        logits = base(full, torch.ones_like(full), batch.inputs.pixel_values[row]).logits[
             0, ids.shape[1] - 1 : -1
         ]
         expected = torch.log_softmax(logits, -1).gather(1, rollout.ids[row, valid, None])[:, 0]

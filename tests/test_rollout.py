@@ -182,7 +182,9 @@ def test_loop_1_asks_the_teacher_as_the_flag_says(policy, batch, how):
         )
         roles = Roles(model.trainable)
         task = MaskCaptionMask(model, roles, args)
-        images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+        images = model.encode_images(
+            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
+        )
         drawn = sample(
             model,
             batch,
@@ -269,7 +271,7 @@ def test_likelihood_by_hand(model, images, batch, kernels, monkeypatch):
 def test_masks_of_one_grid_are_exactly_equally_likely(policy, batch):
     """In bfloat16, where a forward's rounding depends on its rows: it must not look like a reward."""
     model = policy(dtype=torch.bfloat16)
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     image = [0, 0, 0, 1, 1, 0, 1, 0]
     found = caption_likelihood(
         model,
@@ -353,7 +355,7 @@ def test_loop_2_asks_the_teacher(policy, batch):
     model = policy()
     roles = Roles(model.trainable)
     task = CaptionMaskCaption(model, roles, loop2_args(max_completion_length=64))
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     random = noise(0, 0, 1, [0, 1, 2, 3], 2, STEPS, model.model.config.prompt_size)
     drawn = sample(model, batch, images, task.prompts(batch, images), 2, STEPS, random, 0.5)
 

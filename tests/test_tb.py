@@ -24,7 +24,7 @@ from rl_train.tb import FOUND, REGION, rollout_picture
 def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     mask = torch.zeros(height, width, dtype=torch.bool)
     batch = SimpleNamespace(
-        sam_pixels=torch.zeros(1, 3, 1024, 1024, dtype=torch.uint8),
+        inputs=SimpleNamespace(sam_pixels=torch.zeros(1, 3, 1024, 1024, dtype=torch.uint8)),
         masks=[~mask],
         captions=["a cup"],
     )

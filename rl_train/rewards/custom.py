@@ -9,51 +9,10 @@ It returns one number per completion, or None where it has none to give.
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
-
-# Names in a rollout's line or among a task's curves, which a reward of the user's own may not take.
-RESERVED = frozenset(
-    (
-        "step",
-        "task",
-        "image_id",
-        "caption",
-        "completion",
-        "reply",
-        "reward",
-        "advantage",
-        "iou",
-        "meteor",
-        "judge",
-        "caption_reward",
-        "loss",
-        "policy_loss",
-        "kl_div",
-        "reward_mean",
-        "reward_std",
-        "frac_zero_std",
-        "entropy",
-        "clip_frac",
-        "completion_length",
-        "truncated_frac",
-        "empty_frac",
-        "unscored_frac",
-        "sampler_gap",
-        "mask_spread",
-        "no_seg_frac",
-        "latent_kl",
-        "latent_loss",
-        "mask_loss",
-        "likelihood",
-        "repeats_frac",
-        "digits_frac",
-        "whole_mask_frac",
-        "mask_sigma",
-    )
-)
 
 
 class BadReward(ValueError):
@@ -87,17 +46,13 @@ class UserReward:
         spec: "module:function"; weight: of the component, which is logged by the function's name.
 
     Raises:
-        ValueError: as `load_reward`, or a name that a curve of ours has.
+        ValueError: as `load_reward`.
     """
 
     def __init__(self, spec: str, weight: float = 1.0):
         self.spec, self.weight = spec, weight
         self.function = load_reward(spec)
         self.name = spec.partition(":")[2]
-        if self.name in RESERVED:
-            raise ValueError(
-                f"--reward {spec}: the name {self.name} is taken by a curve of the project, rename the function"
-            )
 
     @classmethod
     def parse(cls, text: str) -> "UserReward":
@@ -145,3 +100,10 @@ def load_user_rewards(texts: list[str]) -> list[UserReward]:
         if count > 1:
             raise ValueError(f"--reward {' '.join(texts)}: {count} rewards are called {name}")
     return rewards
+
+
+def user_components(
+    rewards: Sequence[UserReward], completions: list[str], **kwargs
+) -> dict[str, torch.Tensor]:
+    """Return {name: (N,)} of the user's rewards of N completions; see `UserReward.__call__`."""
+    return {reward.name: reward(completions, **kwargs) for reward in rewards}

@@ -1,16 +1,15 @@
-"""Batches: the same whatever the number of workers, each epoch a permutation, too little data an error."""
+"""Batches: the same whatever the number of workers, each epoch a permutation, too little data an
+error."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from rl_train.data import BadData, DamagedSample, GraspAnyRegionDataset
-from rl_train.data.loader import Fitting, StepSampler, eval_loader, steps, train_loader
-from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
-from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
+from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
+from tools.make_demo import TRAIN, write_split
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +19,21 @@ def dataset(tmp_path_factory):
     return GraspAnyRegionDataset(folder)
 
 
-@pytest.fixture(scope="module")
-def processor():
-    return Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), 1)
+class Pixels:
+    """The inputs of a model that takes an image as it is and no caption of `too_long`."""
+
+    def __init__(self, too_long=()):
+        self.too_long = too_long
+
+    def check(self, sample):
+        if sample["caption"] in self.too_long:
+            raise DamagedSample(sample["image_id"], "too long")
+
+    def prepare(self, sample):
+        return torch.from_numpy(np.array(sample["image"]))  # (H, W, 3)
+
+    def collate(self, prepared):
+        return prepared
 
 
 def first(sampler, count):
@@ -30,28 +41,15 @@ def first(sampler, count):
 
 
 def assert_same(a, b):
-    assert (a.index, a.captions, a.image_ids, a.sizes) == (
-        b.index,
-        b.captions,
-        b.image_ids,
-        b.sizes,
-    )
-    assert torch.equal(a.sam_pixels, b.sam_pixels) and torch.equal(a.grids, b.grids)
-    assert all(map(torch.equal, a.pixel_values, b.pixel_values)) and all(
-        map(torch.equal, a.masks, b.masks)
-    )
+    assert (a.index, a.captions, a.image_ids) == (b.index, b.captions, b.image_ids)
+    assert a.sizes == b.sizes and all(map(torch.equal, a.masks, b.masks))
+    assert all(map(torch.equal, a.inputs, b.inputs))
 
 
-def test_workers_do_not_change_the_batches(dataset, processor):
+def test_workers_do_not_change_the_batches(dataset):
     def batches(num_workers):
-        return first(
-            iter(
-                train_loader(
-                    dataset, processor, StepSampler(len(dataset), 2, 1, seed=3), num_workers
-                )
-            ),
-            6,
-        )
+        sampler = StepSampler(len(dataset), 2, 1, seed=3)
+        return first(train_loader(dataset, Pixels(), sampler, num_workers), 6)
 
     alone, shared = batches(0), batches(2)
     assert [b.index for b in alone] == first(StepSampler(len(dataset), 2, 1, seed=3), 6)
@@ -59,22 +57,28 @@ def test_workers_do_not_change_the_batches(dataset, processor):
         assert_same(a, b)
 
 
-def test_a_batch_holds_its_samples(dataset, processor):
-    batch = next(iter(train_loader(dataset, processor, StepSampler(len(dataset), 3, 1, seed=0), 0)))
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_holds_its_samples(dataset, num_workers):
+    sampler = StepSampler(len(dataset), 3, 1, seed=0)
+    batch = next(iter(train_loader(dataset, Pixels(), sampler, num_workers)))
     assert len(batch) == 3
     for k, i in enumerate(batch.index):
-        sample = dataset[i]
+        sample, mask = dataset[i], batch.masks[k]
         assert (batch.captions[k], batch.image_ids[k]) == (sample["caption"], sample["image_id"])
-        assert (
-            batch.masks[k].dtype == torch.bool
-            and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
-        )
+        assert mask.dtype == torch.bool and mask.is_contiguous()
+        assert mask.numpy().tolist() == sample["mask"].tolist()
         assert batch.sizes[k] == (sample["image"].height, sample["image"].width)
-    assert (
-        batch.sam_pixels.dtype == torch.uint8
-        and batch.grids.dtype == torch.bool
-        and batch.grids.any((1, 2)).all()
-    )
+        assert batch.inputs[k].numpy().tolist() == np.array(sample["image"]).tolist()
+
+
+def test_masks_of_several_sizes_share_one_storage(dataset):
+    """A storage for each mask would be an open file for each, as long as a step holds it."""
+    cut = [dataset[0], dataset[1] | dict(mask=dataset[1]["mask"][:7, :5])]
+    batch = next(iter(eval_loader(cut, Pixels(), 2, 1)))
+    assert batch.sizes == [cut[0]["mask"].shape, (7, 5)]
+    for mask, sample in zip(batch.masks, cut):
+        assert mask.numpy().tolist() == sample["mask"].tolist()
+    assert len({mask.untyped_storage().data_ptr() for mask in batch.masks}) == 1
 
 
 def test_every_epoch_is_another_permutation():
@@ -98,22 +102,19 @@ def test_the_seed_decides():
 
 
 def test_start_skips_whole_steps():
-    assert (
-        first(StepSampler(13, 2, 3, seed=5, start=7), 9)
-        == first(StepSampler(13, 2, 3, seed=5), 30)[21:30]
-    )
+    later = first(StepSampler(13, 2, 3, seed=5, start=7), 9)
+    assert later == first(StepSampler(13, 2, 3, seed=5), 30)[21:30]
 
 
 def test_steps_groups_batches():
     assert first(steps(iter(range(7)), 3), 5) == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_evaluation_sees_every_sample_once_over_all_ranks(dataset, processor):
-    ranks = [
-        sum((b.index for b in eval_loader(dataset, processor, 2, 0, rank, 2)), [])
-        for rank in range(2)
-    ]
+def test_evaluation_sees_every_sample_once_over_all_ranks(dataset):
+    loaders = [eval_loader(dataset, Pixels(), 2, 0, rank, 2) for rank in range(2)]
+    ranks = [sum((batch.index for batch in loader), []) for loader in loaders]
     assert ranks == [list(range(0, len(dataset), 2)), list(range(1, len(dataset), 2))]
+    assert [len(loader) for loader in loaders] == [-(-len(rank) // 2) for rank in ranks]
 
 
 @pytest.mark.parametrize("accumulation, world_size", [(1, 2), (2, 1)])
@@ -142,14 +143,12 @@ class Scratched:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers):
+def test_a_damaged_sample_is_replaced_and_named(dataset, num_workers):
     bad = range(0, len(dataset), 2)
-    batches = list(eval_loader(Scratched(dataset, bad), processor, 3, num_workers))
+    batches = list(eval_loader(Scratched(dataset, bad), Pixels(), 3, num_workers))
     index = sum((b.index for b in batches), [])
     assert len(index) == len(dataset) and not set(index) & set(bad)
-    assert [
-        i for i in range(len(dataset)) if i % 2 and index[i] != i
-    ] == []  # the others stay where they are
+    assert all(index[i] == i for i in range(1, len(dataset), 2))  # the others stay where they are
     for i in bad:  # the draw from (index, attempt) alone
         draws = [
             int(np.random.default_rng([i, attempt]).integers(len(dataset)))
@@ -160,73 +159,27 @@ def test_a_damaged_sample_is_replaced_and_named(dataset, processor, num_workers)
     assert {f"id{i}: damaged image" for i in bad} == set(named)
     for b in batches:
         assert [dataset[i]["caption"] for i in b.index] == b.captions
-    assert all(b.damaged == [] for b in eval_loader(dataset, processor, 3, 0))
+        assert all(
+            map(torch.equal, b.inputs, map(Pixels().prepare, map(dataset.__getitem__, b.index)))
+        )
+    assert all(b.damaged == [] for b in eval_loader(dataset, Pixels(), 3, 0))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_set_without_an_undamaged_sample_raises(dataset, processor, num_workers):
+def test_a_sample_that_does_not_fit_the_model_is_replaced_and_named(dataset, num_workers):
+    sample = dataset[1]
+    inputs = Pixels(too_long=[sample["caption"]])
+    unfit = {i for i in range(len(dataset)) if dataset[i]["caption"] == sample["caption"]}
+    batches = list(eval_loader(dataset, inputs, 3, num_workers))
+    index = sum((b.index for b in batches), [])
+    assert {i for i in range(len(dataset)) if index[i] != i} == unfit and not unfit & set(index)
+    named = sum((b.damaged for b in batches), [])
+    assert f"{sample['image_id']}: too long" in named
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_set_without_an_undamaged_sample_raises(dataset, num_workers):
     with pytest.raises(
         BadData, match=r"id0: damaged image; .* 10 other samples in their place were damaged too"
     ):
-        list(eval_loader(Scratched(dataset, range(len(dataset))), processor, 2, num_workers))
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("max_tiles, num_image_tokens", [(1, 64), (3, 256)])
-def test_a_caption_beyond_the_context_is_damaged(
-    model, dataset, max_tiles, num_image_tokens, num_workers
-):
-    """To the token: the longest that fits stays, one more is replaced and named."""
-    processor = Sa2VAProcessor(model.model.config, max_tiles)
-    policy = SimpleNamespace(prompts=model.prompts, processor=processor, model=model.model)
-    words = (
-        2048 - 100 - num_image_tokens - (len(model.prompts.segment("red", 1)) - 65)
-    )  # each is a token
-    captions = {
-        1: " ".join(["red"] * words),
-        2: " ".join(["red"] * (words + 1)),
-        3: " ".join(["red"] * 3000),
-    }
-
-    class Long(Scratched):
-        def __getitem__(self, i):
-            sample = self.dataset[i]
-            return sample | {"caption": captions.get(i, sample["caption"]), "image_id": f"id{i}"}
-
-    batches = list(eval_loader(Fitting(Long(dataset, []), policy, 100), processor, 3, num_workers))
-    index, named = sum((b.index for b in batches), []), sum((b.damaged for b in batches), [])
-    assert [i for i in range(len(dataset)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
-    assert set(named) == {
-        f"id{i}: caption of {len(captions[i])} characters: its prompt of {2048 - 100 + more} tokens (--max_tiles "
-        f"{max_tiles}) and --max_completion_length 100 exceed the context of 2048"
-        for i, more in ((2, 1), (3, 3000 - words))
-    }
-    assert batches[0].captions[1] == captions[1]
-
-
-@pytest.mark.parametrize("max_tiles", [1, 6])
-def test_batches_hold_what_the_processor_makes(dataset, max_tiles):
-    """Though the loader takes its own, faster way to the same bits."""
-    processor = Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), max_tiles)
-    for num_workers in (0, 1):
-        for batch in eval_loader(dataset, processor, 3, num_workers):
-            for k, i in enumerate(batch.index):
-                sample = dataset[i]
-                assert torch.equal(batch.pixel_values[k], processor.tiles(sample["image"]))
-                assert torch.equal(batch.sam_pixels[k], processor.sam_image(sample["image"]))
-                assert torch.equal(batch.grids[k], processor.region_grid(sample["mask"]))
-                assert (
-                    batch.masks[k].is_contiguous()
-                    and batch.masks[k].numpy().tolist() == sample["mask"].tolist()
-                )
-
-
-def test_batches_that_are_kept_are_not_overwritten(dataset, processor):
-    """Workers use their shared memory again; a trainer that holds many batches must not see that."""
-    sampler = StepSampler(len(dataset), 1, 1, seed=1)
-    kept = first(iter(train_loader(dataset, processor, sampler, 1)), 40)
-    for batch in kept:
-        sample = dataset[batch.index[0]]
-        assert torch.equal(batch.sam_pixels[0], processor.sam_image(sample["image"]))
-        assert torch.equal(batch.pixel_values[0], processor.tiles(sample["image"]))
-        assert batch.masks[0].numpy().tolist() == sample["mask"].tolist()
+        list(eval_loader(Scratched(dataset, range(len(dataset))), Pixels(), 2, num_workers))

@@ -49,7 +49,11 @@ def two_tiles(policy, prepare, scenes):
     """A policy of up to six tiles, and its images."""
     model = policy(max_tiles=6)
     batch = prepare(scenes[:2], model.processor)
-    return model, model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes), batch
+    return (
+        model,
+        model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes),
+        batch,
+    )
 
 
 def completions(model, lengths, num_tokens, segs=()):
@@ -110,7 +114,7 @@ def how(request, monkeypatch):
 
 
 def describe(model, images, batch, image):
-    return model.describe_prompts(images, image, [batch.grids[i] for i in image])
+    return model.describe_prompts(images, image, [batch.inputs.grids[i] for i in image])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -17,7 +17,7 @@ STEPS = 16
 
 
 def describe_prompts(model, images, batch, which):
-    return model.describe_prompts(images, which, [batch.grids[i] for i in which])
+    return model.describe_prompts(images, which, [batch.inputs.grids[i] for i in which])
 
 
 def draw(model, images, prompts, num_generations=1, steps=STEPS, uniforms=None, stop=None):

@@ -29,7 +29,7 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 @pytest.fixture(scope="module")
 def prompts(model, images, batch):
     """Three regions of different size: ragged prompts."""
-    prompts = model.describe_prompts(images, [0, 1, 2], list(batch.grids[:3]))
+    prompts = model.describe_prompts(images, [0, 1, 2], list(batch.inputs.grids[:3]))
     assert len({len(ids) for ids in prompts.ids}) == 3
     return prompts
 
@@ -77,8 +77,8 @@ def test_column_t_is_the_token_t(model, images, prompts, answers):
 
 
 def test_the_image_matters(model, images, prompts, answers, batch):
-    blank = [torch.zeros_like(p) for p in batch.pixel_values]
-    blanked = model.encode_images(blank, batch.sam_pixels, batch.sizes)
+    blank = [torch.zeros_like(p) for p in batch.inputs.pixel_values]
+    blanked = model.encode_images(blank, batch.inputs.sam_pixels, batch.sizes)
     valid = answers[1]
     assert (
         score(model, images, prompts, answers).logp - score(model, blanked, prompts, answers).logp
@@ -139,7 +139,7 @@ def test_score_is_the_models_own_forward(model, images, prompts, answers, batch)
         out = model.model(
             full,
             torch.ones_like(full),
-            batch.pixel_values[1],
+            batch.inputs.pixel_values[1],
             [prompts.grids[1]],
             torch.tensor([True]),
         )
@@ -318,7 +318,9 @@ def test_frozen_encoders_need_no_autocast(policy, batch, device):
         model = policy(dtype=dtype)
         model.model.to(device)
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+            images = model.encode_images(
+                batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
+            )
         assert images.vision.dtype == images.sam[0].dtype == dtype
         features.append([images.vision, *images.sam])
     for exact, without, within in zip(*features, strict=True):
@@ -369,8 +371,8 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     mask = scenes[0]["mask"] & False
     mask[101:104, 65:68] = True
     batch = prepare([scenes[0] | dict(mask=mask), scenes[1]], model.processor)
-    assert batch.grids.flatten(1).sum(1)[0] == 1
-    images = model.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    assert batch.inputs.grids.flatten(1).sum(1)[0] == 1
+    images = model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     seen, embed = [], model.embed
 
     def noted(images, prompts, num_tokens=0):
@@ -395,9 +397,9 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     assert all(map(torch.equal, teachers.grids, own.grids))
     for ids, grid, tiles in zip(own.ids, own.grids, images.tiles):
         assert ids.count(model.model.img_context_id) == 64 * tiles + int(grid.sum()) and grid.any()
-    assert images.tiles == [len(p) for p in batch.pixel_values] and (max(images.tiles) > 1) == (
-        max_tiles > 1
-    )
+    assert images.tiles == [len(p) for p in batch.inputs.pixel_values] and (
+        max(images.tiles) > 1
+    ) == (max_tiles > 1)
 
 
 def test_an_empty_mask_is_not_described(model, images, batch):

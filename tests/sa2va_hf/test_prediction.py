@@ -49,7 +49,7 @@ def predict(built, **changes):
 
 
 def test_masks_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     rollout = sample(
         built,
         batch,
@@ -70,9 +70,9 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
 
 
 def test_captions_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     captions = describe(built, batch, images, [0, 1, 2, 3], batch.masks, 24)
-    for scene, caption, grid in zip(scenes, captions, batch.grids):
+    for scene, caption, grid in zip(scenes, captions, batch.inputs.grids):
         whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(
             bool
         )  # of whole cells, where both grid rules agree
@@ -107,7 +107,7 @@ def test_scripts_of_the_original_run(built, scenes, policy):
 def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
     ids = torch.tensor([[560, 561]])
     model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
-    features = model.extract_feature(batch.pixel_values[0])
+    features = model.extract_feature(batch.inputs.pixel_values[0])
     with pytest.raises(
         ValueError, match="0 <IMG_CONTEXT> tokens"
     ):  # known, though nobody bound a tokenizer
@@ -126,14 +126,17 @@ def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
 def test_region_masks_of_any_dtype(built, batch, dtype):
-    images = built.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    prompts = built.describe_prompts(images, [0], list(batch.grids[:1]))
-    ids, features = torch.tensor(prompts.ids), built.model.extract_feature(batch.pixel_values[0])
+    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
+    prompts = built.describe_prompts(images, [0], list(batch.inputs.grids[:1]))
+    ids, features = (
+        torch.tensor(prompts.ids),
+        built.model.extract_feature(batch.inputs.pixel_values[0]),
+    )
 
     def embed(masks):
         return built.model.embed(ids, features, [masks], torch.tensor([True]))
 
-    assert torch.equal(embed(batch.grids[:1].to(dtype)), embed(batch.grids[:1]))
+    assert torch.equal(embed(batch.inputs.grids[:1].to(dtype)), embed(batch.inputs.grids[:1]))
 
 
 def test_text_alone_and_past_text(built, force):

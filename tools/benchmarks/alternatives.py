@@ -219,7 +219,7 @@ class PerRow:
             torch.autocast(policy.device.type, enabled=False),
         ):  # as in `Policy.encode_images`
             vision = policy.model.vision_features(
-                torch.cat([batch.pixel_values[i] for i in prompts.image]).to(policy.device)
+                torch.cat([batch.inputs.pixel_values[i] for i in prompts.image]).to(policy.device)
             )
         each = Images(
             vision,
@@ -274,7 +274,9 @@ class PerRow:
             seg = policy.seg_tokens(answers.ids, answers.valid)
             embeddings = policy.model.text_hidden_fcs(answers.hidden[seg]).float()
             with torch.autocast(policy.device.type, enabled=False):
-                sam = policy.model.sam_features(self.work.batch.sam_pixels[image].to(policy.device))
+                sam = policy.model.sam_features(
+                    self.work.batch.inputs.sam_pixels[image].to(policy.device)
+                )
         each = Images(images.vision, images.tiles, sam, [images.sizes[i] for i in image])
         return row_masks(
             policy, each, list(range(len(image))), seg.nonzero()[:, 0].tolist(), embeddings

@@ -18,9 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
-from rl_train.data.loader import PREFETCH, StepSampler, train_loader
+from rl_train.data.loader import StepSampler, train_loader
+from rl_train.policies.sa2va import load_tokenizer
+from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAProcessor
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_mask
+from tools.make_demo import SHIPPED_CHECKPOINT
+
+PREFETCH = 2  # batches that each worker is ahead: DataLoader's default
 
 CAPTION = (
     "A red ceramic cup with a white rim and a chipped handle stands on a wooden table next to a folded newspaper. "
@@ -141,7 +147,8 @@ def speed(loader, args) -> tuple[float, float]:
 
 def loader_against_bare(folder: Path, rows: list[dict], args) -> dict:
     """The training loader against bare decoding with the two resizes, round by round in turns."""
-    processor = Sa2VAProcessor(REAL_SIZES, max_tiles=1)
+    prompts = PromptBuilder(load_tokenizer(SHIPPED_CHECKPOINT), "phi3_chat", 256)
+    inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
     dataset, bare = GraspAnyRegionDataset(folder), Bare([row["image"]["bytes"] for row in rows])
     found = {"loader": [], "bare": []}
     for round_number in range(args.rounds):
@@ -149,13 +156,12 @@ def loader_against_bare(folder: Path, rows: list[dict], args) -> dict:
             sampler = StepSampler(len(data), args.batch_size, 1, round_number)
             found[name].append(
                 speed(
-                    train_loader(data, processor, sampler, args.num_workers)
+                    train_loader(data, inputs, sampler, args.num_workers)
                     if name == "loader"
                     else DataLoader(
                         data,
                         batch_sampler=sampler,
                         num_workers=args.num_workers,
-                        prefetch_factor=PREFETCH if args.num_workers else None,
                     ),
                     args,
                 )

@@ -111,14 +111,16 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
 def vision_operations(work: Work) -> int:
     """Operations of both image encoders on the batch, counted while they run."""
     with FlopCounterMode(display=False) as counter:
-        work.policy.encode_images(work.batch.pixel_values, work.batch.sam_pixels, work.batch.sizes)
+        work.policy.encode_images(
+            work.batch.inputs.pixel_values, work.batch.inputs.sam_pixels, work.batch.sizes
+        )
     return counter.get_total_flops()
 
 
 def mask_operations(work: Work) -> int:
     """Operations of SAM2's mask decoder on N prompts, counted while it runs."""
     policy, batch = work.policy, work.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = torch.randn(work.num_rows, policy.model.config.prompt_size, device=policy.device)
     with FlopCounterMode(display=False) as counter:
         policy.decode_masks(

@@ -74,7 +74,7 @@ def times(args) -> dict:
 def ways(w: work.Work, num_alone: int) -> dict:
     """{(what, way): a function that does it}, all on one model object; one at a time for the first `num_alone` rows."""
     policy, batch = w.policy, w.batch
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
+    images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     image = [row // w.args.num_generations for row in range(w.num_rows)]
     captions = [batch.captions[i] for i in image]
     rows = alternatives.PerRow(w, all_logits=True)
@@ -158,7 +158,7 @@ def agreement(args) -> dict:
     dataset = evaluate.build_dataset(chosen)
     policy = evaluate.build_measured_policy(chosen, Ranks(0, 1, torch.device(args.device)))
     values = {name: [] for name in MEASURES}
-    for batch in eval_loader(dataset, policy.processor, chosen.batch_size, 0):
+    for batch in eval_loader(dataset, policy.inputs, chosen.batch_size, 0):
         for name, column in compare(policy, batch, chosen.max_completion_length).items():
             values[name] += column
     values = {name: torch.tensor(column, dtype=torch.float64) for name, column in values.items()}
@@ -176,7 +176,7 @@ def agreement(args) -> dict:
 def compare(policy, batch, max_new_tokens: int) -> dict[str, list]:
     """{name of MEASURES: B values} of the regions of a batch and their true captions."""
     images, rows = (
-        policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes),
+        policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes),
         list(range(len(batch))),
     )
     targets, tokens = [mask.to(policy.device) for mask in batch.masks], policy.prompts.forced_answer

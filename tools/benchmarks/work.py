@@ -18,10 +18,11 @@ import torch
 
 from rl_train import distributed, train
 from rl_train.config import parse_args
-from rl_train.data.loader import Batch
 from rl_train.parts import build_optimizer, build_tasks
 from rl_train.policies.sa2va import Policy, make_policy
+from rl_train.policies.sa2va_inputs import BatchInputs
 from rl_train.roles import Roles
+from rl_train.types import Batch
 from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
 
 CONFIG_TINY = CONFIG_4B | dict(  # for the tests, on a CPU
@@ -207,15 +208,18 @@ def build(options, ranks) -> Work:
     masks = [mask_of(cells.roll(row)) for row in range(args.batch_size * args.num_generations)]
     rng = torch.Generator().manual_seed(ranks.rank)
     size, sam_size = policy.processor.image_size, policy.processor.sam_size
-    batch = Batch(
-        index,
+    inputs = BatchInputs(
         [torch.randn(1, 3, size, size, generator=rng) for _ in index],
         torch.randint(256, (len(index), 3, sam_size, sam_size), dtype=torch.uint8, generator=rng),
         torch.stack([cells] * len(index)),
+    )
+    batch = Batch(
+        index,
         [mask_of(cells) for _ in index],
         [caption_of(policy, options.prompt_length)] * len(index),
         [f"image{i}" for i in index],
         [],
+        inputs,
     )
     return Work(
         args,

@@ -1,0 +1,88 @@
+"""What a worker makes of samples for Sa2VA: the processor's bits, and no caption too long."""
+
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import StepSampler, eval_loader, train_loader
+from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from sa2va_hf import Sa2VAProcessor
+from tools.make_demo import TRAIN, write_split
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_split(folder, seed=0, split=TRAIN, num_scenes=3)
+    return GraspAnyRegionDataset(folder)
+
+
+@pytest.fixture
+def inputs_of(model):
+    """Factory of inputs for a number of tiles and of tokens in an answer, of the demo's context."""
+
+    def build(max_tiles, max_new_tokens=100):
+        processor = Sa2VAProcessor(model.model.config, max_tiles)
+        return Sa2VAInputs(processor, model.prompts, model.inputs.context, max_new_tokens)
+
+    return build
+
+
+def assert_holds(batch, dataset, processor):
+    for k, i in enumerate(batch.index):
+        sample = dataset[i]
+        assert torch.equal(batch.inputs.pixel_values[k], processor.tiles(sample["image"]))
+        assert torch.equal(batch.inputs.sam_pixels[k], processor.sam_image(sample["image"]))
+        assert torch.equal(batch.inputs.grids[k], processor.region_grid(sample["mask"]))
+        assert batch.masks[k].numpy().tolist() == sample["mask"].tolist()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("max_tiles", [1, 6])
+def test_batches_hold_what_the_processor_makes(dataset, inputs_of, max_tiles, num_workers):
+    inputs = inputs_of(max_tiles)
+    for batch in eval_loader(dataset, inputs, 3, num_workers):
+        assert_holds(batch, dataset, inputs.processor)
+        assert batch.inputs.sam_pixels.dtype == torch.uint8
+        assert batch.inputs.grids.dtype == torch.bool and batch.inputs.grids.any((1, 2)).all()
+
+
+def test_batches_that_are_kept_are_not_overwritten(dataset, inputs_of):
+    """A trainer holds all batches of a step, whose tensors lie in memory shared with a worker."""
+    inputs, sampler = inputs_of(1), StepSampler(len(dataset), 1, 1, seed=1)
+    for batch in list(itertools.islice(train_loader(dataset, inputs, sampler, 1), 40)):
+        assert_holds(batch, dataset, inputs.processor)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("max_tiles, num_image_tokens", [(1, 64), (3, 256)])
+def test_a_caption_beyond_the_context_is_damaged(
+    model, dataset, inputs_of, max_tiles, num_image_tokens, num_workers
+):
+    """To the token: the longest that fits stays, one more is replaced and named."""
+    around = len(model.prompts.segment("red", 1)) - 65  # tokens of the prompt's own words
+    words = 2048 - 100 - num_image_tokens - around  # each is a token
+    lengths = {1: words, 2: words + 1, 3: 3000}
+    samples = [dataset[i] | dict(image_id=f"id{i}") for i in range(len(dataset))]
+    for i, length in lengths.items():
+        samples[i]["caption"] = " ".join(["red"] * length)
+    batches = list(eval_loader(samples, inputs_of(max_tiles), 3, num_workers))
+    index, named = sum((b.index for b in batches), []), sum((b.damaged for b in batches), [])
+    assert [i for i in range(len(samples)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
+    assert set(named) == {
+        f"id{i}: caption of {len(samples[i]['caption'])} characters: its prompt of "
+        f"{2048 - 100 + lengths[i] - words} tokens (--max_tiles {max_tiles}) and "
+        "--max_completion_length 100 exceed the context of 2048"
+        for i in (2, 3)
+    }
+    assert batches[0].captions[1] == samples[1]["caption"]
+
+
+def test_inputs_can_be_sent_to_a_worker(dataset, inputs_of):
+    inputs = inputs_of(1)
+    copy = pickle.loads(pickle.dumps(inputs))
+    assert copy.prompts.segment("a cup", 1) == inputs.prompts.segment("a cup", 1)
+    assert torch.equal(copy.prepare(dataset[0]).tiles, inputs.prepare(dataset[0]).tiles)
