@@ -222,6 +222,11 @@ class Sa2VAModel(nn.Module):
         masks, iou, _, _ = decode_candidates(sam, levels[:2], levels[2], prompts)
         return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
 
+    def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
+        """(n, 256, 256) mask logits of one prompt (n, 256) each of images (n, 3, 1024, 1024)."""
+        image = torch.arange(len(prompts), device=prompts.device)
+        return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
+
     def preparing_for_generation(
         self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None
     ):
@@ -229,22 +234,7 @@ class Sa2VAModel(nn.Module):
         self.bind_tokenizer(tokenizer)
         self.max_new_tokens = max_new_tokens
 
-    def predict_forward(
-        self,
-        image=None,
-        video=None,
-        text=None,
-        past_text="",
-        mask_prompts=None,
-        tokenizer=None,
-        processor=None,
-        *,
-        rounded_normalisation=False,
-    ) -> dict:
-        """The answer to `text` and the masks of its [SEG]s: see `prediction.predict_forward`."""
-        return predict_forward(
-            self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation
-        )
+    predict_forward = predict_forward
 
     # Checkpoints
 

@@ -47,6 +47,8 @@ def predict_forward(
     past_text="",
     mask_prompts=None,
     tokenizer=None,
+    processor=None,
+    *,
     rounded_normalisation=False,
 ) -> dict:
     """The model's greedy answer to `text`, and one mask for each [SEG] in it.
@@ -63,6 +65,7 @@ def predict_forward(
         mask_prompts: [(n, H, W)]: n regions of the image, non-zero inside, introduced to the model
             behind the image.
         tokenizer: Sa2VA's; needed at the first call, later ones keep it.
+        processor: ignored; the original has it for other models.
         rounded_normalisation: SAM2's mean and std rounded to bfloat16 as in the original's
             inference code; the default is what Sa2VA's supervised training had (see
             `normalise_sam_pixels`).
@@ -93,7 +96,8 @@ def predict_forward(
         model.bind_tokenizer(tokenizer)
     model.tokenizer = tokenizer = model.tokenizer if tokenizer is None else tokenizer
     _check(image, video, text, past_text, mask_prompts, tokenizer)
-    processor, config = Sa2VAProcessor(model.config), model.config
+    config = model.config
+    processor = Sa2VAProcessor(config)
     template = chat_template(config.template)
     frames = [image] if image is not None else list(video or [])
 

@@ -53,11 +53,7 @@ def outputs(model, batch, policy):
         vp_overall_mask=torch.tensor([True]),
     ).logits
     hidden = torch.ones(1, model.config.llm.hidden_size)
-    masks = model.decode_masks(
-        model.sam_features(batch.sam_pixels[:1]),
-        torch.zeros(1, dtype=torch.long),
-        model.text_hidden_fcs(hidden),
-    )
+    masks = model.mask_logits(batch.sam_pixels[:1], model.text_hidden_fcs(hidden))
     return logits.detach(), masks.detach()
 
 
