@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from rl_train.policies.sa2va import load_tokenizer, pad_left
+from rl_train.policies.lora import load_tokenizer, pad_left
 from rl_train.data.text import phrase
 from sa2va_hf.prompts import DESCRIBE, FORCED_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder
 from rl_train.rewards.iou import mask_iou

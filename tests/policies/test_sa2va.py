@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.engine.logprob import follow
+from rl_train.engine.modules import follow
 from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.segment_describe import describe
@@ -219,7 +219,7 @@ def test_a_prompt_beyond_the_context_names_its_caption(model, images):
     with pytest.raises(
         ValueError,
         match=r"^a prompt of 64 tokens of image and region and 27\d\d of text, "
-        r"with 5 .* 2048: its caption is",
+        r".*5 behind it.* 2048: its caption is",
     ):
         model.embed(
             images, model.segment_prompts(images, [0, 0], ["a circle", "a red thing " * 900]), 5
@@ -270,6 +270,14 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     assert images.tiles == [len(p) for p in batch.inputs.pixel_values] and (
         max(images.tiles) > 1
     ) == (max_tiles > 1)
+
+
+def test_a_caption_in_a_prompt_is_a_phrase(model, images):
+    """Without the special tokens that a sampled caption may shout; they would be image or [SEG]."""
+    loud, plain = (
+        model.segment_prompts(images, [0], [text]) for text in ("A Dog <IMG> [seg].", "a dog")
+    )
+    assert loud.ids == plain.ids
 
 
 def test_prompts_repeat_by_row_index():

@@ -5,9 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train.engine import logprob
-from rl_train.engine.sampler import decoder_of
-from rl_train.engine.tokens import Completions
+from rl_train.engine import Completions
 from rl_train.policies import segment_describe
 from rl_train.policies.segment_describe import (
     answer,
@@ -18,6 +16,7 @@ from rl_train.policies.segment_describe import (
     segment_sampled,
 )
 from sa2va_hf.processing_sa2va import region_grid
+from tests.engine.tiny import fast, slow
 from tools.demo_scenes import make_scene
 
 STEPS = 14
@@ -106,24 +105,23 @@ def likelihood_of(model, images, image: int, mask, ids) -> float:
     return scores.logp.mean().exp().item()
 
 
-@pytest.mark.parametrize("kernels", [False, True])
-def test_likelihood_by_hand(model, images, batch, kernels, monkeypatch):
-    """Ragged captions, an empty mask between, an image twice; whatever a forward's rows."""
-    if kernels:  # as on a GPU, where neighbours share their image's forward
-        monkeypatch.setattr(
-            logprob, "decoder_for", lambda language_model, embeds: decoder_of(language_model)
-        )
-    image, true = [0, 1, 1, 2, 3], batch.captions
+@pytest.mark.parametrize("path", [slow, fast])
+def test_likelihood_by_hand(policy, batch, path, monkeypatch):
+    """Ragged captions, an empty mask between, an image twice; whatever a forward's rows.
+
+    By the model's modules and as on a GPU, where neighbours share their image's forward.
+    """
+    model, image, true = policy(), [0, 1, 1, 2, 3], batch.captions
+    images = model.encode(batch)
     captions = ["Dog.", true[1], true[1], true[2] + " It has no stripes.", true[3]]
     masks = [batch.masks[i] for i in image]
     masks[2] = torch.zeros_like(masks[2])
-    expected = [
-        by_hand(model, images, i, m, c) if m.any() else 0.0
-        for i, m, c in zip(image, masks, captions)
-    ]
+    questions = list(zip(image, masks, captions))
+    expected = [by_hand(model, images, *q) if q[1].any() else 0.0 for q in questions]
     for size in (1, 2, 32):
         monkeypatch.setattr(segment_describe, "ROWS_AT_ONCE", size)
-        likelihoods = caption_likelihood(model, images, image, masks, captions, 64)
+        with path(model.engine):
+            likelihoods = caption_likelihood(model, images, image, masks, captions, 64)
         assert likelihoods.dtype == torch.float32
         assert likelihoods.tolist() == pytest.approx(expected, abs=1e-5), size
     assert likelihoods[2] == 0 and all(0 < p < 1 for p in likelihoods[[0, 1, 3, 4]].tolist())

@@ -23,7 +23,7 @@ def test_prompts_follow_the_template(template, before, after):
     region = f"\nThere are 1 part regions in the picture: region1<vp>{cells}</vp>.\n"
     assert prompts.text(DESCRIBE, 1, [3]) == f"{before}{image}{region}{DESCRIBE}{after}"
     assert (
-        prompts.tokenizer.decode(prompts.segment("A {Red} dog.", 1))
+        prompts.tokenizer.decode(prompts.segment(phrase("A {Red} dog."), 1))
         == f"{before}{image}\nPlease segment a {{red}} dog in this image.{after}"
     )
 

@@ -9,8 +9,10 @@ import torch
 from rl_train.config import LossConfig
 from rl_train.draws import Draws
 from rl_train.objective import Reference, Totals
-from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss, mask_loss, spread
+from rl_train.rewards.iou import mask_spread
+from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss
 from rl_train.types import Outcome, Rollout
+from sa2va_hf.losses import mask_loss
 from tests.updates import (
     ADVANTAGES,
     SIGMA,
@@ -53,13 +55,13 @@ def test_a_row_uses_its_normals_by_ordinal(model, images, batch):
         batch,
         images,
         model.segment_prompts(images, [0, 1], batch.captions[:2]).repeat(2),
-        ids,
-        torch.zeros(4, 5),
-        every,
-        every[:, 0],
-        torch.randn(4, 5, width, generator=generator),
-        ["said"] * 4,
-        2,
+        texts=["said"] * 4,
+        num_generations=2,
+        ids=ids,
+        logp=torch.zeros(4, 5),
+        valid=every,
+        stopped=every[:, 0],
+        hidden=torch.randn(4, 5, width, generator=generator),
     )
     draws, same = (Draws(0, 0, 1, [0, 1], 2) for _ in range(2))
     for one in (draws, same):
@@ -90,11 +92,11 @@ def test_spread_by_hand(model):
     """1 - IoU of pairs: of 4 and 2 of 4 pixels 1/2, with an empty one 1, of two empty ones 0."""
     whole, half, none = torch.ones(2, 2) > 0, torch.tensor([[1, 1], [0, 0]]) > 0, torch.zeros(2, 2)
     none = none > 0
-    assert spread(torch.stack([whole, half])) == pytest.approx(0.5)
-    assert spread(torch.stack([none, none])) == 0 == spread(torch.stack([half, half]))
-    assert spread(torch.stack([whole, half, none])) == pytest.approx((0.5 + 1 + 1) / 3)
+    assert mask_spread(torch.stack([whole, half])) == pytest.approx(0.5)
+    assert mask_spread(torch.stack([none, none])) == 0 == mask_spread(torch.stack([half, half]))
+    assert mask_spread(torch.stack([whole, half, none])) == pytest.approx((0.5 + 1 + 1) / 3)
     drawn = DrawnMasks(torch.tensor([0, 0, 3]), [], None, None, None)
-    rollout = Rollout(*[None] * 8, texts=["a"] * 4, num_generations=2, action=drawn)
+    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, *[None] * 5, action=drawn)
     curves = SampledMask(model, 0.5, 0.0).curves(rollout, Outcome({}, [whole, half, none, none]))
     assert curves == dict(mask_spread=(0.5, 2), no_seg_frac=(2, 4), mask_sigma=(0.5, 1))
 
@@ -184,26 +186,6 @@ def test_the_mask_term_is_of_the_sampled_masks(model, rollout):
     assert sums["mask_loss"] == pytest.approx(of_drawn, rel=1e-3)
     assert abs(of_drawn - of_mean) > 5e-3 * of_drawn
     assert loss == pytest.approx(0.5 * of_drawn, rel=1e-3)
-
-
-def test_mask_loss_by_hand():
-    # logits 0 everywhere: p = 1/2, BCE ln 2; 4 pixels, 2 in the target:
-    # Dice 1 - (2 * 1 + 1) / (2 + 2 + 1) = 2/5
-    target = torch.tensor([[True, False], [True, False]])
-    loss = mask_loss(torch.zeros(1, 2, 2), [target])
-    assert loss.tolist() == pytest.approx([2.0 * 0.6931472 + 0.5 * 0.4])
-    perfect = mask_loss(torch.where(target, 50.0, -50.0)[None], [target])
-    assert perfect.item() == pytest.approx(0, abs=1e-6)
-
-
-def test_mask_loss_resizes_its_targets():
-    """Of images of different size, nearest: the 4 x 4 mask's left half is the 2 x 2 one's."""
-    large = torch.zeros(4, 4, dtype=torch.bool)
-    large[:, :2] = True
-    small = torch.tensor([[True, False], [True, False]])
-    logits = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(0))[:1].expand(2, -1, -1)
-    one, other = mask_loss(logits, [large, small]).tolist()
-    assert one == other
 
 
 def test_a_row_without_reward_has_neither_term(model, rollout):
