@@ -1,12 +1,16 @@
-"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals, and against an earlier measurement.
+"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals.
 
-    python -m tools.evaluate --model_path M --data_dir D --output before.json                 # a base, or an exported folder
-    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D [--role ema] --before before.json
-    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test      # D/refcocog/instances.json ..
-    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]                          # samples (and the base) shared by 8 GPUs
+A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refcocog/instances.json
+..); samples, and with --shard_base the base, shared by 8 GPUs:
 
-A checkpoint's base is the one that its config.json names; if that has moved, give the base as --model_path and the checkpoint as
---checkpoint. Decoding is greedy, so two runs on the same number of processes write the same file.
+    python -m tools.evaluate --model_path M --data_dir D --output before.json
+    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
+    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
+    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
+
+A checkpoint's base is the one that its config.json names; if that has moved, give the base as
+--model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
+of processes write the same file.
 """
 
 import argparse
@@ -29,7 +33,8 @@ from rl_train.policies.sa2va import build_policy
 from rl_train.rewards.meteor import meteor, require_wordnet
 from rl_train.sharding import Shards
 
-# What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
+# What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them
+# trains here.
 BASE = dict(
     lora_r=1,
     lora_alpha=1,
@@ -63,7 +68,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--split", help="of RefCOCO; default val")
     add(
         "--image_root",
-        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked for in --data_dir",
+        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
+        "for in --data_dir",
     )
     add(
         "--checkpoint",
@@ -117,8 +123,8 @@ def build_measured_policy(args, ranks):
         folder, base = base, Path(read_json(base / "config.json")["model_path"])
         if not base.is_dir():
             raise ValueError(
-                f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
-                f"and this folder as --checkpoint"
+                f"--model_path {folder}: the run started from {base}, which is no folder here; "
+                "give the base as --model_path and this folder as --checkpoint"
             )
     if folder is None and args.role == "ema":
         raise ValueError(
@@ -174,7 +180,8 @@ def read_before(file: Path, num_samples: int) -> dict:
         ) from error
     if num_before != num_samples:
         raise ValueError(
-            f"--before {file} holds {num_before} samples, this data set {num_samples}: the difference would not be paired"
+            f"--before {file} holds {num_before} samples, this data set {num_samples}: "
+            "the difference would not be paired"
         )
     return before
 
@@ -182,15 +189,16 @@ def read_before(file: Path, num_samples: int) -> dict:
 def check_same_samples(before: dict, file: Path, measured: Measured):
     """Raise ValueError, with the first difference, if `before` was measured on other samples.
 
-    True captions count too: an image_id begins below --data_dir, so that two folders of one layout have the same ones.
+    True captions count too: an image_id begins below --data_dir, so that two folders of one layout
+    have the same ones.
     """
     earlier = list(zip(before["image_ids"], before["references"]))
     now = list(zip(measured.image_ids, measured.references))
     for place in range(len(now)):
         if earlier[place] != now[place]:
             raise ValueError(
-                f"--before {file} was measured on other samples, the difference would not be paired: sample {place} was "
-                f"{earlier[place]}, now {now[place]}"
+                f"--before {file} was measured on other samples, the difference would not be "
+                f"paired: sample {place} was {earlier[place]}, now {now[place]}"
             )
 
 
@@ -206,7 +214,7 @@ def table(found: dict) -> str:
 
 
 def run(args, ranks):
-    """Measure, print, write and compare. Raises ValueError for what is wrong in the flags and files."""
+    """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
     dataset = build_dataset(args)
@@ -234,7 +242,8 @@ def run(args, ranks):
     print0(table(found))
     if measured.num_damaged:
         print0(
-            f"{measured.num_damaged} samples did not decode or fit; others were measured in their place"
+            f"{measured.num_damaged} samples did not decode or fit; "
+            "others were measured in their place"
         )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,11 @@
 """Merge a run's checkpoint into its base model: one folder in the original Sa2VA layout.
 
-    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role ema] [--model_path M] [--dtype bfloat16]
+    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role ema]
+                           [--model_path M] [--dtype bfloat16]
 
-The folder holds the weights (safetensors, original key names), and a copy of every other file of the base's folder: config,
-tokenizer and, if it is there, the original code, which can then load what was trained here.
+The folder holds the weights (safetensors, original key names), and a copy of every other file of
+the base's folder: config, tokenizer and, if it is there, the original code, which can then load
+what was trained here.
 """
 
 import argparse
@@ -30,7 +32,8 @@ def export(
 ):
     """Write `output` from the checkpoint in `folder`.
 
-    The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would vanish one by one.
+    The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would
+    vanish one by one.
 
     Args:
         role: "policy" or "ema" (the teacher).
@@ -38,13 +41,14 @@ def export(
         dtype: of the written weights; default is that of the base's file.
 
     Raises:
-        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a file, or it trains other weights than
-            the base has.
+        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a
+            file, or it trains other weights than the base has.
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
         raise ValueError(
-            f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, it is not a checkpoint_step_N folder"
+            f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, "
+            "it is not a checkpoint_step_N folder"
         )
     for place in (output, output.parent):  # beside it lies what is unfinished
         check_writable("--output", place)
