@@ -217,6 +217,13 @@ class Sa2VAPolicy:
             return self.model.decode_masks(images.sam, image, embeddings)
 
 
+def groups_of(names) -> list[str]:
+    """The keys of TRAINABLE that parameters of these names belong to."""
+    return [
+        group for group, pattern in TRAINABLE.items() if any(re.search(pattern, n) for n in names)
+    ]
+
+
 def check_context(config: Sa2VAConfig, max_tiles: int, max_new_tokens: int):
     """Raise ValueError, naming the flags, if the longest prompt leaves no room for an answer."""
     tiles = max_tiles + (max_tiles > 1)  # and the thumbnail
