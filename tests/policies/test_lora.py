@@ -10,7 +10,6 @@ from rl_train.policies.lora import (
     autocast,
     freeze_all_but,
     load_tokenizer,
-    pad_left,
     parameter_table,
 )
 
@@ -80,11 +79,6 @@ def test_autocast_is_for_a_bf16_base():
     for dtype in (torch.float32, torch.bfloat16):
         with autocast(torch.zeros(1, dtype=dtype)):
             assert linear(x).dtype == dtype
-
-
-def test_pad_left():
-    ids, mask = pad_left([[1, 2, 3], [4]], 9)
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 4]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 def test_a_folder_without_tokenizer_is_named(tmp_path):

@@ -11,11 +11,11 @@ import torch
 from rl_train import grpo
 from rl_train.engine.modules import follow
 from rl_train.policies.lora import load_tokenizer
-from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.segment_describe import describe
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
 from rl_train.tasks.protocol import Context
+from sa2va_hf.batches import Images
 from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
 from tools.make_demo import SHIPPED_CHECKPOINT
 
@@ -205,13 +205,13 @@ def test_region_cells_must_fit_the_prompt(model, images, prompts, answers, chang
         score(model, images, wrong, answers)
 
 
-def test_a_prompt_beyond_the_context_names_the_flag(model, answers):
+def test_a_prompt_beyond_the_context_names_its_tiles(model, answers):
     width = 4 * model.model.config.vision.hidden_size
     tiles = 40  # 40 x 64 image tokens in a context of 2048
     large = Images(
         torch.zeros(tiles, model.model.config.tokens_per_tile, width), [tiles], [], [(8, 8)], None
     )
-    with pytest.raises(ValueError, match="2048.*--max_tiles"), torch.no_grad():
+    with pytest.raises(ValueError, match="2048: use fewer tiles"), torch.no_grad():
         model.embed(large, model.segment_prompts(large, [0], ["a circle"]))
 
 
@@ -278,8 +278,3 @@ def test_a_caption_in_a_prompt_is_a_phrase(model, images):
         model.segment_prompts(images, [0], [text]) for text in ("A Dog <IMG> [seg].", "a dog")
     )
     assert loud.ids == plain.ids
-
-
-def test_prompts_repeat_by_row_index():
-    prompts = Prompts([[1], [2]], [0, 1], None).repeat(3)
-    assert prompts.ids == [[1], [1], [1], [2], [2], [2]] and prompts.image == [0, 0, 0, 1, 1, 1]
