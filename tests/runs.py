@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_train import train
 from tools.make_demo import HELDOUT, TRAIN, write_split
@@ -41,9 +43,10 @@ def on_one_core(monkeypatch):
 
 
 def flags(data: Path, output: Path, **changes) -> list[str]:
-    """Command line of a short run, with masks so spread that loop 2 has unequal rewards; `changes` by flag.
+    """Command line of a short run, with `changes` by flag.
 
-    None leaves a flag out, "" gives it no value.
+    Its masks are so spread that loop 2 has unequal rewards. None leaves a flag out, "" gives it no
+    value.
     """
     values = (
         dict(
@@ -104,9 +107,10 @@ def weights(
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """Largest absolute difference of two sets of weights of the same names, but for the biases of attention's keys.
+    """Largest absolute difference of two sets of weights, without the biases of attention's keys.
 
-    A softmax does not see them, so their gradient is rounding alone, which AdamW makes as large as any other.
+    A softmax does not see them, so their gradient is rounding alone, which AdamW makes as large as
+    any other.
     """
     assert set(a) == set(b)
     return max(
@@ -121,3 +125,39 @@ def rollouts(output: Path) -> list[dict]:
         for file in sorted((output / "rollouts").iterdir())
         for line in file.read_text().split("\n")[:-1]
     ]
+
+
+def events(output: Path) -> EventAccumulator:
+    """What TensorBoard reads of a run, all points of it."""
+    accumulator = EventAccumulator(
+        str(output / "tensorboard"), {"scalars": 0, "images": 0, "tensors": 0}
+    )
+    accumulator.Reload()
+    return accumulator
+
+
+def curve(output: Path, tag: str) -> dict[int, float]:
+    """{step: value}"""
+    return {e.step: e.value for e in events(output).Scalars(tag)}
+
+
+def parts_of(monkeypatch) -> list:
+    """A list that receives what the next `main` builds."""
+    built, build = [], train.build
+    monkeypatch.setattr(train, "build", lambda *args: built.append(build(*args)) or built[-1])
+    return built
+
+
+def complaint_of(capsys, argv: list[str]) -> str:
+    """The one sentence with which the command line `argv` ends."""
+    with pytest.raises(SystemExit) as stopped:
+        train.main(argv)
+    assert stopped.value.code not in (0, None)
+    if stopped.value.code == 2:  # argparse: usage, then the sentence
+        usage, sentence = capsys.readouterr().err.split(": error: ", 1)
+        assert usage.startswith("usage: ")
+    else:
+        sentence = stopped.value.code
+        assert sentence.startswith("rl_train: ")
+    assert "\n" not in sentence.strip() and "Traceback" not in sentence
+    return sentence

@@ -9,6 +9,7 @@ import torch
 
 from rl_train import distributed
 from rl_train.data.loader import StepSampler
+from rl_train.distributed import GradientAverage
 from tests.runs import (
     ENVIRONMENT,
     ROOT,
@@ -126,8 +127,9 @@ def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
         for output in (one, tmp_path / "two")
     ]
     assert [len(s["rng"]) for s in state] == [1, 2]
-    # AdamW's steps hardly depend on the size of a gradient; its moments do, so they show a wrong average or divisor.
-    # Taken together: some, as of the biases of keys, are rounding alone. A wrong average or divisor costs 0.1 or more.
+    # AdamW's steps hardly depend on the size of a gradient; its moments do, so they show a wrong
+    # average or divisor. Taken together: some, as of the biases of keys, are rounding alone. A
+    # wrong average or divisor costs 0.1 or more.
     moments = [
         torch.cat([p["exp_avg"].flatten() for p in s["optimizer"]["state"].values()]) for s in state
     ]
@@ -182,7 +184,8 @@ def test_ranks_share_the_samples_of_a_step(accumulation):
 def test_a_fault_on_one_rank_stops_both():
     ended = two_of(
         "distributed.raise_on_any_rank([])\n"
-        "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n    print('WENT ON')\n"
+        "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n"
+        "    print('WENT ON')\n"
         "finally:\n    distributed.close()"
     )
     for status, output in ended:
@@ -194,13 +197,29 @@ def test_a_fault_on_one_rank_stops_both():
         )
 
 
-def test_gradients_are_averaged_and_missing_ones_count_as_zero():
+def test_gradients_are_averaged_and_own_norms_are_kept():
+    """By hand; what one rank does not reach counts as zero there. Of a second update too."""
     ended = two_of(
-        "a, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 3))\n"
-        "(a.sum() * 2 if ranks.rank == 0 else b.sum() * 6).backward()\n"
-        "distributed.average_gradients([a, b])\n"
-        "assert a.grad.tolist() == [1, 1] and b.grad.tolist() == [[3, 3, 3]]\n"
-        "assert distributed.all_sum({'x': ranks.rank + 0.5}, ranks.device) == {'x': 2.0}\n"
+        "from rl_train.distributed import GradientAverage, gradient_norms\n"
+        "class Both(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.a, self.b = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 3))\n"
+        "    def forward(self, scale, last):\n"
+        "        mine = self.a.sum() * 2 if ranks.rank == 0 else self.b.sum() * 6\n"
+        "        return scale * mine + 0 * (self.a.sum() + self.b.sum())\n"
+        "both = Both()\n"
+        "average = GradientAverage(both, dict(a=both.a, b=both.b))\n"
+        "for update in range(2):\n"
+        "    for scale, last in ((0.25, False), (0.75, True)):\n"
+        "        with average.averaging(last):\n"
+        "            average(scale, last=last).backward()\n"
+        "    assert both.a.grad.tolist() == [1, 1] and both.b.grad.tolist() == [3, 3, 3]\n"
+        "    norms = average.own_norms()\n"
+        "    expected = (dict(a=2 * 2**0.5, b=0), dict(a=0, b=6 * 3**0.5))[ranks.rank]\n"
+        "    assert all(abs(norms[name] - expected[name]) < 1e-5 for name in 'ab'), norms\n"
+        "    both.zero_grad(set_to_none=True)\n"
+        "assert distributed.all_sum({'x': ranks.rank + 0.5}) == {'x': 2.0}\n"
         "assert distributed.gather_objects('ab'[ranks.rank]) == ['a', 'b']\n"
         "distributed.print0('SAID')\ndistributed.close()"
     )
@@ -209,13 +228,25 @@ def test_gradients_are_averaged_and_missing_ones_count_as_zero():
 
 
 def test_alone_nothing_is_reduced():
-    parameter, missing = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
-    parameter.sum().backward()
-    distributed.average_gradients([parameter, missing])
-    assert parameter.grad.tolist() == [1, 1] and missing.grad.tolist() == [0]
-    assert distributed.all_sum({"x": 3}, None) == {"x": 3} and distributed.gather_objects("a") == [
-        "a"
-    ]
+    linear = torch.nn.Linear(2, 1, bias=False)
+    average = GradientAverage(Passing(linear), {"w": linear.weight})
+    for last in (False, True):
+        with average.averaging(last):
+            average(torch.tensor([3.0, 4.0]), last=last).backward()
+    assert linear.weight.grad.tolist() == [[6, 8]] and average.own_norms() == {"w": 10}
+    assert distributed.all_sum({"x": 3}) == {"x": 3}
+    assert distributed.gather_objects("a") == ["a"]
     distributed.raise_on_any_rank([])
     with pytest.raises(FloatingPointError, match="rank 0: gradient of w"):
         distributed.raise_on_any_rank(["gradient of w"])
+
+
+class Passing(torch.nn.Module):
+    """A layer that need not know which micro-batch is the last."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, last):
+        return self.layer(x)

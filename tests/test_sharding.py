@@ -1,4 +1,7 @@
-"""Two ranks that share the base out compute what two ranks with a base each compute, though their answers differ in length."""
+"""Two ranks that share the base out compute what two ranks with a base each compute.
+
+Though their answers differ in length.
+"""
 
 import json
 import os
@@ -40,7 +43,10 @@ RUNS = dict(
 
 
 def work(data: Path, folder: Path, ports: list[str]):
-    """What each of two ranks does, in `folder`: RUNS, an evaluation, `use_by_hand`. rank_R.json receives its numbers of forwards."""
+    """What each of two ranks does, in `folder`: RUNS, an evaluation, `use_by_hand`.
+
+    rank_R.json receives its numbers of forwards.
+    """
     jobs = {
         name: partial(train.main, flags(data, folder / name, **SAME | changes))
         for name, changes in RUNS.items()
@@ -76,7 +82,7 @@ def work(data: Path, folder: Path, ports: list[str]):
 
 @torch.no_grad()
 def use_by_hand():
-    """A rank's share of the demo checkpoint is half of all layers, and parts run in any order and number."""
+    """A rank's share of the demo checkpoint is half of all layers; parts run in any order."""
     ranks = distributed.init()
     shards = Shards(ranks)
     whole, model = Sa2VAModel.from_pretrained(CHECKPOINT), Sa2VAModel.blank(CHECKPOINT)
@@ -113,7 +119,10 @@ def ended(tmp_path_factory):
     """The folder in which two ranks did their `work`, within the time."""
     data, folder = draw_data(tmp_path_factory.mktemp("demo")), tmp_path_factory.mktemp("runs")
     ports = [str(free_port()) for _ in range(len(RUNS) + 2)]
-    script = f"from pathlib import Path\nfrom tests.test_sharding import work\nwork(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
+    script = (
+        "from pathlib import Path\nfrom tests.test_sharding import work\n"
+        f"work(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
+    )
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", script],

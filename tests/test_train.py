@@ -1,55 +1,36 @@
 """The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
 
 import json
-from collections import Counter
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_train import parts, train
-from rl_train.config import parse_args
-from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.distributed import Ranks
-from rl_train.evaluation import METRICS
-from rl_train.policies.sa2va import FLOAT32_MODULES
-from rl_train.tb import rollout_sums, scalars
-from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
+from rl_train import cli
+from rl_train.tasks.cycle_measures import METRICS
+from tests.runs import (
+    curve,
+    distance,
+    draw_data,
+    events,
+    flags,
+    on_one_core,
+    parts_of,
+    rollouts,
+    run,
+    weights,
+)
 from tools.evaluate import read_before
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
 LOOP = (
-    "loss",
-    "policy_loss",
-    "kl_div",
-    "reward_mean",
-    "reward_std",
-    "frac_zero_std",
-    "entropy",
-    "clip_frac",
-    "completion_length",
-    "truncated_frac",
-    "empty_frac",
-    "unscored_frac",
-    "sampler_gap",
-    "iou",
-    "repeats_frac",
-    "digits_frac",
-    "whole_mask_frac",
-)
+    "loss policy_loss kl_div reward_mean reward_std frac_zero_std entropy clip_frac "
+    "completion_length truncated_frac empty_frac unscored_frac sampler_gap iou repeats_frac "
+    "digits_frac whole_mask_frac"
+).split()
 LOOP2 = (
-    "meteor",
-    "likelihood",
-    "mask_spread",
-    "no_seg_frac",
-    "latent_kl",
-    "latent_loss",
-    "mask_loss",
-    "mask_sigma",
-)
+    "meteor likelihood mask_spread no_seg_frac latent_kl latent_loss mask_loss mask_sigma"
+).split()
 TAGS = (
     {f"loop1/{tag}" for tag in LOOP}
     | {f"loop2/{tag}" for tag in LOOP + LOOP2}
@@ -77,28 +58,6 @@ def data(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_steps(data, tmp_path_factory):
     return run(data, tmp_path_factory.mktemp("run"), num_generations=4, eval_samples=4, seed=1)
-
-
-def events(output):
-    accumulator = EventAccumulator(
-        str(output / "tensorboard"), {"scalars": 0, "images": 0, "tensors": 0}
-    )
-    accumulator.Reload()
-    return accumulator
-
-
-def curve(output, tag):
-    """{step: value}"""
-    return {e.step: e.value for e in events(output).Scalars(tag)}
-
-
-def parts_of(monkeypatch):
-    """A list that receives what the next `main` builds."""
-    built, build = [], train.build
-    monkeypatch.setattr(
-        train, "build", lambda args, ranks: built.append(build(args, ranks)) or built[-1]
-    )
-    return built
 
 
 # What a run leaves behind
@@ -174,11 +133,11 @@ def test_rollouts_are_readable(two_steps):
 
 
 def test_flags_are_saved(data, two_steps):
-    args = vars(
-        parse_args(flags(data, two_steps, num_generations=4, eval_samples=4, seed=1))
-    ) | dict(world_size=1)
-    assert json.loads((two_steps / "config.json").read_text()) == args
-    assert json.loads((two_steps / "checkpoint_step_2" / "config.json").read_text()) == args
+    asked = cli.parse(flags(data, two_steps, num_generations=4, eval_samples=4, seed=1))
+    expected = json.loads(json.dumps(asked.flags | dict(world_size=1)))
+    for folder in (two_steps, two_steps / "checkpoint_step_2"):
+        assert json.loads((folder / "config.json").read_text()) == expected
+    assert expected["num_generations"] == 4 and expected["mask_to_caption_weight"] == 1
 
 
 # What the loop computes
@@ -230,7 +189,8 @@ def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
 
 
 def test_gradient_checkpointing_changes_neither_rollouts_nor_weights(data, two_steps, tmp_path):
-    # On by default. Checkpointed layers drop the KV cache in training mode, so they must not be in it while sampling.
+    # On by default. Checkpointed layers drop the KV cache in training mode, so they must not be in
+    # it while sampling.
     again = run(
         data,
         tmp_path / "run",
@@ -270,10 +230,6 @@ def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
     assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
 
 
-
-
-
-
 def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
     assert sorted(file.name for file in (two_steps / "evaluation").iterdir()) == [
         "step_0.json",
@@ -291,7 +247,10 @@ def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
 
 
 def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatch):
-    """--teacher_answer sampled: nothing is forced; the demo's teacher says what would be, so that the rewards are the same."""
+    """--teacher_answer sampled: nothing is forced; the demo's teacher says what would be.
+
+    So that the rewards are the same.
+    """
 
     def forced(*_):
         raise AssertionError("a forced answer")
@@ -323,12 +282,12 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     """--control constant: no step is taken, though every row has a reward."""
     built = parts_of(monkeypatch)
     output = run(data, tmp_path, control="constant", weight_decay=0.5)
-    (p,) = built
+    state = built[0].state
     assert all(
-        torch.equal(parameter, p.roles.banks["reference"][n])
-        for n, parameter in p.policy.trainable.items()
+        torch.equal(parameter, state.roles.banks["reference"][n])
+        for n, parameter in state.policy.trainable.items()
     )
-    assert not p.optimizer.state and {line["reward"] for line in rollouts(output)} == {1.0}
+    assert not state.optimizer.state and {line["reward"] for line in rollouts(output)} == {1.0}
     assert any(
         line["iou"] != 1 for line in rollouts(output)
     )  # the rewards as they were are still logged by name
@@ -347,7 +306,7 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
 
 
 def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
-    """--control shuffled: the first step's rollouts and measurements are the run's without it, the rewards in another order."""
+    """--control shuffled: the first step is the run's without it, its rewards in another order."""
     output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, control="shuffled")
     plain = [line for line in rollouts(two_steps) if line["step"] == 0]
     turned = rollouts(output)
@@ -362,42 +321,16 @@ def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
     assert [line["iou"] for line in turned] == [line["iou"] for line in plain]
 
 
-
-
 @pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])
 def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     """0: the policy is its own teacher; 1: the teacher stays what the run started from."""
     built = parts_of(monkeypatch)
     output = run(data, tmp_path, ema_decay=decay, learning_rate=1e-3)
-    (p,) = built
-    same = p.policy.trainable if twin == "policy" else p.roles.banks["reference"]
-    assert all(torch.equal(t, same[n]) for n, t in p.roles.banks["teacher"].items())
-    assert p.roles.distance("policy", "reference") > 1e-4
+    state = built[0].state
+    same = state.policy.trainable if twin == "policy" else state.roles.banks["reference"]
+    assert all(torch.equal(t, same[n]) for n, t in state.roles.banks["teacher"].items())
+    assert state.roles.distance("policy", "reference") > 1e-4
     lag, drift = curve(output, "teacher/lag"), curve(output, "teacher/drift")
     assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (
         drift if twin == "policy" else lag
     )[2] > 1e-4
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

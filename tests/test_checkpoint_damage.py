@@ -1,0 +1,104 @@
+"""A damaged or foreign checkpoint ends a resume with one sentence, before an evaluation."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from rl_train import checkpoint, evaluation
+from rl_train.distributed import Ranks
+from rl_train.files import DamagedFile
+from rl_train.tb import Log
+from tests.runs import draw_data, on_one_core, run, weights
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+RUN = dict(max_steps=4, save_steps=1, save_total_limit=0, num_generations=4)
+WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run of four steps."""
+    monkeypatch = pytest.MonkeyPatch()
+    for _ in on_one_core(monkeypatch):
+        output = run(data, tmp_path_factory.mktemp("whole"), **RUN)
+    monkeypatch.undo()
+    return output
+
+
+def test_weights_of_other_names_are_refused(whole):
+    parameters = {name: torch.nn.Parameter(value) for name, value in weights(whole, 4).items()}
+    gone = sorted(parameters)[0]
+    del parameters[gone]
+    with pytest.raises(ValueError, match="names differ") as raised:
+        checkpoint.load_weights(whole / "checkpoint_step_4", parameters)
+    assert gone in str(raised.value) and "trainables.safetensors" in str(raised.value)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "halved"])
+@pytest.mark.parametrize(
+    "file", [*WEIGHT_FILES, "training_state.pt", "config.json", "eval.json", "../config.json"]
+)
+def test_a_damaged_file_ends_a_resume_before_its_first_evaluation(
+    data, whole, tmp_path, monkeypatch, file, damage
+):
+    output = shutil.copytree(whole, tmp_path / "run")
+    place = output / "checkpoint_step_4"
+    if file == "eval.json":
+        place = shutil.copytree(place, output / checkpoint.BEST)
+        (place / file).write_text(json.dumps(dict(step=4, score=0.5, metrics={})))
+    spoilt = (place / file).resolve()
+    content = spoilt.read_bytes()
+    spoilt.unlink()
+    if damage != "missing":
+        spoilt.write_bytes(b"" if damage == "empty" else content[: len(content) // 2])
+    monkeypatch.setattr(evaluation, "evaluate", None)
+    with pytest.raises(SystemExit) as stopped:
+        run(data, output, resume="", **RUN)
+    reason = (
+        "is missing or damaged: "
+        if (file, damage) != ("../config.json", "missing")
+        else "does not exist"
+    )
+    assert f"{spoilt} {reason}" in str(stopped.value) and "\n" not in str(stopped.value)
+
+
+def test_a_damaged_line_of_rollouts_is_named(data, whole, tmp_path, monkeypatch):
+    file = shutil.copytree(whole, tmp_path / "run") / "rollouts" / "rank0.jsonl"
+    spoilt = file.read_bytes().replace(
+        b'{"step": 2, "task": "loop1"', b'{"st', 1
+    )  # 16 lines a step
+    file.write_bytes(spoilt)
+    monkeypatch.setattr(evaluation, "evaluate", None)
+    with pytest.raises(SystemExit, match=f"^rl_train: {file} is missing or damaged: line 33: "):
+        run(data, tmp_path / "run", resume="", **RUN)
+    assert file.read_bytes() == spoilt
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"PK\x03\x04" + bytes(1000)])
+def test_a_state_that_is_none(tmp_path, content):
+    (tmp_path / "training_state.pt").write_bytes(content)
+    with pytest.raises(
+        DamagedFile, match="training_state.pt is missing or damaged: torch.load cannot read it"
+    ):
+        checkpoint.read_state(tmp_path)
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\u2029"])
+def test_rollouts_with_odd_line_separators_survive_a_resume(tmp_path, separator):
+    """Of a rank that there no longer is, too, if its turn is this rank's."""
+    (tmp_path / "rollouts").mkdir()
+    lines = [f'{{"step": {step}, "completion": "a{separator}b"}}\n' for step in range(3)]
+    for rank in range(4):
+        (tmp_path / "rollouts" / f"rank{rank}.jsonl").write_text("".join(lines))
+    Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=2).close()
+    for rank in range(4):
+        assert (tmp_path / "rollouts" / f"rank{rank}.jsonl").read_text() == "".join(
+            lines[:2] if rank % 2 else lines
+        )

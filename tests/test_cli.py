@@ -1,0 +1,282 @@
+"""The command line: what is wrong there ends the program with one sentence that names the flag."""
+
+import ast
+import dataclasses
+
+import pytest
+import torch
+
+from rl_train import cli
+from rl_train.config import Config, flag_name
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.tasks import TASKS
+from tests.runs import ROOT, complaint_of, draw_data, flags, on_one_core
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture
+def complaint(data, tmp_path, capsys):
+    """Runs the command line with some flags changed; returns the sentence that it ends with."""
+    return lambda *extra, **changes: complaint_of(
+        capsys, [*flags(data, tmp_path / "run", **changes), *extra]
+    )
+
+
+def config_classes() -> list[type]:
+    """The classes of configs of which a command line is made."""
+    return [kind for kind in Config.__annotations__.values() if dataclasses.is_dataclass(kind)]
+
+
+# The command line
+
+
+@pytest.mark.parametrize("name", ["model_path", "data_dir", "eval_data_dir"])
+def test_folder_that_does_not_exist(complaint, name):
+    assert f"--{name} /nowhere: no such folder" in complaint(**{name: "/nowhere"})
+
+
+@pytest.mark.parametrize("name", ["model_path", "data_dir", "output_dir"])
+def test_flag_that_is_needed(complaint, name):
+    assert f"--{name}" in complaint(**{name: None})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("num_generations", 1),
+        ("batch_size", 0),
+        ("max_completion_length", 0),
+        ("micro_batch_size", 0),
+        ("num_iterations", 0),
+        ("gradient_accumulation_steps", 0),
+        ("temperature", 0),
+        ("learning_rate", -1),
+        ("prompt_learning_rate", 0),
+        ("ema_decay", 1.1),
+        ("ema_decay", -0.1),
+        ("ema_decay", "nan"),
+        ("likelihood_share", 1.1),
+        ("likelihood_share", "nan"),
+        ("control", "random"),
+        ("mask_sigma", -0.1),
+        ("mask_sigma", -1),
+        ("mask_sigma", "x"),
+        ("mask_sigma", "nan"),
+        ("mask_sigma", "inf"),
+        ("save_steps", 0),
+        ("kl_coef", -1),
+        ("mask_to_caption_weight", -1),
+        ("lora_r", "four"),
+        ("loss_type", "ppo"),
+        ("tasks", "loop3"),
+        ("teacher_answer", "free"),
+        ("clip_range_high", 0),
+        ("clip_range_high", -0.1),
+        ("lora_alpha", 0),
+        ("lora_alpha", -8),
+        ("seed", -1),
+        ("seed", 2**63),
+    ],
+)
+def test_value_out_of_range(complaint, name, value):
+    assert f"--{name}" in complaint(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_every_float_is_finite(complaint, value):
+    of_tasks = [task.Options for task in TASKS.values()]
+    names = [
+        flag_name(field)
+        for config in (*config_classes(), *of_tasks)
+        for field in dataclasses.fields(config)
+        if "float" in str(field.type)
+    ]
+    assert len(names) > 15
+    for name in names:
+        sentence = complaint(f"--{name}={value}", **{name: None})
+        assert f"--{name}" in sentence and value in sentence, name
+
+
+def test_a_base_is_shared_by_several_processes(complaint):
+    assert "--shard_base: there is one process" in complaint(shard_base="")
+
+
+def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
+    monkeypatch.setattr(
+        Sa2VAPolicy, "seg_tokens", lambda policy, ids, valid: torch.zeros_like(valid)
+    )
+    assert "--mask_sigma auto: " in complaint(mask_sigma="auto")
+
+
+def test_values_that_depend_on_others(data, tmp_path):
+    def parse(**changes):
+        return cli.parse(flags(data, tmp_path, **changes))
+
+    def share(**changes):
+        return parse(**changes).tasks["caption_mask_caption"].share
+
+    judge = dict(use_llm_judge="", use_llm_judge_loop2="")
+    assert share() == 0.5 and share(**judge) == 0
+    assert share(**judge, likelihood_share=0.3) == 0.3 and share(likelihood_share=0) == 0
+
+    def sigma(value):
+        return parse(mask_sigma=value).tasks["caption_mask_caption"].mask_sigma
+
+    assert sigma(None) == sigma("auto") == "auto" and sigma("0") == 0
+    assert parse(ema_decay=0).optim.ema_decay == 0 and parse(ema_decay=1).optim.ema_decay == 1
+
+
+def test_a_task_of_weight_0_is_left_out(data, tmp_path):
+    config = cli.parse(flags(data, tmp_path, mask_to_caption_weight=0))
+    assert list(config.tasks) == ["caption_mask_caption"]
+    assert config.flags["mask_to_caption_weight"] == 0  # and is on record
+
+
+def test_every_flag_is_a_field_of_a_config(data, tmp_path):
+    """What is parsed and what the configs hold are one: no flag that nobody can read."""
+    config = cli.parse(flags(data, tmp_path))
+    held = {"tasks": list(config.tasks)}
+    for part in (*vars(config).values(), *config.tasks.values()):
+        if dataclasses.is_dataclass(part):
+            held |= {flag_name(f): getattr(part, f.name) for f in dataclasses.fields(part)}
+    assert held == config.flags
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.optim.learning_rate = 1.0
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, "nan"])
+def test_share_of_judge_failures(complaint, share):
+    assert "--max_judge_failures" in complaint(max_judge_failures=share)
+
+
+def test_judge_of_loop_2_needs_a_judge(complaint):
+    sentence = complaint(use_llm_judge_loop2="")
+    assert "--use_llm_judge_loop2" in sentence and "needs --use_llm_judge," in sentence
+
+
+def test_judge_that_is_down(complaint, tmp_path):
+    sentence = complaint(use_llm_judge="", llm_judge_base_url="http://127.0.0.1:9/v1")
+    assert (
+        "--llm_judge_base_url http://127.0.0.1:9/v1" in sentence
+        and "meta-llama/Meta-Llama-3.1-8B-Instruct" in sentence
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_unknown_judge_mode(complaint):
+    assert "--llm_judge_mode" in complaint(llm_judge_mode="stars")
+
+
+def test_reward_of_the_users_own(complaint):
+    assert "--reward no_such_module:f" in complaint(reward="no_such_module:f")
+    assert "--reward math:sqrt=x" in complaint(reward="math:sqrt=x")
+    assert "2 rewards are called sqrt" in complaint(reward=["math:sqrt", "cmath:sqrt=2"])
+
+
+def test_unknown_flag(complaint):
+    assert "--num_samples" in complaint("--num_samples", "4")
+
+
+def test_abbreviated_flag(complaint):
+    assert "--learning" in complaint("--learning", "1e-5", learning_rate=None)
+
+
+def test_all_loops_switched_off(complaint):
+    sentence = complaint(mask_to_caption_weight=0, caption_to_mask_weight=0)
+    assert "--tasks" in sentence and "weight above 0" in sentence
+    sentence = complaint(mask_to_caption_weight=0, tasks="mask_caption_mask")
+    assert "--tasks mask_caption_mask:" in sentence and "weight above 0" in sentence
+
+
+def test_a_loop_named_twice(complaint):
+    assert "--tasks" in complaint(tasks=["mask_caption_mask", "mask_caption_mask"])
+
+
+def test_an_answer_beyond_the_context_names_the_flags(complaint):
+    sentence = complaint(max_tiles=12, max_completion_length=2000)
+    assert "--max_tiles 12" in sentence and "--max_completion_length 2000" in sentence
+
+
+# Tasks of the user's own
+
+TASK = """
+from rl_train.tasks import MaskCaptionMask
+
+class Twin(MaskCaptionMask):
+    pass
+
+class Own(MaskCaptionMask):
+    name = "own"
+
+CONSTANT = 3
+"""
+
+
+@pytest.fixture
+def own_tasks(tmp_path, monkeypatch):
+    """A module with tasks, and one that cannot be imported."""
+    (tmp_path / "own_tasks.py").write_text(TASK)
+    (tmp_path / "own_faulty.py").write_text("import module_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("loop3", "loop3"),
+        ("mask_caption_mas", "mask_caption_mask"),  # what is known is listed
+        ("no_such_module:Task", "no module no_such_module"),
+        ("own_tasks.deep:Task", "no module own_tasks.deep"),
+        ("own_tasks:Nothing", "no class Nothing"),
+        ("own_tasks:CONSTANT", "no class CONSTANT"),
+        ("own_tasks:", "own_tasks"),
+        (":Task", "Task"),
+        ("", ""),
+    ],
+)
+def test_a_task_that_is_not_there(complaint, own_tasks, name, reason):
+    sentence = complaint(tasks=[name])
+    assert f"--tasks {name}" in sentence and reason in sentence
+
+
+def test_two_tasks_of_one_name(complaint, own_tasks):
+    sentence = complaint(tasks=["mask_caption_mask", "own_tasks:Twin"], mask_to_caption_weight=None)
+    assert "--tasks mask_caption_mask own_tasks:Twin" in sentence and "name" in sentence
+
+
+def test_faults_of_a_task_s_module_pass_through(data, tmp_path, own_tasks):
+    with pytest.raises(ModuleNotFoundError, match="module_that_is_missing"):
+        cli.parse(flags(data, tmp_path / "run", tasks="own_faulty:Task"))
+
+
+# Every flag does something
+
+
+def test_every_flag_is_read():
+    """Some code reads the field of each flag as an attribute."""
+    read = {
+        node.attr
+        for file in (ROOT / "rl_train").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    configs = [*config_classes(), *(task.Options for task in TASKS.values())]
+    known = {field.name for config in configs for field in dataclasses.fields(config)}
+    assert len(known) > 40 and known - read == set(), "flags that nobody reads"
+
+
+def test_every_flag_has_help(data, capsys):
+    """And --help ends in peace, a % in a help text included."""
+    with pytest.raises(SystemExit) as stopped:
+        cli.parse(["--help"])
+    assert stopped.value.code == 0
+    helped = capsys.readouterr().out
+    parser = cli.build_parser(TASKS)
+    for action in parser._actions:
+        assert action.help and f"--{action.dest}" in helped or action.dest == "help", action.dest

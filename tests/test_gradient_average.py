@@ -1,0 +1,199 @@
+"""DistributedDataParallel against a flat all-reduce of summed gradients, and faults of one rank."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rl_train import train
+from rl_train.objective import MicroBatchLoss
+from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
+from rl_train.types import Outcome
+from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, flags, rollouts, weights
+from tests.test_distributed import finish, free_port, rank_environments
+
+TIMEOUT = 300
+SAME = dict(
+    batch_size=1,
+    num_generations=3,
+    max_completion_length=16,
+    micro_batch_size=2,
+    max_steps=2,
+    save_steps=1,
+    learning_rate=1e-3,
+    seed=1,
+)
+CASES = {
+    "both": {},
+    "twice": dict(num_iterations=2, gradient_accumulation_steps=2, max_steps=1),
+    "loop 1": dict(caption_to_mask_weight=0),
+    "loop 2": dict(mask_to_caption_weight=0),
+    "unscored": {},  # rank 1 has no reward at all
+}
+FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
+
+
+class FlatAverage:
+    """The reference: gradients of all micro-batches are summed, then all-reduced in one piece."""
+
+    def __init__(self, module, names):
+        self.module, self.names = module, names
+
+    def __call__(self, *args, last):
+        return self.module(*args, last)
+
+    @contextlib.contextmanager
+    def averaging(self, last):
+        yield
+        if last:
+            parameters = self.names.values()
+            flat = torch.cat([p.grad.flatten() for p in parameters])
+            self.norms = [p.grad.norm().item() for p in parameters]
+            dist.all_reduce(flat)
+            flat /= dist.get_world_size()
+            for p, mean in zip(parameters, flat.split([p.numel() for p in parameters])):
+                p.grad = mean.view_as(p).clone()
+
+    def own_norms(self):
+        return dict(zip(self.names, self.norms))
+
+
+def unscored(kind):
+    """Make a task's judge give no reward."""
+    judge = kind.judge
+
+    def none(task, rollout):
+        outcome = judge(task, rollout)
+        rewards = {name: torch.full_like(v, torch.nan) for name, v in outcome.rewards.items()}
+        return Outcome(rewards, outcome.masks, outcome.replies)
+
+    kind.judge = none
+    return lambda: setattr(kind, "judge", judge)
+
+
+def poisoned(fault: str, build):
+    """`build`, with a loss or a gradient of loop 2 that is not finite."""
+    forward = MicroBatchLoss.forward
+
+    def broken(module, work, *rest):
+        loss, statistics = forward(module, work, *rest)
+        if work.task.name == "loop2":
+            loss, statistics = loss * torch.nan, statistics | dict(loss=torch.tensor(torch.nan))
+        return loss, statistics
+
+    def built(*args):
+        parts = build(*args)
+        if fault == "loss":
+            MicroBatchLoss.forward = broken
+        else:
+            trainable = parts.state.policy.trainable
+            name = next(n for n in trainable if n.startswith("text_hidden_fcs."))
+            trainable[name].register_hook(lambda gradient: gradient * torch.inf)
+        return parts
+
+    return built
+
+
+def work(data: Path, folder: Path, ports: list[str]):
+    """What each of two ranks does: each case twice, then the faults, of which it writes a file."""
+    rank, ours, build = int(os.environ["RANK"]), train.GradientAverage, train.build
+    os.chdir(folder)
+    for name, changes in CASES.items():
+        for kind, average in (("ddp", ours), ("flat", FlatAverage)):
+            os.environ["MASTER_PORT"] = ports.pop()
+            tasks = (MaskCaptionMask, CaptionMaskCaption) if (name, rank) == ("unscored", 1) else ()
+            undo = [unscored(task) for task in tasks]
+            train.GradientAverage = average
+            train.main(flags(data, folder / f"{name} {kind}", **SAME | changes))
+            for back in undo:
+                back()
+    train.GradientAverage = ours
+    seen = {}
+    for fault in FAULTS:
+        os.environ["MASTER_PORT"] = ports.pop()
+        forward, made = MicroBatchLoss.forward, []
+        wrong = poisoned(fault, build) if rank == 1 else build
+        train.build = lambda *args: made.append(wrong(*args)) or made[-1]
+        try:
+            train.main(flags(data, folder / fault, **SAME))
+            message = "went on"
+        except FloatingPointError as error:
+            message = str(error)
+        MicroBatchLoss.forward, state = forward, made[-1].state
+        start = state.roles.banks
+        still = all(
+            torch.equal(p, bank[n])
+            for bank in start.values()
+            for n, p in state.policy.trainable.items()
+        )
+        seen[fault] = [message, still and not state.optimizer.state]
+    Path(f"rank_{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder in which two ranks did their `work`."""
+    data, folder = draw_data(tmp_path_factory.mktemp("demo")), tmp_path_factory.mktemp("runs")
+    ports = [str(free_port()) for _ in range(2 * len(CASES) + len(FAULTS))]
+    script = (
+        "from pathlib import Path\nfrom tests.test_gradient_average import work\n"
+        f"work(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
+    )
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=ENVIRONMENT | environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for environment in rank_environments()
+    ]
+    outputs = finish(processes, TIMEOUT)
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_a_flat_all_reduce_bit_for_bit(ended, name):
+    ddp, flat = ended / f"{name} ddp", ended / f"{name} flat"
+    steps = range(1, 1 + CASES[name].get("max_steps", SAME["max_steps"]))
+    for step in steps:
+        for file in ("trainables.safetensors", "ema.safetensors"):
+            one, other = weights(ddp, step, file), weights(flat, step, file)
+            assert all(torch.equal(one[key], other[key]) for key in one | other), (step, file)
+    assert rollouts(ddp) == rollouts(flat)
+    if len(steps) > 1:
+        assert distance(weights(ddp, 2), weights(ddp, 1)) > 1e-6  # something was learnt
+
+
+def test_a_rank_without_a_scored_row_learns_from_the_other(ended):
+    lines = [
+        json.loads(line)
+        for rank in range(2)
+        for line in (ended / "unscored ddp" / "rollouts" / f"rank{rank}.jsonl")
+        .read_text()
+        .splitlines()
+    ]
+    missing = [line["reward"] is None for line in lines]
+    assert missing == [False] * 12 + [True] * 12  # steps, loops, samples
+    assert any(line["advantage"] for line in lines)
+
+
+def test_a_fault_of_rank_1_is_named_on_both_and_nothing_is_stepped(ended):
+    for rank in range(2):
+        seen = json.loads((ended / f"rank_{rank}.json").read_text())
+        message, still = seen["loss"]
+        assert "rank 1: loop2/loss" in message and "rank 0" not in message, message
+        assert "loop1/loss" not in message and still
+        message, still = seen["gradient"]
+        assert "rank 1: gradient of text_hidden_fcs." in message, message
+        assert "rank 0" not in message and "loss" not in message and still
+    assert not list(ended.glob("loss/checkpoint*")) + list(ended.glob("gradient/checkpoint*"))

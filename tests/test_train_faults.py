@@ -1,0 +1,188 @@
+"""What goes wrong stops a run before its weights move, with a name; damaged samples do not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train import train
+from rl_train.curves import Tally
+from rl_train.data import DamagedSample, GraspAnyRegionDataset
+from rl_train.distributed import GradientAverage
+from rl_train.objective import MicroBatchLoss
+from tests.runs import curve, draw_data, on_one_core, parts_of, rollouts, run
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+def poison_loss(monkeypatch, task: str):
+    """Make the loss of a task NaN."""
+    forward = MicroBatchLoss.forward
+
+    def poisoned(module, work, *rest):
+        loss, statistics = forward(module, work, *rest)
+        if work.task.name != task:
+            return loss, statistics
+        return loss * torch.nan, statistics | dict(loss=statistics["loss"] * torch.nan)
+
+    monkeypatch.setattr(MicroBatchLoss, "forward", poisoned)
+
+
+def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
+    def broken(*_):
+        raise TypeError("a fault of ours")
+
+    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment", broken)
+    with pytest.raises(TypeError, match="a fault of ours"):
+        run(data, tmp_path)
+    assert not list(tmp_path.glob("checkpoint_step_*"))
+
+
+def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a_sentence(
+    data, tmp_path, monkeypatch
+):
+    """What it raises itself keeps its traceback, a ValueError too."""
+    (tmp_path / "users.py").write_text(
+        "def short(completions, **kwargs):\n    return [1.0]\n\n"
+        "def broken(completions, **kwargs):\n    return [float(text) for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        SystemExit,
+        match="^rl_train: --reward users:short: returned 1 for 4 completions, not one number each$",
+    ):
+        run(data, tmp_path / "short", reward="users:short")
+    with pytest.raises(ValueError, match="^could not convert string to float"):
+        run(data, tmp_path / "broken", reward="users:broken")
+
+
+@pytest.mark.parametrize("loop", ["loop1", "loop2"])
+def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path, monkeypatch, loop):
+    built = parts_of(monkeypatch)
+    poison_loss(monkeypatch, loop)
+    with pytest.raises(FloatingPointError, match=f"not finite: rank 0: {loop}/loss") as raised:
+        run(data, tmp_path, max_steps=1)
+    assert f"loop{3 - int(loop[-1])}/loss" not in str(raised.value)
+    state = built[0].state
+    start = state.roles.banks["reference"]  # a copy made before the first step
+    assert all(torch.equal(p, start[n]) for n, p in state.policy.trainable.items())
+    assert all(torch.equal(t, start[n]) for n, t in state.roles.banks["teacher"].items())
+    assert not state.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
+    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("one", "two", "three")}
+    policy = SimpleNamespace(trainable=weights, group_of=lambda name: name[:1])
+    state = SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(weights.values()))
+    average, tally = GradientAverage(torch.nn.Module(), weights), Tally()
+    weights["one"].grad = torch.tensor([3.0, 0.0, 4.0])
+    weights["two"].grad = torch.tensor([0.0, value, 1.0])
+    weights["three"].grad = torch.zeros(3)
+    with pytest.raises(
+        FloatingPointError, match=r"^not finite: rank 0: gradient of two \(norm (nan|inf)\)$"
+    ):
+        train.update(state, average, tally, max_grad_norm=1.0)
+    assert all((p == 1).all() for p in weights.values()) and not state.optimizer.state
+    assert tally.updates == 0
+    weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
+    train.update(state, average, tally, max_grad_norm=1.0)
+    assert tally.points == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
+    assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
+
+
+def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, monkeypatch):
+    """A region whose image does not decode is left out with its name.
+
+    Above --max_bad_fraction the run ends with one sentence.
+    """
+    read = GraspAnyRegionDataset.__getitem__
+    bad = {1, 2, 3, 5, 8, 13, 21, 34, 55}
+
+    def damaged(dataset, i):
+        if i in bad and len(dataset) > 30:
+            raise DamagedSample(f"region{i}", "damaged image")
+        return read(dataset, i)
+
+    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", damaged)
+    output = run(
+        data,
+        tmp_path / "kept",
+        max_steps=8,
+        batch_size=4,
+        max_bad_fraction=0.5,
+        tasks="mask_caption_mask",
+    )
+    found = list(curve(output, "data/damaged").values())
+    assert 0 <= found[0] <= found[-1] <= len(bad) and found[-1] >= 3
+    assert all("region" not in line["image_id"] for line in rollouts(output))
+    with pytest.raises(SystemExit) as stopped:
+        run(
+            data,
+            tmp_path / "stopped",
+            max_steps=8,
+            batch_size=4,
+            max_bad_fraction=0.03,
+            tasks="mask_caption_mask",
+        )
+    assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(
+        stopped.value
+    )
+
+
+def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
+    """By --mask_sigma auto, by training and by evaluation."""
+    read = GraspAnyRegionDataset.__getitem__
+    long = ("a red thing " * 900).strip()
+    monkeypatch.setattr(
+        GraspAnyRegionDataset,
+        "__getitem__",
+        lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 3 else {}),
+    )
+    output = run(
+        data,
+        tmp_path / "run",
+        max_steps=2,
+        max_bad_fraction=1,
+        tasks="caption_mask_caption",
+        mask_sigma="auto",
+        eval_samples=4,
+    )
+    assert curve(output, "data/damaged")[2] >= 1 and all(
+        line["caption"] != long for line in rollouts(output)
+    )
+    assert (
+        "caption of 10799 characters: its prompt of 2781 tokens (--max_tiles 1) and "
+        "--max_completion_length 12" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("name", ["loss", "kl_div", "completion_length", "reward_std", "iou"])
+def test_a_reward_of_the_users_own_named_like_a_curve_ends_the_run(
+    data, tmp_path, monkeypatch, name
+):
+    """At the first step, with a sentence; it would else stand on the curve of another number."""
+    (tmp_path / f"users_{name}.py").write_text(
+        f"def {name}(completions, **kwargs):\n    return [0.5] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    how = dict(reward=f"users_{name}:{name}", num_generations=4, seed=1, max_steps=1)
+    with pytest.raises(SystemExit, match=f"^rl_train: --reward.*{name}") as stopped:
+        run(data, tmp_path / "run", **how)
+    assert "\n" not in str(stopped.value)
+    assert not list((tmp_path / "run").glob("checkpoint_step_*"))
+
+
+def test_its_name_is_refused_though_the_first_step_learns_nothing(data, tmp_path, monkeypatch):
+    """Not only at the step whose update first has a curve of that name."""
+    (tmp_path / "users_still.py").write_text(
+        "def loss(completions, **kwargs):\n    return [0.5] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="^rl_train: --reward.*loss"):
+        run(data, tmp_path / "run", reward="users_still:loss", control="constant", max_steps=1)
