@@ -104,7 +104,7 @@ def test_every_float_is_finite(complaint, value):
 
 
 def test_a_base_is_shared_by_several_processes(complaint):
-    assert "--shard_base: there is one process" in complaint(shard_base="")
+    assert "--shard_base: one process" in complaint(shard_base="")
 
 
 def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
@@ -206,13 +206,19 @@ def test_an_answer_beyond_the_context_names_the_flags(complaint):
 # Tasks of the user's own
 
 TASK = """
+from dataclasses import dataclass
+
+from rl_train.config import flag
 from rl_train.tasks import MaskCaptionMask
 
 class Twin(MaskCaptionMask):
-    pass
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of its loss", name="twin_weight")
+        trains = ("lora",)
 
-class Own(MaskCaptionMask):
-    name = "own"
+class Heir(MaskCaptionMask):
+    name = "heir"  # and its flags are those of loop 1
 
 CONSTANT = 3
 """
@@ -246,8 +252,21 @@ def test_a_task_that_is_not_there(complaint, own_tasks, name, reason):
 
 
 def test_two_tasks_of_one_name(complaint, own_tasks):
-    sentence = complaint(tasks=["mask_caption_mask", "own_tasks:Twin"], mask_to_caption_weight=None)
+    sentence = complaint(tasks=["mask_caption_mask", "own_tasks:Twin"])
     assert "--tasks mask_caption_mask own_tasks:Twin" in sentence and "name" in sentence
+
+
+def test_a_task_of_the_users_own(data, tmp_path, own_tasks):
+    """With its own flag, in place of the one whose name it has."""
+    config = cli.parse(flags(data, tmp_path, tasks="own_tasks:Twin", twin_weight=0.5))
+    assert list(config.tasks) == ["own_tasks:Twin"]
+    assert config.tasks["own_tasks:Twin"].weight == config.flags["twin_weight"] == 0.5
+
+
+def test_a_task_whose_flags_are_another_s(complaint, own_tasks):
+    """No traceback of argparse, which would not take a flag twice."""
+    sentence = complaint(tasks=["mask_caption_mask", "own_tasks:Heir"])
+    assert "--tasks" in sentence and "--mask_to_caption_weight" in sentence
 
 
 def test_faults_of_a_task_s_module_pass_through(data, tmp_path, own_tasks):

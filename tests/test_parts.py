@@ -131,4 +131,12 @@ BOTH = ["mask_caption_mask", "caption_mask_caption"]
 )
 def test_groups_follow_the_flags(data, tmp_path, changes, expected):
     config = cli.parse(flags(data, tmp_path, **changes))
-    assert parts.trained_groups(config.tasks) == tuple(expected.split())
+    reached = {group for options in config.tasks.values() for group in options.trains}
+    assert reached == set(expected.split())
+
+
+def test_only_what_a_task_reaches_is_built_to_train(data, tmp_path):
+    config = cli.parse(flags(data, tmp_path, mask_loss_coef=0))
+    policy = parts.build(config, ALONE).state.policy
+    groups = {policy.group_of(name) for name in policy.trainable}
+    assert groups == {"lora", "mlp1", "text_hidden_fcs"}
