@@ -62,6 +62,7 @@ def export(
     checkpoint.load_weights(
         folder, policy.trainable, "ema.safetensors" if role == "ema" else "trainables.safetensors"
     )
+    policy.engine.release()  # weights that it has taken over cannot be merged and saved
     policy.peft.merge_and_unload()
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from rl_train.engine.logprob import by_kernels, by_modules, prepare_checkpointing, score_answers
+from rl_train.engine.sampler import decoder_of
 from transformers import Qwen2Config
 
 from rl_train.engine import forward, forward_torch, logprob
 from rl_train.engine.fused import Fused
-from rl_train.engine.logprob import by_kernels, by_modules, prepare_checkpointing, score_answers
 from rl_train.engine.packing import pack
-from rl_train.engine.sampler import decoder_of
 from tools.benchmarks.common import random_llm
 
 SIZES = dict(

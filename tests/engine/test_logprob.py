@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from rl_train import grpo
-from rl_train.engine import logprob
 from rl_train.engine.logprob import (
     follow,
     hidden_states,
     prepare_checkpointing,
     token_logps_from_hidden,
 )
+
+from rl_train import grpo
+from rl_train.engine import logprob
 from rl_train.engine.packing import pack
 from rl_train.policies.sa2va import Policy, Prompts, Scores
 

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from transformers import Qwen2Config
-
 from rl_train.engine.logprob import follow, hidden_states
 from rl_train.engine.sampler import generate
+from rl_train.rollout import noise, sample
+from transformers import Qwen2Config
+
 from rl_train.engine.tokens import StopText
 from rl_train.objective import token_logps
 from rl_train.policies.sa2va import load_tokenizer
 from rl_train.policies.sa2va_prompts import PromptBuilder
-from rl_train.rollout import noise, sample
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 STEPS = 16
