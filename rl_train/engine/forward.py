@@ -32,7 +32,8 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
     with torch.autocast(embeds.device.type, enabled=False):
         fused.refresh()
         refreshes = fused.num_refreshes
-        position = layout.position_ids.flatten(1)[:, places.slots].t()  # (m, A)
+        position = layout.position_ids.flatten(1)[:, places.slots].t()  # (m, axes)
+        position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         turn = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         flash = by_flash(embeds)

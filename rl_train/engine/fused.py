@@ -88,6 +88,7 @@ class FusedModel:
         # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
         # frequencies the first follows time, the second height, the third width.
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
+        self.num_axes = len(sections)
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
