@@ -4,22 +4,21 @@ checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
     ema.safetensors          the teacher's
-    training_state.pt        optimizer, scheduler, RNG of each rank, step; loads with weights_only=True
-    config.json              the run's flags
+    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank;
+    weights_only config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
     eval.json                its step, its score and its held-out metrics
-N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
+N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from
+--model_path.
 """
 
 import json
 import pickle
-import random
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -71,7 +70,7 @@ def list_checkpoints(output_dir) -> list[Path]:
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
     """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
-    rng = gather_objects(rng_state())
+    rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return
     write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, rng)
@@ -83,20 +82,16 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
 def save_if_best(
     output_dir, state: RunState, flags: dict, metrics: dict[str, float], is_main: bool
 ):
-    """Write checkpoint_best if metrics["score"] is above that of the one that is there, or none is; a resumed run goes on comparing."""
-    final = Path(output_dir) / BEST
-    best = float("-inf")
-    if is_main and final.exists():
-        best = read_json(final / "eval.json")["score"]
-    if metrics["score"] <= gather_objects(best)[0]:
+    """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
+    if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
-    rng = gather_objects(rng_state())
+    rng = gather_objects(torch.get_rng_state())
     if is_main:
-        write(final, state, flags, rng, metrics)
+        write(Path(output_dir) / BEST, state, flags, rng, metrics)
 
 
 def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
-    """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
+    """Write the folder `final` under a temporary name, then rename it over one of that name."""
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     for leftover in (folder, replaced):  # of a killed run
         if leftover.exists():
@@ -122,97 +117,54 @@ def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | 
 
 def find(resume: str, output_dir) -> Path | None:
     """The folder that --resume means, or None if "latest" finds a run without a checkpoint yet."""
-    if resume != "latest":
-        if not (Path(resume) / "training_state.pt").is_file():
-            raise ValueError(
-                f"--resume {resume}: no training_state.pt there, it is not a checkpoint folder"
-            )
-        return Path(resume)
-    found = list_checkpoints(output_dir)
-    return found[-1] if found else None
+    if resume == "latest":
+        found = list_checkpoints(output_dir)
+        return found[-1] if found else None
+    if not (Path(resume) / "training_state.pt").is_file():
+        raise ValueError(f"--resume {resume}: it has no training_state.pt, it is no checkpoint")
+    return Path(resume)
 
 
 def read_state(folder) -> dict:
     """What training_state.pt holds. Raises DamagedFile."""
     file = Path(folder) / "training_state.pt"
+    damages = (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError)  # by their place
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        pickle.UnpicklingError,
-    ) as error:  # by the place of the damage
+    except damages as error:
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
 
 
-def open_weights(file: Path, names):
-    """The open safetensors file, of which the header is read. Raises DamagedFile, or ValueError if its names are not `names`."""
+def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
+    """Copy trainables.safetensors or ema.safetensors into the parameters.
+
+    Raises:
+        ValueError: the file is damaged, or its names differ.
+    """
+    path = Path(folder) / file
     try:
-        reader = safe_open(file, framework="pt")
+        reader = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise DamagedFile(file, error) from error
-    if set(reader.keys()) != set(names):
-        raise ValueError(
-            f"{file}: names differ from what this run trains: {sorted(set(reader.keys()) ^ set(names))[:5]}"
-        )
-    return reader
-
-
-def load_weights(
-    folder: Path, parameters: dict[str, torch.nn.Parameter], file: str = "trainables.safetensors"
-):
-    """Copy trainables.safetensors or ema.safetensors into the parameters. Raises ValueError if it is damaged or its names differ."""
-    reader = open_weights(Path(folder) / file, parameters)
+        raise DamagedFile(path, error) from error
+    if odd := set(reader.keys()) ^ set(parameters):
+        raise ValueError(f"{path}: names differ from what this run trains: {sorted(odd)[:5]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.get_tensor(name))
 
 
-def check(folder: Path, names, output_dir) -> int:
-    """Number of steps done in a checkpoint that `load` and `save_if_best` will be able to read.
-
-    Args:
-        names: of what this run trains; output_dir: of the run, whose checkpoint_best is compared with.
-
-    Raises:
-        ValueError: they will not, because of the file that it names: known before the minutes of an evaluation.
-    """
-    for file in ("trainables.safetensors", "ema.safetensors"):
-        open_weights(folder / file, names)
-    if (Path(output_dir) / BEST).exists():
-        read_json(Path(output_dir) / BEST / "eval.json")
-    return read_state(folder)["step"]
-
-
-def load(folder: Path, state: RunState, rank: int):
-    """Restore a run from `folder`."""
+def load(folder: Path, state: RunState, output_dir, rank: int):
+    """Restore a run from `folder`. Raises ValueError if a file there or of the best is damaged."""
     load_weights(folder, state.policy.trainable)
     load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
     found = read_state(folder)
     state.load_state_dict(found)
     if rank < len(found["rng"]):  # nothing depends on it across another number of ranks
-        restore_rng(found["rng"][rank])
+        torch.set_rng_state(found["rng"][rank])
+    best_score(output_dir)  # known to be readable before the next evaluation
 
 
-def rng_state() -> dict:
-    """Generators of python, numpy and torch, as tensors and plain values."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
-    return dict(
-        python=[version, list(internal), gauss],
-        numpy=[name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
-        torch=torch.get_rng_state(),
-        cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    )
-
-
-def restore_rng(state: dict):
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+def best_score(output_dir) -> float:
+    """The score of checkpoint_best, or minus infinity. Raises DamagedFile."""
+    folder = Path(output_dir) / BEST
+    return read_json(folder / "eval.json")["score"] if folder.exists() else float("-inf")

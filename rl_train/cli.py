@@ -1,4 +1,4 @@
-"""The command line of a run: from its flags to a `Config`, and the output folder that belongs to it."""
+"""The command line of a run: from flags to a `Config`, and whose output folder it is."""
 
 import argparse
 import math
@@ -96,9 +96,6 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"--tasks {' '.join(args.tasks)}: names a task twice")
     if not any(option.weight > 0 for option in options.values()):
         raise ValueError(f"--tasks {' '.join(args.tasks)}: none of them has a weight above 0")
-    for flag, needed in configs.needed_flags(*parts.values(), *options.values()):
-        if not getattr(args, needed):
-            raise ValueError(f"--{flag}: needs --{needed}")
     if len({task.name for task in tasks.values()}) < len(tasks):
         raise ValueError(
             f"--tasks {' '.join(args.tasks)}: two tasks have one name for their curves"

@@ -10,13 +10,13 @@ from collections import Counter
 import torch
 
 from rl_train.grpo import group_std
-from rl_train.guards import has_digit, is_whole, repeats
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
+from rl_train.rewards.guards import has_digit, is_whole, repeats
 
 
 class Tally:
-    """One rank's counts of a step. A mean is a total and a count; one without a count is no point."""
+    """One rank's counts of a step. A mean is a total and a count; without a count it is no point."""
 
     def __init__(self):
         self.totals, self.counts = Counter(), Counter()
@@ -116,7 +116,7 @@ def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
 
 
 class Clock:
-    """Seconds and peak GPU memory of each phase of a step; waits for the GPU, so that work is booked where it was asked for."""
+    """Seconds and peak GPU memory of each phase of a step, for whose end it waits."""
 
     def __init__(self, device: torch.device):
         self.gpu = device if device.type == "cuda" else None

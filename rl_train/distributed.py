@@ -28,7 +28,7 @@ class Ranks:
 
 
 def init() -> Ranks:
-    """Join the process group that torchrun describes (NCCL on GPU, gloo on CPU), or be alone without one."""
+    """Join the process group that torchrun describes (NCCL or gloo), or be alone without one."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -114,7 +114,7 @@ class GradientAverage:
         return allreduce_hook(dist.group.WORLD, bucket)
 
     def own_norms(self) -> dict[str, float]:
-        """{name: norm of this rank's own gradient} of the last backward; one copy from the GPU for all."""
+        """{name: norm of this rank's own gradient} of the last backward, by one copy from the GPU."""
         if not dist.is_initialized():
             return gradient_norms(self.names)
         of_id = dict(self.own)

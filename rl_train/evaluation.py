@@ -83,23 +83,30 @@ class Evaluator:
         self.folder, self.keep_best = Path(config.output_dir), config.eval_steps > 0
         self.measured = {}
 
+    def base(self, state: checkpoint.RunState, log):
+        """Measure what the run began with: the base, to which a fresh LoRA adds nothing."""
+        self._measure(0, state, ("reference",), log)
+
     def __call__(self, state: checkpoint.RunState, log):
         """Measure policy and teacher as they are."""
-        step = state.step
-        names = ("policy", "teacher") if step else ("policy",)  # alike before the first step
-        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles)
-        self.measured[step] = found["policy"].values
-        metrics = means(found["policy"].values)
-        file = self.folder / "evaluation" / f"step_{step}.json"
-        if step > self.start or not file.is_file():  # else the resumed run has logged its points
-            log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
-            teacher = means(found[names[-1]].values)
-            log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
-        if self.ranks.is_main:
-            write_json(file, record(found["policy"], self.flags))
-        if step and self.keep_best:
+        metrics = self._measure(state.step, state, ("policy", "teacher"), log)
+        if self.keep_best:
             metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
             checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+
+    def _measure(self, step: int, state, names: tuple[str, ...], log) -> dict[str, float]:
+        """The metrics of the first of the roles `names`."""
+        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles)
+        first, last = (found[names[i]] for i in (0, -1))
+        self.measured[step] = first.values
+        metrics, file = means(first.values), self.folder / "evaluation" / f"step_{step}.json"
+        if step > self.start or not file.is_file():  # else the resumed run has logged its points
+            log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
+            teacher = means(last.values)
+            log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
+        if self.ranks.is_main:
+            write_json(file, record(first, self.flags))
+        return metrics
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
@@ -124,7 +131,7 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
 
 
 def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
     summary = means(measured.values)
     return dict(
         flags=flags,

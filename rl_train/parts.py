@@ -1,4 +1,4 @@
-"""What a run is made of, built from its config before the first step: data, policy, roles, tasks, optimizer."""
+"""What a run is made of, built from its config before the first step."""
 
 import math
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ class Watch:
     judged: tuple[float, float] = (0, 0)  # captions of the newest step that failed, that were asked
 
     def take(self, work: list[Work]) -> tuple[dict[str, int], list[str]]:
-        """What this rank has seen in a step: ({"failed", "asked"} of the judge, names of damaged samples)."""
+        """(the judge's {"failed", "asked"}, names of damaged samples) of a step on this rank."""
         counts = self.judge.take_counts() if self.judge else dict(failed=0, asked=0)
         return counts, [name for w in work for name in w.rollout.batch.damaged]
 
     def add(self, seen) -> dict[str, float]:
-        """Count what `take` says of all ranks, name new damaged samples; returns the curves of it."""
+        """The curves of what `take` says of all ranks; new damaged samples are named."""
         counts, names = zip(*seen)
         for name in self.damaged.add(name for mine in names for name in mine):
             print0(f"left out, another sample in its place: {name}")
@@ -58,7 +58,7 @@ class Watch:
         return points
 
     def check(self):
-        """Raise JudgeFailed or BadData, on all ranks alike, if there has been too much of either."""
+        """Raise JudgeFailed or BadData, on all ranks, if there has been too much of either."""
         if self.judge:
             self.judge_failures.add(*self.judged)
         self.damaged.check()
@@ -77,7 +77,6 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
-    resume: Path | None  # checkpoint folder to continue from
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -124,7 +123,7 @@ def split_dataset(config: DataConfig):
 
 
 def build_judge(config: Config) -> LLMJudge | None:
-    """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
+    """The judge that the flags ask for. Raises ValueError on all ranks if one gets no answer."""
     flags = config.reward
     if not flags.use_llm_judge:
         return None
@@ -142,7 +141,7 @@ def build_judge(config: Config) -> LLMJudge | None:
 
 
 def standing_memory(policy) -> dict[str, int]:
-    """{part: bytes} that a run holds on each GPU whatever its batch; gradients from the first backward of a step to its end."""
+    """{part: bytes} that a run holds on each GPU whatever its batch."""
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     everything = sum(parameter.nbytes for parameter in policy.model.parameters())
     return {
@@ -175,7 +174,7 @@ def build_tasks(options: dict[str, object], context: Context) -> list:
 
 
 def trained_groups(options: dict[str, object]) -> tuple[str, ...]:
-    """The parameter groups that some task's loss reaches; the others are not handed to the optimizer."""
+    """The parameter groups that some task's loss reaches, which alone are optimised."""
     return tuple(dict.fromkeys(group for option in options.values() for group in option.trains))
 
 
@@ -200,7 +199,7 @@ def print_sizes(policy, shards: Shards | None):
 
 
 def build(config: Config, ranks: Ranks) -> Parts:
-    """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
+    """Read all that the flags name. Raises ValueError, naming the flag or file that is wrong."""
     flags = config.flags | dict(world_size=ranks.world_size)
     output_dir, tokens = config.run.output_dir, config.rollout.max_completion_length
     shards = Shards(ranks) if config.policy.shard_base else None
@@ -217,22 +216,22 @@ def build(config: Config, ranks: Ranks) -> Parts:
     print_sizes(policy, shards)
     roles = Roles(policy.trainable)
     tasks = build_tasks(config.tasks, Context(policy, roles, tokens, judge, user_rewards))
-    resume = checkpoint.find(config.run.resume, output_dir) if config.run.resume else None
-    start = 0
-    if resume:
-        check_same(resume / "config.json", flags, f"--resume {resume}")
-        start = checkpoint.check(resume, policy.trainable, output_dir)
-    else:
-        calibrate(tasks, train_set, policy.inputs(tokens), config.rollout.batch_size, tokens)
     optim, prompts = config.optim, config.rollout.batch_size
-    how = (prompts, optim.gradient_accumulation_steps, config.run.seed)
-    sampler = StepSampler(len(train_set), *how, ranks.rank, ranks.world_size, start)
+    how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    sampler = StepSampler(len(train_set), *how, ranks.world_size)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
+    state = RunState(policy, roles, tasks, optimizer, schedule)
+    resume = checkpoint.find(config.run.resume, output_dir) if config.run.resume else None
+    if resume:
+        print0(f"resuming from {resume}")
+        check_same(resume / "config.json", flags, f"--resume {resume}")
+        checkpoint.load(resume, state, output_dir, ranks.rank)
+    else:
+        calibrate(tasks, train_set, policy.inputs(tokens), prompts, tokens)
+    sampler.start = state.step
     if ranks.is_main:  # last, so that bad input uses up no folder
         write_json(Path(output_dir) / "config.json", flags, indent=2)
-    state = RunState(policy, roles, tasks, optimizer, schedule)
     watch = Watch(damaged, judge, FailureWindow(config.reward.max_judge_failures))
-    data = (train_set, heldout, sampler, max_steps, resume)
-    return Parts(config, flags, ranks, state, watch, *data)
+    return Parts(config, flags, ranks, state, watch, train_set, heldout, sampler, max_steps)

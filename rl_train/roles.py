@@ -10,8 +10,9 @@ ROLES = ("policy", "teacher", "reference")
 class Roles:
     """Three roles of one model.
 
-    The model's own parameters are the policy. Teacher and reference are float32 copies; `use(name)` points the
-    parameters at a copy for the length of a `with` block, without gradient and without moving a byte.
+    The model's own parameters are the policy. Teacher and reference are float32 copies; `use(name)`
+    points the parameters at a copy for the length of a `with` block, without gradient and without
+    moving a byte.
 
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).
@@ -42,7 +43,7 @@ class Roles:
 
     @contextlib.contextmanager
     def use(self, name: str):
-        """Let the model compute with the weights of `name` ("policy", "teacher", "reference"), without gradient."""
+        """Let the model compute with the weights of a role, without gradient."""
         if name not in ROLES:
             raise ValueError(f"role {name!r} is unknown; known: {', '.join(ROLES)}")
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
@@ -72,7 +73,7 @@ class Roles:
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
-        """RMS difference of the trainable weights of two roles, relative to the RMS of the reference's."""
+        """RMS difference of two roles' trainable weights, relative to the reference's RMS."""
         weights = {"policy": self.trainable, **self.banks}
         left, right, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
@@ -84,7 +85,7 @@ class Roles:
         return norm(torch._foreach_sub(left, right)) / norm(reference)
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"teacher": .., "reference": ..}: the banks (the policy's weights belong to the model)."""
+        """{"teacher": .., "reference": ..}: the banks; the policy is the model itself."""
         return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.banks.items()}
 
     def load_state_dict(self, state):

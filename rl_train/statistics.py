@@ -1,4 +1,4 @@
-"""From measures of samples to metrics with intervals: means, ratios of sums, bootstraps, paired differences."""
+"""From measures of samples to metrics, intervals and paired differences."""
 
 import numpy as np
 import torch
@@ -7,7 +7,7 @@ from rl_train.tasks.cycle_measures import METRICS, PARTS
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
-    """What a metric is computed from: (n,) values whose mean it is, or (n, 2) intersections and unions."""
+    """What a metric is made of: (n,) values of which the mean, or (n, 2) parts of a ratio."""
     parts = [values[name] for name in PARTS.get(metric, (metric,))]
     return (
         (parts[0] >= 0.5).double()
@@ -35,7 +35,7 @@ def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
 def bootstrap(
     values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic
 ) -> tuple[float, float]:
-    """(low, high) of the 95 % percentile interval of `statistic` when the n rows of `values` are drawn anew with replacement.
+    """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
 
     Rows count as independent; where many share an image, the interval is too narrow.
     """
@@ -48,7 +48,7 @@ def bootstrap(
 
 
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
-    """(after - before, low, high): the difference of a metric on the same samples with its 95 % interval.
+    """(after - before, low, high): a metric's paired difference with its 95 % interval.
 
     Args:
         before, after: `rows_of` the metric.

@@ -1,7 +1,7 @@
 """Train a policy by reinforcement learning in closed cycles.
 
-    bash run_rl_train.sh                                                   # the demo, on any machine
-    python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
+    bash run_rl_train.sh                                                   # the demo, on any
+    machine python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
     torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
@@ -25,23 +25,24 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
-from rl_train.grpo import combine, control_rewards, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
+from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
 from rl_train.statistics import before_after_table
 from rl_train.tb import Log
 
 
-def train(parts: Parts, loader, max_steps: int, end_of_step):
+def train(parts: Parts, loader, end_of_step):
     """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
-        if state.step >= max_steps:
+        if state.step >= parts.max_steps:
             break
         clock, tally, work = Clock(policy.device), Tally(), []
         for batch in batches:  # B samples
@@ -78,11 +79,11 @@ def train(parts: Parts, loader, max_steps: int, end_of_step):
 
 
 def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_norm: float):
-    """Clip the averaged gradients and step; the norm of each group before clipping goes to the tally.
+    """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
-        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has been
-            stepped.
+        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has
+            been stepped.
     """
     faults = tally.not_finite()
     norms = average.own_norms().items()
@@ -106,10 +107,12 @@ class EndOfStep:
     A step that could learn nothing has no curves of the update.
     """
 
-    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator, max_steps: int):
-        self.parts, self.log, self.evaluator, self.max_steps = parts, log, evaluator, max_steps
+    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
+        self.parts, self.log, self.evaluator = parts, log, evaluator
         self.start, main = parts.state.step, parts.ranks.is_main
-        self.progress = tqdm(total=max_steps, initial=self.start, desc="training", disable=not main)
+        self.progress = tqdm(
+            total=parts.max_steps, initial=self.start, desc="training", disable=not main
+        )
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
@@ -122,7 +125,7 @@ class EndOfStep:
             peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items())
             print0(f"peak memory of the first step, GiB: {peaks}")
         self.report(state, work, tally, clock)
-        last = state.step == self.max_steps
+        last = state.step == self.parts.max_steps
         if last or (run.eval_steps and state.step % run.eval_steps == 0):
             for w in work[-len(state.tasks) :]:
                 self.log.pictures(state.step, w, state.policy)
@@ -155,23 +158,15 @@ class EndOfStep:
 
 def run(parts: Parts):
     """Measure, train, measure again, and print both."""
-    config, state = parts.config, parts.state
-    if parts.resume:
-        print0(f"resuming from {parts.resume}")
-    with closing(Log(config.run.output_dir, parts.ranks, parts.sampler.start)) as log:
+    config, state, start = parts.config, parts.state, parts.state.step
+    tokens, workers = config.rollout.max_completion_length, config.data.num_workers
+    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers)
+    with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
-        size = BATCHES * config.rollout.batch_size
-        tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-        heldout = HeldOut(parts.heldout, size, tokens, workers)
-        evaluator = Evaluator(
-            heldout, config.run, parts.ranks, parts.flags, start=parts.sampler.start
-        )
-        evaluator(state, log)  # the base: a fresh LoRA adds nothing
-        if parts.resume:
-            checkpoint.load(parts.resume, state, parts.ranks.rank)
-        inputs = state.policy.inputs(tokens)
-        loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
-        train(parts, loader, parts.max_steps, EndOfStep(parts, log, evaluator, parts.max_steps))
+        evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, start)
+        evaluator.base(state, log)
+        loader = train_loader(parts.train_set, state.policy.inputs(tokens), parts.sampler, workers)
+        train(parts, loader, EndOfStep(parts, log, evaluator))
         if parts.max_steps not in evaluator.measured:  # resumed after its last step
             evaluator(state, log)
     print0(before_after_table(evaluator.measured[0], evaluator.measured[parts.max_steps]))

@@ -6,7 +6,7 @@ VENV=${VENV-${VIRTUAL_ENV:-.venv}}
 if [ -n "$VENV" ]; then
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
     PYTHON=$VENV/bin/python
-    NEEDED="torch transformers peft nltk pycocotools tensorboard pyarrow pytest hypothesis datasets openai"
+    NEEDED="torch transformers peft nltk pycocotools tensorboard pyarrow pytest hypothesis datasets openai ruff"
     if ! "$PYTHON" -c "import sys; from importlib.util import find_spec; sys.exit(not all(map(find_spec, '$NEEDED'.split())))"; then
         echo "installing into $VENV"
         "$PYTHON" -m pip install -q -e ".[test]" -c constraints.txt

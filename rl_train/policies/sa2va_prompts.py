@@ -1,6 +1,7 @@
 """Every prompt of the project, as strings of Sa2VA's supervised training, and their token ids.
 
-Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
+Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here
+(FACTS 1.8).
 """
 
 from rl_train.data.text import clean_caption
@@ -34,9 +35,10 @@ FORCED_ANSWER = SEGMENT_ANSWERS[1]
 
 
 def phrase(caption: str) -> str:
-    """`caption` as the {x} of a segmentation prompt: lower case, without its final full stop or special tokens.
+    """`caption` as {x} of a segmentation prompt: lower case, without final stop or special tokens.
 
-    A sampled caption may hold special-token strings; as text of a prompt they would become image or [SEG] tokens.
+    A sampled caption may hold special-token strings; as text of a prompt they would become image or
+    [SEG] tokens.
     """
     text = clean_caption(caption.lower())
     return text[:-1] if text.endswith(".") else text
@@ -46,7 +48,8 @@ class PromptBuilder:
     """Builds prompt ids for one tokenizer and template.
 
     Args:
-        tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile: 256 for 448 px.
+        tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile:
+            256 for 448 px.
     """
 
     def __init__(self, tokenizer, template: str, tokens_per_tile: int):
@@ -61,7 +64,7 @@ class PromptBuilder:
         self.forced_answer = answer[: answer.index(seg_id) + 1]
 
     def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
-        """What the user says: image string, regions of cells[i] tokens (a newline if there are none), question."""
+        """What the user says: image, regions of cells[i] tokens (else a newline), question."""
         regions = "\n" if cells is None else region_string(cells)
         return image_string(num_tiles, self.tokens_per_tile) + regions + question
 
@@ -72,7 +75,7 @@ class PromptBuilder:
         )
 
     def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
-        """Ids of `text`. The image's many equal tokens are put in afterwards: encoding them took most of the time."""
+        """Ids of `text`; the image's many equal tokens are put in afterwards, to save time."""
         many = IMG_CONTEXT_TOKEN * (num_tiles * self.tokens_per_tile)
         ids = self.tokenizer.encode(
             self.text(question, num_tiles, cells).replace(many, IMG_CONTEXT_TOKEN, 1),

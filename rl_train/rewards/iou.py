@@ -43,11 +43,13 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
     """Return the (N,) float32 IoU of two (N, H, W) bool tensors; ValueError as in `mask_iou`."""
     if pred.dtype != torch.bool or target.dtype != torch.bool:
         raise ValueError(
-            f"mask_iou takes bool masks, got {pred.dtype} {tuple(pred.shape)} and {target.dtype} {tuple(target.shape)}"
+            f"mask_iou takes bool masks, got {pred.dtype} {tuple(pred.shape)} "
+            f"and {target.dtype} {tuple(target.shape)}"
         )
     if pred.shape != target.shape or pred.ndim != 3:
         raise ValueError(
-            f"mask_iou takes equal shapes (N, H, W), got {tuple(pred.shape)} and {tuple(target.shape)}"
+            "mask_iou takes equal shapes (N, H, W), "
+            f"got {tuple(pred.shape)} and {tuple(target.shape)}"
         )
     intersection = (pred & target).sum(dim=(1, 2))  # (N,) int64 pixels
     union = (pred | target).sum(dim=(1, 2))  # (N,) int64 pixels

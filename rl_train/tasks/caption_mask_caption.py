@@ -1,8 +1,8 @@
-"""Loop 2, caption -> mask -> caption': the policy answers a caption with a sampled mask, the teacher describes it."""
+"""Loop 2, caption -> mask -> caption': the policy samples a mask, the teacher describes it."""
 
 from dataclasses import dataclass
 
-from rl_train.config import at_least, flag, within
+from rl_train.config import SHARE, WEIGHT, flag
 from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.sa2va_prompts import SEGMENT, phrase
 from rl_train.policies.segment_describe import caption_likelihood, describe
@@ -14,61 +14,30 @@ from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
 
 
-def sigma(text: str) -> float | str:
-    """--mask_sigma: "auto" or a number of at least 0."""
-    if text == "auto":
-        return text
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ValueError
-    return value
-
-
 class CaptionMaskCaption:
     name = "loop2"
 
     @dataclass(frozen=True)
     class Options:
-        weight: float = flag(
-            1.0,
-            "loss weight of loop 2 (caption -> mask -> caption')",
-            name="caption_to_mask_weight",
-            check=at_least(0),
-        )
+        weight: float = flag(1.0, "of loop 2's loss", name="caption_to_mask_weight", type=WEIGHT)
         mask_sigma: float | str = flag(
             "auto",
-            "std of the Gaussian over SAM2's prompt embedding in loop 2; auto = the one whose "
-            "masks have a mean IoU of 0.8 with the mask of the mean, found at the start; 0 = no "
-            "sampled mask, the text is the only action",
-            type=sigma,
+            "std of the Gaussian over SAM2's prompt embedding; auto = masks so drawn have a mean "
+            "IoU of 0.8 with the mean's; 0 = none is drawn, the text is the only action",
+            type=lambda text: text if text == "auto" else WEIGHT(text),
         )
         mask_loss_coef: float = flag(
-            0.1,
-            "weight of the supervised BCE + Dice term on loop 2's sampled masks; 0 = policy "
-            "gradient only, and SAM2's decoder stays frozen",
-            check=at_least(0),
+            0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
         )
         likelihood_share: float | None = flag(
             None,
-            "share, in loop 2's reward, of the likelihood per token that the teacher gives the "
-            "prompt's caption as a description of the sampled mask; METEOR (with the judge) has "
-            "the rest. It tells masks apart whose captions are the same; default 0.5, with "
-            "--use_llm_judge_loop2 0",
-            check=within(0, 1),
+            "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
+            "with --use_llm_judge_loop2 0",
+            type=SHARE,
         )
         use_llm_judge_loop2: bool = flag(
-            False,
-            "loop 2's reward becomes 0.25 METEOR + 0.75 judge instead of METEOR; needs "
-            "--use_llm_judge",
-            needs="use_llm_judge",
+            False, "0.25 METEOR + 0.75 judge in place of METEOR; needs --use_llm_judge"
         )
-
-        def __post_init__(self):
-            if self.use_llm_judge_loop2 and self.likelihood_share == 1:
-                raise ValueError(
-                    "--use_llm_judge_loop2: with --likelihood_share 1 the judge would have no "
-                    "share in the reward"
-                )
 
         @property
         def trains(self) -> tuple[str, ...]:
@@ -84,6 +53,12 @@ class CaptionMaskCaption:
 
     def __init__(self, options: Options, context: Context):
         self.context, self.weight, share = context, options.weight, options.share
+        if options.use_llm_judge_loop2 and (not context.judge or share == 1):
+            raise ValueError(
+                "--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available"
+                if share < 1
+                else "--use_llm_judge_loop2: --likelihood_share 1 leaves the judge no share"
+            )
         self.llm_judge = context.judge if options.use_llm_judge_loop2 else None
         self.action = SampledMask(context.policy, options.mask_sigma, options.mask_loss_coef)
         parts = (
@@ -101,17 +76,17 @@ class CaptionMaskCaption:
     def judge(self, rollout: Rollout) -> Outcome:
         """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
-        METEOR of the teacher's caption of each mask against the prompt's caption, and the likelihood
-        that the teacher gives the prompt's caption as a description of it; an empty mask scores 0
-        without asking the teacher. The IoU with the region is a measurement that the reward does not
-        see.
+        METEOR of the teacher's caption of each mask against the prompt's caption, and the
+        likelihood that the teacher gives the prompt's caption as a description of it; an empty mask
+        scores 0 without asking the teacher. The IoU with the region is a measurement that the
+        reward does not see.
 
         The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With
-        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair, stands
-        for METEOR. Where the judge gives NaN the row is not scored at all. The user's own rewards
-        follow, each by its name; they are called with lists of N prompts, captions (the prompts'
-        ones), image_ids, replies (the teacher's captions), masks (sampled) and targets (the regions),
-        masks being (H, W) bool.
+        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair,
+        stands for METEOR. Where the judge gives NaN the row is not scored at all. The user's own
+        rewards follow, each by its name; they are called with lists of N prompts, captions (the
+        prompts' ones), image_ids, replies (the teacher's captions), masks (sampled) and targets
+        (the regions), masks being (H, W) bool.
         """
         policy, tokens = self.context.policy, self.context.max_new_tokens
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks

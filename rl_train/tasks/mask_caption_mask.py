@@ -1,10 +1,10 @@
-"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher segments the description, reward IoU."""
+"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher finds it."""
 
 from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import at_least, flag
+from rl_train.config import WEIGHT, flag
 from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.sa2va_prompts import DESCRIBE, phrase
 from rl_train.policies.segment_describe import segment, segment_sampled
@@ -21,18 +21,11 @@ class MaskCaptionMask:
 
     @dataclass(frozen=True)
     class Options:
-        weight: float = flag(
-            1.0,
-            "loss weight of loop 1 (mask -> caption -> mask')",
-            name="mask_to_caption_weight",
-            check=at_least(0),
-        )
+        weight: float = flag(1.0, "of loop 1's loss", name="mask_to_caption_weight", type=WEIGHT)
         teacher_answer: str = flag(
             "forced",
-            'how loop 1\'s teacher comes to its mask: forced = the answer "Sure, [SEG]" is given '
-            "to it, one forward; sampled = it answers for itself, greedily so that the reward has "
-            "no noise of its own, and without [SEG] finds nothing; held-out metrics do not depend "
-            "on it, there the model always answers for itself",
+            'forced = "Sure, [SEG]" is put into the teacher\'s mouth, one forward; sampled = it '
+            "answers greedily for itself, and without [SEG] finds nothing",
             choices=["forced", "sampled"],
         )
         trains = ("lora", "mlp1")
@@ -48,7 +41,7 @@ class MaskCaptionMask:
         return policy.describe_prompts(images, list(range(len(batch))), list(images.grids))
 
     def judge(self, rollout: Rollout) -> Outcome:
-        """{"iou": (N,)}: IoU at the image's own size of the region and what the teacher finds by the caption.
+        """{"iou": (N,)} of the region and what the teacher finds, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG]
         (--teacher_answer sampled) gives 0.

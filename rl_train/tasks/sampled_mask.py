@@ -28,7 +28,7 @@ SIGMA_SAMPLES = 4  # drawn for each caption to measure it
 
 @dataclass
 class DrawnMasks:
-    """The masks of a rollout and the embeddings that they were decoded from, M in row-major order."""
+    """The masks of a rollout and the embeddings they were decoded from, M in row-major order."""
 
     rows: torch.Tensor  # (M,) the row of each [SEG]
     masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without [SEG]
@@ -49,7 +49,7 @@ class SampledMask:
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
 
     def calibrate(self, batches, max_new_tokens: int):
-        """Replace "auto" by a number, the same on all ranks, from the base's answers to `batches`."""
+        """Replace "auto" by a number, the same on all ranks, by the base's answers."""
         if self.sigma == "auto":
             value = calibrate_sigma(self.policy, batches, max_new_tokens)
             self.sigma = gather_objects(value)[0]
@@ -106,7 +106,7 @@ class SampledMask:
         return terms, sums
 
     def supervised(self, rollout, segs, z, scored) -> torch.Tensor:
-        """Sum of `mask_loss` of the embeddings z (m, D) in the rows segs (m,), where scored (m,)."""
+        """Sum of `mask_loss` of embeddings z (m, D) of the rows segs (m,), where scored (m,)."""
         image = [rollout.prompts.image[row] for row in segs.tolist()]
         logits = self.policy.decode_masks(rollout.features, image, z)
         return (mask_loss(logits, [rollout.batch.masks[i] for i in image]) * scored).sum()
@@ -133,7 +133,7 @@ class SampledMask:
 
 
 def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, config):
-    """Clipped policy term of m sampled embeddings plus their exact KL: (scalar, detached sum of KL).
+    """(clipped policy term of m sampled embeddings plus their exact KL, detached sum of KL).
 
     Args:
         mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
@@ -156,7 +156,7 @@ def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, 
 
 
 def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
-    """(M,) supervised loss 2.0 BCE + 0.5 Dice (smoothing 1) of mask logits (M, h, w) against masks (H, W) bool.
+    """(M,) supervised loss 2.0 BCE + 0.5 Dice of mask logits (M, h, w), masks (H, W) bool.
 
     Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it
     sampled 12,544 points).
@@ -188,7 +188,7 @@ def spread(masks: torch.Tensor) -> float:
 
 @torch.no_grad()
 def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
-    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mask of the mean, over the captions of `batches`.
+    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's, over `batches`.
 
     Of each answer the first [SEG] counts. By bisection of the logarithm, between 1/64 and 16 times
     the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
@@ -229,8 +229,8 @@ def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
     ends = agreement(2**low), agreement(2**high)
     if not ends[0] > SIGMA_IOU > ends[1]:
         raise ValueError(
-            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with the "
-            f"mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look at the "
+            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
+            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look at the "
             "model's masks, or give a number"
         )
     for _ in range(10):
