@@ -1,6 +1,7 @@
 """What the engine's tests share: a tiny language model of random weights, prompts, both ways."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rl_train.engine import Engine, StopText, modules
 from rl_train.engine.tokens import draw
 
+DEMO = Path(__file__).parents[2] / "tools" / "demo_checkpoint"  # has a tokenizer
 SIZES = dict(
     vocab_size=300,
     hidden_size=64,
