@@ -194,6 +194,22 @@ def check_same_samples(before: dict, file: Path, measured: Measured):
             )
 
 
+def cider(references: list[str], captions: list[str]) -> torch.Tensor:
+    """(n,) float64 CIDEr-D of each caption, with document frequencies of the n references.
+
+    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without
+    punctuation. Published numbers are of the PTB tokenizer, which needs Java, and of several
+    references for a sample.
+    """
+    from pycocoevalcap.cider.cider import Cider
+
+    words = [
+        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
+        for texts in (references, captions)
+    ]
+    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
+
+
 def table(found: dict) -> str:
     """Means and intervals of a `record`, as text."""
     lines = [f"{'n = ' + str(found['num_samples']):16s} {'mean':>8s}   95 % interval"]

@@ -23,14 +23,8 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from rl_train.policies.sa2va import load_tokenizer, pad_left
-from rl_train.policies.sa2va_prompts import (
-    DESCRIBE,
-    FORCED_ANSWER,
-    SEGMENT_ANSWERS,
-    SEGMENT_WORDINGS,
-    PromptBuilder,
-    phrase,
-)
+from rl_train.data.text import phrase
+from sa2va_hf.prompts import DESCRIBE, FORCED_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS, PromptBuilder
 from rl_train.rewards.iou import mask_iou
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, video_lisa_encode_fn
 from sa2va_hf.processing_sa2va import upsample_masks

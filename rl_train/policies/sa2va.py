@@ -12,13 +12,14 @@ import torch
 from PIL import Image
 
 from rl_train.config import PolicyConfig
+from rl_train.data.text import phrase
 from rl_train.engine import Answers, Completions, Engine, StopText
 from rl_train.engine.packing import fed
 from rl_train.policies import lora
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from rl_train.policies.sa2va_prompts import PromptBuilder
 from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
 
 # What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
 # hypernetwork, the heads of IoU and object score, and other embeddings receive no gradient.
@@ -157,7 +158,7 @@ class Sa2VAPolicy:
 
     def segment_prompts(self, images: Images, image: list[int], captions: list[str]) -> Prompts:
         """Prompts that ask for the mask of captions[p] in image[p]."""
-        ids = [self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)]
+        ids = [self.prompts.segment(phrase(c), images.tiles[i]) for i, c in zip(image, captions)]
         return Prompts(ids, list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):

@@ -56,3 +56,14 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
     # float64 holds the pixel counts exactly, so the quotient is rounded once, to float32.
     iou = intersection.double() / union.clamp(min=1).double()
     return torch.where(union == 0, empty_value, iou).float()
+
+
+def mask_spread(masks: torch.Tensor) -> float:
+    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
+    flat = masks.flatten(1).float()
+    inter = flat @ flat.T
+    area = flat.sum(1)
+    union = area[:, None] + area[None] - inter
+    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
+    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
+    return 1 - iou[off_diagonal].mean().item()

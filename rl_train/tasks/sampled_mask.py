@@ -11,17 +11,16 @@ Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from rl_train.distributed import gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.segment_describe import answer, row_masks
-from rl_train.rewards import mask_iou
+from rl_train.rewards.iou import mask_iou, mask_spread
 from rl_train.types import Outcome, Rollout
+from sa2va_hf.losses import mask_loss
 
-BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5  # of Sa2VA's supervised training
 SIGMA_IOU = 0.8  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
 SIGMA_SAMPLES = 4  # drawn for each caption to measure it
 
@@ -121,7 +120,8 @@ class SampledMask:
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
         curves = dict(
-            mask_spread=(sum(map(spread, groups)), len(groups)), no_seg_frac=(no_seg, len(rollout))
+            mask_spread=(sum(map(mask_spread, groups)), len(groups)),
+            no_seg_frac=(no_seg, len(rollout)),
         )
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
@@ -153,37 +153,6 @@ def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, 
     )
     kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
     return loss + config.kl_coef * kl / totals.actions, kl.detach()
-
-
-def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
-    """(M,) supervised loss 2.0 BCE + 0.5 Dice of mask logits (M, h, w), masks (H, W) bool.
-
-    Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it
-    sampled 12,544 points).
-    """
-    size = logits.shape[-2:]
-    resized = {}
-    for t in targets:
-        if id(t) not in resized:  # rows about one region share its mask
-            pixels = t[None, None].to(logits.device, torch.uint8)
-            resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
-    target = torch.stack([resized[id(t)] for t in targets])
-    bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
-    probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
-    overlap = 2 * (probability * target).sum(1) + 1
-    dice = 1 - overlap / (probability.sum(1) + target.sum(1) + 1)
-    return BCE_WEIGHT * bce.flatten(1).mean(1) + DICE_WEIGHT * dice
-
-
-def spread(masks: torch.Tensor) -> float:
-    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
-    flat = masks.flatten(1).float()
-    inter = flat @ flat.T
-    area = flat.sum(1)
-    union = area[:, None] + area[None] - inter
-    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
-    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
-    return 1 - iou[off_diagonal].mean().item()
 
 
 @torch.no_grad()

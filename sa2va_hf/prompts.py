@@ -1,12 +1,9 @@
 """Every prompt of the project, as strings of Sa2VA's supervised training, and their token ids.
 
-Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here
-(FACTS 1.8).
+Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here.
 """
 
-from rl_train.data.text import clean_caption
-from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
-from sa2va_hf.templates import chat_template, image_string, region_string
+from .templates import IMG_CONTEXT_TOKEN, chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
 SEGMENT = "Please segment {x} in this image."
@@ -34,16 +31,6 @@ SEGMENT_ANSWERS = (
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
 
 
-def phrase(caption: str) -> str:
-    """`caption` as {x} of a segmentation prompt: lower case, without final stop or special tokens.
-
-    A sampled caption may hold special-token strings; as text of a prompt they would become image or
-    [SEG] tokens.
-    """
-    text = clean_caption(caption.lower())
-    return text[:-1] if text.endswith(".") else text
-
-
 class PromptBuilder:
     """Builds prompt ids for one tokenizer and template.
 
@@ -53,11 +40,8 @@ class PromptBuilder:
     """
 
     def __init__(self, tokenizer, template: str, tokens_per_tile: int):
-        self.tokenizer, self.template, self.tokens_per_tile = (
-            tokenizer,
-            chat_template(template),
-            tokens_per_tile,
-        )
+        self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
+        self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
@@ -88,9 +72,9 @@ class PromptBuilder:
         """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
         return self.ids(DESCRIBE, num_tiles, [num_cells])
 
-    def segment(self, caption: str, num_tiles: int) -> list[int]:
-        """Prompt ids that ask for the mask of `caption`."""
-        return self.ids(SEGMENT.replace("{x}", phrase(caption)), num_tiles)
+    def segment(self, phrase: str, num_tiles: int) -> list[int]:
+        """Prompt ids that ask for the mask of `phrase`, in lower case and without special tokens."""
+        return self.ids(SEGMENT.replace("{x}", phrase), num_tiles)
 
     def answer(self, caption: str) -> list[int]:
         """Ids of `caption` as an answer, with what ends it in the supervised training."""
