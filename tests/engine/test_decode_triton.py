@@ -75,12 +75,7 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     stored = make(n, kv, suffix, size), make(n, kv, suffix, size)
     cases = dict(
         embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
-        add=(
-            make(n, width),
-            make(n, inner),
-            linears(width, inner=inner),
-            make(width),
-        ),
+        add=(make(n, width), make(n, inner), linears(width, inner=inner), make(width)),
         normed=(make(n, width), power, 1e-6),
         rotate_and_store=(
             make(n, qkv + 3 * rank),

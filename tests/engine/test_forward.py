@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.engine import Engine, attention, blocks, forward_torch
+from rl_train.engine import Engine, blocks, forward_torch
 from rl_train.engine.fused import FusedLinears
 from rl_train.engine.modules import prepare_checkpointing
 from tests.engine.tiny import fast, make, scored, slow, tiny_llm, work
@@ -113,8 +113,7 @@ def flash_backward(d, q, k, v, out, sums, *ends_and_options):
 @pytest.mark.parametrize("num_kv_heads, lora", [(2, True), (4, True), (1, False)])
 def test_equals_modules(num_kv_heads, lora, checkpointing, how, monkeypatch):
     if how == "flash":
-        monkeypatch.setattr(attention, "by_flash", lambda x: True)
-        monkeypatch.setattr("rl_train.engine.forward.by_flash", lambda x: True)
+        monkeypatch.setattr(blocks, "by_flash", lambda x: True)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     llm = tiny_llm(num_key_value_heads=num_kv_heads)

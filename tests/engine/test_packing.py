@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_train.engine.attention import runs
+from rl_train.engine.blocks import runs
 from rl_train.engine.packing import TOGETHER, next_positions, pack, positions, share
 
 
