@@ -135,19 +135,23 @@ def read_state(folder) -> dict:
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
 
 
+def open_weights(path: Path):
+    """The open safetensors file, of which the header is read. Raises DamagedFile."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedFile(path, error) from error
+
+
 def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
     """Copy trainables.safetensors or ema.safetensors into the parameters.
 
     Raises:
         ValueError: the file is damaged, or its names differ.
     """
-    path = Path(folder) / file
-    try:
-        reader = safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise DamagedFile(path, error) from error
+    reader = open_weights(Path(folder) / file)
     if odd := set(reader.keys()) ^ set(parameters):
-        raise ValueError(f"{path}: names differ from what this run trains: {sorted(odd)[:5]}")
+        raise ValueError(f"{folder}/{file}: names differ from what trains: {sorted(odd)[:5]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.get_tensor(name))

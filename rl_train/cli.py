@@ -2,23 +2,13 @@
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-from rl_train import config as configs
+from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
 from rl_train.files import check_writable, read_json
 from rl_train.tasks import TASKS, load_task
 
-PARTS = dict(
-    policy=configs.PolicyConfig,
-    data=configs.DataConfig,
-    rollout=configs.RolloutConfig,
-    reward=configs.RewardConfig,
-    loss=configs.LossConfig,
-    optim=configs.OptimConfig,
-    run=configs.RunConfig,
-)
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
@@ -29,35 +19,19 @@ FREE_ON_RESUME = {
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a run was asked for: one frozen config for each part, and the options of its tasks."""
-
-    policy: configs.PolicyConfig
-    data: configs.DataConfig
-    rollout: configs.RolloutConfig
-    reward: configs.RewardConfig
-    loss: configs.LossConfig
-    optim: configs.OptimConfig
-    run: configs.RunConfig
-    tasks: dict[str, object]  # {name in --tasks: its Options}, those of weight 0 left out
-    flags: dict[str, object]  # every flag, as config.json has them
-
-
 def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
     parser = argparse.ArgumentParser(
         prog="python -m rl_train.train",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Reinforcement learning of Sa2VA by closed mask-caption cycles. One process "
-        "per GPU under torchrun.",
+        description="Reinforcement learning by closed cycles; one process per GPU (torchrun).",
     )
     add_tasks_flag(parser)
     for part in PARTS.values():
-        configs.add_flags(parser, part)
+        add_flags(parser, part)
     for name, task in tasks.items():
-        configs.add_flags(parser, task.Options, f"task {name}")
+        add_flags(parser, task.Options, f"task {name}")
     return parser
 
 
@@ -73,39 +47,32 @@ def add_tasks_flag(parser):
 
 def parse(argv=None) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_tasks_flag(first)
-    names = first.parse_known_args(argv)[0].tasks
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_tasks_flag(parser)
+    names = parser.parse_known_args(argv)[0].tasks
     try:
         tasks = TASKS | {name: load_task(name) for name in names}
-    except ValueError as error:
-        first.error(str(error))
-    parser = build_parser(tasks)
-    args = parser.parse_args(argv)
-    try:
-        return checked(args, {name: tasks[name] for name in args.tasks})
+        parser = build_parser(tasks)
+        return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
     except ValueError as error:
         parser.error(str(error))
 
 
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
-    parts = {name: configs.read_flags(args, part) for name, part in PARTS.items()}
-    options = {name: configs.read_flags(args, task.Options) for name, task in tasks.items()}
-    if len(tasks) < len(args.tasks):
-        raise ValueError(f"--tasks {' '.join(args.tasks)}: names a task twice")
-    if not any(option.weight > 0 for option in options.values()):
-        raise ValueError(f"--tasks {' '.join(args.tasks)}: none of them has a weight above 0")
-    if len({task.name for task in tasks.values()}) < len(tasks):
-        raise ValueError(
-            f"--tasks {' '.join(args.tasks)}: two tasks have one name for their curves"
-        )
+    chosen = f"--tasks {' '.join(args.tasks)}"
+    parts = {name: read_flags(args, part) for name, part in PARTS.items()}
+    options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
+    active = {name: option for name, option in options.items() if option.weight > 0}
+    if len({task.name for task in tasks.values()}) < len(args.tasks):
+        raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
+    if not active:
+        raise ValueError(f"{chosen}: none of them has a weight above 0")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        named = name != "model_path" and path and hub.NAME.fullmatch(path)
-        if path is not None and not Path(path).is_dir() and not named:
+        on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
+        if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
-    active = {name: option for name, option in options.items() if option.weight > 0}
     return Config(**parts, tasks=active, flags=vars(args))
 
 

@@ -176,6 +176,24 @@ class RunConfig:
     seed: int = flag(0, "of everything", type=SEED)
 
 
+@dataclass(frozen=True)
+class Config:
+    """What a run was asked for: one frozen config for each part, and the options of its tasks."""
+
+    policy: PolicyConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    reward: RewardConfig
+    loss: LossConfig
+    optim: OptimConfig
+    run: RunConfig
+    tasks: dict[str, object]  # {name in --tasks: its Options}, those of weight 0 left out
+    flags: dict[str, object]  # every flag, as config.json has them
+
+
+PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)}
+
+
 def flag_name(field: dataclasses.Field) -> str:
     return field.metadata["name"] or field.name
 

@@ -114,7 +114,7 @@ class GradientAverage:
         return allreduce_hook(dist.group.WORLD, bucket)
 
     def own_norms(self) -> dict[str, float]:
-        """{name: norm of this rank's own gradient} of the last backward, by one copy from the GPU."""
+        """{name: norm of this rank's own gradient} of the last backward."""
         if not dist.is_initialized():
             return gradient_norms(self.names)
         of_id = dict(self.own)

@@ -33,7 +33,7 @@ def write_json(file: Path, value, indent: int | None = None):
 
 
 def check_writable(flag: str, path: Path, is_file: bool = False):
-    """Raise ValueError, beginning with `flag`, if folder (or file) `path` cannot be written or made."""
+    """Raise ValueError, beginning with `flag`, if folder or file `path` cannot be written."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         (path.open("a") if is_file and nearest == path else TemporaryFile(dir=nearest)).close()

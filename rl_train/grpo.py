@@ -16,7 +16,7 @@ MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry 
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """(B,) standard deviation (G - 1) of each group's scored rows; 0 below two or if all are equal."""
+    """(B,) standard deviation (G - 1) of each group's scored rows; 0 below two or if equal."""
     std = _group_moments(rewards, num_generations)[1][:, 0]
     return torch.where(std < MIN_STD, 0.0, std)
 

@@ -15,6 +15,8 @@ backwards are in step. A part is called whole, `vision_model(..)` or `language_m
 layers never by themselves.
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,9 +38,7 @@ class Shards:
 
     def __init__(self, ranks):
         if ranks.world_size == 1:
-            raise ValueError(
-                "--shard_base: one process has nobody to share with; start several (torchrun, NPROC)"
-            )
+            raise ValueError("--shard_base: one process has nobody to share with, start several")
         self.ranks, self.parts, self.in_dummy = ranks, [], False
 
     def load(self, path, dtype: torch.dtype, device) -> Sa2VAModel:
@@ -51,39 +51,31 @@ class Shards:
 
     def split(self, model):
         """Make a Sa2VAModel without LoRA keep this rank's share of its layers, on its device."""
-        mesh = init_device_mesh(
-            self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("fsdp",)
-        )  # PEFT reads the name
-        config, dtype = model.config, model.language_model.dtype
+        device, size = self.ranks.device, model.config.image_size
+        names = ("fsdp",)  # PEFT reads it
+        mesh = init_device_mesh(device.type, (self.ranks.world_size,), mesh_dim_names=names)
         vision, llm = model.vision_model, model.language_model.model
-        pixels = torch.zeros(
-            1, 3, config.image_size, config.image_size, dtype=dtype, device=self.ranks.device
-        )
-        embeds = torch.zeros(1, 1, config.llm.hidden_size, dtype=dtype, device=self.ranks.device)
+        how = dict(dtype=model.language_model.dtype, device=device)
+        pixels = torch.zeros(1, 3, size, size, **how)
+        embeds = torch.zeros(1, 1, model.config.llm.hidden_size, **how)
         for part, layers, dummy in (
             (vision, vision.encoder.layer, dict(pixel_values=pixels)),
             (llm, llm.layers, dict(inputs_embeds=embeds, use_cache=False)),
         ):
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            fully_shard(
-                part,
-                mesh=mesh,
-                ignored_params={p for p in part.parameters() if not isinstance(p, DTensor)},
-            )
-            number = len(self.parts)
+            whole = {p for p in part.parameters() if not isinstance(p, DTensor)}
+            fully_shard(part, mesh=mesh, ignored_params=whole)
+            agree = partial(self._agree, len(self.parts))
+            part.register_forward_pre_hook(lambda *_, agree=agree: agree(), prepend=True)
             self.parts.append((part, dummy))
-            part.register_forward_pre_hook(
-                lambda *_, number=number: self._agree(number), prepend=True
-            )  # before it gathers
 
     @staticmethod
     def fill(tensor: torch.Tensor, value: torch.Tensor):
         """Write the whole `value` into `tensor`, of a sharded one this rank's share."""
         if isinstance(tensor, DTensor):
-            value = distribute_tensor(
-                value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
+            where = (tensor.device_mesh, tensor.placements)
+            value = distribute_tensor(value.to(tensor.device), *where, src_data_rank=None)
         tensor.copy_(value)
 
     def join(self):

@@ -138,22 +138,32 @@ class EndOfStep:
 
     def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         """Log the step; raises on all ranks if judge or data have failed too often."""
-        watch, roles = self.parts.watch, state.roles
+        parts, failed_frac = self.parts, "judge/failed_frac"
         for w in work:
             tally.add_rollout(w)
             self.log.rollouts(state.step - 1, w)
-        tallies, seen = zip(*gather_objects((tally, watch.take(work))))
+        if parts.judge:
+            tally.mean(failed_frac, *parts.judge.take_counts().values())
+        tallies = gather_objects(tally)
         points = curves(tallies, {task.name: task.weight for task in state.tasks})
-        points |= clock.curves(sum(t.num_tokens for t in tallies)) | watch.add(seen)
-        points["teacher/drift"] = roles.distance("teacher", "reference")
-        points["teacher/lag"] = roles.distance("teacher", "policy")
+        points |= clock.curves(sum(t.num_tokens for t in tallies))
+        for name in parts.damaged.add(name for t in tallies for name in t.damaged):
+            print0(f"left out, another sample in its place: {name}")
+        points["data/damaged"] = len(parts.damaged.names)
+        points["teacher/drift"] = state.roles.distance("teacher", "reference")
+        points["teacher/lag"] = state.roles.distance("teacher", "policy")
         self.log.scalars(points, state.step)
-        means = {
-            task.name: points.get(f"{task.name}/reward_mean", math.nan) for task in state.tasks
-        }
-        self.progress.set_postfix({name: f"{mean:.3f}" for name, mean in means.items()})
+        names = [task.name for task in state.tasks]
+        means = {name: f"{points.get(f'{name}/reward_mean', math.nan):.3f}" for name in names}
+        self.progress.set_postfix(means)
         self.progress.update()
-        watch.check()
+        if parts.judge:
+            counts = (
+                sum(t.totals[failed_frac] for t in tallies),
+                sum(t.counts[failed_frac] for t in tallies),
+            )
+            parts.judge_failures.add(*counts)
+        parts.damaged.check()
 
 
 def run(parts: Parts):

@@ -17,14 +17,8 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def attach_lora(language_model, rank: int, alpha: int, dropout: float = 0.0, targets=PROJECTIONS):
     """The PEFT model of `language_model`, into which a fresh LoRA is injected in place (B = 0)."""
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        bias="none",
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
+    size = dict(r=rank, lora_alpha=alpha, lora_dropout=dropout)
+    lora = LoraConfig(**size, bias="none", target_modules=targets, task_type="CAUSAL_LM")
     with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
@@ -64,14 +58,6 @@ def autocast(weight: torch.Tensor):
     if weight.dtype != torch.bfloat16:
         return contextlib.nullcontext()
     return torch.autocast(weight.device.type, torch.bfloat16)
-
-
-def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, L) ids and attention mask of ragged rows, padded on the left to the longest."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (length - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
 
 
 def load_tokenizer(path):

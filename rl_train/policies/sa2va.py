@@ -5,8 +5,6 @@ T completion tokens, C LLM width, D prompt-embedding width, M [SEG] tokens in al
 """
 
 import re
-from bisect import bisect
-from dataclasses import dataclass
 
 import torch
 from PIL import Image
@@ -18,7 +16,8 @@ from rl_train.engine.packing import fed
 from rl_train.policies import lora
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
-from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
+from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.prompts import PromptBuilder
 
 # What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
@@ -37,50 +36,6 @@ FLOAT32_MODULES += [
     f"grounding_encoder.{part}"
     for part in ("mask_decoder", "prompt_encoder", "shared_image_embedding")
 ]
-
-
-@dataclass
-class Images:
-    """Features of B images before what trains, shared by all rows, roles and inner iterations."""
-
-    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
-    tiles: list[int]  # tiles of each image
-    sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
-    sizes: list[tuple[int, int]]  # (H, W) of each image
-    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region
-
-
-@dataclass
-class Prompts:
-    """P questions, ready for an answer."""
-
-    ids: list[list[int]]  # ragged
-    image: list[int]  # the image each is about
-    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, or None
-
-    def __len__(self):
-        return len(self.ids)
-
-    def repeat(self, n: int) -> "Prompts":
-        return self.select([p for p in range(len(self)) for _ in range(n)])
-
-    def select(self, rows) -> "Prompts":
-        grids = None if self.grids is None else [self.grids[r] for r in rows]
-        return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
-
-    def followed_by(self, answers: list[list[int]]) -> "Prompts":
-        """Each with the ids of an answer behind it."""
-        ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
-        return Prompts(ids, self.image, self.grids)
-
-    def distinct(self) -> tuple["Prompts", list[int]]:
-        """(the prompts without repeats of the one before, the index there of each of these)."""
-        first = [row for row in range(len(self)) if row == 0 or not self._repeats(row)]
-        return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
-
-    def _repeats(self, row: int) -> bool:
-        alike = self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1]
-        return alike and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
 
 
 class Sa2VAPolicy:
@@ -162,50 +117,8 @@ class Sa2VAPolicy:
         return Prompts(ids, list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):
-        """Left-padded embeddings of prompts, with image and region features.
-
-        Args:
-            num_tokens: what will follow a prompt; checked against the model's context.
-
-        Returns:
-            embeds (P, L, C), attention mask (P, L).
-        """
-        ids, mask = lora.pad_left(prompts.ids, self.pad_id)
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        self._check_length(max(prompts.ids, key=len), num_tokens)
-        # Project each image once, then repeat its features for the rows that share it.
-        used = sorted(set(prompts.image))
-        starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
-        features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
-        features = self.model.mlp1(features).split([images.tiles[i] for i in used])
-        of_image = dict(zip(used, features))
-        flags = None
-        if prompts.grids is not None:  # regions refer to an image's last tile
-            tiles = [images.tiles[i] for i in prompts.image]
-            flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
-        features = torch.cat([of_image[i] for i in prompts.image])
-        return self.model.embed(ids, features, prompts.grids, flags), mask
-
-    def _check_length(self, ids: list[int], num_tokens: int):
-        limit = self.model.config.llm.max_position_embeddings
-        if len(ids) + num_tokens > limit:
-            of_image = ids.count(self.model.img_context_id)
-            remedy = "lower --max_tiles" if 2 * of_image > len(ids) else "its caption is too long"
-            raise ValueError(
-                f"a prompt of {of_image} tokens of image and region and {len(ids) - of_image} of "
-                f"text, {num_tokens} behind it, does not fit the context of {limit}: {remedy}"
-            )
-
-    def shared_prefix_lengths(self, images: Images, prompts: Prompts) -> list[int]:
-        """Leading tokens that each prompt shares with the one before: to the end of one image."""
-        lengths = [0] * len(prompts)
-        for p in range(1, len(prompts)):
-            ids, image = prompts.ids[p], prompts.image[p]
-            start = ids.index(self.model.img_context_id)
-            end = start + images.tiles[image] * self.model.config.tokens_per_tile
-            if image == prompts.image[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
-                lengths[p] = end
-        return lengths
+        """(embeds (P, L, C), attention mask (P, L)) of prompts: see `sa2va_hf.batches.embed`."""
+        return batches.embed(self.model, images, prompts, self.pad_id, num_tokens)
 
     # Sampling and scoring
 
@@ -223,7 +136,7 @@ class Sa2VAPolicy:
                 max_new_tokens=max_new_tokens,
                 stop=self.stop,
                 uniforms=uniforms,
-                shared_prefix_lengths=self.shared_prefix_lengths(images, prompts),
+                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
             )
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
@@ -254,16 +167,16 @@ class Sa2VAPolicy:
 
     @torch.no_grad()
     def read(self, images: Images, prompts: Prompts, num_last: int = 1) -> torch.Tensor:
-        """(P, num_last, C) hidden states at each prompt's end; one image's share their beginning."""
+        """(P, num_last, C) hidden states at each prompt's end; those of one image share work."""
         with self.autocast():
             embeds, mask = self.embed(images, prompts)
-            shared = self.shared_prefix_lengths(images, prompts)
+            shared = shared_prefix_lengths(self.model, images, prompts)
             return self.engine.read(embeds, mask, num_last=num_last, shared_prefix_lengths=shared)
 
     @torch.no_grad()
     def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
-        """(P,) mean log-prob of the tokens of answers[p] to each prompt, by one forward of `read`."""
-        ids, mask = (t.to(self.device) for t in lora.pad_left(answers, self.pad_id))  # (P, T)
+        """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
+        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
         valid = mask.bool()
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)
         before = hidden[:, :-1]  # of each token
@@ -302,6 +215,13 @@ class Sa2VAPolicy:
         with self.autocast():
             image = torch.tensor(image, device=self.device, dtype=torch.long)
             return self.model.decode_masks(images.sam, image, embeddings)
+
+
+def groups_of(names) -> list[str]:
+    """The keys of TRAINABLE that parameters of these names belong to."""
+    return [
+        group for group, pattern in TRAINABLE.items() if any(re.search(pattern, n) for n in names)
+    ]
 
 
 def check_context(config: Sa2VAConfig, max_tiles: int, max_new_tokens: int):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.policies.sa2va import Images, Sa2VAPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from sa2va_hf.batches import Images
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model

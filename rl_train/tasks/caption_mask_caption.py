@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from rl_train.config import SHARE, WEIGHT, flag
 from rl_train.data.text import phrase
-from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
@@ -12,6 +11,7 @@ from rl_train.rewards.custom import user_components
 from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
+from sa2va_hf.batches import Images, Prompts
 from sa2va_hf.prompts import SEGMENT
 
 

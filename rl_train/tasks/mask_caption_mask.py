@@ -6,13 +6,13 @@ import torch
 
 from rl_train.config import WEIGHT, flag
 from rl_train.data.text import phrase
-from rl_train.policies.sa2va import Images, Prompts
 from rl_train.policies.segment_describe import segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
+from sa2va_hf.batches import Images, Prompts
 from sa2va_hf.prompts import DESCRIBE
 
 

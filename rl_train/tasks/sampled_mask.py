@@ -199,8 +199,8 @@ def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
     if not ends[0] > SIGMA_IOU > ends[1]:
         raise ValueError(
             f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
-            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look at the "
-            "model's masks, or give a number"
+            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
+            "at the model's masks, or give a number"
         )
     for _ in range(10):
         middle = (low + high) / 2
