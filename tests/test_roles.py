@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.objective import token_logps
-from rl_train.policies.sa2va import load_tokenizer
+from rl_train.policies.lora import load_tokenizer
 from rl_train.roles import Roles
 from rl_train.rollout import noise, sample
 from sa2va_hf import Sa2VAModel

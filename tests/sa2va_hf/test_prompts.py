@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from rl_train.policies.sa2va import load_tokenizer
 from rl_train.data.text import phrase
+from rl_train.policies.lora import load_tokenizer
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
 from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
@@ -22,7 +22,7 @@ def test_prompts_follow_the_template(template, before, after):
     region = "\nThere are 1 part regions in the picture: region1<vp><IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></vp>.\n"
     assert prompts.text(DESCRIBE, 1, [3]) == f"{before}{image}{region}{DESCRIBE}{after}"
     assert (
-        prompts.tokenizer.decode(prompts.segment("A {Red} dog.", 1))
+        prompts.tokenizer.decode(prompts.segment(phrase("A {Red} dog."), 1))
         == f"{before}{image}\nPlease segment a {{red}} dog in this image.{after}"
     )
 
