@@ -4,8 +4,6 @@ Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] t
 answers, D prompt-embedding width, H W an image's own size.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from rl_train.policies.sa2va import Sa2VAPolicy
@@ -15,21 +13,15 @@ from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
 
 
-@dataclass
-class MaskAnswers:
-    """Answers to P segmentation prompts."""
+def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
+    """(`row_masks`, p of each [SEG] (M,), prompt embeddings (M, D)) for captions[p] in image[p].
 
-    masks: list[torch.Tensor]  # P (H, W) bool, the union of an answer's, empty without [SEG]
-    rows: torch.Tensor  # (M,) the answer of each [SEG]
-    means: torch.Tensor  # (M, D) their prompt embeddings
-
-
-def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens) -> MaskAnswers:
-    """The model's own greedy answers (not forced ones) to captions[p] in image[p]."""
+    Of the model's own greedy answers, not forced ones.
+    """
     prompts = policy.segment_prompts(images, image, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    return MaskAnswers(row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means)
+    return row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means
 
 
 @torch.no_grad()
@@ -70,7 +62,7 @@ def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_ne
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
-        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens).masks
+        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens)[0]
     return masks
 
 

@@ -49,28 +49,19 @@ class MaskCaptionMask:
 
         With --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
         true one, counts beside it; its parts "meteor" and "judge" are measurements. Where the judge
-        gives NaN the row is not scored, by IoU neither. The user's own rewards follow, each by its
-        name; they are called with lists of N prompts, captions (the true ones), image_ids, masks
-        (the teacher's) and targets (the regions), masks being (H, W) bool.
+        gives NaN the row is not scored, by IoU neither. The user's own rewards see the teacher's
+        masks: see `user_components`.
         """
-        targets = [m.to(self.context.policy.device) for m in rollout.of_rows(rollout.batch.masks)]
-        masks = self._found(rollout, targets)
-        captions, judge = rollout.of_rows(rollout.batch.captions), self.context.judge
-        rewards = {"iou": mask_iou(masks, targets).cpu()} | user_components(
-            self.context.user_rewards,
-            rollout.texts,
-            prompts=[DESCRIBE] * len(rollout),
-            captions=captions,
-            masks=masks,
-            targets=targets,
-            image_ids=rollout.of_rows(rollout.batch.image_ids),
-        )
-        if judge:
-            parts = dict(meteor=meteor(captions, rollout.texts))
-            parts["judge"] = judge.score(captions, rollout.texts)
-            reward = METEOR_WEIGHT * parts["meteor"] + JUDGE_WEIGHT * parts["judge"]
-            rewards |= parts | {"caption_reward": reward}
-            rewards = without_rows(rewards, self.weights, parts["judge"].isnan())
+        context, captions = self.context, rollout.of_rows(rollout.batch.captions)
+        targets = [mask.to(context.policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        masks, prompts = self._found(rollout, targets), [DESCRIBE] * len(rollout)
+        rewards = {"iou": mask_iou(masks, targets).cpu()}
+        rewards |= user_components(context.user_rewards, rollout, prompts, masks, targets)
+        if context.judge:
+            scores = meteor(captions, rollout.texts), context.judge.score(captions, rollout.texts)
+            rewards["meteor"], rewards["judge"] = scores
+            rewards["caption_reward"] = METEOR_WEIGHT * scores[0] + JUDGE_WEIGHT * scores[1]
+            rewards = without_rows(rewards, self.weights, scores[1].isnan())
         return Outcome(rewards, masks)
 
     def _found(self, rollout: Rollout, targets: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -81,10 +72,10 @@ class MaskCaptionMask:
         texts = [rollout.texts[row] for row in asked]
         with self.context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
-                found = segment(policy, rollout.features, image, texts)
+                answers = segment(policy, rollout.features, image, texts)
             else:
                 tokens = self.context.max_new_tokens
-                found = segment_sampled(policy, rollout.features, image, texts, tokens)
-        for row, mask in zip(asked, found):
+                answers = segment_sampled(policy, rollout.features, image, texts, tokens)
+        for row, mask in zip(asked, answers):
             masks[row] = mask
         return masks
