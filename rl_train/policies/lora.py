@@ -13,10 +13,9 @@ def attach_lora(language_model, rank: int, alpha: int, dropout: float = 0.0, tar
     """The PEFT model of `language_model`, into which a fresh LoRA is injected in place (B = 0)."""
     size = dict(r=rank, lora_alpha=alpha, lora_dropout=dropout)
     lora = LoraConfig(**size, bias="none", target_modules=targets, task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
-        warnings.filterwarnings(
-            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
-        )
+    given_up = "`is_gradient_checkpointing` is deprecated"  # by transformers; peft 0.21 asks for it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", given_up, FutureWarning)
         return get_peft_model(language_model, lora)
 
 

@@ -38,9 +38,8 @@ class Sa2VAPolicy:
     """Sa2VA with a LoRA, its tokenizer, its prompts, and the dictionary of what trains.
 
     Args:
-        model: `Sa2VAModel`, frozen base; processor: `Sa2VAProcessor`; tokenizer: Sa2VA's.
-        config: its LoRA, temperature (of sampling and scoring alike) and checkpointing are used.
-        groups: which of TRAINABLE train.
+        model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
+            alike) and checkpointing are used; groups: which of TRAINABLE train.
     """
 
     def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
@@ -49,9 +48,8 @@ class Sa2VAPolicy:
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
-        self.peft = lora.attach_lora(
-            model.language_model, config.lora_r, config.lora_alpha, config.lora_dropout
-        )
+        size = (config.lora_r, config.lora_alpha, config.lora_dropout)
+        self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
         self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
@@ -74,7 +72,6 @@ class Sa2VAPolicy:
         return lora.autocast(self.model.language_model.lm_head.weight)
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
-        """SAM2's image of one sample: the whole image, as a square."""
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
 
     def inputs(self, max_new_tokens: int) -> Sa2VAInputs:
@@ -117,15 +114,10 @@ class Sa2VAPolicy:
         """(G completions of each prompt, their N texts), by uniforms (N, T) or else greedily."""
         with self.autocast():
             embeds, attention = self.embed(images, prompts)
-            completions = self.engine.generate(
-                embeds,
-                attention,
-                num_generations=num_generations,
-                max_new_tokens=max_new_tokens,
-                stop=self.stop,
-                uniforms=uniforms,
-                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
-            )
+            shared = shared_prefix_lengths(self.model, images, prompts)
+            sizes = dict(num_generations=num_generations, max_new_tokens=max_new_tokens)
+            how = dict(stop=self.stop, uniforms=uniforms, shared_prefix_lengths=shared)
+            completions = self.engine.generate(embeds, attention, **sizes, **how)
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
 
@@ -162,18 +154,13 @@ class Sa2VAPolicy:
         """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
         ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
         valid = mask.bool()
-        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)
-        before = hidden[:, :-1]  # of each token
+        before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(before[valid], ids[valid])
         sums = torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1)
         return sums / valid.sum(1)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """(n, T) bool: [SEG] tokens that were fed back as input.
-
-        A [SEG] that is the very last token of a row has no hidden state of its own and is dropped,
-        as in the original.
-        """
+        """(n, T) bool: [SEG] tokens but a row's very last, which has no hidden state (original)."""
         return fed(valid) & (ids == self.model.seg_id)
 
     @torch.no_grad()
@@ -208,12 +195,12 @@ def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shar
     """
     published, tiles = Sa2VAConfig.from_pretrained(config.model_path), config.max_tiles
     context = published.llm.max_position_embeddings
-    of_image = (tiles + (tiles > 1) + 1) * published.tokens_per_tile  # thumbnail, largest region
-    if of_image + max_new_tokens > context:
+    of_image = tiles + (tiles > 1) + 1  # in tiles: with the thumbnail and the largest region
+    longest = of_image * published.tokens_per_tile + max_new_tokens
+    if longest > context:
         raise ValueError(
-            f"--max_tiles {tiles} with --max_completion_length {max_new_tokens}: "
-            f"{of_image + max_new_tokens} tokens and the text do not fit the model's context of "
-            f"{context}"
+            f"--max_tiles {tiles} with --max_completion_length {max_new_tokens}: {longest} tokens "
+            f"and the text do not fit the model's context of {context}"
         )
     dtype = getattr(torch, config.dtype)
     load = shards.load if shards else Sa2VAModel.from_pretrained

@@ -8,7 +8,7 @@ import torch
 
 from rl_train.policies.sa2va import Sa2VAPolicy
 from sa2va_hf.batches import Images
-from sa2va_hf.processing_sa2va import region_grid, upsample_masks
+from sa2va_hf.processing_sa2va import upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
 
@@ -30,8 +30,7 @@ def row_masks(
 ) -> list[torch.Tensor]:
     """(H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
-    Args:
-        image: the image of each row; seg_rows: the row of each prompt embedding (M, D).
+    Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
     """
     masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
     if seg_rows:
@@ -73,7 +72,7 @@ def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) 
     asked = [p for p, mask in enumerate(masks) if mask.any()]
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
-        grids = [_grid(policy, masks[p]) for p in chunk]
+        grids = [policy.processor.region_grid(masks[p]) for p in chunk]
         prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
         for p, text in zip(chunk, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
@@ -94,7 +93,7 @@ def caption_likelihood(
     questions = {}  # {question: its rows and their grid}
     for p, mask in enumerate(masks):
         if mask.any():
-            grid = _grid(policy, mask).cpu()
+            grid = policy.processor.region_grid(mask).cpu()
             key = (image[p], captions[p], grid.numpy().tobytes())
             questions.setdefault(key, []).append((p, grid))
     likelihood = torch.zeros(len(masks))
@@ -108,9 +107,3 @@ def caption_likelihood(
         for question, value in zip(chunk, values):
             likelihood[[p for p, _ in question]] = value
     return likelihood
-
-
-def _grid(policy: Sa2VAPolicy, mask: torch.Tensor) -> torch.Tensor:
-    """(g, g) bool cells of a mask (H, W), by the rule of the training's regions."""
-    processor = policy.processor
-    return region_grid(mask[None], processor.grid_size, processor.image_size, processor.rule)[0]

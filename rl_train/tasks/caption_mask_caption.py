@@ -70,14 +70,10 @@ class CaptionMaskCaption:
         """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
         METEOR of the teacher's caption of each mask against the prompt's caption, and the
-        likelihood that the teacher gives the prompt's caption as a description of it; an empty mask
-        scores 0 without asking the teacher. The IoU with the region is a measurement that the
-        reward does not see.
-
-        The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With
-        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair,
-        stands for METEOR. Where the judge gives NaN the row is not scored at all. The user's own
-        rewards see the sampled masks and the teacher's captions, replies: see `user_components`.
+        likelihood that the teacher gives the prompt's caption as a description of it. The IoU with
+        the region is a measurement that the reward does not see. With --use_llm_judge_loop2 "judge"
+        scores the same pair as METEOR; where it gives NaN the row is not scored at all. The user's
+        own rewards see the sampled masks and the teacher's replies: see `user_components`.
         """
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks

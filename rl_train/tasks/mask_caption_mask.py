@@ -44,38 +44,31 @@ class MaskCaptionMask:
     def judge(self, rollout: Rollout) -> Outcome:
         """{"iou": (N,)} of the region and what the teacher finds, at the image's own size.
 
-        An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG]
-        (--teacher_answer sampled) gives 0.
-
-        With --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
+        An empty caption scores 0 without asking the teacher, an answer without [SEG] does too. With
+        --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
         true one, counts beside it; its parts "meteor" and "judge" are measurements. Where the judge
         gives NaN the row is not scored, by IoU neither. The user's own rewards see the teacher's
         masks: see `user_components`.
         """
-        context, captions = self.context, rollout.of_rows(rollout.batch.captions)
-        targets = [mask.to(context.policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
-        masks, prompts = self._found(rollout, targets), [DESCRIBE] * len(rollout)
+        context, policy = self.context, self.context.policy
+        captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
+        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        masks = [torch.zeros_like(target) for target in targets]
+        asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
+        image = [rollout.prompts.image[row] for row in asked]
+        question = (policy, rollout.features, image, [rollout.texts[row] for row in asked])
+        with context.roles.use("teacher"):
+            if self.options.teacher_answer == "forced":
+                answers = segment(*question)
+            else:
+                answers = segment_sampled(*question, context.max_new_tokens)
+        for row, mask in zip(asked, answers):
+            masks[row] = mask
         rewards = {"iou": mask_iou(masks, targets).cpu()}
         rewards |= user_components(context.user_rewards, rollout, prompts, masks, targets)
         if context.judge:
-            scores = meteor(captions, rollout.texts), context.judge.score(captions, rollout.texts)
-            rewards["meteor"], rewards["judge"] = scores
-            rewards["caption_reward"] = METEOR_WEIGHT * scores[0] + JUDGE_WEIGHT * scores[1]
-            rewards = without_rows(rewards, self.weights, scores[1].isnan())
+            rewards["meteor"] = meteor(captions, rollout.texts)
+            rewards["judge"] = judged = context.judge.score(captions, rollout.texts)
+            rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * judged
+            rewards = without_rows(rewards, self.weights, judged.isnan())
         return Outcome(rewards, masks)
-
-    def _found(self, rollout: Rollout, targets: list[torch.Tensor]) -> list[torch.Tensor]:
-        """N (H, W) bool: what the teacher finds by each caption."""
-        policy, masks = self.context.policy, [torch.zeros_like(target) for target in targets]
-        asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
-        image = [rollout.prompts.image[row] for row in asked]
-        texts = [rollout.texts[row] for row in asked]
-        with self.context.roles.use("teacher"):
-            if self.options.teacher_answer == "forced":
-                answers = segment(policy, rollout.features, image, texts)
-            else:
-                tokens = self.context.max_new_tokens
-                answers = segment_sampled(policy, rollout.features, image, texts, tokens)
-        for row, mask in zip(asked, answers):
-            masks[row] = mask
-        return masks

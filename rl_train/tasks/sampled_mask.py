@@ -125,18 +125,10 @@ def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, 
         mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
             of the `drawn` these are; advantages: (m,); scored: (m,) bool.
     """
-    logp = gaussian_logp(drawn.z[pick], mean, sigma)  # (m,)
-    loss, _ = grpo_loss(
-        logp[:, None],
-        drawn.logp[pick][:, None],
-        None,
-        advantages,
-        scored[:, None],
-        clip_range=config.clip_range,
-        clip_range_high=config.clip_range_high,
-        loss_type="bnpo",
-        num_tokens=totals.actions,
-    )
+    logp, old_logp = gaussian_logp(drawn.z[pick], mean, sigma), drawn.logp[pick]  # (m,)
+    one_token = (logp[:, None], old_logp[:, None], None, advantages, scored[:, None])
+    clip = dict(clip_range=config.clip_range, clip_range_high=config.clip_range_high)
+    loss, _ = grpo_loss(*one_token, **clip, loss_type="bnpo", num_tokens=totals.actions)
     kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
     return loss + config.kl_coef * kl / totals.actions, kl.detach()
 
@@ -154,8 +146,8 @@ def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
     drawn = []  # (decoder, mean, noise) of each batch
     for batch in batches:
         features = policy.encode(batch)
-        samples = list(range(len(batch)))
-        _, rows, means = answer(policy, features, samples, batch.captions, max_new_tokens)
+        asked = (range(len(batch)), batch.captions)
+        _, rows, means = answer(policy, features, *asked, max_new_tokens)
         if len(rows):
             first = rows.diff(prepend=rows[:1] - 1) > 0
             image = rows[first].tolist()
