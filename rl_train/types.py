@@ -47,13 +47,9 @@ class Rollout:
     def __len__(self):
         return len(self.texts)
 
-    @property
-    def sample_of_row(self) -> list[int]:
-        return [row // self.num_generations for row in range(len(self))]
-
     def of_rows(self, values: list) -> list:
         """The entry of each row's sample, of one list entry a sample."""
-        return [values[i] for i in self.sample_of_row]
+        return [values[row // self.num_generations] for row in range(len(self))]
 
 
 @dataclass(frozen=True)

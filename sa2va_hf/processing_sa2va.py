@@ -176,7 +176,7 @@ class Sa2VAProcessor:
 
     def region_grid(self, mask) -> torch.Tensor:
         """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""
-        mask = torch.as_tensor(np.asarray(mask)).bool()
+        mask = torch.as_tensor(mask).bool()
         grid = region_grid(
             mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
         )

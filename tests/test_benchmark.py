@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from rl_train.rollout import sample
 from transformers import Qwen2Config
 
 from rl_train.distributed import Ranks
 from rl_train.parts import standing_memory
-from rl_train.rollout import sample
 from tests.runs import CHECKPOINT, draw_data
 from tools import benchmark
 from tools.benchmarks import alternatives, common, decode, floor, logprob, profile, teacher, work

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
-from rl_train.policies.lora import load_tokenizer
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
 trl = pytest.importorskip("trl", reason="trl is not installed (extra: oracle)")

@@ -1,21 +1,14 @@
 """The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
 
 import json
-from collections import Counter
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_train import parts, train
+from rl_train import train
 from rl_train.config import parse_args
-from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
-from rl_train.policies.sa2va import FLOAT32_MODULES
-from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 from tools.evaluate import read_before
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_model import CONFIG, initialise, make_tokenizer
 from tools.demo_scenes import HELDOUT, TRAIN, caption, make_scene
 from tools.demo_warm_start import WarmStart

@@ -1,7 +1,6 @@
 """The token sampler against memory bandwidth and the alternatives, on one language model of random weights."""
 
 import torch
-from rl_train.engine.sampler import decoder_of, generate_plain
 
 from rl_train.engine import Engine
 from rl_train.engine.fused import unsupported
