@@ -4,7 +4,10 @@ from collections.abc import Iterable
 
 
 class DamagedSample(ValueError):
-    """A sample that opening could not know to be bad: its image does not decode, or its caption does not fit the model."""
+    """A sample that opening could not know to be bad.
+
+    Its image does not decode, or its caption does not fit the model.
+    """
 
     def __init__(self, image_id: str, reason: str):
         super().__init__(image_id, reason)
@@ -27,17 +30,15 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float):
     Raises:
         BadData: names --max_bad_fraction, the share and the counts by reason.
     """
-    reasons = dict(report["skipped"]) | (
-        {"damaged when decoded": num_damaged} if num_damaged else {}
-    )
+    reasons = dict(report["skipped"])
+    if num_damaged:
+        reasons["damaged when decoded"] = num_damaged
     bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
     if bad > limit * total:
-        counts = ", ".join(
-            f"{reason}: {count}"
-            for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-        )
+        most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         raise BadData(
-            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction {limit:g}: {counts}"
+            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction "
+            f"{limit:g}: {', '.join(f'{reason}: {count}' for reason, count in most_first)}"
         )
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from rl_train.data import DATASETS, DamagedSample, DescribeAnythingDataset
-from rl_train.data.dam import read_entries
+from rl_train.data.dam import read_annotations
 from rl_train.data.masks import rle_runs
 from tools.gar_writer import encode_image, encode_mask
 from tools.messy_data import Bomb, bad_huffman, huge_png
@@ -298,17 +298,20 @@ def test_unreadable_annotations_are_named(tmp_path, text):
 @pytest.mark.parametrize(
     "ensure_ascii, start", [(True, ""), (False, ""), (False, "\ufeff"), (True, "\ufeff")]
 )
-def test_entries_are_found_again_by_their_bytes(tmp_path, ensure_ascii, start):
+def test_annotations_in_any_encoding_of_json(tmp_path, ensure_ascii, start):
     values = {"a": ["é", {"x": "\U0001f600"}], "ключ": 3, 'q"\\': "}", "": {}}
     path = tmp_path / "annotations.json"
     path.write_bytes((start + json.dumps(values, ensure_ascii=ensure_ascii, indent=1)).encode())
-    data, entries = path.read_bytes(), list(read_entries(path))
-    assert {key: value for key, _, _, value in entries} == values
-    assert [json.loads(b"{%s}" % data[first:last]) for _, first, last, _ in entries] == [
-        {key: value} for key, value in values.items()
-    ]
+    assert read_annotations(path) == values
     path.write_text(" { } ")
-    assert list(read_entries(path)) == []
+    assert read_annotations(path) == {}
+
+
+def test_captions_and_ids_of_any_characters(tmp_path):
+    """Half a surrogate pair too, which no text file can hold but \\ud83d in JSON is."""
+    text = 'Ein "Ёлка" \U0001f600 \ud83d.'
+    write(tmp_path / "LVIS", {"ключ": {'k"': region(text)}}, [("ключ.png", PNGS[0])])
+    assert samples(DescribeAnythingDataset(tmp_path)) == [('LVIS/ключ/k"', text)]
 
 
 def test_splits(tmp_path):

@@ -11,8 +11,8 @@ from pycocotools import mask as coco
 from torch.utils.data import DataLoader
 
 from rl_train.data.errors import DamagedSample
-from rl_train.data.masks import rle_runs
-from rl_train.data.refcoco import RefCOCODataset, decode_segmentation
+from rl_train.data.masks import decode_mask, rle_runs
+from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from tools.gar_writer import encode_image, encode_mask
 from tools.messy_data import bad_huffman
 
@@ -159,7 +159,7 @@ def test_polygons_are_pycocotools(tmp_path):
     polygon = [3.2, 4.7, 31.9, 2.1, 22.4, 27.8, -2.0, 18.5]
     expected = coco.decode(coco.merge(coco.frPyObjects([polygon], H, W)))
     assert (
-        np.array_equal(decode_segmentation([polygon], H, W), expected.astype(bool))
+        np.array_equal(decode_mask(encode_segmentation([polygon], H, W)), expected.astype(bool))
         and 0 < expected.sum() < H * W
     )
 
