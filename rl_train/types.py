@@ -1,6 +1,7 @@
-"""The records that pass between data, policy and tasks."""
+"""What passes between data, policy and tasks."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -23,3 +24,19 @@ class Batch:
     def sizes(self) -> list[tuple[int, int]]:
         """(H, W) of each image."""
         return [tuple(mask.shape) for mask in self.masks]
+
+
+class Inputs(Protocol):
+    """What turns samples into a model's inputs: `policy.inputs`. Its copies run in the workers.
+
+    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
+    """
+
+    def check(self, sample: dict):
+        """Raise DamagedSample if the sample does not fit the model."""
+
+    def prepare(self, sample: dict) -> object:
+        """What the model needs of one sample: the costly work."""
+
+    def collate(self, prepared: list) -> object:
+        """The model's inputs of a batch, from what `prepare` made of each sample."""

@@ -26,47 +26,38 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
     """(part, path) of the shards below `data_dir`, in natural order (Part10 after Part2).
 
     A shard is a file `data-*.arrow` at any depth or `*.arrow` directly in `data_dir` (but no
-    `cache-*.arrow`, which `datasets` leaves behind). Its part is its folder below `data_dir`;
-    shards in `data_dir` itself have that folder's name, so that their part is the same when the
-    folder above is read.
+    `cache-*.arrow`, which `datasets` leaves behind). Its part is its folder below `data_dir`, for
+    shards in `data_dir` itself that folder's name: the same as when the folder above is read.
 
     Raises:
         ValueError: no such folder, no shard in it, or a name in `parts` that no folder has.
     """
     if not data_dir.is_dir():
         raise ValueError(f"--data_dir {data_dir} is not a folder.")
-    paths = {
-        Path(path)
-        for pattern in ("**/data-*.arrow", "*.arrow")
-        for path in glob(f"{escape(str(data_dir))}/{pattern}", recursive=True)
-        if not Path(path).name.startswith("cache-")
-    }
-    shards = [
-        (
-            data_dir.resolve().name
-            if path.parent == data_dir
-            else path.parent.relative_to(data_dir).as_posix(),
-            path,
-        )
-        for path in paths
-    ]
+    shards = {}  # path -> part
+    for pattern in ("**/data-*.arrow", "*.arrow"):
+        for path in map(Path, glob(f"{escape(str(data_dir))}/{pattern}", recursive=True)):
+            folder = path.parent.relative_to(data_dir).as_posix()
+            if not path.name.startswith("cache-"):
+                shards[path] = data_dir.resolve().name if folder == "." else folder
     if not shards:
         raise ValueError(
             f"--data_dir {data_dir} holds no Arrow shard (data-*.arrow at any depth, or *.arrow "
             "directly in it)."
         )
+    known = sorted(set(shards.values()), key=natural)
+    folders = {part: {part, *part.split("/")} for part in known}
     for name in parts or []:
-        if not any(_in_part(part, name) for part, _ in shards):
-            known = ", ".join(sorted({part for part, _ in shards}, key=natural))
-            raise ValueError(f"--data_dir {data_dir} has no part {name!r}; it has {known}.")
-    if parts is not None:
-        shards = [shard for shard in shards if any(_in_part(shard[0], name) for name in parts)]
-    return sorted(shards, key=lambda shard: (natural(shard[0]), natural(shard[1].name)))
+        if not any(name in names for names in folders.values()):
+            names = ", ".join(known)
+            raise ValueError(f"--data_dir {data_dir} has no part {name!r}; it has {names}.")
+    return sorted(
+        ((part, path) for path, part in shards.items() if not parts or folders[part] & set(parts)),
+        key=lambda shard: (natural(shard[0]), natural(shard[1].name)),
+    )
 
 
-def map_shard(
-    path: Path, columns: dict, optional: dict | None = None
-) -> tuple[pa.Table, mmap.mmap]:
+def map_shard(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mmap]:
     """The table of an IPC stream or IPC file, and the memory map that it reads from, uncopied.
 
     Pages of the map that were read count as this process's memory until `madvise(MADV_DONTNEED)`.
@@ -91,15 +82,15 @@ def map_shard(
     return table, mapping
 
 
-def check_columns(table: pa.Table, path: Path, columns: dict, optional: dict | None = None):
+def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
     """Check what a shard's columns hold, see `map_shard`. Raises ValueError that names both."""
-    for name, wanted in (columns | (optional or {})).items():
+    for name, wanted in (columns | optional).items():
         if table.column_names.count(name) > 1:
             raise ValueError(f"{path} has more than one column {name!r}.")
         if name in table.column_names:
             kind = table.schema.field(name).type
             if not _holds(kind, wanted):
-                raise ValueError(f"{path}: column {name!r} holds {kind}, not {_words(wanted)}.")
+                raise ValueError(f"{path}: column {name!r} holds {kind}, not {wanted}.")
         elif name in columns:
             known = ", ".join(table.column_names)
             raise ValueError(f"{path} has no column {name!r}; it has {known}.")
@@ -124,28 +115,19 @@ def image_cells(images: pa.Array) -> list[tuple[memoryview | None, str | None]]:
         paths = [None] * len(images)
     if pa.types.is_null(images.type) or len(images) == 0:
         return [(None, path) for path in paths]
+    wide = pa.types.is_large_binary(images.type)
     _, offsets, data = images.buffers()
-    offsets = np.frombuffer(
-        offsets, np.int64 if pa.types.is_large_binary(images.type) else np.int32
-    )
+    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)
     offsets = offsets[images.offset : images.offset + len(images) + 1].tolist()
-    data = memoryview(data or b"")
-    return [
-        (data[start:end] if valid else None, path)
-        for start, end, valid, path in zip(
-            offsets, offsets[1:], images.is_valid().to_pylist(), paths
-        )
-    ]
+    data, valid = memoryview(data or b""), images.is_valid().to_pylist()
+    spans = zip(offsets, offsets[1:], valid, paths)
+    return [(data[start:end] if good else None, path) for start, end, good, path in spans]
 
 
 def natural(text: str) -> list:
     """Sort key that compares the numbers in `text` as numbers."""
     pieces = re.split(r"(\d+)", text)
     return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
-
-
-def _in_part(part: str, name: str) -> bool:
-    return name == part or name in part.split("/")
 
 
 def _holds(kind: pa.DataType, wanted) -> bool:
@@ -162,13 +144,3 @@ def _holds(kind: pa.DataType, wanted) -> bool:
             for name, of in wanted.items()
         )
     return any(test(kind) for test in LEAVES[wanted])
-
-
-def _words(wanted) -> str:
-    if isinstance(wanted, tuple):
-        return " or ".join(map(_words, wanted))
-    if isinstance(wanted, list):
-        return f"list<{_words(wanted[0])}>"
-    if isinstance(wanted, dict):
-        return f"struct<{', '.join(f'{name}: {_words(of)}' for name, of in wanted.items())}>"
-    return wanted

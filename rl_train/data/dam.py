@@ -29,12 +29,10 @@ REGION_FIELDS = {"caption", "mask_rle"}
 
 
 class DescribeAnythingDataset:
-    """The captioned regions of all splits below `root`; unusable ones are left out at the start
-    and counted.
+    """The captioned regions of all splits below `root`, less those that opening finds unusable.
 
-    [i] -> dict(image PIL RGB, mask (H, W) bool of the image's size, caption str without special
-    tokens, category "", image_id str), as `GraspAnyRegionDataset`. image_id is
-    "SPLIT/sample_id/k", with k the region's place in its list or its key (0 for a lone region).
+    [i] -> see `read_sample`; category "", image_id "SPLIT/sample_id/k", with k the region's place
+    in its list or its key (0 for a lone region).
 
     Captions and masks are held as text in Arrow arrays, 1.4 KB a region, which workers share; as
     Python objects they would be copied page by page into each.
@@ -44,10 +42,8 @@ class DescribeAnythingDataset:
         splits: names of folders to read; None reads all.
 
     Raises:
-        ValueError: no annotations.json, an unknown split, an unreadable file, or not one usable
-            region.
-        DamagedSample: on access, an image that passed the checks of its header and end but does
-            not decode.
+        ValueError: no annotations.json, an unknown split, an unreadable file, no usable region.
+        DamagedSample: on access, an image with a good header and end that does not decode.
     """
 
     def __init__(self, root, splits: list[str] | None = None):
@@ -68,13 +64,11 @@ class DescribeAnythingDataset:
 
     @property
     def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image, the same for all samples, of whatever split,
-        that have a copy of it."""
+        """(n,) int64 number of each sample's image, the same wherever there is a copy of it."""
         return number_images(self._places[:, 3])
 
     def report(self) -> dict:
-        """See `Counts.report`; and "ignored_members" of tar files: links and names that lead out
-        of the folder."""
+        """See `Counts.report`; and "ignored_members", see `find_images`."""
         return self._counts.report(len(self)) | {"ignored_members": self._num_ignored}
 
     def __getitem__(self, i: int) -> dict:
@@ -107,19 +101,15 @@ class DescribeAnythingDataset:
                 if reason is not None:
                     self._counts.skipped[reason] += 1
                     continue
-                self._counts.resized += resized
+                self._counts.resized_masks += resized
                 image_id = f"{folder.name}/{sample_id}/{k}"
                 yield json.dumps([image_id, region["caption"], region["mask_rle"]]), place
 
 
 def read_annotations(path: Path) -> dict:
-    """{sample_id: its value} of annotations.json.
+    """{sample_id: its value} of annotations.json. Raises ValueError, naming the file, if it cannot.
 
-    The whole file is read at once: 1.5 million regions are 2.1 GB, for which this takes 5.2 GB and
-    half a minute.
-
-    Raises:
-        ValueError: naming the file, which is not such a file.
+    The whole file is read at once: for 1.5 million regions (2.1 GB) that takes 5.2 GB and 31 s.
     """
     try:
         content = json.loads(path.read_bytes())
@@ -161,9 +151,7 @@ def find_splits(root: Path, names: list[str] | None) -> list[Path]:
         folders = [path.parent for path in root.glob("*/annotations.json")]
         folders.sort(key=lambda folder: natural(folder.name))
     if not folders:
-        raise ValueError(
-            f"--data_dir {root} holds no annotations.json, in it or in a folder of it."
-        )
+        raise ValueError(f"--data_dir {root} holds no annotations.json, nor does a folder in it.")
     known = [folder.name for folder in folders]
     for name in names or []:
         if name not in known:

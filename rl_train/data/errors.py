@@ -22,13 +22,10 @@ class BadData(ValueError):
 
 
 def check_bad_fraction(report: dict, num_damaged: int, limit: float):
-    """Check that at most the share `limit` of a data set is bad.
+    """Raise BadData, naming shares and reasons, if more than `limit` of a data set is bad.
 
     Args:
-        report: a data set's `.report()`; num_damaged: samples found damaged since.
-
-    Raises:
-        BadData: names --max_bad_fraction, the share and the counts by reason.
+        report: a data set's `.report()`; num_damaged: samples that turned out damaged since.
     """
     reasons = dict(report["skipped"])
     if num_damaged:
@@ -43,7 +40,7 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float):
 
 
 class DamagedSamples:
-    """The samples of a data set that a run has found damaged, each once; none are known at first.
+    """The samples of a data set that turned out damaged, each once; at first none.
 
     Args:
         report: the data set's `.report()`; limit: --max_bad_fraction.

@@ -27,14 +27,11 @@ ROWS_AT_ONCE = 500  # that a scan holds in memory
 
 
 class GraspAnyRegionDataset:
-    """The captioned regions of all shards below `data_dir`; unusable rows are left out at the
-    start and counted.
+    """The captioned regions of all shards below `data_dir`, less those that opening finds unusable.
 
-    [i] -> dict(image PIL RGB, mask (H, W) bool of the image's size, caption str without special
-    tokens, category str, image_id str). image_id is "part/file/row", with "-k" behind it for
-    region k of a row that holds several and "-tK" for answer K if `turns` is "all"; it does not
-    change when a part is added. Images are decoded on access and never rotated (EXIF), since the
-    masks belong to the stored pixels.
+    [i] -> see `read_sample`. image_id is "part/file/row", with "-k" behind it for region k of a
+    row that holds several and "-tK" for answer K if `turns` is "all"; it does not change when a
+    part is added.
 
     Args:
         data_dir: folder of shards, see `find_shards`, or a hub name, see `resolve`.
@@ -42,10 +39,9 @@ class GraspAnyRegionDataset:
         turns: "first" = the assistant's first answer is the caption; "all" = one sample for each.
 
     Raises:
-        ValueError: no shard, an unknown part, an unreadable shard, a missing column, or not one
-            usable region.
-        DamagedSample: on access, an image that passed the checks of its header and end but does
-            not decode.
+        ValueError: no shard, an unknown part, an unreadable shard, a missing column, no usable
+            region.
+        DamagedSample: on access, an image with a good header and end that does not decode.
     """
 
     def __init__(self, data_dir, parts: list[str] | None = None, turns: str = "first"):
@@ -68,7 +64,7 @@ class GraspAnyRegionDataset:
 
     @property
     def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image, the same for all rows that hold a copy."""
+        """(n,) int64 number of each sample's image, the same wherever there is a copy of it."""
         return number_images(self._samples[:, 4])
 
     def report(self) -> dict:
@@ -136,7 +132,7 @@ class GraspAnyRegionDataset:
             if reason is not None:
                 skipped[reason] += 1
                 continue
-            self._counts.resized += resized * len(turns)
+            self._counts.resized_masks += resized * len(turns)
             yield from ((region, turn) for turn in turns)
 
 

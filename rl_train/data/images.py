@@ -27,8 +27,7 @@ KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
 def check_read(read, *args) -> tuple[tuple[int, int] | str, int]:
-    """(`check_image`, `image_key`) of what `read(*args)` returns; 0 is the key of what it cannot
-    read."""
+    """(`check_image`, `image_key`) of what `read(*args)` returns; 0 is the key of nothing."""
     try:
         data = read(*args)
     except FileNotFoundError:
@@ -62,15 +61,12 @@ def check_image(data) -> tuple[int, int] | str:
     if width * height > MAX_PIXELS:
         return TOO_LARGE
     # Behind the header, since a thumbnail in it has an end mark too; coded pixels never hold one.
-    whole = bytes(data[-len(end) :]) == end or end in bytes(data[header:])
+    whole = not end or bytes(data[-len(end) :]) == end or end in bytes(data[header:])
     return (width, height) if whole else TRUNCATED
 
 
 def image_key(data) -> int:
-    """A number of 64 bits that all copies of an encoded image share, in every process.
-
-    Made from its length, first and last KEY_BYTES.
-    """
+    """64 bits that all copies of an encoded image share: of its length and both its ends."""
     key = blake2b(len(data).to_bytes(8, "little"), digest_size=8)
     key.update(data[:KEY_BYTES])
     key.update(data[-KEY_BYTES:])
@@ -108,10 +104,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def decode_image(data) -> Image.Image:
-    """The image in RGB, never rotated (EXIF), since masks belong to the stored pixels.
-
-    Raises one of DAMAGED.
-    """
+    """The image in RGB, as stored: an EXIF rotation is not applied. Raises one of DAMAGED."""
     with Image.open(io.BytesIO(data)) as image:
         image.load()
         return image if image.mode == "RGB" else image.convert("RGB")

@@ -48,14 +48,18 @@ def rle_runs(rle: dict) -> tuple[np.ndarray, int, int]:
             do not decode to non-negative numbers that sum to H*W.
     """
     counts, size = rle.get("counts"), rle.get("size")
-    if not isinstance(size, list) or len(size) != 2 or not all(is_int(n) and n > 0 for n in size):
+    if (
+        not isinstance(size, list)
+        or len(size) != 2
+        or not all(type(n) is int and n > 0 for n in size)
+    ):
         raise ValueError(f"size {size} is not [H, W]")
     height, width = size
     if height * width > MAX_PIXELS:
         raise ValueError(f"size {size} is above {MAX_PIXELS} pixels")
     if isinstance(counts, (str, bytes)):
         runs = decompress(counts.encode() if isinstance(counts, str) else counts)
-    elif isinstance(counts, list) and all(is_int(n) and 0 <= n <= MAX_PIXELS for n in counts):
+    elif isinstance(counts, list) and all(type(n) is int and 0 <= n <= MAX_PIXELS for n in counts):
         runs = np.array(counts, dtype=np.int64)
     else:
         raise ValueError("counts are neither a string nor whole numbers of pixels")
@@ -92,7 +96,3 @@ def resize_nearest(mask: np.ndarray, height: int, width: int) -> np.ndarray:
     rows = ((np.arange(height) + 0.5) * mask.shape[0] / height).astype(np.int64)
     cols = ((np.arange(width) + 0.5) * mask.shape[1] / width).astype(np.int64)
     return mask[rows[:, None], cols]
-
-
-def is_int(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -8,14 +8,13 @@ dicts, strings and numbers and refuses everything else.
 """
 
 import json
-import math
 import pickle
 from pathlib import Path
 
 from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, map_file
-from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, is_int, rle_runs
+from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, rle_runs
 from rl_train.data.samples import Counts, read_sample
 from rl_train.data.text import is_blank
 
@@ -36,12 +35,9 @@ MAX_SIDE = 100_000
 
 
 class RefCOCODataset:
-    """The referred regions of one split, a row per (ref, sentence); unusable rows are left out at
-    the start and counted.
+    """The referred regions of one split, a row per (ref, sentence), less the unusable ones.
 
-    [i] -> dict(image PIL RGB, mask (H, W) bool of the image's size, caption str without special
-    tokens, category str, image_id str). image_id is "{name}/{split}/{ref_id}/{sent_id}". A mask is
-    the union of its polygons, or run-length coded.
+    [i] -> see `read_sample`; image_id is "{name}/{split}/{ref_id}/{sent_id}".
 
     Args:
         root: folder that holds the folder `name`.
@@ -50,10 +46,9 @@ class RefCOCODataset:
             `root`, then `root/name`.
 
     Raises:
-        ValueError: an unknown name or split, a missing or unreadable file, a pickle that holds
-            more than plain data, or not one usable row.
-        DamagedSample: on access, an image that passed the checks of its header and end but does
-            not decode.
+        ValueError: an unknown name or split, an unreadable file, a pickle that holds more than
+            plain data, no usable row.
+        DamagedSample: on access, an image with a good header and end that does not decode.
     """
 
     def __init__(self, root, name: str = "refcoco", split: str = "val", image_root=None):
@@ -85,36 +80,29 @@ class RefCOCODataset:
         path, segmentation, size, *words = self._rows[i]
         return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)
 
-    def _usable(self, ref: dict, images: dict, annotations: dict, categories: dict):
+    def _usable(self, ref: dict, images: dict, annotations: dict):
         """Yields the rows of one ref; counts the rest.
 
         A row is (image file, segmentation, (H, W) of COCO's image, caption, category, image_id).
         """
         self._counts.rows += len(ref["sentences"])
-        annotation = annotations.get(ref["ann_id"])
-        image = images.get(annotation["image_id"]) if annotation else None
-        path = self._find(image["file_name"]) if image else None
-        size = (image["height"], image["width"]) if image else None
-        reason, resized = "no annotation" if annotation is None else NO_IMAGE, False
-        if path:
-            reason, _ = check_read(map_file, path)
-        if not isinstance(reason, str):  # the image's (W, H)
-            reason, resized = check_segmentation(annotation["segmentation"], size, reason[::-1])
+        image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
+        file_name, size = images.get(image, (None, None))
+        path = self._find(file_name) if file_name else None
+        image_size = check_read(map_file, path)[0] if path else NO_IMAGE
+        reason, resized = check_segmentation(segmentation, size, image_size)
+        if ref["ann_id"] not in annotations:
+            reason = "no annotation"
         for sentence in ref["sentences"]:
-            why = reason or ("blank caption" if is_blank(sentence["sent"]) else None)
-            if why:
-                self._counts.skipped[why] += 1
+            if reason or is_blank(sentence["sent"]):
+                self._counts.skipped[reason or "blank caption"] += 1
                 continue
-            self._counts.resized += resized
-            category = categories.get(annotation.get("category_id"), "")
+            self._counts.resized_masks += resized
             image_id = f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}"
-            yield path, annotation["segmentation"], size, sentence["sent"], category, image_id
+            yield path, segmentation, size, sentence["sent"], category, image_id
 
     def _find(self, file_name: str) -> Path | None:
-        """The image of that name, whatever folder it is said to be in.
-
-        Folders that held one are asked first.
-        """
+        """The image of that name; folders that held one before are asked first."""
         for k, folder in enumerate(self._folders):
             path = folder / Path(file_name).name
             if path.is_file():
@@ -124,8 +112,7 @@ class RefCOCODataset:
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Builds lists, tuples, dicts, strings and numbers; refuses whatever names a class or function
-    with ValueError."""
+    """Builds lists, tuples, dicts, strings and numbers; raises ValueError for all else."""
 
     def find_class(self, module, name):
         raise ValueError(f"it asks for {module}.{name}, and a data set needs no code")
@@ -134,8 +121,7 @@ class PlainUnpickler(pickle.Unpickler):
 def read_refs(path: Path) -> list[dict]:
     """The refs of a pickle, Python 2's too.
 
-    Raises:
-        ValueError: naming the file, which holds anything but plain data, or other refs.
+    Raises ValueError, naming the file, if it holds anything but plain data, or other refs.
     """
     try:
         with path.open("rb") as file:
@@ -150,43 +136,37 @@ def read_refs(path: Path) -> list[dict]:
     return refs
 
 
-def read_instances(path: Path) -> tuple[dict, dict, dict]:
-    """({image id: image}, {annotation id: annotation}, {category id: its name}).
+def read_instances(path: Path) -> tuple[dict, dict]:
+    """({image id: (file name, (H, W))}, {annotation id: (image id, segmentation, category)}).
 
-    Raises:
-        ValueError: naming the file, which is not readable.
+    Raises ValueError, naming the file, if it cannot be read.
     """
     try:
         content = json.loads(path.read_bytes())
-        images = {
-            image["id"]: {name: image[name] for name in ("file_name", "height", "width")}
-            for image in content["images"]
-        }
-        annotations = {
-            one["id"]: {
-                "image_id": one["image_id"],
-                "category_id": one.get("category_id"),
-                "segmentation": one.get("segmentation"),
-            }
-            for one in content["annotations"]
-        }
-        return images, annotations, {c["id"]: c["name"] for c in content.get("categories", [])}
+        names = {one["id"]: one["name"] for one in content.get("categories", [])}
+        images, annotations = {}, {}
+        for one in content["images"]:
+            images[one["id"]] = one["file_name"], (one["height"], one["width"])
+        for one in content["annotations"]:
+            category = names.get(one.get("category_id"), "")
+            annotations[one["id"]] = one["image_id"], one.get("segmentation"), category
+        return images, annotations
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a readable instances.json: {error!r}") from error
 
 
 def check_segmentation(
-    segmentation, size: tuple[int, int], image_size: tuple[int, int]
+    segmentation, size: tuple[int, int], image_size: tuple[int, int] | str
 ) -> tuple[str | None, bool]:
-    """(why the mask cannot be used or None, whether it has another size than the image).
+    """(why a region cannot be used or None, whether its mask has another size than its image).
 
     Args:
-        size: (H, W) of the image to COCO; image_size: (H, W) of the image file.
+        size: (H, W) of the image to COCO; image_size: (W, H) of the file, or why it cannot be used.
     """
-    if not segmentation:
-        return NO_MASK, False
+    if isinstance(image_size, str) or not segmentation:
+        return (image_size if isinstance(image_size, str) else NO_MASK), False
     try:
-        return check_mask(encode_segmentation(segmentation, *size), image_size)
+        return check_mask(encode_segmentation(segmentation, *size), image_size[::-1])
     except ValueError:
         part = segmentation[0] if isinstance(segmentation, list) else segmentation
         return BAD_MASK if isinstance(part, dict) else BAD_POLYGON, False
@@ -201,9 +181,8 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
         height, width: of the image that polygons lie in; run-length masks state their own.
 
     Raises:
-        ValueError: not one of these forms; a polygon of fewer than 3 points or with a coordinate
-            that is no number in the image's neighbourhood; runs that do not sum to the size; masks
-            of different sizes.
+        ValueError: not one of these forms; see `check_polygon` and `rle_runs`; masks of different
+            sizes.
     """
     parts = segmentation if isinstance(segmentation, list) else [segmentation]
     if all(isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts):
@@ -215,7 +194,7 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
             for runs, *size in checked
         ]
     else:
-        sides = all(is_int(n) and 0 < n <= MAX_SIDE for n in (height, width))
+        sides = all(type(n) is int and 0 < n <= MAX_SIDE for n in (height, width))
         if not sides or height * width > MAX_PIXELS:
             raise ValueError(f"image size {height} x {width}")
         for polygon in parts:
@@ -227,10 +206,6 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
 def check_polygon(polygon):
     """Raise ValueError unless `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
     if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-        raise ValueError(
-            f"a polygon is a list of x, y of 3 points or more, not {str(polygon)[:80]}"
-        )
-    for n in polygon:
-        is_number = isinstance(n, (int, float)) and not isinstance(n, bool) and math.isfinite(n)
-        if not is_number or abs(n) > MAX_SIDE:
-            raise ValueError("a coordinate is no number, or far outside of any image")
+        raise ValueError(f"a polygon is x, y of 3 points or more, not {str(polygon)[:80]}")
+    if not all(type(n) in (int, float) and abs(n) <= MAX_SIDE for n in polygon):
+        raise ValueError("a coordinate is no number, or far outside of any image")

@@ -17,23 +17,18 @@ class Counts:
 
     rows: int = 0
     skipped: Counter = field(default_factory=Counter)  # {reason: regions, or rows without any}
-    resized: int = 0  # masks of the kept regions, of another size than their image
+    resized_masks: int = 0  # of the kept regions, of another size than their image
 
     def report(self, num_kept: int) -> dict:
-        """{"rows": read, "kept": regions, "skipped": {reason: number}, "resized_masks": of the
-        kept}."""
-        return {
-            "rows": self.rows,
-            "kept": num_kept,
-            "skipped": dict(self.skipped),
-            "resized_masks": self.resized,
-        }
+        """The counts by name, and the number of regions "kept"."""
+        return {"kept": num_kept, **vars(self), "skipped": dict(self.skipped)}
 
 
 def read_sample(read, rle: dict | None, caption: str, category: str, image_id: str) -> dict:
-    """dict(image PIL RGB, mask (H, W) bool of the image's size, caption, category, image_id).
+    """dict(image PIL RGB, mask (H, W) bool of its size, caption, category, image_id: all str).
 
-    The caption is cleaned; a mask of another size is resized to its image by nearest pixel.
+    The caption is cleaned of special tokens; a mask of another size than its image is resized to
+    it by nearest pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
 
     Args:
         read: function that returns the encoded image; rle: None = the whole image is the region.
@@ -49,13 +44,8 @@ def read_sample(read, rle: dict | None, caption: str, category: str, image_id: s
     mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
     if mask.shape != size:
         mask = resize_nearest(mask, *size)
-    return {
-        "image": image,
-        "mask": mask,
-        "caption": clean_caption(caption),
-        "category": category,
-        "image_id": image_id,
-    }
+    text = clean_caption(caption)
+    return dict(image=image, mask=mask, caption=text, category=category, image_id=image_id)
 
 
 def number_images(keys: np.ndarray) -> np.ndarray:

@@ -9,10 +9,11 @@ SPECIAL_TOKENS = tuple(
 
 
 def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
-    """`text` on one line, without dataset markers (`<image>`, `<Prompt0>`) and special tokens' strings.
+    """`text` on one line, without dataset markers (`<image>`, `<Prompt0>`) and special tokens.
 
-    These in any case: inside a caption such a token would count as an image feature, a
-    segmentation request or the end of the turn. Everything else stays as it is, quotes and braces too. The result may be empty.
+    These in upper and lower case: inside a caption such a token would count as an image feature, a
+    segmentation request or the end of the turn. Everything else stays as it is, quotes and braces
+    too. The result may be empty.
     """
     marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
 
