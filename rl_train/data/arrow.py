@@ -97,11 +97,7 @@ def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
 
 
 def check_images(images: pa.Array, folder: Path):
-    """Yields (`check_image`, `image_key`) of each cell of struct<bytes, path>.
-
-    Args:
-        folder: of the files that paths name.
-    """
+    """Yields (`check_image`, `image_key`) of each cell struct<bytes, path>; see `read_cell`."""
     for data, path in image_cells(images):
         yield check_read(read_cell, data, path, folder)
 

@@ -130,10 +130,9 @@ def regions_of(value) -> list[tuple[str, object]]:
 
 
 def check_region(region, image_size: tuple[int, int] | str) -> tuple[str | None, bool]:
-    """(why a region cannot be used or None, whether its mask has another size than its image).
+    """(why a region cannot be used or None, whether its mask's size is not that of its image).
 
-    Args:
-        image_size: (W, H), or why the image cannot be used.
+    image_size is (W, H), or why the image cannot be used.
     """
     caption = region.get("caption") if isinstance(region, dict) else None
     if not isinstance(caption, str) or is_blank(caption):

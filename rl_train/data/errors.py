@@ -4,10 +4,7 @@ from collections.abc import Iterable
 
 
 class DamagedSample(ValueError):
-    """A sample that opening could not know to be bad.
-
-    Its image does not decode, or its caption does not fit the model.
-    """
+    """A sample whose image does not decode or that does not fit the model; opening cannot know."""
 
     def __init__(self, image_id: str, reason: str):
         super().__init__(image_id, reason)
@@ -22,10 +19,9 @@ class BadData(ValueError):
 
 
 def check_bad_fraction(report: dict, num_damaged: int, limit: float):
-    """Raise BadData, naming shares and reasons, if more than `limit` of a data set is bad.
+    """Raise BadData, with the counts by reason, if more than the share `limit` of a set is bad.
 
-    Args:
-        report: a data set's `.report()`; num_damaged: samples that turned out damaged since.
+    Bad is what its `report` says was skipped and `num_damaged`, which turned out so since.
     """
     reasons = dict(report["skipped"])
     if num_damaged:
@@ -42,11 +38,7 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float):
 class DamagedSamples:
     """The samples of a data set that turned out damaged, each once; at first none.
 
-    Args:
-        report: the data set's `.report()`; limit: --max_bad_fraction.
-
-    Raises:
-        BadData: what opening skipped is more than the limit already.
+    Raises BadData if what opening skipped, of its `report`, is above --max_bad_fraction already.
     """
 
     def __init__(self, report: dict, limit: float):

@@ -110,8 +110,7 @@ class GraspAnyRegionDataset:
     def _usable(self, size: tuple[int, int] | str, row: dict):
         """Yields (region, turn) of a row's usable samples; counts the rest.
 
-        Args:
-            size: (W, H) of the image, or why it cannot be used.
+        size is that of the image, (W, H), or why it cannot be used.
         """
         skipped, conversation = self._counts.skipped, row["conversations"]
         said = answers(conversation or [])

@@ -42,9 +42,6 @@ def check_image(data) -> tuple[int, int] | str:
 
     JPEG and PNG must also hold their end mark (bytes behind it are allowed, as pillow allows
     them); whether an image of another format is whole shows only when it is decoded.
-
-    Args:
-        data: bytes, memoryview or another flat buffer of bytes.
     """
     try:
         # Pillow reads an Arrow buffer in place, but for formats that seek beyond its end.
@@ -76,10 +73,8 @@ def image_key(data) -> int:
 def read_cell(data, path: str | None, folder: Path):
     """The encoded image of a cell struct<bytes, path>: its bytes, else what its path names.
 
-    A path is `data:..;base64,..`, or a file relative to `folder`, which is memory-mapped.
-
-    Raises:
-        One of DAMAGED; FileNotFoundError if there is neither bytes nor such a file.
+    A path is `data:..;base64,..`, or a file relative to `folder`, which is memory-mapped. Raises
+    FileNotFoundError if there is neither bytes nor such a file, or another of DAMAGED.
     """
     if data is not None:
         return data

@@ -48,11 +48,7 @@ def rle_runs(rle: dict) -> tuple[np.ndarray, int, int]:
             do not decode to non-negative numbers that sum to H*W.
     """
     counts, size = rle.get("counts"), rle.get("size")
-    if (
-        not isinstance(size, list)
-        or len(size) != 2
-        or not all(type(n) is int and n > 0 for n in size)
-    ):
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
         raise ValueError(f"size {size} is not [H, W]")
     height, width = size
     if height * width > MAX_PIXELS:

@@ -158,10 +158,9 @@ def read_instances(path: Path) -> tuple[dict, dict]:
 def check_segmentation(
     segmentation, size: tuple[int, int], image_size: tuple[int, int] | str
 ) -> tuple[str | None, bool]:
-    """(why a region cannot be used or None, whether its mask has another size than its image).
+    """(why a region cannot be used or None, whether its mask's size is not that of its image).
 
-    Args:
-        size: (H, W) of the image to COCO; image_size: (W, H) of the file, or why it cannot be used.
+    size is COCO's (H, W) of the image; image_size the file's (W, H), or why it cannot be used.
     """
     if isinstance(image_size, str) or not segmentation:
         return (image_size if isinstance(image_size, str) else NO_MASK), False
@@ -176,13 +175,11 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
     """pycocotools' run-length code of the union of polygons [x, y, x, y, ..] or run-length masks.
 
     Args:
-        segmentation: a list of polygons, one {"counts", "size"} or a list of them, counts a str or
-            a list of runs.
+        segmentation: a list of polygons, one {"counts", "size"} or a list of them.
         height, width: of the image that polygons lie in; run-length masks state their own.
 
     Raises:
-        ValueError: not one of these forms; see `check_polygon` and `rle_runs`; masks of different
-            sizes.
+        ValueError: neither; see `check_polygon` and `rle_runs`; masks of different sizes.
     """
     parts = segmentation if isinstance(segmentation, list) else [segmentation]
     if all(isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts):
