@@ -14,7 +14,7 @@ from rl_train.data.errors import DamagedSample
 from rl_train.data.masks import decode_mask, rle_runs
 from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from tools.gar_writer import encode_image, encode_mask
-from tools.messy_data import bad_huffman
+from tools.messy_cases import bad_huffman
 
 W, H = 40, 30
 BOX, OVERLAP = (
