@@ -33,7 +33,7 @@ def empty(mask) -> np.ndarray:
 
 
 def one_pixel(mask, scale: int = 1) -> np.ndarray:
-    """A mask `scale` times as large with one pixel set, which no smaller size keeps unless it is 1."""
+    """A mask `scale` times as large with one pixel set, which no smaller size keeps."""
     found = np.zeros((mask.shape[0] * scale, mask.shape[1] * scale), dtype=bool)
     found[0, 0] = True
     return found
@@ -52,7 +52,7 @@ def huge_png() -> bytes:
 
 
 def bad_huffman(jpeg: bytes) -> bytes:
-    """The JPEG with its first Huffman table overwritten: header and end are good, decoding fails."""
+    """The JPEG with its first Huffman table overwritten: only decoding fails."""
     at = jpeg.index(b"\xff\xc4") + 5
     return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16 :]
 
@@ -74,7 +74,8 @@ def runs_of(mask) -> dict:
     }
 
 
-# name -> (the reason it is skipped for, or None; what is other than in a good region, of image i, mask m and caption c)
+# name -> (the reason it is skipped for, or None; what is other than in a good region, of image i,
+# mask m and caption c)
 CASES = {
     "mask of twice the size": (
         None,

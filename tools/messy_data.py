@@ -1,9 +1,9 @@
-"""Write a GAR folder and a DAM folder of drawn scenes in which every edge case is planted at a known count.
+"""Write a GAR and a DAM folder of drawn scenes with every edge case planted at a known count.
 
     python -m tools.messy_data --output_dir /tmp/messy [--num_rows 2000]
 
-Prints what a correct reader must report of each: rows, kept, skipped by reason, damaged when decoded. `tools.inspect_data`
-must find the same.
+Prints what a correct reader must report of each: rows, kept, skipped by reason, damaged when
+decoded. `tools.inspect_data` must find the same.
 """
 
 import argparse
@@ -26,7 +26,7 @@ RLE_TYPE = SCHEMA.field("mask_rle").type
 
 
 def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
-    """Writes `num_rows` rows in six parts of different schemas; returns what a reader must report."""
+    """What a reader must report of `num_rows` rows, written in six parts of different schemas."""
     planted, source, rng = Planted(), regions(seed), np.random.default_rng(seed)
     each = max(4, num_rows // 100)
     write_relations(folder, source, each, planted)
@@ -52,7 +52,10 @@ def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
 
 
 def write_relations(folder: Path, source, num_rows: int, planted: Planted):
-    """Rows with a list of masks: two good ones, and by turns none, an empty one, null, a row of no mask at all."""
+    """Rows with a list of masks: two good ones, and by turns none, an empty one or null more.
+
+    Every fourth has no mask at all.
+    """
     rows = []
     for k in range(num_rows):
         image, mask, text, shape = next(source)
@@ -84,7 +87,7 @@ def write_whole_images(folder: Path, source, num_rows: int, planted: Planted):
 
 
 def write_other_counts(folder: Path, source, num_rows: int, planted: Planted):
-    """Uncompressed counts and counts of bytes, every third one damaged, among extra columns in another order."""
+    """Uncompressed counts and counts of bytes, every third damaged, columns in another order."""
     for part, kind, encode in (
         ("Uncompressed", pa.list_(pa.int32()), runs_of),
         ("Bytes", pa.binary(), lambda m: coco_mask.encode(np.asfortranarray(m, dtype=np.uint8))),
@@ -140,7 +143,10 @@ def _own_gar_rows(folder: Path, source, num_each: int, planted: Planted) -> list
 
 
 def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
-    """Writes `num_rows` regions over four splits, one for each form of annotations; returns what a reader must report."""
+    """What a reader must report of `num_rows` regions, written as four splits.
+
+    Each has another form of annotations.
+    """
     planted, source = Planted(), regions(seed)
     names = counted_cases(num_rows)
     names = [names[k] for k in np.random.default_rng(seed).permutation(len(names))] + [None] * (
@@ -154,7 +160,7 @@ def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
 
 
 def _write_split(folder: Path, names: list, source, planted: Planted):
-    """One split: a sample for each case, good regions of one image together in the split's own form."""
+    """One split: a sample for each case, in the split's own form."""
     (folder / "images").mkdir(parents=True)
     annotations = {"nothing": []}
     planted.rows += 1

@@ -80,7 +80,10 @@ def test_pixel_limit_is_that_of_the_processor():
 
 
 def test_regions_of_one_image_share_its_number(tmp_path):
-    """Whatever rows, shards and parts they are in, as bytes or behind a path; numbers are by first appearance."""
+    """Whatever rows, shards and parts they are in, as bytes or behind a path.
+
+    Numbers are by first appearance.
+    """
     others = [encode_image(IMAGE.rotate(90 * k)) for k in (1, 2)]
     (tmp_path / "Part1").mkdir()
     (tmp_path / "Part1" / "a.png").write_bytes(others[1])
@@ -110,7 +113,7 @@ def test_regions_of_one_image_share_its_number(tmp_path):
 
 
 def test_image_keys():
-    """They differ with the length and either end, and not from process to process as `hash` does."""
+    """They differ with the length and either end, not from process to process as `hash` does."""
     data = bytes(range(256)) * 12
     assert (
         image_key(data)

@@ -22,8 +22,9 @@ def test_hand_worked_string():
 
 
 def test_hand_worked_differences_and_two_characters():
-    # runs 40, 2, 18, 1, 3 of a 8x8: 40 = 01000 + 32*1 -> 'X' (48+8+32), '1'; 18 = 10010 + 32*0 -> 'b', '0' (its sign bit
-    # needs a second character); 1 - 2 = -1 -> 48 + 31 = 'O'; 3 - 18 = -15 = 10001 -> 48 + 17 = 'A'
+    # runs 40, 2, 18, 1, 3 of a 8x8: 40 = 01000 + 32*1 -> 'X' (48+8+32), '1'; 18 = 10010 + 32*0 ->
+    # 'b', '0' (its sign bit needs a second character); 1 - 2 = -1 -> 48 + 31 = 'O'; 3 - 18 = -15 =
+    # 10001 -> 48 + 17 = 'A'
     assert rle_runs({"counts": "X12b0OA", "size": [8, 8]})[0].tolist() == [40, 2, 18, 1, 3]
 
 

@@ -1,4 +1,5 @@
-"""The RefCOCO reader on files written here: splits, both pickles, every form of mask, and a pickle that would run a program."""
+"""The RefCOCO reader on files written here: splits, both pickles, every form of mask, and a pickle
+that would run a program."""
 
 import json
 import os
@@ -63,7 +64,10 @@ def write_image(path, size=(W, H), data=None):
 def write(
     root, segmentations, refs, name="refcoco", images=(1,), of_image=None, protocol=2, by="unc"
 ):
-    """instances.json and refs; annotation k + 1 has segmentations[k] and lies in image 1, or in of_image[k + 1]."""
+    """instances.json and refs; annotation k + 1 has segmentations[k].
+
+    It lies in image 1, or in of_image[k + 1].
+    """
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     annotations = [

@@ -183,7 +183,10 @@ def test_workers_and_pickling_see_the_same_samples(tmp_path):
 
 
 def test_opening_takes_little_memory_and_time(tmp_path):
-    """8,000 rows of 25 KB, which are 200 MB in one record batch: most of them are never in memory together, none is decoded."""
+    """8,000 rows of 25 KB, which are 200 MB in one record batch.
+
+    Most of them are never in memory together, none is decoded.
+    """
     noise = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (600, 800, 3), dtype=np.uint8)
     )
@@ -192,7 +195,9 @@ def test_opening_takes_little_memory_and_time(tmp_path):
     code = """
 import sys, time
 from rl_train.data import GraspAnyRegionDataset
-peak = lambda: int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
+def peak():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0])
 before, start = peak(), time.process_time()
 dataset = GraspAnyRegionDataset(sys.argv[1])
 print(len(dataset), peak() - before, time.process_time() - start)"""
@@ -204,7 +209,9 @@ print(len(dataset), peak() - before, time.process_time() - start)"""
 
 
 def test_import_pulls_no_heavy_package():
-    code = "import sys, rl_train.data; print([m for m in ('torch', 'transformers', 'datasets', 'trl', 'openai') if m in sys.modules])"
+    code = """
+import sys, rl_train.data
+print([m for m in ("torch", "transformers", "datasets", "trl", "openai") if m in sys.modules])"""
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
