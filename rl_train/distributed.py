@@ -1,17 +1,19 @@
-"""Ranks, and the few collectives of a step. Nothing else but `train`, `sharding` and `data/loader` knows that
-there are ranks.
+"""Ranks, the few collectives of a step, and gradients by DistributedDataParallel.
 
-Gradients are averaged by one all-reduce of one flat buffer after the last backward of a step, instead of by
-DistributedDataParallel: every trainable takes part in every step, with zeros where no term reached it, so neither
-`no_sync`, nor ragged lengths, nor a loop of weight 0 can leave a parameter unreduced (tests/test_distributed.py).
+Nothing else but `train`, `sharding`, `checkpoint` and the loader knows that there are ranks.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+
+before_meeting = []  # called before each collective, by all ranks (see `sharding`)
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Ranks:
 
 
 def init() -> Ranks:
-    """Join the process group that torchrun describes (NCCL on GPU, gloo on CPU), or be alone without one."""
+    """Join the process group that torchrun describes (NCCL or gloo), or be alone without one."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -39,6 +41,7 @@ def init() -> Ranks:
 
 
 def close():
+    before_meeting.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -53,32 +56,17 @@ def gather_objects(value) -> list:
     """`value` of every rank, in rank order."""
     if not dist.is_initialized():
         return [value]
+    for prepare in before_meeting:
+        prepare()
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def all_sum(values: dict[str, float], device) -> dict[str, float]:
-    """Sums over ranks, in float64; every rank passes the same names."""
-    if not dist.is_initialized():
-        return dict(values)
-    buffer = torch.tensor([float(v) for v in values.values()], dtype=torch.float64, device=device)
-    dist.all_reduce(buffer)
-    return dict(zip(values, buffer.tolist()))
-
-
-def average_gradients(parameters: list[torch.nn.Parameter]):
-    """Replace every gradient by its mean over ranks; a missing gradient counts as zero."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    if not dist.is_initialized():
-        return
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters])):
-        parameter.grad.copy_(gradient.view_as(parameter))
+def all_sum(values: dict[str, float]) -> dict[str, float]:
+    """Sums over ranks; every rank passes the same names."""
+    of_ranks = gather_objects(dict(values))
+    return {name: sum(mine[name] for mine in of_ranks) for name in values}
 
 
 def raise_on_any_rank(faults: list[str]):
@@ -90,3 +78,52 @@ def raise_on_any_rank(faults: list[str]):
     ]
     if found:
         raise FloatingPointError("not finite: " + "; ".join(found[:20]))
+
+
+class GradientAverage:
+    """A module whose backward leaves, on every rank, the mean of all ranks' gradients.
+
+    By DistributedDataParallel where there are processes; alone, the module as it is. Before they
+    are averaged, the norm of each of this rank's own gradients is kept: one that is not finite is
+    so on all ranks afterwards, and only these norms say on which it arose.
+
+    Args:
+        module: whose parameters, {name: parameter} in `names`, all take part in the last backward.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: dict[str, torch.nn.Parameter]):
+        self.module, self.names, self.own = module, names, []
+        if dist.is_initialized():
+            self.module = DistributedDataParallel(
+                module, broadcast_buffers=False, gradient_as_bucket_view=True
+            )
+            self.module.register_comm_hook(None, self._reduce)
+
+    def __call__(self, *args, last: bool):
+        """What the module returns, of the step's `last` micro-batch or of one before it."""
+        return self.module(*args, last)
+
+    def averaging(self, last: bool):
+        """The context of a forward and backward: gradients are averaged in that of the last one."""
+        alone = self.module if isinstance(self.module, DistributedDataParallel) else None
+        return contextlib.nullcontext() if last or alone is None else alone.no_sync()
+
+    def _reduce(self, _, bucket):
+        norms = torch._foreach_norm(bucket.gradients())
+        self.own += zip(map(id, bucket.parameters()), norms)
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def own_norms(self) -> dict[str, float]:
+        """{name: norm of this rank's own gradient} of the last backward."""
+        if not dist.is_initialized():
+            return gradient_norms(self.names)
+        of_id = dict(self.own)
+        norms = torch.stack([of_id[id(p)] for p in self.names.values()]).tolist()
+        self.own = []
+        return dict(zip(self.names, norms))
+
+
+def gradient_norms(parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:
+    """{name: norm of its gradient}; one copy from the GPU for all."""
+    norms = torch._foreach_norm([p.grad for p in parameters.values()])
+    return dict(zip(parameters, torch.stack(norms).tolist()))

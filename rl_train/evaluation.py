@@ -1,44 +1,35 @@
-"""Held-out measures of both cycles and both directions, greedy and without sampled latents; their intervals; guards.
+"""Held-out evaluation: samples measured by all ranks together, for one role or several.
 
 Letters: n samples of the held-out dataset, in its order.
 """
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
+from rl_train import checkpoint
+from rl_train.config import RunConfig
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks, gather_objects
-from rl_train.guards import WHOLE, has_digit, is_whole, repeats
-from rl_train.policies.sa2va import Policy
-from rl_train.policies.sa2va_prompts import phrase
-from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.meteor import tokenize
-from rl_train.rollout import answer, describe
+from rl_train.files import write_json
+from rl_train.roles import Roles
+from rl_train.statistics import bootstrap, means, rows_of
+from rl_train.tasks.cycle_measures import SCORES, measure
 
-# What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
-METRICS = {
-    "cycle_iou": "region -> caption -> mask', IoU with the region",
-    "cycle_meteor": "true caption -> mask -> caption', METEOR",
-    "seg_iou": "mask of the true caption: mean IoU (gIoU)",
-    "seg_ciou": "same: summed intersections / summed unions (cIoU)",
-    "seg_p50": "same: share with IoU >= 0.5",
-    "caption_meteor": "caption of the region, METEOR",
-    "caption_cider": "same, CIDEr-D (0 to 10)",
-    "caption_words": "guard: words of the caption",
-    "caption_repeats": "guard: captions that say three words twice",
-    "caption_digits": "guard: captions with a digit, as coordinates have",
-    "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
-    "no_seg": "guard: true captions answered without [SEG]",
-}
-SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
-PARTS = {
-    "seg_ciou": ("seg_intersection", "seg_union"),
-    "seg_p50": ("seg_iou",),
-}  # measures behind a metric of another name
+BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What is measured, and how much of it at a time."""
+
+    dataset: object
+    batch_size: int
+    max_new_tokens: int
+    num_workers: int
 
 
 @dataclass
@@ -54,87 +45,64 @@ class Measured:
     )
 
 
-def evaluate(
-    policy: Policy, dataset, batch_size: int, max_new_tokens: int, num_workers: int, ranks: Ranks
-) -> Measured:
-    """Per-sample measures of a held-out dataset by the weights in use, of all ranks together, in the dataset's order."""
-    found = evaluate_roles(
-        policy,
-        lambda role: nullcontext(),
-        ("policy",),
-        dataset,
-        batch_size,
-        max_new_tokens,
-        num_workers,
-        ranks,
-    )
-    return found["policy"]
-
-
 @torch.no_grad()
-def evaluate_roles(
-    policy: Policy,
-    use,
-    roles: tuple[str, ...],
-    dataset,
-    batch_size: int,
-    max_new_tokens: int,
-    num_workers: int,
-    ranks: Ranks,
+def evaluate(
+    policy, heldout: HeldOut, ranks: Ranks, names=("policy",), roles: Roles | None = None
 ) -> dict[str, Measured]:
-    """{role: what `evaluate` returns} for several roles; images are read and encoded once for all of them.
+    """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
 
     Args:
-        use: `Roles.use`.
+        names: the roles; roles: whose weights these are, or None for the weights in use.
     """
-    loader = eval_loader(
-        dataset, policy.inputs, batch_size, num_workers, ranks.rank, ranks.world_size
-    )
-    found = {role: [] for role in roles}
+    inputs = policy.inputs(heldout.max_new_tokens)
+    how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
+    columns = {name: [] for name in names}
+    loader = eval_loader(heldout.dataset, inputs, *how)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
-        images = policy.encode_images(
-            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
-        )
-        for role in roles:
-            with use(role):
-                found[role].append(measure(policy, batch, images, max_new_tokens))
-    policy.join()
-    return {role: _merged(gather_objects(columns), len(dataset)) for role, columns in found.items()}
+        features = policy.encode(batch)
+        for name in names:
+            with roles.use(name) if roles else nullcontext():
+                columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+    size = len(heldout.dataset)
+    return {name: _merged(gather_objects(mine), size) for name, mine in columns.items()}
 
 
-def measure(policy: Policy, batch, images, max_new_tokens: int) -> dict[str, list]:
-    """{column: B values} of one batch: the measures, and the strings and index that `Measured` is made of.
+class Evaluator:
+    """Evaluations of a run: measured, logged, written to a file, and compared for checkpoint_best.
 
-    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
+    Args:
+        flags: for the files; start: the step that the run goes on from.
     """
-    targets = [mask.to(policy.device) for mask in batch.masks]
-    rows = list(range(len(batch)))
-    captions = describe(policy, batch, images, rows, targets, max_new_tokens)
-    cycle = mask_iou(
-        answer(policy, batch, images, rows, captions, max_new_tokens).masks, targets, 1.0
-    ).cpu()
-    direct = answer(policy, batch, images, rows, batch.captions, max_new_tokens)
-    replies = describe(policy, batch, images, rows, direct.masks, max_new_tokens)
-    with_seg = set(direct.seg_rows.tolist())
-    return dict(
-        cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
-        cycle_meteor=meteor(batch.captions, replies).tolist(),
-        seg_iou=mask_iou(direct.masks, targets, 1.0).tolist(),
-        seg_intersection=[
-            (mask & target).sum().item() for mask, target in zip(direct.masks, targets)
-        ],
-        seg_union=[(mask | target).sum().item() for mask, target in zip(direct.masks, targets)],
-        caption_meteor=meteor(batch.captions, captions).tolist(),
-        caption_words=[len(tokenize(text)) for text in captions],
-        caption_repeats=[repeats(text) for text in captions],
-        caption_digits=[has_digit(text) for text in captions],
-        mask_whole=[is_whole(mask) for mask in direct.masks],
-        no_seg=[row not in with_seg for row in rows],
-        image_id=batch.image_ids,
-        reference=batch.captions,
-        caption=captions,
-        index=batch.index,
-    )
+
+    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, start: int):
+        self.heldout, self.ranks, self.flags, self.start = heldout, ranks, flags, start
+        self.folder, self.keep_best = Path(config.output_dir), config.eval_steps > 0
+        self.measured = {}  # {step: values of the policy}
+
+    def base(self, state: checkpoint.RunState, log):
+        """Measure what the run began with: the base, to which a fresh LoRA adds nothing."""
+        self._measure(0, state, ("reference",), log)
+
+    def __call__(self, state: checkpoint.RunState, log):
+        """Measure policy and teacher as they are."""
+        metrics = self._measure(state.step, state, ("policy", "teacher"), log)
+        if self.keep_best:
+            metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
+            checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+
+    def _measure(self, step: int, state, names: tuple[str, ...], log) -> dict[str, float]:
+        """The metrics of the first of the roles `names`."""
+        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles)
+        first, last = (found[names[i]] for i in (0, -1))
+        self.measured[step] = first.values
+        metrics, file = means(first.values), self.folder / "evaluation" / f"step_{step}.json"
+        if step > self.start or not file.is_file():  # else the resumed run has logged its points
+            log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
+            teacher = means(last.values)
+            log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
+        if self.ranks.is_main:
+            write_json(file, record(first, self.flags))
+        return metrics
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
@@ -143,96 +111,16 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     for rank, batches in enumerate(columns_of_rank):
         for name in batches[0] if batches else ():
             column = merged.setdefault(name, [None] * num_samples)
-            column[rank :: len(columns_of_rank)] = [
-                value for batch in batches for value in batch[name]
-            ]
-    image_ids, references, captions, index = (
-        merged.pop(name) for name in ("image_id", "reference", "caption", "index")
-    )
-    return Measured(
-        {name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()},
-        image_ids,
-        references,
-        captions,
-        sum(i != place for place, i in enumerate(index)),
-    )
-
-
-def cider(references: list[str], captions: list[str]) -> torch.Tensor:
-    """(n,) float64 CIDEr-D of each caption against its one reference, with document frequencies of these n references.
-
-    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without punctuation. Published numbers
-    are of the PTB tokenizer, which needs Java, and of several references for a sample.
-    """
-    from pycocoevalcap.cider.cider import Cider
-
-    words = [
-        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
-        for texts in (references, captions)
-    ]
-    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
-
-
-# Statistics
-
-
-def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
-    """What a metric is computed from: (n,) values whose mean it is, or (n, 2) intersections and unions."""
-    parts = [values[name] for name in PARTS.get(metric, (metric,))]
-    return (
-        (parts[0] >= 0.5).double()
-        if metric == "seg_p50"
-        else parts[0]
-        if len(parts) == 1
-        else torch.stack(parts, 1)
-    )
-
-
-def statistic(rows) -> float:
-    """The mean of (n,) values; of (n, 2) intersections and unions the ratio of their sums."""
-    return float(rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / rows[:, 1].sum())
-
-
-def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """{metric: its value over all samples}, of the METRICS whose measures are there."""
-    return {
-        metric: statistic(rows_of(values, metric))
-        for metric in METRICS
-        if set(PARTS.get(metric, (metric,))) <= set(values)
-    }
-
-
-def bootstrap(
-    values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic
-) -> tuple[float, float]:
-    """(low, high) of the 95 % percentile interval of `statistic` when the n rows of `values` are drawn anew with replacement.
-
-    Rows count as independent; where many share an image, the interval is too narrow.
-    """
-    rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    drawn = [
-        statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(num_resamples)
-    ]
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(low), float(high)
-
-
-def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
-    """(after - before, low, high): the difference of a metric on the same samples with its 95 % interval.
-
-    Args:
-        before, after: `rows_of` the metric.
-    """
-
-    def difference(pairs):
-        return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
-
-    pairs = torch.stack([before, after], dim=-1)
-    return (difference(pairs), *bootstrap(pairs, statistic=difference))
+            values = [value for batch in batches for value in batch[name]]
+            column[rank :: len(columns_of_rank)] = values
+    texts = [merged.pop(name) for name in ("image_id", "reference", "caption")]
+    num_damaged = sum(i != place for place, i in enumerate(merged.pop("index")))
+    values = {name: torch.tensor(mine, dtype=torch.float64) for name, mine in merged.items()}
+    return Measured(values, *texts, num_damaged)
 
 
 def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
     summary = means(measured.values)
     return dict(
         flags=flags,
@@ -245,18 +133,3 @@ def record(measured: Measured, flags: dict) -> dict:
         references=measured.references,
         captions=measured.captions,
     )
-
-
-def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Metrics before and after, and the paired difference with its 95 % interval, as text."""
-    lines = [
-        f"{'held out, n = ' + str(len(after['cycle_iou'])):20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"
-    ]
-    ends = means(after)
-    for metric, start in means(before).items():
-        if metric in ends:
-            change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            lines.append(
-                f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}   [{low:+.4f}, {high:+.4f}]"
-            )
-    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Files of a run: reading those that a kill or a full disk may have damaged, and whether an output can be written."""
+"""Files of a run: reading those that may be damaged, and whether one can be written."""
 
 import json
 import os
@@ -24,8 +24,16 @@ def read_json(file: Path) -> dict:
     return found
 
 
+def write_json(file: Path, value, indent: int | None = None):
+    """Write a JSON file whole: under another name first, and make its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
+    unfinished.replace(file)
+
+
 def check_writable(flag: str, path: Path, is_file: bool = False):
-    """Raise ValueError, beginning with `flag`, if the folder (or file) `path` can be neither written nor made; nothing is left there."""
+    """Raise ValueError, beginning with `flag`, if folder or file `path` cannot be written."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         (path.open("a") if is_file and nearest == path else TemporaryFile(dir=nearest)).close()

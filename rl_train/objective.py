@@ -1,158 +1,160 @@
-"""The loss of some rows of a rollout: clipped policy terms for text and latent, KL to the reference, mask term.
+"""The loss of some rows of a rollout: clipped policy term, KL to the reference, the task's own.
 
-Letters: n rows, T completion tokens, M [SEG] tokens in those rows, D prompt-embedding width.
+Letters: N rows of a rollout, n of a micro-batch, T completion tokens, M actions beside the text, D
+their parameters.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch import nn
 
-from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
-from rl_train.policies.sa2va import Policy, Scores
-from rl_train.rollout import Rollout
+from rl_train import distributed
+from rl_train.config import LossConfig
+from rl_train.grpo import group_std, grpo_loss
+from rl_train.types import Outcome, Rollout
 
-BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5  # of Sa2VA's supervised training (configs/sa2va_4b.py)
+
+@dataclass
+class Reference:
+    """What the reference says of a rollout."""
+
+    logp: torch.Tensor  # (N, T)
+    action: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
+
+
+@dataclass
+class Work:
+    """One task's rollout of one batch, with all that the update needs."""
+
+    task: object
+    rollout: Rollout
+    outcome: Outcome
+    reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
+    advantages: torch.Tensor  # (N,)
+    reference: Reference
+
+    @property
+    def scored(self) -> torch.Tensor:
+        """(N,) bool, False where the reward is missing: such rows leave the loss."""
+        return ~self.reward.isnan().to(self.advantages.device)
 
 
 @dataclass(frozen=True)
 class Totals:
     """Divisors of a step, equal on all ranks: counts over all ranks, divided by their number.
 
-    With them the mean over ranks of the sums over micro-batches is what one process computes on the joined batch.
+    With them the mean over ranks of the sums over micro-batches is what one process computes on the
+    joined batch.
     """
 
     rows: float
     tokens: float
-    latents: float
-
-
-def token_logps(policy: Policy, rollout: Rollout, rows: slice = slice(None)) -> Scores:
-    """Log-probs of the sampled tokens of `rows` under the weights in use, and the means of their latents."""
-    prompts = rollout.prompts.select(range(len(rollout))[rows])
-    return policy.score(rollout.images, prompts, rollout.ids[rows], rollout.valid[rows])
+    actions: float
 
 
 def micro_batches(num_rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def rollout_loss(
-    policy: Policy,
-    rollout: Rollout,
-    rows: slice,
-    advantages,
-    scored,
-    reference: list[torch.Tensor],
-    totals: Totals,
-    args,
-):
-    """Loss of `rows` = micro-batch of one rollout, normalised over the whole step.
+def micro_batches_of(work: list[Work], size: int) -> Iterator[tuple[Work, slice, bool]]:
+    """(work, its rows, whether it is the step's last) for each micro-batch of a step."""
+    parts = [(w, rows) for w in work for rows in micro_batches(len(w.rollout), size)]
+    for number, (w, rows) in enumerate(parts, 1):
+        yield w, rows, number == len(parts)
+
+
+def score_all(policy, task, rollout: Rollout, micro_batch_size: int) -> Reference:
+    """What the role in use says of a whole rollout."""
+    logps, actions = [], []
+    for rows in micro_batches(len(rollout), micro_batch_size):
+        scores = policy.score(rollout, rows)
+        logps.append(scores.logp)
+        if task.action:
+            actions.append(task.action.parameters(rollout, rows, scores))
+    return Reference(torch.cat(logps), torch.cat(actions) if actions else None)
+
+
+def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bool]:
+    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ)."""
+    counts = Counter(learnable=0)
+    for w in work:
+        name, scored = w.task.name, ~w.reward.isnan()
+        counts["learnable"] += int((group_std(w.reward, w.rollout.num_generations) > 0).sum())
+        counts[name, "rows"] += len(w.reward)
+        counts[name, "tokens"] += int(w.rollout.valid[w.scored].sum())
+        actions = w.task.action.count(w.rollout, scored) if w.task.action else 0
+        counts[name, "actions"] += actions
+    total = distributed.all_sum(counts)
+    mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
+    kinds = ("rows", "tokens", "actions")
+    names = dict.fromkeys(w.task.name for w in work)
+    totals = {name: Totals(**{kind: mean[name, kind] for kind in kinds}) for name in names}
+    return totals, total["learnable"] > 0
+
+
+class MicroBatchLoss(nn.Module):
+    """The loss of a micro-batch as a module of what trains, as DistributedDataParallel wants it.
 
     Args:
-        advantages: (N,); scored: (N,) bool, False where the reward is missing: such rows leave the loss.
-        reference: [logp (N, T), latent mean (M, D)] under the reference role.
-
-    Returns:
-        (scalar with gradient, {name: detached sum}) to be divided by the counts that are among the sums.
+        policy: whose trainables and scores; max_tokens: of an answer, the divisor of dr_grpo.
     """
-    scores = token_logps(policy, rollout, rows)
-    valid = rollout.valid[rows] & scored[rows, None]  # (n, T)
-    share = len(valid) / totals.rows if args.loss_type in ("grpo", "gspo", "dr_grpo") else 1.0
-    loss, stats = grpo_loss(
-        scores.logp,
-        rollout.logp[rows],
-        reference[0][rows],
-        advantages[rows],
-        valid,
-        clip_range=args.clip_range,
-        clip_range_high=args.clip_range_high,
-        kl_coef=args.kl_coef,
-        loss_type=args.loss_type,
-        max_completion_length=args.max_completion_length,
-        num_tokens=totals.tokens,
-    )
-    loss = share * loss
-    sums = dict(
-        policy_loss=share * stats["policy_loss"],
-        tokens=stats["tokens"],
-        kl=stats["kl"],
-        clipped=stats["clip_low"] + stats["clip_high"],
-        entropy=(scores.entropy * valid).sum(),
-        sampler_gap=((scores.logp.detach() - rollout.logp[rows]).abs() * valid).max(),
-    )
-    if rollout.latent is None and not (args.mask_loss_coef and rollout.has_mask):
-        return loss, sums
-    pick = (rollout.seg_rows >= rows.start) & (rollout.seg_rows < rows.stop)
-    seg_rows = rollout.seg_rows[pick]
-    if rollout.latent is not None and len(seg_rows):
-        term, kl = latent_loss(
-            scores.latent_mean,
-            rollout.latent,
-            pick,
-            advantages[seg_rows],
-            scored[seg_rows],
-            reference[1][pick],
-            totals,
-            args,
+
+    def __init__(self, policy, config: LossConfig, max_tokens: int):
+        super().__init__()
+        self.trainable = nn.ParameterList(policy.trainable.values())
+        self.policy, self.config, self.max_tokens = policy, config, max_tokens
+
+    def forward(self, work: Work, rows: slice, totals: Totals, last: bool):
+        """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
+
+        Of the step's `last` micro-batch the loss holds every trainable, so that each has a
+        gradient.
+
+        Returns:
+            statistics: {name: detached}; a pair is a total and its count, a single number adds up
+            to the step's value over micro-batches; sampler_gap is a maximum.
+        """
+        scores = self.policy.score(work.rollout, rows)
+        loss, statistics = self._text(work, rows, scores, totals)
+        if work.task.action:
+            terms, more = work.task.action.loss(work, rows, scores, totals, self.config)
+            for term in terms:
+                loss = loss + term
+            statistics |= more
+        statistics["loss"] = loss.detach()
+        loss = work.task.weight * loss
+        if last:
+            loss = loss + 0 * sum(parameter.view(-1)[0] for parameter in self.trainable)
+        return loss, statistics
+
+    def _text(self, work: Work, rows: slice, scores, totals: Totals):
+        """(loss of the sampled tokens, its statistics)."""
+        rollout, config = work.rollout, self.config
+        valid = rollout.valid[rows] & work.scored[rows, None]  # (n, T)
+        by_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")
+        share = len(valid) / totals.rows if by_rows else 1.0
+        loss, stats = grpo_loss(
+            scores.logp,
+            rollout.logp[rows],
+            work.reference.logp[rows],
+            work.advantages[rows],
+            valid,
+            clip_range=config.clip_range,
+            clip_range_high=config.clip_range_high,
+            kl_coef=config.kl_coef,
+            loss_type=config.loss_type,
+            max_completion_length=self.max_tokens,
+            num_tokens=totals.tokens,
         )
-        loss = loss + term
-        sums |= dict(latent_loss=term.detach(), latent_kl=kl, latents=scored[seg_rows].sum())
-    if args.mask_loss_coef and len(seg_rows):
-        z = (
-            scores.latent_mean
-            if rollout.latent is None
-            else scores.latent_mean + rollout.latent.offset[pick]
+        tokens = stats["tokens"]
+        gap = (scores.logp.detach() - rollout.logp[rows]).abs() * valid
+        return share * loss, dict(
+            policy_loss=share * stats["policy_loss"],
+            kl_div=(stats["kl"], tokens),
+            clip_frac=(stats["clip_low"] + stats["clip_high"], tokens),
+            entropy=((scores.entropy * valid).sum(), tokens),
+            sampler_gap=gap.max(),
         )
-        image = [rollout.prompts.image[row] for row in seg_rows.tolist()]
-        targets = [rollout.batch.masks[i] for i in image]
-        term = (
-            mask_loss(policy.decode_masks(rollout.images, image, z), targets) * scored[seg_rows]
-        ).sum() / totals.latents
-        loss = loss + args.mask_loss_coef * term
-        sums |= dict(mask_loss=term.detach())
-    return loss, sums
-
-
-def latent_loss(mean, latent, pick, advantages, scored, ref_mean, totals: Totals, args):
-    """Clipped policy term of the sampled prompt embeddings plus their exact KL: (scalar, detached sum of KL).
-
-    Each [SEG] is one action whose log-ratio is the mean over the D dimensions; the sum over them, divided by the
-    number of [SEG] tokens of the step.
-    """
-    logp = gaussian_logp(latent.z[pick], mean, latent.sigma)  # (M,)
-    loss, _ = grpo_loss(
-        logp[:, None],
-        latent.logp[pick][:, None],
-        None,
-        advantages,
-        scored[:, None],
-        clip_range=args.clip_range,
-        clip_range_high=args.clip_range_high,
-        loss_type="bnpo",
-        num_tokens=totals.latents,
-    )
-    kl = (gaussian_kl(mean, ref_mean, latent.sigma) * scored).sum()
-    return loss + args.kl_coef * kl / totals.latents, kl.detach()
-
-
-def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
-    """(M,) supervised loss 2.0 BCE + 0.5 Dice (smoothing 1) of mask logits (M, h, w) against masks (H, W) bool.
-
-    Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it sampled 12,544 points).
-    """
-    size = logits.shape[-2:]
-    resized = {}
-    for t in targets:
-        if id(t) not in resized:  # rows about one region share its mask
-            pixels = t[None, None].to(logits.device, torch.uint8)
-            resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
-    target = torch.stack([resized[id(t)] for t in targets])
-    bce = (
-        F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
-        .flatten(1)
-        .mean(1)
-    )
-    probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
-    dice = 1 - (2 * (probability * target).sum(1) + 1) / (probability.sum(1) + target.sum(1) + 1)
-    return BCE_WEIGHT * bce + DICE_WEIGHT * dice

@@ -1,4 +1,4 @@
-"""What a person sees of a run: TensorBoard curves and pictures, and the rollouts as readable JSON lines."""
+"""What a person sees of a run: TensorBoard curves and pictures, rollouts as JSON lines."""
 
 import json
 import textwrap
@@ -11,103 +11,15 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rl_train.files import DamagedFile
 from rl_train.grpo import group_std
-from rl_train.guards import has_digit, is_whole, repeats
+from rl_train.objective import Work
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)  # colours of the given region and of a model's mask
 PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one side, in pixels, at most
 FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
 
 
-def rollout_sums(
-    rollout, rewards: dict[str, torch.Tensor], reward: torch.Tensor
-) -> dict[str, float]:
-    """Sums over this rank's rows, to be added over ranks and divided by `scalars`."""
-    scored = ~reward.isnan()
-    values = reward[scored].double()
-    captions = rollout.replies or rollout.texts  # what describes: in loop 2 the teacher's replies
-    sums = dict(
-        rows=len(reward),
-        scored=scored.sum(),
-        reward=values.sum(),
-        reward_squares=(values**2).sum(),
-        groups=len(reward) // rollout.num_generations,
-        zero_std=(group_std(reward, rollout.num_generations) == 0).sum(),
-        length=rollout.valid.sum(),
-        truncated=(~rollout.stopped).sum(),
-        empty=sum(not text for text in rollout.texts),
-        repeats=sum(map(repeats, captions)),
-        digits=sum(map(has_digit, captions)),
-        whole=sum(map(is_whole, rollout.masks)),
-    )
-    for name, component in rewards.items():
-        sums[f"component/{name}"] = component.nansum()
-        sums[f"rows_with/{name}"] = (~component.isnan()).sum()
-    if rollout.has_mask:
-        groups = [
-            rollout.masks[i : i + rollout.num_generations]
-            for i in range(0, len(rollout), rollout.num_generations)
-        ]
-        sums["mask_spread"] = sum(_spread(torch.stack(group)) for group in groups)
-        sums["no_seg"] = len(rollout) - len(rollout.seg_rows.unique())
-    return {name: float(value) for name, value in sums.items()}
-
-
-def _spread(masks: torch.Tensor) -> float:
-    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
-    flat = masks.flatten(1).float()
-    inter = flat @ flat.T
-    area = flat.sum(1)
-    union = area[:, None] + area[None] - inter
-    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
-    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
-    return 1 - iou[off_diagonal].mean().item()
-
-
-def scalars(s: dict[str, float]) -> dict[str, float]:
-    """A task's curves from its summed counts; names as TRL's where TRL has them."""
-    mean = s["reward"] / max(s["scored"], 1)
-    variance = max(s["reward_squares"] - s["scored"] * mean**2, 0) / max(s["scored"] - 1, 1)
-    out = dict(
-        reward_mean=mean,
-        reward_std=variance**0.5,
-        frac_zero_std=s["zero_std"] / s["groups"],
-        completion_length=s["length"] / s["rows"],
-        truncated_frac=s["truncated"] / s["rows"],
-        empty_frac=s["empty"] / s["rows"],
-        unscored_frac=1 - s["scored"] / s["rows"],
-        repeats_frac=s["repeats"] / s["rows"],
-        digits_frac=s["digits"] / s["rows"],
-        whole_mask_frac=s["whole"] / s["rows"],
-    )
-    if "loss" in s:  # there was an update
-        tokens = max(s["tokens"], 1)
-        out |= dict(
-            loss=s["loss"],
-            policy_loss=s["policy_loss"],
-            kl_div=s["kl"] / tokens,
-            entropy=s["entropy"] / tokens,
-            clip_frac=s["clipped"] / tokens,
-        )
-    if not s["scored"]:  # no reward was obtained, which is not a reward of 0
-        del out["reward_mean"], out["reward_std"]
-    for name, value in s.items():
-        if name.startswith("component/"):
-            component = name.removeprefix("component/")
-            if s[f"rows_with/{component}"]:
-                out[component] = value / s[f"rows_with/{component}"]
-    if "mask_spread" in s:
-        out |= dict(mask_spread=s["mask_spread"] / s["groups"], no_seg_frac=s["no_seg"] / s["rows"])
-        if "loss" in s:
-            out |= dict(
-                latent_kl=s["latent_kl"] / max(s["latents"], 1),
-                latent_loss=s["latent_loss"],
-                mask_loss=s["mask_loss"],
-            )
-    return out
-
-
 class Log:
-    """TensorBoard events, pictures and rollouts of a run; on ranks other than the first only its rollouts.
+    """TensorBoard events, pictures and rollouts of a run; on other ranks only rollouts.
 
     Args:
         start: steps already done; lines and points beyond it, left by a killed run, are dropped.
@@ -120,59 +32,56 @@ class Log:
         folder = Path(output_dir) / "rollouts"
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("rank*.jsonl"):
-            if (
-                int(file.stem.removeprefix("rank")) % ranks.world_size == ranks.rank
-            ):  # of a run on more ranks too
+            number = int(file.stem.removeprefix("rank"))  # also of a run on more ranks
+            if number % ranks.world_size == ranks.rank:
                 kept, new = lines_before(start, file), file.with_suffix(".tmp")
                 new.write_text("".join(kept))
                 new.replace(file)
         self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a")
-        self.writer = (
-            SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1)
-            if ranks.is_main
-            else None
-        )
+        self.writer = None
+        if ranks.is_main:
+            self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1)
 
     def scalars(self, values: dict[str, float], step: int):
         if self.writer:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
 
-    def hparams(self, args):
+    def hparams(self, flags: dict):
         """The run's flags, as text (hparams events would open a run of their own)."""
         if self.writer:
-            self.writer.add_text(
-                "hparams", "\n".join(f"    {k} = {v}" for k, v in sorted(vars(args).items())), 0
-            )
+            text = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
+            self.writer.add_text("hparams", text, 0)
 
-    def rollouts(self, step: int, task, rollout, rewards, reward, advantages):
+    def rollouts(self, step: int, work: Work):
         """One JSON line per row; null is a reward that could not be obtained."""
+        rollout, outcome = work.rollout, work.outcome
         for row, text in enumerate(rollout.texts):
             i = rollout.sample_of_row[row]
             line = dict(
                 step=step,
-                task=task.name,
+                task=work.task.name,
                 image_id=rollout.batch.image_ids[i],
                 caption=rollout.batch.captions[i],
                 completion=text,
-                reward=_number(reward[row]),
-                advantage=round(advantages[row].item(), 4),
-                **{name: _number(value[row]) for name, value in rewards.items()},
+                reward=_number(work.reward[row]),
+                advantage=round(work.advantages[row].item(), 4),
             )
-            if rollout.replies:
-                line["reply"] = rollout.replies[row]
-            self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+            rewards = {name: _number(values[row]) for name, values in outcome.rewards.items()}
+            reply = {"reply": outcome.replies[row]} if outcome.replies else {}
+            self.jsonl.write(json.dumps(line | rewards | reply, ensure_ascii=False) + "\n")
         self.jsonl.flush()
 
-    def pictures(self, step: int, task, rollout, reward, advantages, count: int = 3):
-        """`count` rows of the group whose rewards differ most: region, mask found, what was said and earned."""
+    def pictures(self, step: int, work: Work, policy, count: int = 3):
+        """Draw `count` rows of the group whose rewards differ most."""
         if self.writer:
-            first = (
-                group_std(reward, rollout.num_generations).argmax().item() * rollout.num_generations
-            )
-            for k in range(min(count, rollout.num_generations)):
-                picture = rollout_picture(task, rollout, first + k, reward, advantages)
-                self.writer.add_image(f"{task.name}/rollout_{k}", picture, step, dataformats="HWC")
+            size = work.rollout.num_generations
+            first = group_std(work.reward, size).argmax().item() * size
+            image = policy.picture(work.rollout.batch, first // size)
+            for k in range(min(count, size)):
+                picture = rollout_picture(image, work, first + k)
+                name = f"{work.task.name}/rollout_{k}"
+                self.writer.add_image(name, picture, step, dataformats="HWC")
 
     def close(self):
         self.jsonl.close()
@@ -181,7 +90,7 @@ class Log:
 
 
 def lines_before(start: int, file: Path) -> list[str]:
-    """Lines of the steps before `start`, without a last one that a kill cut off. Raises DamagedFile, naming the line."""
+    """Lines of the steps before `start`, without one that a kill cut off. Raises DamagedFile."""
     number, kept = 1, []
     try:
         for number, line in enumerate(file.read_text().split("\n")[:-1], 1):
@@ -197,31 +106,23 @@ def _number(value: torch.Tensor) -> float | None:
     return None if value.isnan() else round(value.item(), 8)
 
 
-def rollout_picture(task, rollout, row: int, reward, advantages) -> np.ndarray:
-    """(H, W, 3) uint8: the region (outlined yellow) at the left, the rollout's mask (magenta) at the right, text below."""
-    i = rollout.sample_of_row[row]
-    height, width = rollout.images.sizes[i]
+def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
+    """(H, W, 3) uint8: the region (yellow) left, the judged mask (magenta) right, text below.
+
+    Args:
+        image: of the row's sample, in any size and shape: it is drawn in the mask's shape.
+    """
+    batch, i = work.rollout.batch, work.rollout.sample_of_row[row]
+    height, width = batch.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
-    image = Image.fromarray(rollout.batch.inputs.sam_pixels[i].permute(1, 2, 0).numpy()).resize(
-        size
-    )
-    sides = [
-        _overlay(image, rollout.batch.masks[i], REGION),
-        _overlay(image, rollout.masks[row].cpu(), FOUND),
-    ]
-    if task.mask_sigma is None:
-        words = [
-            f"sampled caption: {rollout.texts[row]}",
-            f"true caption: {rollout.batch.captions[i]}",
-        ]
-    else:
-        words = [
-            f"prompt: {rollout.batch.captions[i]}",
-            f"answer: {rollout.texts[row]}",
-            f"teacher's caption': {rollout.replies[row]}",
-        ]
-    words.append(f"reward {reward[row]:.3f}  advantage {advantages[row]:+.2f}")
+    image, masks = image.resize(size), work.outcome.masks
+    sides = [_overlay(image, batch.masks[i], REGION), _overlay(image, masks[row].cpu(), FOUND)]
+    words = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
+    if work.outcome.replies:
+        words.append(f"teacher's reply: {work.outcome.replies[row]}")
+    reward, advantage = work.reward[row], work.advantages[row]
+    words.append(f"reward {reward:.3f}  advantage {advantage:+.2f}")
     lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
     canvas = Image.new("RGB", (2 * PICTURE_WIDTH + 8, size[1] + 18 * len(lines) + 8), "white")
     canvas.paste(sides[0], (0, 0))

@@ -1,475 +1,206 @@
-"""Train Sa2VA by reinforcement learning in two closed cycles.
+"""Train a policy by reinforcement learning in closed cycles.
 
-    bash run_rl_train.sh                                                   # the demo, on any machine
-    python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
+    bash run_rl_train.sh                                                   # the demo, on any
+    machine python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
     torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
 
-This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the whole step (DAPO);
-the reward is computed by an EMA teacher of the policy itself; in loop 2 the action holds, beside the text, a sampled
-prompt embedding for SAM2; and `--mask_loss_coef` adds a supervised term on the sampled masks. See docs/algorithm.md.
+This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
+whole step (DAPO); the reward is computed by an EMA teacher of the policy itself; a task may draw an
+action beside the text and add terms of its own to the loss. See docs/algorithm.md.
 """
 
-import json
 import math
-import time
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from rl_train import checkpoint, distributed
-from rl_train.config import parse_args
+from rl_train import checkpoint, cli, distributed
+from rl_train.checkpoint import RunState
+from rl_train.curves import Clock, Tally, curves
 from rl_train.data import BadData
 from rl_train.data.loader import steps, train_loader
-from rl_train.distributed import print0
-from rl_train.evaluation import SCORES, before_after_table, evaluate_roles, means, record
+from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
+from rl_train.draws import Draws
+from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
-from rl_train.grpo import combine, control_rewards, group_advantages, group_std
-from rl_train.objective import Totals, micro_batches, rollout_loss, token_logps
+from rl_train.grpo import group_advantages
+from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
+from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
-from rl_train.rollout import Rollout, noise, sample
-from rl_train.tb import Log, rollout_sums, scalars
-
-EVAL_BATCHES = (
-    2  # training batches in one of an evaluation, which holds one answer a prompt and no gradient
-)
+from rl_train.statistics import before_after_table
+from rl_train.tb import Log
 
 
-@dataclass
-class Work:
-    """One task's rollouts of one batch, with all that the update needs."""
-
-    task: object
-    rollout: Rollout
-    rewards: dict[str, torch.Tensor]  # {component: (N,)}
-    reward: torch.Tensor  # (N,) NaN = not scored
-    advantages: torch.Tensor  # (N,)
-    reference: list[torch.Tensor]  # [logp (N, T), latent mean (M, D)]
-
-
-def train(
-    args,
-    ranks,
-    policy,
-    roles,
-    tasks,
-    watch,
-    loader,
-    optimizer,
-    scheduler,
-    log,
-    start,
-    max_steps,
-    evaluate_now,
-):
-    """The loop: steps, and what is seen and kept of them."""
-    progress = tqdm(total=max_steps, initial=start, desc="training", disable=not ranks.is_main)
-    for step, batches in enumerate(steps(loader, args.gradient_accumulation_steps), start):
-        if step >= max_steps:
+def train(parts: Parts, loader, end_of_step):
+    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+    state, config = parts.state, parts.config
+    policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
+    G, T = config.rollout.num_generations, config.rollout.max_completion_length
+    average = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
+    for batches in steps(loader, optim.gradient_accumulation_steps):
+        if state.step >= parts.max_steps:
             break
-        clock, rate = Clock(ranks.device), scheduler.get_last_lr()[0]
-        work, sums, norms = train_step(
-            args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock
-        )
-        if step == start and clock.peaks:
-            print0(
-                "peak memory of the first step, GiB: "
-                + ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items())
-            )
-        done = step + 1
-        report(args, ranks, roles, watch, log, progress, step, work, sums, norms, rate, clock)
-        if args.eval_steps and done % args.eval_steps == 0 or done == max_steps:
-            for w in work[-len(tasks) :]:
-                log.pictures(done, w.task, w.rollout, w.reward, w.advantages)
-            evaluate_now(done)
-        if done % args.save_steps == 0 or done == max_steps:
-            checkpoint.save(
-                args.output_dir, done, policy, roles, optimizer, scheduler, args, ranks.is_main
-            )
-    progress.close()
+        clock, tally, work = Clock(policy.device), Tally(), []
+        for batch in batches:  # B samples
+            features = policy.encode(batch)  # for all rows, tasks and roles
+            clock("encode")
+            for number, task in enumerate(state.tasks):
+                draws = Draws(seed, state.step, number, batch.index, G)
+                prompts = task.prompts(batch, features)  # B
+                with roles.use("policy"):
+                    rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))  # N
+                    if task.action:
+                        rollout.action = task.action.draw(rollout, draws)
+                clock("rollout")
+                outcome = task.judge(rollout)  # {component: (N,)}
+                reward = combine(outcome.rewards, task.weights)  # (N,)
+                control = (config.reward.control, (seed, state.step, number), batch.index)
+                reward = control_rewards(reward, G, *control)
+                advantages = group_advantages(reward, G).to(policy.device)  # (N,)
+                clock("teacher")
+                with roles.use("reference"):
+                    reference = score_all(policy, task, rollout, optim.micro_batch_size)  # (N, T)
+                work.append(Work(task, rollout, outcome, reward, advantages, reference))
+                clock("reference")
+        totals, learnable = step_totals(work, parts.ranks.world_size)
+        for iteration in range(optim.num_iterations if learnable else 0):
+            for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
+                with average.averaging(last):
+                    loss, statistics = average(w, rows, totals[w.task.name], last=last)
+                    loss.backward()  # gradients add up over rows and tasks
+                tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
+            update(state, average, tally, optim.max_grad_norm)
+            roles.update_teacher(optim.ema_decay)
+        end_of_step(state, work, tally, clock)
 
 
-def train_step(
-    args, ranks, policy, roles, tasks, optimizer, scheduler, batches, step, clock
-) -> tuple[list[Work], dict, dict]:
-    """One step: rollouts of all batches, then the updates. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
-
-    Returns:
-        the work of each batch and task; {task: sums of loss and statistics}; {group: gradient norm}, empty if nothing could be learnt.
-    """
-    work = []
-    for batch in batches:  # B samples, already tensors
-        images = policy.encode_images(
-            batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes
-        )  # a GPU goes on while the noise is drawn
-        random = [
-            noise(
-                args.seed,
-                step,
-                number,
-                batch.index,
-                args.num_generations,
-                args.max_completion_length,
-                policy.model.config.prompt_size if task.mask_sigma else 0,
-            )
-            for number, task in enumerate(tasks)
-        ]
-        clock("encode")
-        for number, task in enumerate(tasks):
-            with roles.use("policy"):
-                rollout = sample(
-                    policy,
-                    batch,
-                    images,
-                    task.prompts(batch, images),
-                    args.num_generations,
-                    args.max_completion_length,
-                    random[number],
-                    task.mask_sigma,
-                )  # N rows
-            clock("rollout")
-            rewards = task.rewards(rollout)  # {component: (N,)}
-            reward = combine(rewards, task.weights)  # (N,)
-            reward = control_rewards(
-                reward, args.num_generations, args.control, (args.seed, step, number), batch.index
-            )
-            advantages = group_advantages(reward, args.num_generations)  # (N,)
-            clock("teacher")
-            with roles.use("reference"):
-                reference = score_all(policy, rollout, args.micro_batch_size)  # (N, T) and (M, D)
-            work.append(
-                Work(task, rollout, rewards, reward, advantages.to(ranks.device), reference)
-            )
-            clock("reference")
-    policy.join()  # of ranks that share the base out
-    learnable = sum(
-        (group_std(w.reward, args.num_generations) > 0).sum().item() * w.task.loss_weight
-        for w in work
-    )
-    totals = {w.task.name: step_totals(work, w.task, ranks) for w in work}
-    sums = {task.name: Counter() for task in tasks}
-    norms = {}
-    for iteration in range(
-        args.num_iterations if distributed.all_sum({"n": learnable}, ranks.device)["n"] else 0
-    ):
-        for w in work:
-            scored = ~w.reward.isnan().to(ranks.device)
-            for rows in micro_batches(len(w.rollout), args.micro_batch_size):
-                loss, stats = rollout_loss(
-                    policy,
-                    w.rollout,
-                    rows,
-                    w.advantages,
-                    scored,
-                    w.reference,
-                    totals[w.task.name],
-                    args,
-                )
-                (w.task.loss_weight * loss).backward()  # gradients add up over rows and tasks
-                add_stats(sums[w.task.name], loss, stats, iteration)
-        norms = update(args, policy, optimizer, sums)
-        roles.update_teacher(args.ema_decay)
-    for _ in range(args.num_iterations):
-        scheduler.step()  # by time, also where nothing was learnt
-    clock("update")
-    return work, sums, norms
-
-
-def score_all(policy, rollout, micro_batch_size) -> list[torch.Tensor]:
-    """[logp (N, T), latent mean (M, D)] of a whole rollout under the role in use."""
-    scores = [
-        token_logps(policy, rollout, rows) for rows in micro_batches(len(rollout), micro_batch_size)
-    ]
-    return [torch.cat([s.logp for s in scores]), torch.cat([s.latent_mean for s in scores])]
-
-
-def step_totals(work, task, ranks) -> Totals:
-    """Rows, tokens and [SEG] tokens that this step scores for `task`, per rank on average (see `Totals`)."""
-    mine = Counter(rows=0, tokens=0, latents=0)
-    for w in work:
-        if w.task is task:
-            scored = ~w.reward.isnan()
-            mine["rows"] += len(w.reward)
-            mine["tokens"] += int(w.rollout.valid[scored.to(ranks.device)].sum())
-            mine["latents"] += (
-                int(scored[w.rollout.seg_rows.cpu()].sum()) if w.rollout.has_mask else 0
-            )
-    total = distributed.all_sum(mine, ranks.device)
-    return Totals(**{name: max(count, 1) / ranks.world_size for name, count in total.items()})
-
-
-def add_stats(sums, loss, stats, iteration):
-    sums["loss"] += loss.item()
-    for name, value in stats.items():
-        if name != "sampler_gap":
-            sums[name] += value.item()
-        elif iteration == 0:  # later weights are not those that sampled
-            sums[name] = max(sums[name], value.item())
-
-
-def update(args, policy, optimizer, sums) -> dict[str, float]:
-    """Average gradients over ranks, clip, step. Returns the gradient norm of each group before clipping.
+def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_norm: float):
+    """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
-        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has been stepped.
+        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has
+            been stepped.
     """
-    parameters = list(policy.trainable.values())
-    faults = [
-        f"{task} {name}"
-        for task, values in sums.items()
-        for name, value in values.items()
-        if not math.isfinite(value)
-    ]
+    faults = tally.not_finite()
+    norms = average.own_norms().items()
     faults += [
-        f"gradient of {name} (norm {norm})"
-        for name, norm in gradient_norms(policy).items()
-        if not math.isfinite(norm)
+        f"gradient of {name} (norm {norm})" for name, norm in norms if not math.isfinite(norm)
     ]
     distributed.raise_on_any_rank(faults)
-    distributed.average_gradients(parameters)
     squares = Counter()
-    for name, norm in gradient_norms(policy).items():
-        squares[policy.group_of(name)] += norm**2
-    torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {group: math.sqrt(square) for group, square in squares.items()}
+    for name, norm in gradient_norms(state.policy.trainable).items():
+        squares[state.policy.group_of(name)] += norm**2
+    torch.nn.utils.clip_grad_norm_(list(state.policy.trainable.values()), max_grad_norm)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    tally.updates += 1
+    tally.points |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
 
 
-def gradient_norms(policy) -> dict[str, float]:
-    """Of each parameter that has a gradient; one copy from the GPU for all."""
-    there = {name: p.grad for name, p in policy.trainable.items() if p.grad is not None}
-    return (
-        dict(zip(there, torch.stack(torch._foreach_norm(list(there.values()))).tolist()))
-        if there
-        else {}
-    )
-
-
-def report(args, ranks, roles, watch, log, progress, step, work, sums, norms, rate, clock):
-    """Curves, progress bar and JSON lines of one step; raises on all ranks if judge or data have failed too often.
+class EndOfStep:
+    """What is seen and kept of each step: curves, rollouts, evaluations, checkpoints.
 
     A step that could learn nothing has no curves of the update.
     """
-    values, show, tokens = {}, {}, 0
-    for name in sums:
-        mine = [w for w in work if w.task.name == name]
-        counts = Counter(sums[name])
-        for w in mine:
-            counts.update(rollout_sums(w.rollout, w.rewards, w.reward))
-            log.rollouts(step, w.task, w.rollout, w.rewards, w.reward, w.advantages)
-        keys = (
-            "loss",
-            "policy_loss",
-            "tokens",
-            "kl",
-            "clipped",
-            "entropy",
-            "latent_loss",
-            "latent_kl",
-            "latents",
-            "mask_loss",
-        )
-        gap = max(distributed.gather_objects(counts.pop("sampler_gap", 0.0)))
-        total = distributed.all_sum(
-            {**dict.fromkeys(keys if norms else (), 0.0), **counts}, ranks.device
-        )
-        if norms:
-            for averaged in ("loss", "policy_loss", "latent_loss", "mask_loss"):
-                total[averaged] /= ranks.world_size * args.num_iterations
-            values |= {
-                f"{name}/sampler_gap": gap,
-                "total_loss": values.get("total_loss", 0.0)
-                + mine[0].task.loss_weight * total["loss"],
-            }
-        curves = scalars(total)
-        tokens += total["length"]
-        values |= {f"{name}/{key}": value for key, value in curves.items()}
-        if mine[0].task.mask_sigma:
-            values[f"{name}/mask_sigma"] = mine[0].task.mask_sigma
-        show[name] = f"{curves.get('reward_mean', math.nan):.3f}"
-    values |= {f"grad_norm/{group}": norm for group, norm in norms.items()}
-    values |= {
-        "teacher/drift": roles.distance("teacher", "reference"),
-        "teacher/lag": roles.distance("teacher", "policy"),
-    }
-    values |= {f"perf/{phase}_seconds": seconds for phase, seconds in clock.seconds.items()}
-    values |= {
-        "learning_rate": rate,
-        "perf/step_seconds": sum(clock.seconds.values()),
-        "perf/rollout_tokens_per_second": tokens / clock.seconds["rollout"],
-    }
-    if clock.peaks:
-        values |= {f"perf/peak_memory_gib/{phase}": peak for phase, peak in clock.peaks.items()}
-        values["perf/peak_memory_gib"] = max(clock.peaks.values())
-    if watch.judge:
-        judged = distributed.all_sum(watch.judge.take_counts(), ranks.device)
-        values["judge/failed_frac"] = judged["failed"] / max(judged["asked"], 1)
-        show["judge_failed"] = f"{values['judge/failed_frac']:.0%}"
-    mine = [name for w in work for name in w.rollout.batch.damaged]
-    for name in watch.damaged.add(
-        name for names in distributed.gather_objects(mine) for name in names
-    ):
-        print0(f"left out, another sample in its place: {name}")
-    values["data/damaged"] = len(watch.damaged.names)
-    log.scalars(values, step + 1)
-    progress.set_postfix(show)
-    progress.update()
-    if watch.judge:
-        watch.judge_failures.add(**judged)
-    watch.damaged.check()
 
-
-class Clock:
-    """Seconds and peak GPU memory of each phase of a step; waits for the GPU, so that work is booked where it was asked for.
-
-    Attributes:
-        laps: (phase, seconds, bytes) of each phase that has ended, in order; 0 bytes without a GPU.
-    """
-
-    def __init__(self, device):
-        self.gpu, self.laps = device if device.type == "cuda" else None, []
-        if self.gpu:
-            torch.cuda.reset_peak_memory_stats(self.gpu)
-        self.last = time.perf_counter()
-
-    def __call__(self, phase: str):
-        peak = 0
-        if self.gpu:
-            torch.cuda.synchronize(self.gpu)
-            peak = torch.cuda.max_memory_allocated(self.gpu)
-            torch.cuda.reset_peak_memory_stats(self.gpu)
-        now = time.perf_counter()
-        self.laps.append((phase, now - self.last, peak))
-        self.last = now
-
-    @property
-    def seconds(self) -> Counter:
-        """{phase: seconds}, of all its laps together."""
-        found = Counter()
-        for phase, seconds, _ in self.laps:
-            found[phase] += seconds
-        return found
-
-    @property
-    def peaks(self) -> dict[str, float]:
-        """{phase: GiB at most}, empty without a GPU."""
-        return (
-            {
-                phase: max(peak for name, _, peak in self.laps if name == phase) / 2**30
-                for phase in self.seconds
-            }
-            if self.gpu
-            else {}
+    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
+        self.parts, self.log, self.evaluator = parts, log, evaluator
+        self.start, main = parts.state.step, parts.ranks.is_main
+        self.progress = tqdm(
+            total=parts.max_steps, initial=self.start, desc="training", disable=not main
         )
 
+    def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
+        run = self.parts.config.run
+        tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
+        for _ in range(self.parts.config.optim.num_iterations):
+            state.scheduler.step()  # by time, also where nothing was learnt
+        clock("update")
+        state.step += 1
+        if state.step == self.start + 1 and clock.peaks:
+            peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items())
+            print0(f"peak memory of the first step, GiB: {peaks}")
+        self.report(state, work, tally, clock)
+        last = state.step == self.parts.max_steps
+        if last or (run.eval_steps and state.step % run.eval_steps == 0):
+            for w in work[-len(state.tasks) :]:
+                self.log.pictures(state.step, w, state.policy)
+            self.evaluator(state, self.log)
+        if last or state.step % run.save_steps == 0:
+            flags, main = self.parts.flags, self.parts.ranks.is_main
+            checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
+        if last:
+            self.progress.close()
 
-def run(args, ranks, p: Parts):
+    def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
+        """Log the step; raises on all ranks if judge or data have failed too often."""
+        parts, failed_frac = self.parts, "judge/failed_frac"
+        for w in work:
+            tally.add_rollout(w)
+            self.log.rollouts(state.step - 1, w)
+        if parts.judge:
+            tally.mean(failed_frac, *parts.judge.take_counts().values())
+        tallies = gather_objects(tally)
+        points = curves(tallies, {task.name: task.weight for task in state.tasks})
+        points |= clock.curves(sum(t.num_tokens for t in tallies))
+        for name in parts.damaged.add(name for t in tallies for name in t.damaged):
+            print0(f"left out, another sample in its place: {name}")
+        points["data/damaged"] = len(parts.damaged.names)
+        points["teacher/drift"] = state.roles.distance("teacher", "reference")
+        points["teacher/lag"] = state.roles.distance("teacher", "policy")
+        self.log.scalars(points, state.step)
+        names = [task.name for task in state.tasks]
+        means = {name: f"{points.get(f'{name}/reward_mean', math.nan):.3f}" for name in names}
+        self.progress.set_postfix(means)
+        self.progress.update()
+        if parts.judge:
+            counts = (
+                sum(t.totals[failed_frac] for t in tallies),
+                sum(t.counts[failed_frac] for t in tallies),
+            )
+            parts.judge_failures.add(*counts)
+        parts.damaged.check()
+
+
+def run(parts: Parts):
     """Measure, train, measure again, and print both."""
-    measured, start = {}, p.sampler.start
-
-    def evaluate_now(step):
-        roles = ("policy", "teacher") if step else ("policy",)  # alike before the first step
-        found = evaluate_roles(
-            p.policy,
-            p.roles.use,
-            roles,
-            p.heldout,
-            EVAL_BATCHES * args.batch_size,
-            args.max_completion_length,
-            args.num_workers,
-            ranks,
-        )
-        measured[step] = found["policy"].values
-        metrics, file = (
-            means(measured[step]),
-            Path(args.output_dir) / "evaluation" / f"step_{step}.json",
-        )
-        if (
-            step > start or not file.is_file()
-        ):  # else its points are there, of the run that is resumed
-            log.scalars({f"eval/{metric}": value for metric, value in metrics.items()}, step)
-            log.scalars(
-                {
-                    f"eval_ema/{metric}": value
-                    for metric, value in means(found[roles[-1]].values).items()
-                },
-                step,
-            )
-        if ranks.is_main:
-            file.parent.mkdir(exist_ok=True)
-            file.with_suffix(".tmp").write_text(json.dumps(record(found["policy"], vars(args))))
-            file.with_suffix(".tmp").replace(file)
-        if step and args.eval_steps:
-            score = sum(metrics[name] for name in SCORES) / len(SCORES)
-            checkpoint.save_if_best(
-                args.output_dir,
-                step,
-                score,
-                metrics,
-                p.policy,
-                p.roles,
-                p.optimizer,
-                p.scheduler,
-                args,
-                ranks.is_main,
-            )
-
-    if p.resume:
-        print0(f"resuming from {p.resume}")
-    with closing(Log(args.output_dir, ranks, start)) as log:
-        log.hparams(args)
-        evaluate_now(0)  # the base: a fresh LoRA adds nothing
-        if p.resume:
-            checkpoint.load(p.resume, p.policy, p.roles, p.optimizer, p.scheduler, ranks.rank)
-        loader = train_loader(p.train_set, p.policy.inputs, p.sampler, args.num_workers)
-        train(
-            args,
-            ranks,
-            p.policy,
-            p.roles,
-            p.tasks,
-            p.watch,
-            loader,
-            p.optimizer,
-            p.scheduler,
-            log,
-            start,
-            p.max_steps,
-            evaluate_now,
-        )
-        if p.max_steps not in measured:  # resumed after its last step
-            evaluate_now(p.max_steps)
-    print0(before_after_table(measured[0], measured[p.max_steps]))
-    print0(f"curves and pictures: tensorboard --logdir {args.output_dir}/tensorboard")
+    config, state, start = parts.config, parts.state, parts.state.step
+    tokens, workers = config.rollout.max_completion_length, config.data.num_workers
+    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers)
+    with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
+        log.hparams(parts.flags)
+        evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, start)
+        evaluator.base(state, log)
+        loader = train_loader(parts.train_set, state.policy.inputs(tokens), parts.sampler, workers)
+        train(parts, loader, EndOfStep(parts, log, evaluator))
+        if parts.max_steps not in evaluator.measured:  # resumed after its last step
+            evaluator(state, log)
+    print0(before_after_table(evaluator.measured[0], evaluator.measured[parts.max_steps]))
+    print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
 
 
 def main(argv=None):
-    args = parse_args(argv)
+    config = cli.parse(argv)
     ranks = distributed.init()
     try:
         try:
-            parts = build(args, ranks)
+            parts = build(config, ranks)
         except ValueError as error:  # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
         try:
-            run(args, ranks, parts)
+            run(parts)
         except (DamagedFile, BadReward) as error:
             raise SystemExit(f"rl_train: {error}") from error
         except JudgeFailed as error:
-            raise SystemExit(
-                f"rl_train: --llm_judge_base_url {args.llm_judge_base_url}: {error}"
-            ) from error
+            url = config.reward.llm_judge_base_url
+            raise SystemExit(f"rl_train: --llm_judge_base_url {url}: {error}") from error
         except BadData as error:
-            sentence = str(error).splitlines()[
-                -1
-            ]  # from a worker it comes with the worker's traceback
-            raise SystemExit(f"rl_train: --data_dir {args.data_dir}: {sentence}") from error
+            sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
+            raise SystemExit(f"rl_train: --data_dir {config.data.data_dir}: {sentence}") from error
     finally:
         distributed.close()
 

@@ -1,6 +1,9 @@
-"""What passes between data, policy and tasks."""
+"""The records that rooms hand to each other.
 
-from dataclasses import dataclass
+Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T tokens, C LLM width.
+"""
+
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -40,3 +43,40 @@ class Inputs(Protocol):
 
     def collate(self, prepared: list) -> object:
         """The model's inputs of a batch, from what `prepare` made of each sample."""
+
+
+@dataclass
+class Rollout:
+    """N answers of a policy to the prompts of a batch, as they were sampled."""
+
+    batch: Batch
+    features: object  # what the policy made of the batch's images, shared by all rows and roles
+    prompts: object  # N prompts, the policy's own
+    texts: list[str]  # N answers, cut at the stop text
+    num_generations: int
+    ids: torch.Tensor  # (N, T)
+    logp: torch.Tensor  # (N, T) under the weights that sampled
+    valid: torch.Tensor  # (N, T) bool, up to and including the token that ends the answer
+    stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
+    hidden: torch.Tensor  # (N, T, C) last hidden state at each token as input
+    action: object | None = None  # what the task's action drew beside the text
+
+    def __len__(self):
+        return len(self.texts)
+
+    @property
+    def sample_of_row(self) -> list[int]:
+        return [row // self.num_generations for row in range(len(self))]
+
+    def of_rows(self, values: list) -> list:
+        """The entry of each row's sample, of one list entry a sample."""
+        return [values[i] for i in self.sample_of_row]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a task says of a rollout."""
+
+    rewards: dict[str, torch.Tensor]  # {component: (N,)} on the CPU, NaN = could not be obtained
+    masks: list[torch.Tensor]  # N (H, W) bool: what was judged, for pictures and guards
+    replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked

@@ -9,7 +9,7 @@ from tqdm import tqdm
 from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from rl_train.policies.sa2va_prompts import PromptBuilder
+from sa2va_hf.prompts import PromptBuilder
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from tools.demo_scenes import caption, make_scene

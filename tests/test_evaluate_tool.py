@@ -1,4 +1,5 @@
-"""The evaluation tool as a user runs it: a base, a run's checkpoint, an exported folder, RefCOCO, and against an earlier file."""
+"""The evaluation tool as a user runs it: a base, a run's checkpoint, an exported folder, RefCOCO,
+and against an earlier file."""
 
 import json
 import shutil
@@ -225,7 +226,8 @@ def test_bad_input(data, base, trained, tmp_path):
     )
     refused("the run started from /gone", "--checkpoint", model_path=moved)
     assert not (tmp_path / "new.json").exists()
-    # Another data set of the same size and layout, hence of the same ids: known when it was measured, so the measurement is kept.
+    # Another data set of the same size and layout, hence of the same ids: known when it was
+    # measured, so the measurement is kept.
     refused("--before", "other samples", "sample 0 was", before=base, data_dir=data / "train")
     assert json.loads((tmp_path / "new.json").read_text())["num_samples"] == 5
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.guards import has_digit, is_whole, repeats
+from rl_train.rewards.guards import has_digit, is_whole, repeats
 from rl_train.tb import rollout_sums, scalars
 
 

@@ -79,10 +79,9 @@ def use_by_hand():
     """A rank's share of the demo checkpoint is half of all layers, and parts run in any order and number."""
     ranks = distributed.init()
     shards = Shards(ranks)
-    whole, model = (
-        Sa2VAModel.from_pretrained(CHECKPOINT),
-        Sa2VAModel.from_pretrained(CHECKPOINT, shards=shards),
-    )
+    whole, model = Sa2VAModel.from_pretrained(CHECKPOINT), Sa2VAModel.blank(CHECKPOINT)
+    shards.split(model)
+    model.load_weights(CHECKPOINT, shards.fill)
     state, shared = model.state_dict(), 0
     for name, tensor in whole.state_dict().items():
         of_layer = name.startswith(("vision_model.encoder.layer.", "language_model.model.layers."))

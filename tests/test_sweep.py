@@ -1,4 +1,5 @@
-"""The sweep's arms are the demo's flags with changes, its runs are resumed or skipped, and its table is of complete runs."""
+"""The sweep: arms are the demo's flags with changes, runs are resumed or skipped, and its table is
+of complete runs."""
 
 import json
 from types import SimpleNamespace

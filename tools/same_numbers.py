@@ -53,7 +53,7 @@ def numbers(output: Path, steps: int) -> dict[str, object]:
     }
     for file in sorted((output / "rollouts").iterdir()):
         for number, line in enumerate(file.read_text().splitlines()):
-            found[f"rollout {file.stem} line {number}"] = json.loads(line)
+            found[f"rollout {file.stem} line {number}"] = sorted(json.loads(line).items())
     for file in sorted((output / "evaluation").iterdir()):
         record = json.loads(file.read_text())
         found |= {f"held out {file.stem} {key}": record[key] for key in ("values", "captions")}

@@ -1,1 +1,45 @@
-"""Who answers: a policy for each family of models, and what all of them share."""
+"""Who answers: one file for each family of models, and what all of them share (`lora`).
+
+The loop knows a policy by this protocol; a task also knows what its own family can be asked.
+"""
+
+from typing import Protocol
+
+import torch
+
+from rl_train.types import Batch, Rollout
+
+
+class Scores(Protocol):
+    """What one forward says of n rows."""
+
+    logp: torch.Tensor  # (n, T) with gradient, 0 where not valid
+    entropy: torch.Tensor  # (n, T) detached, 0 where not valid
+
+
+class Policy(Protocol):
+    """A model with its tokenizer and prompts, and what of it trains."""
+
+    model: torch.nn.Module
+    trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
+    device: torch.device
+
+    def group_of(self, name: str) -> str:
+        """The group that a trainable belongs to, by which gradient norms are logged."""
+
+    def inputs(self, max_new_tokens: int):
+        """What prepares and collates samples in the loader's workers, without the model."""
+
+    def encode(self, batch: Batch) -> object:
+        """Features of a batch's images, before what trains: shared by rows, tasks and roles."""
+
+    def sample(
+        self, batch, features, prompts, num_generations, max_new_tokens, uniforms=None
+    ) -> Rollout:
+        """G answers to each prompt, by `uniforms` (N, T); without them greedily."""
+
+    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Scores:
+        """Log-probs of sampled tokens by a full forward over image, prompt and answer."""
+
+    def picture(self, batch: Batch, sample: int):
+        """The PIL image of one sample, for people to look at."""

@@ -1,92 +1,115 @@
-"""Loop 2, caption -> mask -> caption': the policy answers a caption with a sampled mask, the teacher describes it.
+"""Loop 2, caption -> mask -> caption': the policy samples a mask, the teacher describes it."""
 
-The answer's text is nearly constant and the mask a deterministic function of it, so the sampled prompt embedding behind
-[SEG] is the action that gives a group its variance (FACTS 7).
-"""
+from dataclasses import dataclass
 
-import torch
-
-from rl_train.policies.sa2va import Images, Policy, Prompts
-from rl_train.policies.sa2va_prompts import SEGMENT, phrase
+from rl_train.config import SHARE, WEIGHT, flag
+from rl_train.data.text import phrase
+from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
-from rl_train.roles import Roles
-from rl_train.rollout import Rollout, caption_likelihood, describe
+from rl_train.rewards.custom import user_components
+from rl_train.tasks.protocol import Context
+from rl_train.tasks.sampled_mask import SampledMask
+from rl_train.types import Batch, Outcome, Rollout
+from sa2va_hf.batches import Images, Prompts
+from sa2va_hf.prompts import SEGMENT
 
 
 class CaptionMaskCaption:
     name = "loop2"
 
-    def __init__(self, policy: Policy, roles: Roles, args, judge=None, user_rewards=()):
-        if args.use_llm_judge_loop2 and judge is None:
-            raise ValueError("--use_llm_judge_loop2: loop 2 was given no judge")
-        self.policy, self.roles = policy, roles
-        self.judge = judge if args.use_llm_judge_loop2 else None
-        self.user_rewards = user_rewards
-        share = args.likelihood_share
-        caption = (
-            {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.judge else {"meteor": 1.0}
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of loop 2's loss", name="caption_to_mask_weight", type=WEIGHT)
+        mask_sigma: float | str = flag(
+            "auto",
+            "std of the Gaussian over SAM2's prompt embedding; auto = masks so drawn have a mean "
+            "IoU of 0.8 with the mean's; 0 = none is drawn, the text is the only action",
+            type=lambda text: text if text == "auto" else WEIGHT(text),
         )
-        self.weights = {name: (1 - share) * weight for name, weight in caption.items() if share < 1}
-        self.weights |= ({"likelihood": share} if share else {}) | {
-            reward.name: reward.weight for reward in user_rewards
-        }
-        self.loss_weight = args.caption_to_mask_weight
-        self.mask_sigma = args.mask_sigma
-        self.max_new_tokens = args.max_completion_length
+        mask_loss_coef: float = flag(
+            0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
+        )
+        likelihood_share: float | None = flag(
+            None,
+            "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
+            "with --use_llm_judge_loop2 0",
+            type=SHARE,
+        )
+        use_llm_judge_loop2: bool = flag(
+            False, "0.25 METEOR + 0.75 judge in place of METEOR; needs --use_llm_judge"
+        )
 
-    def prompts(self, batch, images: Images) -> Prompts:
-        return self.policy.segment_prompts(images, list(range(len(batch))), batch.captions)
+        @property
+        def trains(self) -> tuple[str, ...]:
+            prompt = ("text_hidden_fcs",) if self.mask_sigma != 0 or self.mask_loss_coef else ()
+            return ("lora", "mlp1", *prompt, *(("sam2",) if self.mask_loss_coef else ()))
 
-    def rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
+        @property
+        def share(self) -> float:
+            """--likelihood_share with its default."""
+            if self.likelihood_share is not None:
+                return self.likelihood_share
+            return 0.0 if self.use_llm_judge_loop2 else 0.5
+
+    def __init__(self, options: Options, context: Context):
+        self.context, self.weight, share = context, options.weight, options.share
+        if options.use_llm_judge_loop2 and (not context.judge or share == 1):
+            raise ValueError(
+                "--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available"
+                if share < 1
+                else "--use_llm_judge_loop2: --likelihood_share 1 leaves the judge no share"
+            )
+        self.llm_judge = context.judge if options.use_llm_judge_loop2 else None
+        self.action = SampledMask(context.policy, options.mask_sigma, options.mask_loss_coef)
+        parts = (
+            {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.llm_judge else {"meteor": 1.0}
+        )
+        self.weights = {name: (1 - share) * part for name, part in parts.items() if share < 1}
+        self.weights |= {"likelihood": share} if share else {}
+        self.weights |= {reward.name: reward.weight for reward in context.user_rewards}
+
+    def prompts(self, batch: Batch, images: Images) -> Prompts:
+        """The question for the mask of each sample's caption."""
+        policy = self.context.policy
+        return policy.segment_prompts(images, list(range(len(batch))), batch.captions)
+
+    def judge(self, rollout: Rollout) -> Outcome:
         """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
-        METEOR of the teacher's caption of each mask against the prompt's caption, and the likelihood that the teacher gives the
-        prompt's caption as a description of it; an empty mask scores 0 without asking the teacher. The IoU with the region is a
-        measurement that the reward does not see. Fills rollout.replies with the teacher's captions.
+        METEOR of the teacher's caption of each mask against the prompt's caption, and the
+        likelihood that the teacher gives the prompt's caption as a description of it; an empty mask
+        scores 0 without asking the teacher. The IoU with the region is a measurement that the
+        reward does not see.
 
-        The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With --use_llm_judge_loop2 0.25 "meteor" +
-        0.75 "judge", the judge's score of the same pair, stands for METEOR. Where the judge gives NaN the row is not scored at all.
-        The user's own rewards follow, each by its name; they are called with lists of N prompts, captions (the prompts' ones),
-        image_ids, replies (the teacher's captions), masks (sampled) and targets (the regions), masks being (H, W) bool.
+        The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With
+        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair,
+        stands for METEOR. Where the judge gives NaN the row is not scored at all. The user's own
+        rewards follow, each by its name; they are called with lists of N prompts, captions (the
+        prompts' ones), image_ids, replies (the teacher's captions), masks (sampled) and targets
+        (the regions), masks being (H, W) bool.
         """
-        references = [rollout.batch.captions[i] for i in rollout.sample_of_row]
-        with self.roles.use("teacher"):
-            rollout.replies = describe(
-                self.policy,
-                rollout.batch,
-                rollout.images,
-                rollout.prompts.image,
-                rollout.masks,
-                self.max_new_tokens,
-            )
+        policy, tokens = self.context.policy, self.context.max_new_tokens
+        captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks
+        question = (policy, rollout.features, rollout.prompts.image, masks)
+        rewards = {}
+        with self.context.roles.use("teacher"):
+            replies = describe(*question, tokens)
             if "likelihood" in self.weights:
-                likelihood = caption_likelihood(
-                    self.policy,
-                    rollout.images,
-                    rollout.prompts.image,
-                    rollout.masks,
-                    references,
-                    self.max_new_tokens,
-                )
-        targets = [rollout.batch.masks[i].to(self.policy.device) for i in rollout.sample_of_row]
-        rewards = {
-            "meteor": meteor(references, rollout.replies),
-            "iou": mask_iou(rollout.masks, targets).cpu(),
-        }
-        if "likelihood" in self.weights:
-            rewards["likelihood"] = likelihood
-        for reward in self.user_rewards:
-            rewards[reward.name] = reward(
-                rollout.texts,
-                prompts=[SEGMENT.replace("{x}", phrase(text)) for text in references],
-                captions=references,
-                replies=rollout.replies,
-                masks=rollout.masks,
-                targets=targets,
-                image_ids=[rollout.batch.image_ids[i] for i in rollout.sample_of_row],
-            )
-        if self.judge:
-            rewards["judge"] = self.judge.score(references, rollout.replies)
+                rewards["likelihood"] = caption_likelihood(*question, captions, tokens)
+        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
+        rewards |= user_components(
+            self.context.user_rewards,
+            rollout.texts,
+            prompts=[SEGMENT.replace("{x}", phrase(text)) for text in captions],
+            captions=captions,
+            replies=replies,
+            masks=masks,
+            targets=targets,
+            image_ids=rollout.of_rows(rollout.batch.image_ids),
+        )
+        if self.llm_judge:
+            rewards["judge"] = self.llm_judge.score(captions, replies)
             rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())
-        return rewards
+        return Outcome(rewards, masks, replies)

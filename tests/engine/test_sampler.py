@@ -9,7 +9,7 @@ from rl_train.engine.sampler import generate
 from rl_train.engine.tokens import StopText
 from rl_train.objective import token_logps
 from rl_train.policies.sa2va import load_tokenizer
-from rl_train.policies.sa2va_prompts import PromptBuilder
+from sa2va_hf.prompts import PromptBuilder
 from rl_train.rollout import noise, sample
 from tools.make_demo import SHIPPED_CHECKPOINT
 

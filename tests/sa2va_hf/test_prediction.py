@@ -1,4 +1,4 @@
-"""`predict_forward` of the demo model: the same answers as the trainer's batched form, videos, and every kind of input."""
+"""`predict_forward` of the demo model: the trainer's answers, videos, and every kind of input."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,8 @@ def test_captions_are_those_of_the_batched_form(built, scenes, batch):
 
 
 def test_scripts_of_the_original_run(built, scenes, policy):
-    """The tokenizer is kept, `processor` is ignored, <image> without an image is removed, an answer's length can be set."""
+    """The tokenizer is kept, `processor` ignored, <image> without an image removed, and an answer's
+    length can be set."""
     model = policy().model
     fresh = type(model)(model.config)
     with pytest.raises(ValueError, match="needs a tokenizer"):
@@ -147,7 +148,8 @@ def test_text_alone_and_past_text(built, force):
         "prediction": answer,
         "prediction_masks": [],
     }  # without an image there is nothing to segment
-    past = f"<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n{first['prediction']}\n"
+    past = "<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n"
+    past += f"{first['prediction']}\n"
     prompts = []
     embed = built.model.embed
     built.model.embed = lambda ids, *rest: (
@@ -262,7 +264,7 @@ def test_bad_input(built, arguments, message):
 
 
 def test_video(built, scenes, force):
-    """Prompted frames are what each is as an image; later ones are tracked, each object by itself."""
+    """Prompted frames are what each is as an image; later ones are tracked, object by object."""
     frames = [scenes[i % 4]["image"].resize((300, 200)) for i in range(7)]
     force("It is [SEG] and [SEG].<|end|>")
     masks = predict(built, video=frames, text="<image>Go.")["prediction_masks"]

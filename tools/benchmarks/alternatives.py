@@ -12,12 +12,12 @@ from collections import Counter
 from unittest.mock import patch
 
 import torch
+from rl_train.rollout import describe, row_masks
 
 from rl_train import grpo, objective, train
 from rl_train.engine import Completions
 from rl_train.engine.packing import fed
 from rl_train.policies.sa2va import Images, Prompts, Scores
-from rl_train.rollout import describe, row_masks
 from rl_train.tasks import caption_mask_caption, mask_caption_mask
 from sa2va_hf.modeling_sa2va import positions
 from tools.benchmarks.common import synchronize

@@ -21,8 +21,8 @@ from rl_train.data.images import decode_image
 from rl_train.data.loader import StepSampler, train_loader
 from rl_train.policies.sa2va import load_tokenizer
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_mask
 from tools.make_demo import SHIPPED_CHECKPOINT
 

@@ -1,9 +1,9 @@
 """The token sampler against memory bandwidth and the alternatives, on one language model of random weights."""
 
 import torch
+from rl_train.engine.sampler import decoder_of, generate_plain
 
 from rl_train.engine.fused import unsupported
-from rl_train.engine.sampler import decoder_of, generate_plain
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import copy_bandwidth, device_name, random_llm, seconds
 from tools.random_checkpoint import CONFIG_4B

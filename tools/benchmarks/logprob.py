@@ -7,8 +7,6 @@ import copy
 import gc
 
 import torch
-
-from rl_train import grpo
 from rl_train.engine.logprob import (
     by_kernels,
     by_modules,
@@ -17,6 +15,8 @@ from rl_train.engine.logprob import (
     prepare_checkpointing,
     score_answers,
 )
+
+from rl_train import grpo
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import device_name, matmul_rate, random_llm, seconds_in_turns
 from tools.random_checkpoint import CONFIG_4B

@@ -11,12 +11,12 @@ Letters: B images, G rows of each, N = B*G rows, n regions of the data set.
 """
 
 import torch
+from rl_train.rollout import answer, describe, segment, segment_sampled
 
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks
 from rl_train.evaluation import bootstrap, paired_difference
 from rl_train.rewards import mask_iou
-from rl_train.rollout import answer, describe, segment, segment_sampled
 from tools import evaluate
 from tools.benchmarks import alternatives, work
 from tools.benchmarks.common import copy_bandwidth, device_name, matmul_rate, seconds_in_turns

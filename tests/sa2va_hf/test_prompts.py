@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from rl_train.policies.sa2va import load_tokenizer
-from rl_train.policies.sa2va_prompts import DESCRIBE, PromptBuilder, phrase
+from rl_train.data.text import phrase
+from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
 from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 

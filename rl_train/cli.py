@@ -1,0 +1,128 @@
+"""The command line of a run: from flags to a `Config`, and whose output folder it is."""
+
+import argparse
+import math
+from pathlib import Path
+
+from rl_train.config import PARTS, Config, add_flags, read_flags
+from rl_train.data import hub
+from rl_train.files import check_writable, read_json
+from rl_train.tasks import TASKS, load_task
+
+# Flags that may differ when a run is resumed; all others must be those that it was started with.
+FREE_ON_RESUME = {
+    *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
+    *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
+    *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
+    *("batch_size", "gradient_accumulation_steps", "world_size"),
+}
+PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
+
+
+def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
+    """The parser of all flags, those of the `tasks` {name: class} among them."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_train.train",
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Reinforcement learning by closed cycles; one process per GPU (torchrun).",
+    )
+    add_tasks_flag(parser)
+    for part in PARTS.values():
+        add_flags(parser, part)
+    for name, task in tasks.items():
+        add_flags(parser, task.Options, f"task {name}")
+    return parser
+
+
+def add_tasks_flag(parser):
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        default=list(TASKS),
+        metavar="TASK",
+        help=f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)",
+    )
+
+
+def parse(argv=None) -> Config:
+    """The checked config of a command line; a wrong value ends the program with one sentence."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_tasks_flag(parser)
+    names = parser.parse_known_args(argv)[0].tasks
+    try:
+        tasks = TASKS | {name: load_task(name) for name in names}
+        parser = build_parser(tasks)
+        return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
+    """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
+    chosen = f"--tasks {' '.join(args.tasks)}"
+    parts = {name: read_flags(args, part) for name, part in PARTS.items()}
+    options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
+    active = {name: option for name, option in options.items() if option.weight > 0}
+    if len({task.name for task in tasks.values()}) < len(args.tasks):
+        raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
+    if not active:
+        raise ValueError(f"{chosen}: none of them has a weight above 0")
+    for name in ("model_path", "data_dir", "eval_data_dir"):
+        path = getattr(args, name)
+        on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
+        if path is not None and not Path(path).is_dir() and not on_hub:
+            raise ValueError(f"--{name} {path}: no such folder")
+    return Config(**parts, tasks=active, flags=vars(args))
+
+
+# The output folder
+
+
+def check_output_dir(config: Config, flags: dict):
+    """Check that --output_dir is free, or holds the run that --resume is to continue.
+
+    Raises:
+        ValueError: the folder cannot be written, or holds a run of other `flags`, or a run while
+            --resume was not given.
+    """
+    folder, resume = Path(config.run.output_dir), config.run.resume
+    check_writable("--output_dir", folder)
+    file = folder / "config.json"
+    if file.is_file():
+        if not resume:
+            raise ValueError(
+                f"--output_dir {folder} already holds a run: pass --resume to continue it, or "
+                "another folder"
+            )
+        check_same(file, flags, f"--output_dir {folder}")
+    elif resume == "latest":
+        raise ValueError(
+            f"--resume: {file} does not exist, there is no run to continue in --output_dir"
+        )
+
+
+def check_same(file: Path, flags: dict, place: str):
+    """Raise ValueError, beginning with `place`, if the run of config `file` had other flags."""
+    before = read_json(file)
+    differing = sorted(
+        name
+        for name in flags
+        if name not in FREE_ON_RESUME and (name not in before or before[name] != flags[name])
+    )
+    if differing:
+        changes = (
+            f"--{name} was {before[name]}, now {flags[name]}"
+            if name in before
+            else f"--{name} did not exist then"
+            for name in differing
+        )
+        raise ValueError(f"{place} holds a run of another config: {', '.join(changes)}")
+    was, now = (
+        math.prod(values.get(name, 1) for name in PROMPTS_PER_STEP) for values in (before, flags)
+    )
+    if "world_size" in before and was != now:
+        raise ValueError(
+            f"{place} holds a run of {was} prompts a step, now {now}: --batch_size x "
+            "--gradient_accumulation_steps x processes must stay the same"
+        )

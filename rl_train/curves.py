@@ -1,0 +1,135 @@
+"""The curves of a step: what each rank counts, and the numbers that all of them together make.
+
+Names are TRL's where TRL has them. Letters: N rows of a rollout.
+"""
+
+import math
+import time
+from collections import Counter
+
+import torch
+
+from rl_train.grpo import group_std
+from rl_train.objective import Work
+from rl_train.rewards.custom import BadReward
+from rl_train.rewards.guards import has_digit, is_whole, repeats
+
+
+class Tally:
+    """One rank's counts of a step. A mean is a total and a count; without count it is no point."""
+
+    def __init__(self):
+        self.totals, self.counts, self.maxima = Counter(), Counter(), {}
+        self.sums, self.updates = Counter(), 0  # over micro-batches; what they are divided by
+        self.rewards: dict[str, list[float]] = {}  # {task: of every row}
+        self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
+        self.points: dict[str, float] = {}  # numbers that are equal on all ranks
+
+    def mean(self, name: str, total, count):
+        self.totals[name] += float(total)
+        self.counts[name] += float(count)
+
+    def add_rollout(self, work: Work):
+        """Count what a rollout and its rewards show."""
+        rollout, outcome, task, rows = work.rollout, work.outcome, work.task.name, len(work.reward)
+        self.num_tokens += int(rollout.valid.sum())
+        self.damaged += rollout.batch.damaged
+        self.rewards.setdefault(task, []).extend(work.reward.tolist())
+        std = group_std(work.reward, rollout.num_generations)
+        captions = outcome.replies or rollout.texts  # what describes
+        for name, total, count in (
+            ("frac_zero_std", (std == 0).sum(), len(std)),
+            ("completion_length", rollout.valid.sum(), rows),
+            ("truncated_frac", (~rollout.stopped).sum(), rows),
+            ("empty_frac", sum(not text for text in rollout.texts), rows),
+            ("unscored_frac", work.reward.isnan().sum(), rows),
+            ("repeats_frac", sum(map(repeats, captions)), rows),
+            ("digits_frac", sum(map(has_digit, captions)), rows),
+            ("whole_mask_frac", sum(map(is_whole, outcome.masks)), rows),
+        ):
+            self.mean(f"{task}/{name}", total, count)
+        if work.task.action:
+            for name, (total, count) in work.task.action.curves(rollout, outcome).items():
+                self.mean(f"{task}/{name}", total, count)
+        for name, values in outcome.rewards.items():
+            self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
+
+    def add_update(self, task: str, statistics: dict, on_policy: bool):
+        """Count a micro-batch's statistics; sampler_gap only under the weights that sampled."""
+        for name, value in statistics.items():
+            name = f"{task}/{name}"
+            if isinstance(value, tuple):
+                self.mean(name, *value)
+            elif not name.endswith("/sampler_gap"):
+                self.sums[name] += value.item()
+            elif on_policy:
+                self.maxima[name] = max(self.maxima.get(name, 0.0), value.item())
+
+    def not_finite(self) -> list[str]:
+        """The names of what is not finite."""
+        values = {**self.totals, **self.sums, **self.maxima}
+        return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
+    """{curve: number} of a step, from the tallies of all ranks and the tasks' loss weights.
+
+    Raises:
+        BadReward: a user's reward has the name of a curve.
+    """
+    totals, counts, sums, points = Counter(), Counter(), Counter(), dict(tallies[0].points)
+    for tally in tallies:
+        totals.update(tally.totals)
+        counts.update(tally.counts)
+        sums.update(tally.sums)
+        for name, value in tally.maxima.items():
+            points[name] = max(points.get(name, value), value)
+    updates = sum(tally.updates for tally in tallies)
+    points |= {name: total / updates for name, total in sums.items()}
+    points |= {name: totals[name] / counts[name] for name in totals if counts[name]}
+    for name in [name for name in points if "/reward/" in name]:
+        task, _, component = name.split("/")
+        if f"{task}/{component}" in points or component in ("reward_mean", "reward_std"):
+            raise BadReward(f"--reward: {component} is a curve of the project, rename the function")
+        points[f"{task}/{component}"] = points.pop(name)
+    for task in tallies[0].rewards:
+        rewards = [value for tally in tallies for value in tally.rewards[task]]
+        scored = torch.tensor([value for value in rewards if not math.isnan(value)]).double()
+        if len(scored):  # else no reward was obtained, which is not a reward of 0
+            std = scored.std().item() if len(scored) > 1 else 0.0
+            points |= {f"{task}/reward_mean": scored.mean().item(), f"{task}/reward_std": std}
+    if updates:
+        points["total_loss"] = sum(weights[task] * points[f"{task}/loss"] for task in weights)
+    return points
+
+
+class Clock:
+    """Seconds and peak GPU memory of each phase of a step, for whose end it waits."""
+
+    def __init__(self, device: torch.device):
+        self.gpu = device if device.type == "cuda" else None
+        self.seconds, self.peaks = Counter(), {}  # {phase: seconds}, {phase: GiB at most}
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.gpu)
+        self.last = time.perf_counter()
+
+    def __call__(self, phase: str):
+        """Book what has passed since the last call."""
+        if self.gpu:
+            torch.cuda.synchronize(self.gpu)
+            peak = torch.cuda.max_memory_allocated(self.gpu) / 2**30
+            self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
+            torch.cuda.reset_peak_memory_stats(self.gpu)
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last = now
+
+    def curves(self, num_tokens: float) -> dict[str, float]:
+        """{curve: number} of a step that sampled num_tokens on all ranks."""
+        points = {f"perf/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
+        points["perf/step_seconds"] = sum(self.seconds.values())
+        points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
+        if self.peaks:
+            points |= {f"perf/peak_memory_gib/{phase}": p for phase, p in self.peaks.items()}
+            points["perf/peak_memory_gib"] = max(self.peaks.values())
+        return points

@@ -1,0 +1,124 @@
+"""What a role of Sa2VA is asked: segment captions, describe masks, rate a description.
+
+Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] tokens in their
+answers, D prompt-embedding width, H W an image's own size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_train.policies.sa2va import Sa2VAPolicy
+from sa2va_hf.batches import Images
+from sa2va_hf.processing_sa2va import region_grid, upsample_masks
+
+ROWS_AT_ONCE = 64  # that the teacher puts through the model
+
+
+@dataclass
+class MaskAnswers:
+    """Answers to P segmentation prompts."""
+
+    masks: list[torch.Tensor]  # P (H, W) bool, the union of an answer's, empty without [SEG]
+    rows: torch.Tensor  # (M,) the answer of each [SEG]
+    means: torch.Tensor  # (M, D) their prompt embeddings
+
+
+def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens) -> MaskAnswers:
+    """The model's own greedy answers (not forced ones) to captions[p] in image[p]."""
+    prompts = policy.segment_prompts(images, image, captions)
+    completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
+    rows, means = policy.mask_embeddings(completions)
+    return MaskAnswers(row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means)
+
+
+@torch.no_grad()
+def row_masks(
+    policy: Sa2VAPolicy, images: Images, image: list[int], seg_rows: list[int], embeddings
+) -> list[torch.Tensor]:
+    """(H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
+
+    Args:
+        image: the image of each row; seg_rows: the row of each prompt embedding (M, D).
+    """
+    masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
+    if seg_rows:
+        logits = policy.decode_masks(images, [image[row] for row in seg_rows], embeddings)
+        for row, one in zip(seg_rows, logits):  # (256, 256)
+            size = images.sizes[image[row]]
+            masks[row] |= upsample_masks(one[None], policy.processor.sam_size, size)[0] > 0
+    return masks
+
+
+@torch.no_grad()
+def segment(policy: Sa2VAPolicy, images: Images, image, captions) -> list[torch.Tensor]:
+    """(H, W) bool mask of captions[p] in image[p] by one forward: "Sure, [SEG]" is forced."""
+    masks = []
+    for start in range(0, len(captions), ROWS_AT_ONCE):
+        chunk = slice(start, start + ROWS_AT_ONCE)
+        prompts = policy.segment_prompts(images, image[chunk], captions[chunk])
+        forced = [policy.prompts.forced_answer] * len(prompts)
+        hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
+        with policy.autocast():
+            embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
+        masks += row_masks(policy, images, prompts.image, list(range(len(prompts))), embeddings)
+    return masks
+
+
+def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
+    """(H, W) bool mask of captions[p] in image[p] by the model's own `answer`."""
+    masks = []
+    for start in range(0, len(captions), ROWS_AT_ONCE):
+        chunk = slice(start, start + ROWS_AT_ONCE)
+        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens).masks
+    return masks
+
+
+@torch.no_grad()
+def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) -> list[str]:
+    """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking."""
+    captions = [""] * len(masks)
+    asked = [p for p, mask in enumerate(masks) if mask.any()]
+    for start in range(0, len(asked), ROWS_AT_ONCE):
+        chunk = asked[start : start + ROWS_AT_ONCE]
+        grids = [_grid(policy, masks[p]) for p in chunk]
+        prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
+        for p, text in zip(chunk, policy.complete(images, prompts, 1, max_new_tokens)[1]):
+            captions[p] = text
+    return captions
+
+
+@torch.no_grad()
+def caption_likelihood(
+    policy: Sa2VAPolicy, images: Images, image, masks, captions, max_new_tokens
+) -> torch.Tensor:
+    """(P,) likelihood per token, exp(mean log-prob), of captions[p] as description of masks[p].
+
+    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One
+    forward, no decoding; of a caption the first max_new_tokens tokens. Masks of one region grid are
+    one question: asked once, so that rounding (which depends on a row's neighbours) does not make
+    equal rewards differ.
+    """
+    questions = {}  # {question: its rows and their grid}
+    for p, mask in enumerate(masks):
+        if mask.any():
+            grid = _grid(policy, mask).cpu()
+            key = (image[p], captions[p], grid.numpy().tobytes())
+            questions.setdefault(key, []).append((p, grid))
+    likelihood = torch.zeros(len(masks))
+    asked = list(questions.values())
+    for start in range(0, len(asked), ROWS_AT_ONCE):
+        chunk = asked[start : start + ROWS_AT_ONCE]
+        rows, grids = zip(*[question[0] for question in chunk])
+        prompts = policy.describe_prompts(images, [image[p] for p in rows], list(grids))
+        answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
+        values = policy.mean_logp(images, prompts, answers).exp().cpu()
+        for question, value in zip(chunk, values):
+            likelihood[[p for p, _ in question]] = value
+    return likelihood
+
+
+def _grid(policy: Sa2VAPolicy, mask: torch.Tensor) -> torch.Tensor:
+    """(g, g) bool cells of a mask (H, W), by the rule of the training's regions."""
+    processor = policy.processor
+    return region_grid(mask[None], processor.grid_size, processor.image_size, processor.rule)[0]

@@ -1,0 +1,66 @@
+"""Held-out measures of Sa2VA's cycles and directions, greedy and without sampled masks."""
+
+import torch
+
+from rl_train.data.text import phrase
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.segment_describe import answer, describe
+from rl_train.rewards import mask_iou, meteor
+from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
+from rl_train.rewards.meteor import tokenize
+
+# What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
+METRICS = {
+    "cycle_iou": "region -> caption -> mask', IoU with the region",
+    "cycle_meteor": "true caption -> mask -> caption', METEOR",
+    "seg_iou": "mask of the true caption: mean IoU (gIoU)",
+    "seg_ciou": "same: summed intersections / summed unions (cIoU)",
+    "seg_p50": "same: share with IoU >= 0.5",
+    "caption_meteor": "caption of the region, METEOR",
+    "caption_cider": "same, CIDEr-D (0 to 10)",
+    "caption_words": "guard: words of the caption",
+    "caption_repeats": "guard: captions that say three words twice",
+    "caption_digits": "guard: captions with a digit, as coordinates have",
+    "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
+    "no_seg": "guard: true captions answered without [SEG]",
+}
+SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
+PARTS = {
+    "seg_ciou": ("seg_intersection", "seg_union"),
+    "seg_p50": ("seg_iou",),
+}  # measures behind a metric of another name
+
+
+def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
+    """{column: B values} of one batch: what `evaluation.Measured` is made of.
+
+    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
+    """
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    rows = list(range(len(batch)))
+    captions = describe(policy, images, rows, targets, max_new_tokens)
+    cycle = mask_iou(
+        answer(policy, images, rows, captions, max_new_tokens).masks, targets, 1.0
+    ).cpu()
+    direct = answer(policy, images, rows, batch.captions, max_new_tokens)
+    replies = describe(policy, images, rows, direct.masks, max_new_tokens)
+    with_seg = set(direct.rows.tolist())
+    return dict(
+        cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
+        cycle_meteor=meteor(batch.captions, replies).tolist(),
+        seg_iou=mask_iou(direct.masks, targets, 1.0).tolist(),
+        seg_intersection=[
+            (mask & target).sum().item() for mask, target in zip(direct.masks, targets)
+        ],
+        seg_union=[(mask | target).sum().item() for mask, target in zip(direct.masks, targets)],
+        caption_meteor=meteor(batch.captions, captions).tolist(),
+        caption_words=[len(tokenize(text)) for text in captions],
+        caption_repeats=[repeats(text) for text in captions],
+        caption_digits=[has_digit(text) for text in captions],
+        mask_whole=[is_whole(mask) for mask in direct.masks],
+        no_seg=[row not in with_seg for row in rows],
+        image_id=batch.image_ids,
+        reference=batch.captions,
+        caption=captions,
+        index=batch.index,
+    )

@@ -1,0 +1,208 @@
+"""The action of loop 2: the mask of each [SEG], drawn as a prompt embedding of SAM2.
+
+The answer's text is nearly constant and the mask a deterministic function of it, so G equal texts
+would give one mask, equal rewards and no gradient. The action is z ~ N(mean, sigma^2), mean the
+prompt embedding that text_hidden_fcs makes of the hidden state at [SEG]; what decodes z into a mask
+learns by a supervised term alone (--mask_loss_coef).
+
+Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_train.distributed import gather_objects, print0
+from rl_train.draws import Draws
+from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.segment_describe import answer, row_masks
+from rl_train.rewards.iou import mask_iou, mask_spread
+from rl_train.types import Outcome, Rollout
+from sa2va_hf.losses import mask_loss
+
+SIGMA_IOU = 0.8  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
+SIGMA_SAMPLES = 4  # drawn for each caption to measure it
+
+
+@dataclass
+class DrawnMasks:
+    """The masks of a rollout and the embeddings they were decoded from, M in row-major order."""
+
+    rows: torch.Tensor  # (M,) the row of each [SEG]
+    masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without [SEG]
+    z: torch.Tensor  # (M, D) sampled; the mean itself where sigma is 0
+    offset: torch.Tensor  # (M, D) z minus the mean it was sampled around
+    logp: torch.Tensor | None  # (M,) log-density, mean over dimensions; None where sigma is 0
+
+
+class SampledMask:
+    """Draws masks and computes their part of the loss.
+
+    Args:
+        sigma: standard deviation in each dimension, 0 for none, or "auto" until `calibrate`.
+        mask_loss_coef: weight of the supervised BCE + Dice term on the sampled masks.
+    """
+
+    def __init__(self, policy: Sa2VAPolicy, sigma: float | str, mask_loss_coef: float):
+        self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
+
+    def calibrate(self, batches, max_new_tokens: int):
+        """Replace "auto" by a number, the same on all ranks, by the base's answers."""
+        if self.sigma == "auto":
+            value = calibrate_sigma(self.policy, batches, max_new_tokens)
+            self.sigma = gather_objects(value)[0]
+            print0(f"--mask_sigma auto: {self.sigma:.3g}")
+
+    def draw(self, rollout: Rollout, draws: Draws) -> DrawnMasks:
+        """The masks of a rollout's answers, around the embeddings of the weights in use."""
+        rows, mean = self.policy.mask_embeddings(rollout)
+        z, logp = mean, None
+        if self.sigma > 0:
+            noise = draws.normals(rows.tolist(), mean.shape[1])
+            z = mean + self.sigma * noise.to(mean.device)
+            logp = gaussian_logp(z, mean, self.sigma)
+        masks = row_masks(self.policy, rollout.features, rollout.prompts.image, rows.tolist(), z)
+        return DrawnMasks(rows, masks, z, z - mean, logp)
+
+    def parameters(self, rollout: Rollout, rows: slice, scores) -> torch.Tensor:
+        """(M, D) means of the embeddings of the [SEG] in `rows`, by the weights in use."""
+        return self.policy.scored_mask_embeddings(scores, rollout.ids[rows], rollout.valid[rows])
+
+    def loss(self, work, rows: slice, scores, totals, config) -> tuple[list, dict]:
+        """([policy term with its KL, supervised mask term], sums for the curves) of `rows`.
+
+        Each [SEG] is one action whose log-ratio is the mean over the D dimensions; both terms are
+        divided by the number of [SEG] tokens of the step, `totals.actions`.
+        """
+        drawn, terms, zero = work.rollout.action, [], scores.logp.new_zeros(())
+        pick = (drawn.rows >= rows.start) & (drawn.rows < rows.stop)
+        segs = drawn.rows[pick]  # (m,) rows of these [SEG]
+        scored = work.scored[segs]
+        sums = dict(latent_loss=zero, latent_kl=(zero, zero), mask_loss=zero)
+        if len(segs) and (self.sigma > 0 or self.mask_loss_coef):
+            mean = self.parameters(work.rollout, rows, scores)
+            if self.sigma > 0:
+                ref_mean = work.reference.action[pick]
+                term, kl = latent_loss(
+                    mean,
+                    drawn,
+                    pick,
+                    self.sigma,
+                    ref_mean,
+                    work.advantages[segs],
+                    scored,
+                    totals,
+                    config,
+                )
+                terms.append(term)
+                sums |= dict(latent_loss=term.detach(), latent_kl=(kl, scored.sum()))
+            if self.mask_loss_coef:
+                term = self.supervised(work.rollout, segs, mean + drawn.offset[pick], scored)
+                term = term / totals.actions
+                terms.append(self.mask_loss_coef * term)
+                sums |= dict(mask_loss=term.detach())
+        return terms, sums
+
+    def supervised(self, rollout, segs, z, scored) -> torch.Tensor:
+        """Sum of `mask_loss` of embeddings z (m, D) of the rows segs (m,), where scored (m,)."""
+        image = [rollout.prompts.image[row] for row in segs.tolist()]
+        logits = self.policy.decode_masks(rollout.features, image, z)
+        return (mask_loss(logits, [rollout.batch.masks[i] for i in image]) * scored).sum()
+
+    def count(self, rollout: Rollout, scored: torch.Tensor) -> int:
+        """[SEG] tokens in the scored rows (N,) bool, on the CPU."""
+        return int(scored[rollout.action.rows.cpu()].sum())
+
+    def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
+        """{curve: (total, count)}: how far a group's masks lie apart, rows without [SEG], sigma."""
+        G = rollout.num_generations
+        groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
+        no_seg = len(rollout) - len(rollout.action.rows.unique())
+        curves = dict(
+            mask_spread=(sum(map(mask_spread, groups)), len(groups)),
+            no_seg_frac=(no_seg, len(rollout)),
+        )
+        return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
+
+    def state_dict(self) -> dict:
+        return dict(sigma=self.sigma)
+
+    def load_state_dict(self, state: dict):
+        self.sigma = state["sigma"]
+
+
+def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, config):
+    """(clipped policy term of m sampled embeddings plus their exact KL, detached sum of KL).
+
+    Args:
+        mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
+            of the `drawn` these are; advantages: (m,); scored: (m,) bool.
+    """
+    logp = gaussian_logp(drawn.z[pick], mean, sigma)  # (m,)
+    loss, _ = grpo_loss(
+        logp[:, None],
+        drawn.logp[pick][:, None],
+        None,
+        advantages,
+        scored[:, None],
+        clip_range=config.clip_range,
+        clip_range_high=config.clip_range_high,
+        loss_type="bnpo",
+        num_tokens=totals.actions,
+    )
+    kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
+    return loss + config.kl_coef * kl / totals.actions, kl.detach()
+
+
+@torch.no_grad()
+def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
+    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's, over `batches`.
+
+    Of each answer the first [SEG] counts. By bisection of the logarithm, between 1/64 and 16 times
+    the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
+
+    Raises:
+        ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
+    """
+    drawn = []  # (features, image of each row, mean, its masks, noise)
+    for batch in batches:
+        features = policy.encode(batch)
+        answers = answer(policy, features, list(range(len(batch))), batch.captions, max_new_tokens)
+        if len(answers.rows):
+            rows = answers.rows
+            first = torch.cat([rows.new_ones(1, dtype=torch.bool), rows[1:] != rows[:-1]])
+            image = rows[first].repeat_interleave(SIGMA_SAMPLES).tolist()
+            mean = answers.means[first].repeat_interleave(SIGMA_SAMPLES, 0)
+            draws = Draws(
+                0, 0, 0, [batch.index[row] for row in rows[first].tolist()], SIGMA_SAMPLES
+            )
+            draws.uniforms(1)
+            noise = draws.normals(list(range(len(mean))), mean.shape[1]).to(mean.device)
+            masks = policy.decode_masks(features, image, mean) > 0
+            drawn.append((features, image, mean, masks, noise))
+    if not drawn:
+        raise ValueError(
+            "--mask_sigma auto: the model answered no caption with [SEG], give a number"
+        )
+
+    def agreement(sigma):
+        ious = [
+            mask_iou(policy.decode_masks(features, image, mean + sigma * noise) > 0, masks, 1.0)
+            for features, image, mean, masks, noise in drawn
+        ]
+        return torch.cat(ious).mean().item()
+
+    scale = torch.cat([mean for _, _, mean, _, _ in drawn]).std().log2().item()
+    low, high = scale - 6, scale + 4
+    ends = agreement(2**low), agreement(2**high)
+    if not ends[0] > SIGMA_IOU > ends[1]:
+        raise ValueError(
+            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
+            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
+            "at the model's masks, or give a number"
+        )
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if agreement(2**middle) > SIGMA_IOU else (low, middle)
+    return 2**low
