@@ -30,7 +30,7 @@ class Batch:
 
 
 class Inputs(Protocol):
-    """What turns samples into a model's inputs: `policy.inputs`. Its copies run in the workers.
+    """What turns samples into a model's inputs: `policy.inputs(..)`. Its copies run in workers.
 
     A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
     """

@@ -41,10 +41,7 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
             if not path.name.startswith("cache-"):
                 shards[path] = data_dir.resolve().name if folder == "." else folder
     if not shards:
-        raise ValueError(
-            f"--data_dir {data_dir} holds no Arrow shard (data-*.arrow at any depth, or *.arrow "
-            "directly in it)."
-        )
+        raise ValueError(f"--data_dir {data_dir} holds no data-*.arrow, at any depth, nor *.arrow.")
     known = sorted(set(shards.values()), key=natural)
     folders = {part: {part, *part.split("/")} for part in known}
     for name in parts or []:
@@ -66,8 +63,7 @@ def map_shard(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mm
         columns: name -> what it holds (see LEAVES); optional: of columns that may be absent.
 
     Raises:
-        ValueError: naming the file, which is unreadable, lacks one of `columns`, or has one that
-            holds something else.
+        ValueError: naming the file: unreadable, one of `columns` missing, or of another kind.
     """
     try:
         mapping = map_file(path)

@@ -39,8 +39,7 @@ class GraspAnyRegionDataset:
         turns: "first" = the assistant's first answer is the caption; "all" = one sample for each.
 
     Raises:
-        ValueError: no shard, an unknown part, an unreadable shard, a missing column, no usable
-            region.
+        ValueError: no shard or usable region, an unknown part, unreadable shard, missing column.
         DamagedSample: on access, an image with a good header and end that does not decode.
     """
 

@@ -85,13 +85,6 @@ def read_cell(data, path: str | None, folder: Path):
     return map_file(folder / path)
 
 
-def read_span(path: Path, start: int, end: int) -> bytes:
-    """The bytes [start:end] of a file."""
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(end - start)
-
-
 def map_file(path: Path) -> mmap.mmap:
     """The file, memory-mapped for reading; raises OSError, or ValueError for an empty file."""
     with open(path, "rb") as file:

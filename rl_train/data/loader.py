@@ -24,20 +24,14 @@ class Batches(Dataset):
         self.dataset, self.inputs = dataset, inputs
 
     def __getitem__(self, indices: list[int]) -> Batch:
-        index, samples, prepared, damaged = [], [], [], []
-        for i in indices:
-            number, sample, replaced = self._undamaged(i)
-            index.append(number)
-            samples.append(sample)
-            prepared.append(self.inputs.prepare(sample))
-            damaged += replaced
+        index, samples, damaged = zip(*map(self._undamaged, indices))
         return Batch(
-            index,
+            list(index),
             pack([torch.from_numpy(sample["mask"]) for sample in samples]),
             [sample["caption"] for sample in samples],
             [sample["image_id"] for sample in samples],
-            damaged,
-            self.inputs.collate(prepared),
+            sum(damaged, []),
+            self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:

@@ -46,8 +46,7 @@ class RefCOCODataset:
             `root`, then `root/name`.
 
     Raises:
-        ValueError: an unknown name or split, an unreadable file, a pickle that holds more than
-            plain data, no usable row.
+        ValueError: an unknown name or split, an unreadable file, no plain data, no usable row.
         DamagedSample: on access, an image with a good header and end that does not decode.
     """
 
@@ -88,7 +87,8 @@ class RefCOCODataset:
         self._counts.rows += len(ref["sentences"])
         image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
         file_name, size = images.get(image, (None, None))
-        path = self._find(file_name) if file_name else None
+        places = [folder / Path(file_name).name for folder in self._folders] if file_name else []
+        path = next((place for place in places if place.is_file()), None)
         image_size = check_read(map_file, path)[0] if path else NO_IMAGE
         reason, resized = check_segmentation(segmentation, size, image_size)
         if ref["ann_id"] not in annotations:
@@ -100,15 +100,6 @@ class RefCOCODataset:
             self._counts.resized_masks += resized
             image_id = f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}"
             yield path, segmentation, size, sentence["sent"], category, image_id
-
-    def _find(self, file_name: str) -> Path | None:
-        """The image of that name; folders that held one before are asked first."""
-        for k, folder in enumerate(self._folders):
-            path = folder / Path(file_name).name
-            if path.is_file():
-                self._folders.insert(0, self._folders.pop(k))
-                return path
-        return None
 
 
 class PlainUnpickler(pickle.Unpickler):

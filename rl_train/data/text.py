@@ -8,14 +8,14 @@ SPECIAL_TOKENS = tuple(
 )
 
 
-def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
+def clean_caption(text: str) -> str:
     """`text` on one line, without dataset markers (`<image>`, `<Prompt0>`) and special tokens.
 
     These in upper and lower case: inside a caption such a token would count as an image feature, a
     segmentation request or the end of the turn. Everything else stays as it is, quotes and braces
     too. The result may be empty.
     """
-    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
+    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in SPECIAL_TOKENS])
 
     def gap(match: re.Match) -> str:
         following = match.string[match.end() : match.end() + 1]

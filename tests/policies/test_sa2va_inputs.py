@@ -8,9 +8,11 @@ import torch
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, eval_loader, train_loader
+from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from sa2va_hf import Sa2VAProcessor
-from tools.make_demo import TRAIN, write_split
+from sa2va_hf import Sa2VAConfig, Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
+from tools.make_demo import SHIPPED_CHECKPOINT, TRAIN, write_split
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +22,15 @@ def dataset(tmp_path_factory):
     return GraspAnyRegionDataset(folder)
 
 
-@pytest.fixture
-def inputs_of(model):
-    """Factory of inputs for a number of tiles and of tokens in an answer, of the demo's context."""
+@pytest.fixture(scope="module")
+def inputs_of():
+    """Factory of the demo's inputs for a number of tiles: a context of 2048, answers of 100."""
+    config = Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    prompts = PromptBuilder(tokenizer, config.template, config.tokens_per_tile)
 
-    def build(max_tiles, max_new_tokens=100):
-        processor = Sa2VAProcessor(model.model.config, max_tiles)
-        return Sa2VAInputs(processor, model.prompts, model.inputs.context, max_new_tokens)
+    def build(max_tiles):
+        return Sa2VAInputs(Sa2VAProcessor(config, max_tiles), prompts, 2048, 100)
 
     return build
 
@@ -60,16 +64,17 @@ def test_batches_that_are_kept_are_not_overwritten(dataset, inputs_of):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("max_tiles, num_image_tokens", [(1, 64), (3, 256)])
 def test_a_caption_beyond_the_context_is_damaged(
-    model, dataset, inputs_of, max_tiles, num_image_tokens, num_workers
+    dataset, inputs_of, max_tiles, num_image_tokens, num_workers
 ):
     """To the token: the longest that fits stays, one more is replaced and named."""
-    around = len(model.prompts.segment("red", 1)) - 65  # tokens of the prompt's own words
+    inputs = inputs_of(max_tiles)
+    around = len(inputs.prompts.segment("red", 1)) - 65  # tokens of the prompt's own words
     words = 2048 - 100 - num_image_tokens - around  # each is a token
     lengths = {1: words, 2: words + 1, 3: 3000}
     samples = [dataset[i] | dict(image_id=f"id{i}") for i in range(len(dataset))]
     for i, length in lengths.items():
         samples[i]["caption"] = " ".join(["red"] * length)
-    batches = list(eval_loader(samples, inputs_of(max_tiles), 3, num_workers))
+    batches = list(eval_loader(samples, inputs, 3, num_workers))
     index, named = sum((b.index for b in batches), []), sum((b.damaged for b in batches), [])
     assert [i for i in range(len(samples)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
     assert set(named) == {
