@@ -1,4 +1,4 @@
-"""The Describe-Anything dataset (nvidia/describe-anything-dataset): JSON beside tar files of images.
+"""Describe-Anything (nvidia/describe-anything-dataset): JSON beside images in tar files.
 
 `{root}/{SPLIT}/annotations.json` holds {sample_id: region | [region, ..] | {"regions" (or "items",
 "objects", "annotations", "list"): [..]} | {k: region}} with region = {"caption": ..,
