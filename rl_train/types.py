@@ -4,6 +4,7 @@ Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T 
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,22 @@ class Batch:
     def sizes(self) -> list[tuple[int, int]]:
         """(H, W) of each image."""
         return [tuple(mask.shape) for mask in self.masks]
+
+
+class Inputs(Protocol):
+    """What turns samples into a model's inputs: `policy.inputs(..)`. Its copies run in workers.
+
+    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
+    """
+
+    def check(self, sample: dict):
+        """Raise DamagedSample if the sample does not fit the model."""
+
+    def prepare(self, sample: dict) -> object:
+        """What the model needs of one sample: the costly work."""
+
+    def collate(self, prepared: list) -> object:
+        """The model's inputs of a batch, from what `prepare` made of each sample."""
 
 
 @dataclass
