@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from rl_train.policies.sa2va import load_tokenizer
+from rl_train.policies.lora import load_tokenizer
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import (
     IGNORE_INDEX,
