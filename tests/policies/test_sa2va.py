@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.engine.logprob import follow
+from rl_train.engine.modules import follow
 from rl_train.policies.sa2va import (
     TRAINABLE,
     Images,

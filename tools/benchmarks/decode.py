@@ -3,6 +3,7 @@
 import torch
 from rl_train.engine.sampler import decoder_of, generate_plain
 
+from rl_train.engine import Engine
 from rl_train.engine.fused import unsupported
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import copy_bandwidth, device_name, random_llm, seconds
@@ -33,20 +34,20 @@ def samplers(model, num_prompts: int, args) -> dict:
     )
     mask = torch.ones(num_prompts, args.prompt_length, dtype=torch.long, device=args.device)
 
-    def ours(function):
+    def ours(*fast_on):
+        engine = Engine(model, pad_id=0)
+        engine.fast_on = fast_on
+
         def work(num_tokens):
             uniforms = torch.rand(
                 num_prompts * group, num_tokens, dtype=torch.float64, device=args.device
             )
-            function(
-                model,
+            engine.generate(
                 embeds,
                 mask,
                 num_generations=group,
                 max_new_tokens=num_tokens,
                 stop=None,
-                pad_id=0,
-                temperature=1.0,
                 uniforms=uniforms,
             )
 
@@ -70,8 +71,8 @@ def samplers(model, num_prompts: int, args) -> dict:
         return work
 
     named = {
-        "decoder": ours(decoder_of(model).generate),
-        "plain": ours(generate_plain),
+        "decoder": ours("cpu", "cuda"),
+        "plain": ours(),
         "generate": huggingface(),
         "static": huggingface(cache_implementation="static"),
     }

@@ -7,16 +7,11 @@ import copy
 import gc
 
 import torch
-from rl_train.engine.logprob import (
-    by_kernels,
-    by_modules,
-    follow,
-    hidden_states,
-    prepare_checkpointing,
-    score_answers,
-)
 
 from rl_train import grpo
+from rl_train.engine import Engine
+from rl_train.engine.modules import follow, hidden_states
+from rl_train.engine.packing import positions
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.common import device_name, matmul_rate, random_llm, seconds_in_turns
 from tools.random_checkpoint import CONFIG_4B
@@ -24,39 +19,26 @@ from tools.random_checkpoint import CONFIG_4B
 VOCABULARY_SHARE = 10  # the smaller vocabulary is this many times smaller
 
 
-def plain(model, embeds, mask, ids, num_generations):
+def plain(engine, embeds, mask, ids, num_generations):
     """(N, T) log-probs and entropies by one full sequence per row, with the logits of the completions."""
-    length = embeds.shape[1]
-    embeds, mask = (
-        embeds.repeat_interleave(num_generations, 0),
-        mask.repeat_interleave(num_generations, 0),
-    )
-    hidden = hidden_states(
-        model, follow(model, embeds, ids), torch.cat([mask, torch.ones_like(ids)], dim=1)
-    )
+    model, length = engine.language_model, embeds.shape[1]
+    embeds, mask = (x.repeat_interleave(num_generations, 0) for x in (embeds, mask))
+    mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+    hidden = hidden_states(model, follow(model, embeds, ids), mask, positions(mask))
     logits = model.lm_head(hidden[:, length - 1 : -1])  # (N, T, V)
     logp = grpo.token_logps_from_logits(logits, ids, 1.0)
     with torch.no_grad():
         return logp, grpo.entropy_from_logits(logits, 1.0)
 
 
-def shared(how, gradient_checkpointing=False):
+def shared(kernels: bool, gradient_checkpointing=False):
     """The same as in training, with the model's modules or with kernels."""
 
-    def way(model, embeds, mask, ids, num_generations):
+    def way(engine, embeds, mask, ids, num_generations):
+        engine.fast_on = (embeds.device.type,) if kernels else ()
+        engine.gradient_checkpointing = gradient_checkpointing
         prompt = torch.arange(len(ids), device=ids.device) // num_generations
-        answers = score_answers(
-            model,
-            embeds,
-            mask,
-            prompt,
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            pad_id=0,
-            temperature=1.0,
-            gradient_checkpointing=gradient_checkpointing,
-            how=how,
-        )
+        answers = engine.score(embeds, mask, prompt, ids, torch.ones_like(ids, dtype=torch.bool))
         return answers.logp, answers.entropy
 
     return way
@@ -64,9 +46,9 @@ def shared(how, gradient_checkpointing=False):
 
 WAYS = {
     "plain": plain,
-    "shared prompt": shared(by_modules),
-    "and kernels": shared(by_kernels),
-    "and checkpoints": shared(by_kernels, gradient_checkpointing=True),
+    "shared prompt": shared(kernels=False),
+    "and kernels": shared(kernels=True),
+    "and checkpoints": shared(kernels=True, gradient_checkpointing=True),
 }  # the last one is the default
 
 
@@ -77,6 +59,7 @@ class Work:
         torch.manual_seed(0)
         rows = args.num_prompts * args.num_generations
         self.model, self.args = model, args
+        self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
         self.embeds = torch.randn(
             args.num_prompts,
             args.prompt_length,
@@ -101,7 +84,7 @@ class Work:
             self.embeds.device.type, torch.bfloat16, enabled=self.embeds.dtype == torch.bfloat16
         ):
             logp, entropy = way(
-                self.model, self.embeds, self.mask, self.ids, self.args.num_generations
+                self.engine, self.embeds, self.mask, self.ids, self.args.num_generations
             )
         logp.backward(self.slope)
         return logp.detach(), entropy
@@ -183,10 +166,10 @@ def logprob_speeds(config, args) -> dict:
         way["times_faster"] = clocks["plain"] / way["seconds"]
         way["against_plain"] = difference(gradients[name], gradients["plain"])
     # The right answer: the same weights in float32, layers recomputed in the backward to fit.
+    work.engine.release()
     right = Work(model.float(), args)
     right.embeds = work.embeds.detach().float().requires_grad_()
-    prepare_checkpointing(model)
-    logp, entropy = right(shared(by_modules, gradient_checkpointing=True))
+    logp, entropy = right(shared(kernels=False, gradient_checkpointing=True))
     for name in WAYS:
         found["ways"][name] |= dict(
             gradient_error=difference(gradients[name], right.gradient()),
