@@ -11,6 +11,7 @@ from transformers import Qwen2Config
 
 from rl_train.distributed import Ranks
 from rl_train.parts import standing_memory
+from rl_train.rollout import sample
 from tests.runs import CHECKPOINT, draw_data
 from tools import benchmark
 from tools.benchmarks import alternatives, common, decode, floor, logprob, profile, teacher, work
@@ -272,9 +273,7 @@ def test_each_way_scores_the_same_tokens_alike(tiny):
     images = policy.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions)
     with work.forced(tiny):
-        rollout = work.rollout.sample(
-            policy, batch, images, prompts, 3, tiny.answer_tokens, None, 0.0
-        )
+        rollout = sample(policy, batch, images, prompts, 3, tiny.answer_tokens, None, 0.0)
     assert rollout.seg_rows.tolist() == list(range(6))
     ours = work.train.token_logps(policy, rollout)
     for all_logits in (False, True):

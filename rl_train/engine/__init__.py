@@ -1,7 +1,6 @@
 """Fast sampling and scoring of a decoder LLM: tensors alone, no task, no image, no rank."""
 
-from rl_train.engine.engine import Engine
-from rl_train.engine.logprob import Answers
+from rl_train.engine.engine import Answers, Engine
 from rl_train.engine.tokens import Completions, StopText
 
 __all__ = ["Answers", "Completions", "Engine", "StopText"]

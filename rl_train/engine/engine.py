@@ -1,28 +1,79 @@
-"""The one object through which a policy samples and scores: everything that makes it fast is behind it.
+"""The one object through which a policy samples and scores: all that makes it fast is behind it.
 
-Letters: P prompts, G samples each, N = P*G rows, n scored rows, L prompt length, T new tokens,
-C width, m tokens.
+Letters: P prompts, G samples each, N = P*G rows, n scored rows, L prompt length, T completion
+tokens, C LLM width, m tokens, A axes of a position (1, or 3 where images have time, height, width).
 """
 
-from rl_train.engine import logprob, sampler
-from rl_train.engine.logprob import Answers
-from rl_train.engine.tokens import Completions, StopText
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from rl_train.engine import forward, modules
+from rl_train.engine.decode import Decoder
+from rl_train.engine.fused import FusedModel, unsupported
+from rl_train.engine.head import token_logps
+from rl_train.engine.packing import Packed, pack, positions, share
+from rl_train.engine.tokens import Completions, Draws, StopText
+
+
+@dataclass
+class Answers:
+    """What one forward says of n rows."""
+
+    logp: torch.Tensor  # (n, T), 0 where not valid
+    entropy: torch.Tensor  # (n, T), detached, 0 where not valid
+    hidden: torch.Tensor  # (P, S, C) last hidden states, after the final norm
+    packed: Packed
+
+    def hidden_of(self, tokens) -> torch.Tensor:
+        """(m, C) hidden states of tokens (n, T) bool that were fed, row-major."""
+        return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
 
 class Engine:
     """Samples from and scores with one decoder LLM, under softmax(logits / temperature).
 
+    On CUDA by kernels and graphs of its own, if it knows the model (else it logs one warning);
+    on the CPU by the model's own modules, which there are as fast. At its first use on CUDA it
+    takes the frozen weights over: the model's parameters become views of larger matrices, and
+    compute as before. Whoever saves, moves, merges or unloads the model calls `release` first.
+
     Args:
-        language_model: the LLM with its LoRA attached; pad_id: fills what stands behind an answer.
+        language_model: has .model, .lm_head, .config and get_input_embeddings() as a causal LM of
+            transformers, is frozen but for its LoRA, which is attached already.
+        pad_id: stands behind the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
     """
 
     def __init__(self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False):
-        self.language_model, self.pad_id = language_model, pad_id
-        self.temperature, self.gradient_checkpointing = temperature, gradient_checkpointing
+        self.language_model, self.pad_id, self.temperature = language_model, pad_id, temperature
+        self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            logprob.prepare_checkpointing(language_model)
+            modules.prepare_checkpointing(language_model)
+        reason = unsupported(language_model)
+        if reason:
+            logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
+        self.fast_on = () if reason else ("cuda",)  # types of devices
+        self._fused = self._decoder = None
 
+    def fused(self, tensor) -> FusedModel | None:
+        """The model's fused matrices, made at first use; None where its own modules compute."""
+        if tensor.device.type not in self.fast_on:
+            return None
+        if self._fused is None:
+            self._fused = FusedModel(self.language_model)
+            self._decoder = Decoder(self._fused)
+        self._fused.check()
+        return self._fused
+
+    def release(self):
+        """Give the model's parameters storage of their own again; free what the engine holds."""
+        if self._fused is not None:
+            self._fused.release()
+        self._fused = self._decoder = None
+
+    @torch.no_grad()
     def generate(
         self,
         embeds,
@@ -32,42 +83,92 @@ class Engine:
         max_new_tokens,
         stop: StopText | None,
         uniforms=None,
+        position_ids=None,
         shared_prefix_lengths=None,
     ) -> Completions:
-        """See `sampler.generate`."""
-        return sampler.generate(
-            self.language_model,
-            embeds,
-            attention_mask,
-            num_generations=num_generations,
-            max_new_tokens=max_new_tokens,
-            stop=stop,
-            pad_id=self.pad_id,
-            temperature=self.temperature,
-            uniforms=uniforms,
-            same=shared_prefix_lengths,
-        )
+        """G sampled completions of each prompt, whose T is the longest row's length.
 
-    def score(self, embeds, attention_mask, prompt, ids, valid) -> Answers:
-        """See `logprob.score_answers`."""
-        return logprob.score_answers(
-            self.language_model,
-            embeds,
-            attention_mask,
-            prompt,
-            ids,
-            valid,
-            pad_id=self.pad_id,
-            temperature=self.temperature,
-            gradient_checkpointing=self.gradient_checkpointing,
-        )
+        Sampling is by inverse CDF of softmax(logits / temperature): no top-k, no top-p, no
+        clipping, so the returned log-probs are those of the distribution that was sampled.
 
-    def read(self, embeds, attention_mask, *, num_last=1, shared_prefix_lengths=None):
-        """(P, num_last, C) hidden states at the prompts' ends: see `logprob.read`."""
-        return logprob.read(
-            self.language_model, embeds, attention_mask, shared_prefix_lengths, num_last
-        )
+        Args:
+            embeds: (P, L, C) prompt embeddings, left-padded; attention_mask: (P, L).
+            stop: says where a row ends; None: nowhere before `max_new_tokens`.
+            uniforms: (N, max_new_tokens) in [0, 1), one number a token; None: greedy decoding.
+            position_ids: (A, P, L); default counts the attended tokens.
+            shared_prefix_lengths: how many leading embeddings each prompt has in common with the
+                one before it, which are then computed once; None: 0.
 
-    def logps(self, hidden, ids):
+        Raises:
+            ValueError: `uniforms` has another shape.
+        """
+        shape = (len(embeds) * num_generations, max_new_tokens)
+        if uniforms is not None and uniforms.shape != shape:
+            raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
+        position_ids = positions(attention_mask) if position_ids is None else position_ids
+        stop, numbers = stop and stop.to(embeds.device), (self.pad_id, self.temperature)
+        draws = Draws(num_generations, max_new_tokens, stop, *numbers, uniforms)
+        prompts = embeds, attention_mask, position_ids
+        if self.fused(embeds) is None:
+            return modules.generate(self.language_model, *prompts, draws)
+        shared = share(attention_mask, position_ids, shared_prefix_lengths)
+        return self._decoder.generate(*prompts, shared, draws)
+
+    def score(self, embeds, attention_mask, prompt, ids, valid, position_ids=None) -> Answers:
+        """Log-probs of n answers by one forward over their prompts; carries gradient.
+
+        Args:
+            embeds, attention_mask: (P, L, C), (P, L) of the prompts, padded on the left.
+            prompt: (n,) prompt of each row, not decreasing.
+            ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
+            position_ids: (A, P, L) of the prompts; default counts the attended tokens.
+        """
+        model = self.language_model
+        position_ids = positions(attention_mask) if position_ids is None else position_ids
+        packed = pack(attention_mask, position_ids, prompt, ids, valid, self.pad_id)
+        embeds, fused = modules.follow(model, embeds, packed.ids), self.fused(embeds)
+        if fused is None:
+            bias, placed = packed.bias(embeds.dtype), packed.position_ids
+            hidden = modules.hidden_states(model, embeds, bias, placed, self.gradient_checkpointing)
+        else:
+            hidden = forward.hidden_states(fused, embeds, packed, self.gradient_checkpointing)
+        before = packed.hidden_before(hidden, valid)
+        logp, entropy = (
+            torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values)
+            for values in self._token_logps(before, ids[valid], fused)
+        )
+        return Answers(logp, entropy, hidden, packed)
+
+    @torch.no_grad()
+    def read(
+        self,
+        embeds,
+        attention_mask,
+        *,
+        num_last=1,
+        position_ids=None,
+        shared_prefix_lengths=None,
+    ) -> torch.Tensor:
+        """(P, num_last, C) hidden states at the end of prompts, without gradient.
+
+        Args: see `generate`.
+        """
+        position_ids = positions(attention_mask) if position_ids is None else position_ids
+        fused = self.fused(embeds)
+        if fused is None:
+            model = self.language_model
+            hidden = modules.hidden_states(model, embeds, attention_mask, position_ids)
+            return hidden[:, -num_last:]
+        shared = share(attention_mask, position_ids, shared_prefix_lengths)
+        hidden = forward.hidden_states(fused, shared.gather(embeds), shared.layout)
+        return shared.last(hidden, num_last)
+
+    @torch.no_grad()
+    def logps(self, hidden, ids) -> torch.Tensor:
         """(m,) log-probs of ids (m,) after hidden states (m, C), without gradient."""
-        return logprob.frozen_logps(self.language_model, hidden, ids, self.temperature)
+        return self._token_logps(hidden, ids, self.fused(hidden))[0]
+
+    def _token_logps(self, hidden, ids, fused):
+        weight = self.language_model.lm_head.weight
+        matrix = weight if fused is None else fused.padded_head
+        return token_logps(hidden, matrix, ids, self.temperature, len(weight))

@@ -1,4 +1,6 @@
-"""The parts of the training forward that are not matrix products, in plain torch: for the CPU, and what `forward_triton` is tested against.
+"""The parts of the training forward that are not matrix products, in plain torch.
+
+For the CPU, and what `forward_triton` is tested against.
 
 Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width.
 """
@@ -16,7 +18,10 @@ def add_norm(residual, delta, weight, eps):
 
 
 def add_norm_backward(d_normed, d_residual, residual, weight, eps):
-    """(m, C) derivative by the sum `residual`, given those by its norm and, unless None, by the sum itself."""
+    """(m, C) derivative by the sum `residual`.
+
+    Given those by its norm and, unless None, by the sum itself.
+    """
     x, d = residual.float(), d_normed.float() * weight.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     x = x * scale
@@ -24,17 +29,12 @@ def add_norm_backward(d_normed, d_residual, residual, weight, eps):
     return (d if d_residual is None else d + d_residual).to(residual.dtype)
 
 
-def rotate(qkv, cos, sin, num_turned):
-    """Heads qkv (m, H + 2K, D), the first num_turned of them turned by angles of which cos, sin are (m, D/2)."""
-    first, second = qkv[:, :num_turned].chunk(2, dim=-1)
+def rotate(heads, cos, sin, num_turned):
+    """Heads (m, H + 2K, D), the first num_turned turned by angles whose cos, sin are (m, D/2)."""
+    first, second = heads[:, :num_turned].chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat(
-        [
-            torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1),
-            qkv[:, num_turned:],
-        ],
-        dim=1,
-    )
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned, heads[:, num_turned:]], dim=1)
 
 
 def gate(y, width):
@@ -43,11 +43,10 @@ def gate(y, width):
 
 
 def gate_backward(d, y):
-    """(derivative by [gate, up] (m, 2F), silu(gate) * up (m, F)), given that by the latter (m, F)."""
+    """(derivative by [gate, up] (m, 2F), silu(gate) * up (m, F)), given d (m, F) by the latter."""
     width = d.shape[1]
     g, u, d = y[:, :width].float(), y[:, width : 2 * width].float(), d.float()
     share = torch.sigmoid(g)
     silu = g * share
-    return torch.cat([d * u * (share + silu * (1 - share)), d * silu], dim=1).to(y.dtype), gate(
-        y, width
-    )
+    dy = torch.cat([d * u * (share + silu * (1 - share)), d * silu], dim=1)
+    return dy.to(y.dtype), gate(y, width)

@@ -1,97 +1,143 @@
-"""Linears that read one input, with their LoRA, as one matrix that the model's own parameters are views of.
+"""A decoder LLM's weights as few matrices, which its own parameters are views of while in use.
 
-Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's frozen weights: there is one copy, which the training forward uses too. The
-LoRA's rows are copied in from the live float32 parameters, of whatever role is active. r is the LoRA's rank, m the number of linears.
+Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
+frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
+live float32 parameters, of whatever role is active, by `refresh`.
+
+Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
 
 import torch
-import torch.nn.functional as F
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
+
+from rl_train.engine import decode_torch, forward_torch
+
+LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
 
 
-class Fused:
-    """Linears that read one input, with their LoRA, as one matrix (sum of outputs + m*r, inputs).
+class FusedLinears:
+    """Linears that read one input, with their LoRA, as one matrix (sum of outputs + k*r, inputs).
 
     Attributes:
         weight, bias: of the one matrix product; bias is None if no linear has one.
         lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
+        sizes: outputs of each linear.
+        sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
     """
 
     def __init__(self, modules: list[nn.Module]):
-        self.bases = [_base(module) for module in modules]
+        bases = [_base(module) for module in modules]
         loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
-        self.sizes, weight = [base.out_features for base in self.bases], self.bases[0].weight
+        self.sizes, new = [base.out_features for base in bases], bases[0].weight.new_zeros
         rank, self.scaling = (len(loras[0][0]), loras[0][2]) if loras else (0, 0.0)
-        self.weight = torch.cat(
-            [base.weight.data for base in self.bases]
-            + [weight.new_zeros(rank * len(loras), weight.shape[1])]
-        )
-        *outputs, a = self.weight.split([*self.sizes, rank * len(loras)])
-        self.lora_b = (
-            weight.new_zeros(sum(self.sizes), rank) if loras else None
-        )  # not empty: warm-ups run before `refresh`
-        for base, rows in zip(self.bases, outputs):
-            base.weight.data = rows
+        a = new(rank * len(loras), bases[0].in_features)
+        self.weight = _joined([base.weight for base in bases], a)
         self.bias = None
-        if any(base.bias is not None for base in self.bases):
-            self.bias = torch.cat(
-                [
-                    weight.new_zeros(size) if base.bias is None else base.bias.data
-                    for base, size in zip(self.bases, self.sizes)
-                ]
-                + [weight.new_zeros(len(a))]
+        if any(base.bias is not None for base in bases):
+            assert all(base.bias is not None for base in bases), "a bias on some linears only"
+            self.bias = _joined([base.bias for base in bases], a[:, 0])
+        self.lora_b, self.sources, self.targets = None, [], []
+        if loras:  # zeros, as warm-ups run before `refresh`
+            self.lora_b = new(sum(self.sizes), rank)
+            rows_a = self.weight[sum(self.sizes) :].split(rank)
+            for lora, rows in zip(loras, zip(rows_a, self.lora_b.split(self.sizes))):
+                self.sources += lora[:2]
+                self.targets += rows
+
+
+def _joined(parameters, last) -> torch.Tensor:
+    """The parameters below each other, which become views of this, and `last` below them."""
+    whole = torch.cat([*(p.data for p in parameters), last])
+    for parameter, rows in zip(parameters, whole.split([*map(len, parameters), len(last)])):
+        parameter.data = rows
+    return whole
+
+
+class FusedModel:
+    """What the fast path knows of a language model, whose frozen weights it takes over.
+
+    From here on the model's linears and lm_head are views of the matrices here, and compute as
+    before; `release` gives them storage of their own again.
+
+    Args:
+        language_model: one of which `unsupported` says None.
+    """
+
+    def __init__(self, language_model):
+        model, head, config = language_model.model, language_model.lm_head, language_model.config
+        self.model, self.head, self.final_norm = model, head, model.norm
+        # lm_head's V rows, and zeros up to a multiple of 64: Sa2VA-4B's 151,679 rows alone take a
+        # matrix product to a kernel that reads single numbers, at a third of the speed.
+        aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
+        self.padded_head = _joined([head.weight], aligning)
+        self.embedding = model.embed_tokens.weight.data
+        self.layers = [
+            (
+                [FusedLinears(group) for group in _groups(layer)],
+                layer.input_layernorm,
+                layer.post_attention_layernorm,
             )
-            for base, part in zip(self.bases, self.bias.split([*self.sizes, len(a)])):
-                if base.bias is not None:
-                    base.bias.data = part
-        self.known = [_identity(module) for module in modules]
-        self.sources = [p for lora in loras for p in lora[:2]]  # A, B, A, B, ..
-        self.targets = (
-            [t for pair in zip(a.split(rank), self.lora_b.split(self.sizes)) for t in pair]
-            if loras
-            else []
+            for layer in model.layers
+        ]
+        rotary = model.rotary_emb
+        self.inv_freq, self.rope_scale = rotary.inv_freq.float(), rotary.attention_scaling
+        # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
+        # frequencies the first follows time, the second height, the third width.
+        sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        self.axis = torch.tensor(axes, device=head.weight.device)
+        self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
+        self.decode_ops, self.forward_ops = _ops(self.embedding, config, self.head_size)
+        self.num_refreshes, self.state = 0, _state(model)
+
+    def check(self):
+        """Raise AssertionError if the model no longer computes with what was taken over."""
+        assert self.state == _state(self.model), (
+            "the model was moved, or its LoRA is merged, off or another one: "
+            "call release() of its engine before that"
         )
 
-    def stale(self, modules: list[nn.Module]) -> bool:
-        """Is this no longer what `modules` compute: their weights left it, by `.to(..)` say, or their LoRA is another, off or merged?"""
-        return self.known != [_identity(module) for module in modules]
+    def refresh(self):
+        """Copy the LoRA in use into the fused matrices."""
+        self.num_refreshes += 1
+        fused = [linears for layer, _, _ in self.layers for linears in layer if linears.sources]
+        if fused:
+            torch._foreach_copy_(
+                [target for linears in fused for target in linears.targets],
+                [source.data for linears in fused for source in linears.sources],
+            )
 
-    def __call__(self, x):
-        """(N, inputs) -> (N, sum of outputs + m*r): base outputs, then LoRA A's."""
-        return F.linear(x, self.weight, self.bias)
-
-
-def _identity(module) -> tuple:
-    """What must stay as it is while a Fused stands for `module`; cheap, as it is compared for every linear at every use."""
-    if not isinstance(module, LoraLinear):
-        return id(module), module.weight.data_ptr()
-    names = module.active_adapters
-    parameters = [
-        id(p) for name in names for p in (module.lora_A[name].weight, module.lora_B[name].weight)
-    ]
-    return (
-        id(module),
-        module.base_layer.weight.data_ptr(),
-        module.disable_adapters,
-        module.merged,
-        parameters,
-        [module.scaling[name] for name in names],
-    )
+    def release(self):
+        """Give the model's parameters storage of their own. This object is then of no use."""
+        for parameter in (self.head.weight, *self.model.parameters()):
+            if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
 
 
-def aligned(head: nn.Linear) -> torch.Tensor:
-    """(V rounded up to a multiple of 64, C) whose first V rows `head`'s weight becomes, and the others 0.
+def _ops(weight, config, head_size):
+    """(parts of a decode step, parts of the forward): in Triton on CUDA for sizes that it takes."""
+    if weight.is_cuda:
+        from rl_train.engine import decode_triton, forward_triton
 
-    Sa2VA-4B's 151,679 rows alone take a matrix product to a kernel that reads single numbers, at a third of the speed.
+        if decode_triton.fits(head_size, config.hidden_size, config.intermediate_size):
+            return decode_triton, forward_triton
+    return decode_torch, forward_torch
+
+
+def _state(model) -> tuple:
+    """What `.to(..)`, merging, disabling and unloading change. They do so to all linears alike.
+
+    So one of them is looked at: this runs at every use.
     """
-    weight = torch.cat(
-        [head.weight.data, head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])]
-    )
-    head.weight.data = weight[: len(head.weight)]
-    return weight
+    module = model.layers[0].self_attn.q_proj
+    lora = ()
+    if isinstance(module, LoraLinear):
+        lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
+    return id(module), _base(module).weight.data_ptr(), *lora
 
 
 def _base(module) -> nn.Linear:
@@ -104,7 +150,7 @@ def _lora(module: LoraLinear):
     return module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
 
 
-def groups(layer) -> list[list[nn.Module]]:
+def _groups(layer) -> list[list[nn.Module]]:
     """The linears of a decoder layer by the input that they share."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
@@ -116,56 +162,50 @@ def groups(layer) -> list[list[nn.Module]]:
 
 
 def unsupported(language_model) -> str | None:
-    """Why a Decoder would not compute what `language_model` computes, or None if it does."""
-    if type(language_model) is not Qwen2ForCausalLM:
-        return f"{type(language_model).__name__} is not Qwen2ForCausalLM"
+    """Why the fast path would not compute what `language_model` computes, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
-    if (
-        config.hidden_act != "silu"
-        or set(config.layer_types) != {"full_attention"}
-        or config.rope_parameters["rope_type"] != "default"
-    ):
-        return "only silu, full attention and default rotary embeddings are known"
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return "its base is shared out over the ranks"
-    if head.weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"its weights are {head.weight.dtype}"
-    if (
-        type(head) is not nn.Linear
-        or head.bias is not None
-        or type(model.embed_tokens) is not nn.Embedding
-    ):
+    others = {type(layer) for layer in model.layers} - set(LAYERS)
+    if others:
+        return f"layers of {', '.join(kind.__name__ for kind in others)} are not known"
+    rope = config.rope_parameters["rope_type"]
+    known = config.hidden_act == "silu" and rope == "default"
+    if not known or set(config.layer_types) != {"full_attention"}:
+        return "only silu, full attention and default rotary embeddings are known"
+    if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"
+    linears = [module for layer in model.layers for group in _groups(layer) for module in group]
+    if any(type(_base(module)) is not nn.Linear for module in linears):
+        return "it has linears of another kind"
+    named = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
+    base = [parameter for name, parameter in named if "lora_" not in name]
+    if any(parameter.requires_grad for parameter in base):
+        return "its base weights train"
+    kinds = {(parameter.dtype, parameter.device) for parameter in base}
+    if len(kinds) > 1 or base[0].dtype not in (torch.float32, torch.bfloat16):
+        return f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in kinds)}"
     for number, layer in enumerate(model.layers):
-        for place, group in enumerate(groups(layer)):
-            reason = _unsupported_group(group, head.weight)
-            if place > 0 and any(_base(module).bias is not None for module in group):
-                reason = "a bias behind attention or in the MLP"
+        for group in _groups(layer):
+            reason = _unsupported_loras(group)
             if reason:
                 return f"layer {number}: {reason}"
     return None
 
 
-def _unsupported_group(group, like) -> str | None:
+def _unsupported_loras(group) -> str | None:
     loras = [module for module in group if isinstance(module, LoraLinear)]
-    if any(type(_base(module)) is not nn.Linear for module in group):
-        return "a linear of another kind"
-    if any(
-        _base(module).weight.dtype != like.dtype or _base(module).weight.device != like.device
-        for module in group
-    ):
-        return "weights of more than one dtype or device"
     if loras and len(loras) < len(group):
         return "LoRA on some linears only of those that share an input"
-    if any(
-        len(m.active_adapters) != 1
-        or m.merged
-        or m.disable_adapters
-        or m.lora_variant
-        or any(m.lora_bias.values())
-        for m in loras
-    ):
-        return "LoRA that is merged, disabled, of more than one adapter, or not the plain kind"
-    if len({(_lora(module)[0].shape[0], _lora(module)[2]) for module in loras}) > 1:
+    for lora in loras:
+        off = lora.merged or lora.disable_adapters
+        if (
+            off
+            or len(lora.active_adapters) != 1
+            or lora.lora_variant
+            or any(lora.lora_bias.values())
+        ):
+            return "LoRA that is merged, disabled, of more than one adapter, or not the plain kind"
+    if len({(len(_lora(lora)[0]), _lora(lora)[2]) for lora in loras}) > 1:
         return "LoRA of different rank or scale on linears that share an input"
     return None

@@ -40,7 +40,7 @@ PRODUCTS = re.compile(
 )  # and convolutions
 OURS = {
     name
-    for file in Path(train.__file__).parent.glob("*_triton.py")  # to import them needs Triton
+    for file in Path(train.__file__).parent.glob("engine/*_triton.py")  # to import them needs Triton
     for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
 }
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}

@@ -197,7 +197,7 @@ def build(options, ranks) -> Work:
     config = CONFIGS[options.sizes]
     text = tokenizer(config["llm_config"]["vocab_size"] - len(ADDED))
     policy = make_policy(args, random_model(config, ranks.device, args.seed), text)
-    policy.stop.found, policy.stop.eos_id = -1, -1  # is looked for as ever, and never there
+    policy.stop.stopped, policy.stop.eos_id = -1, -1  # is looked for as ever, and never there
     for name, parameter in policy.trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=LORA_B_STD)

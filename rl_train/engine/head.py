@@ -1,0 +1,65 @@
+"""Log-probs of tokens from hidden states: the vocabulary passes in chunks and never stands whole.
+
+Letters: m scored tokens, c of a chunk, C LLM width, V vocabulary.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+CHUNK = 2**26  # logits that are held at a time, however large the vocabulary is
+NEVER = -1e30  # logit of what is no token: not -inf, which times its probability 0 is NaN
+
+
+class _TokenLogps(torch.autograd.Function):
+    """A token's derivative is known with its logits, up to the factor that backward brings.
+
+    So nothing is computed twice.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, temperature, vocabulary):
+        assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
+        logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
+        slope = None  # (m, C) d logp / d hidden
+        if ctx.needs_input_grad[0]:
+            slope = torch.empty_like(hidden)
+        for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
+            chunk = slice(start, start + rows)
+            token = ids[chunk, None]
+            logits = hidden[chunk].to(weight.dtype) @ weight.t()
+            logits = logits.float().div_(temperature)  # (c, V)
+            logits[:, vocabulary:] = NEVER
+            every = torch.log_softmax(logits, dim=-1)
+            logp[chunk] = every.gather(1, token)[:, 0]
+            p = torch.exp(every, out=logits)
+            entropy[chunk] = -every.mul_(p).sum(-1)
+            if slope is not None:
+                p.scatter_add_(1, token, -torch.ones_like(p[:, :1]))
+                slope[chunk] = (p.to(weight.dtype) @ weight).div_(-temperature)
+        ctx.save_for_backward(slope)
+        ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, _):
+        (slope,) = ctx.saved_tensors
+        return (grad[:, None] * slope).to(slope.dtype), None, None, None, None
+
+
+def token_logps(hidden, weight, ids, temperature, vocabulary):
+    """((m,) log-probs of `ids` (m,), (m,) entropies in nats, detached), both float32.
+
+    Under softmax(hidden @ weight.T / temperature). Never with more than CHUNK logits at a time,
+    forward or backward.
+
+    Args:
+        hidden: (m, C), the only input that gets a gradient.
+        weight: (at least V, C) of lm_head, in whose dtype the logits are computed.
+        vocabulary: V; the rows behind it only align the matrix and are zeros.
+
+    Raises:
+        AssertionError: weight wants a gradient.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary)

@@ -1,0 +1,112 @@
+"""Sampling and scoring by a language model's own modules: on the CPU, and of models unknown here.
+
+It is also what the fast path is tested against.
+
+Letters: P prompts, G samples each, N = P*G rows, L prompt length, T new tokens, M tokens behind a
+prompt, C width, A axes of a position.
+"""
+
+import torch
+from transformers import DynamicCache
+
+from rl_train.engine.packing import next_positions
+from rl_train.engine.tokens import Completions, Draws, draw
+
+
+def follow(language_model, embeds, ids) -> torch.Tensor:
+    """(P, L+M, C) embeddings (P, L, C) with those of ids (P, M) behind them.
+
+    A placeholder of an image there is a token like any other.
+    """
+    return torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
+
+
+def prepare_checkpointing(language_model):
+    """Set a model of transformers up for `gradient_checkpointing` of `hidden_states`."""
+    model = language_model.model
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
+    enable({"use_reentrant": False})  # the second is its name before transformers 5.23
+
+
+def hidden_states(
+    language_model, embeds, mask, position_ids, gradient_checkpointing=False
+) -> torch.Tensor:
+    """(P, L, C) last hidden states after the final norm.
+
+    Args:
+        mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (A, P, L).
+        gradient_checkpointing: recompute each layer in the backward, for which
+            `prepare_checkpointing` has set the model up.
+    """
+    # Checkpointing acts on layers in training mode, and there it also drops the KV cache: so only
+    # for this forward, and only the layers' own flag, which turns no dropout on.
+    checkpointing = gradient_checkpointing and torch.is_grad_enabled()
+    layers = language_model.model.layers if checkpointing else []
+    for layer in layers:
+        layer.training = True
+    hidden = language_model.model(
+        inputs_embeds=embeds,
+        attention_mask=mask,
+        position_ids=_of_transformers(position_ids),
+        use_cache=False,
+    ).last_hidden_state
+    for layer in layers:
+        layer.training = False
+    return hidden
+
+
+def _of_transformers(position_ids):
+    """(A, P, L) as transformers takes them: without a single axis."""
+    return position_ids[0] if len(position_ids) == 1 else position_ids
+
+
+@torch.no_grad()
+def generate(language_model, embeds, attention_mask, position_ids, draws: Draws) -> Completions:
+    """See `Engine.generate`; a token at a time, with the cache of transformers."""
+    num_generations, stop = draws.num_generations, draws.stop
+    num_rows = len(embeds) * num_generations
+    cache = DynamicCache(config=language_model.config)
+    out = language_model.model(
+        inputs_embeds=embeds,
+        attention_mask=attention_mask,
+        position_ids=_of_transformers(position_ids),
+        past_key_values=cache,
+        use_cache=True,
+    )
+    cache.batch_repeat_interleave(num_generations)
+    mask = attention_mask.repeat_interleave(num_generations, 0)  # (N, L)
+    hidden = out.last_hidden_state[:, -1].repeat_interleave(num_generations, 0)  # (N, C)
+    position = next_positions(position_ids, attention_mask)
+    position = position.repeat_interleave(num_generations)[:, None]  # (N, 1)
+    done = torch.zeros(num_rows, dtype=torch.bool, device=embeds.device)
+    state = stop and stop.start(num_rows)
+    ids, logps, valids, hiddens = [], [], [], []
+    for t in range(draws.max_new_tokens):
+        u = None if draws.uniforms is None else draws.uniforms[:, t].to(hidden.device)
+        token, logp = draw(language_model.lm_head(hidden), draws.temperature, u)
+        token = torch.where(done, draws.pad_id, token)
+        ids.append(token)
+        logps.append(torch.where(done, 0.0, logp))
+        valids.append(~done)
+        if stop:
+            state, ends = stop.step(state, token)
+            done = done | ends
+        if t + 1 == draws.max_new_tokens or done.all():
+            hiddens.append(torch.zeros_like(hidden))
+            break
+        mask = torch.cat([mask, valids[-1][:, None].to(mask.dtype)], dim=1)
+        embed = language_model.get_input_embeddings()(token)[:, None].to(embeds.dtype)
+        hidden = language_model.model(
+            inputs_embeds=embed,
+            attention_mask=mask,
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, 0]
+        position = position + 1
+        hiddens.append(hidden)
+    columns = (torch.stack(column, 1) for column in (ids, logps, valids))
+    return Completions(*columns, done, torch.stack(hiddens, 1))
