@@ -1,31 +1,61 @@
-"""What the benchmarks share: the clock, the ceilings of the device, a language model of random weights."""
+"""What the benchmarks share: their flags, the clock, the ceilings of the device, a random LLM."""
 
 import statistics
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
 from transformers import Qwen2ForCausalLM
 
-from rl_train.policies.sa2va import LORA_TARGETS
+from rl_train.config import COUNT, flag
+from rl_train.policies.lora import attach_lora
+
+DEMO = Path(__file__).parents[1] / "demo_checkpoint"
 
 
-def seconds(work, args) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    device: str = flag("cuda", "where")
+    rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Timed):
+    """Prompts, G rows of answers to each, and a LoRA."""
+
+    num_generations: int = flag(8, "rows of each prompt", type=COUNT)
+    prompt_length: int = flag(400, "tokens", type=COUNT)
+    num_tokens: int = flag(128, "new tokens of each row", type=COUNT)
+    lora_r: int = flag(128, "rank", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul(Timed):
+    matmul_size: int = flag(8192, "side of the matrices whose product is the ceiling", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy(Timed):
+    copy_mib: int = flag(4096, "size of the copy that measures the bandwidth", type=COUNT)
+
+
+def seconds(work, options: Timed) -> float:
     """Median over the rounds, of which one more comes first and is not counted."""
-    return seconds_in_turns({"": work}, args)[""]
+    return seconds_in_turns({"": work}, options)[""]
 
 
-def seconds_in_turns(works: dict, args) -> dict[str, float]:
+def seconds_in_turns(works: dict, options: Timed) -> dict[str, float]:
     """The same of several works, one round of each after the other."""
-    found = {name: [] for name in works}
-    for _ in range(args.rounds + 1):
+    times = {name: [] for name in works}
+    for _ in range(options.rounds + 1):
         for name, work in works.items():
-            synchronize(args.device)
+            synchronize(options.device)
             start = time.perf_counter()
             work()
-            synchronize(args.device)
-            found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in found.items()}
+            synchronize(options.device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(rounds[1:]) for name, rounds in times.items()}
 
 
 def synchronize(device):
@@ -37,29 +67,28 @@ def device_name(device) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
-def copy_bandwidth(args) -> float:
-    """Bytes a second, read and written ones together, of a copy of --copy_mib random bytes."""
-    source = torch.randint(256, (args.copy_mib * 2**20,), dtype=torch.uint8, device=args.device)
+def copy_bandwidth(options: Copy) -> float:
+    """Bytes a second, read and written ones together, of a copy of random bytes."""
+    size = (options.copy_mib * 2**20,)
+    source = torch.randint(256, size, dtype=torch.uint8, device=options.device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), args)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source), options)
 
 
-def matmul_rate(args) -> float:
-    """Operations a second of a bf16 product of two random square matrices of side --matmul_size."""
-    a, b = (
-        torch.randn(args.matmul_size, args.matmul_size, device=args.device, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
+def matmul_rate(options: Matmul) -> float:
+    """Operations a second of a bf16 product of two random square matrices."""
+    side = options.matmul_size
+    a, b = (torch.randn(side, side, device=options.device, dtype=torch.bfloat16) for _ in range(2))
 
     def products():
         for _ in range(10):
             a @ b
 
-    return 10 * 2 * args.matmul_size**3 / seconds(products, args)
+    return 10 * 2 * side**3 / seconds(products, options)
 
 
 def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
-    """A language model of random bf16 weights with a float32 LoRA on all linears, whose B is not zero."""
+    """A language model of random bf16 weights with a float32 LoRA on all linears, B not zero."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -68,12 +97,7 @@ def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
             model = Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
-    get_peft_model(
-        model,
-        LoraConfig(
-            r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
-        ),
-    )  # in place
+    attach_lora(model, lora_r, 2 * lora_r)  # in place
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name)
         if "lora_" in name:
@@ -81,3 +105,10 @@ def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
     return model.eval()
+
+
+def random_prompts(num: int, config, options: Answers):
+    """(embeddings (num, L, C) in bf16, attention mask (num, L)) of prompts."""
+    size = (num, options.prompt_length)
+    embeds = torch.randn(*size, config.hidden_size, device=options.device, dtype=torch.bfloat16)
+    return embeds, torch.ones(size, dtype=torch.long, device=options.device)

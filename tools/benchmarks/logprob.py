@@ -1,110 +1,99 @@
-"""Forward and backward of the update's log-probs: the plain way against this project's, on one language model of random weights.
+"""Forward and backward of the update's log-probs: the plain way against this project's.
 
-Letters: P prompts, G rows of each, N = P*G rows, L prompt length, T completion tokens, V vocabulary.
+On one language model of random weights. Letters: P prompts, G rows of each, N = P*G rows, L prompt
+length, T completion tokens, V vocabulary.
 """
 
 import copy
 import gc
+from dataclasses import dataclass
 
 import torch
 
 from rl_train import grpo
-from rl_train.engine.logprob import (
-    by_kernels,
-    by_modules,
-    follow,
-    hidden_states,
-    prepare_checkpointing,
-    score_answers,
-)
+from rl_train.config import COUNT, flag
+from rl_train.engine import Engine
 from sa2va_hf import Sa2VAConfig
-from tools.benchmarks.common import device_name, matmul_rate, random_llm, seconds_in_turns
+from tools.benchmarks import common
 from tools.random_checkpoint import CONFIG_4B
 
 VOCABULARY_SHARE = 10  # the smaller vocabulary is this many times smaller
+WAYS = ("plain", "and kernels", "and checkpoints")  # rows share their prompt's forward but in plain
 
 
-def plain(model, embeds, mask, ids, num_generations):
-    """(N, T) log-probs and entropies by one full sequence per row, with the logits of the completions."""
-    length = embeds.shape[1]
-    embeds, mask = (
-        embeds.repeat_interleave(num_generations, 0),
-        mask.repeat_interleave(num_generations, 0),
-    )
-    hidden = hidden_states(
-        model, follow(model, embeds, ids), torch.cat([mask, torch.ones_like(ids)], dim=1)
-    )
-    logits = model.lm_head(hidden[:, length - 1 : -1])  # (N, T, V)
-    logp = grpo.token_logps_from_logits(logits, ids, 1.0)
-    with torch.no_grad():
-        return logp, grpo.entropy_from_logits(logits, 1.0)
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Answers, common.Matmul):
+    """sizes"""
+
+    num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.num_generations
 
 
-def shared(how, gradient_checkpointing=False):
-    """The same as in training, with the model's modules or with kernels."""
-
-    def way(model, embeds, mask, ids, num_generations):
-        prompt = torch.arange(len(ids), device=ids.device) // num_generations
-        answers = score_answers(
-            model,
-            embeds,
-            mask,
-            prompt,
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            pad_id=0,
-            temperature=1.0,
-            gradient_checkpointing=gradient_checkpointing,
-            how=how,
-        )
-        return answers.logp, answers.entropy
-
-    return way
-
-
-WAYS = {
-    "plain": plain,
-    "shared prompt": shared(by_modules),
-    "and kernels": shared(by_kernels),
-    "and checkpoints": shared(by_kernels, gradient_checkpointing=True),
-}  # the last one is the default
+def measure(options: Options) -> dict:
+    """See `logprob_speeds`."""
+    return logprob_speeds(Sa2VAConfig(**CONFIG_4B).llm, options)
 
 
 class Work:
-    """One micro-batch: P prompts of random embeddings, N random completions, and the derivative of a loss by each log-prob."""
+    """One micro-batch: P random prompts, N completions, a loss's derivative by each log-prob."""
 
-    def __init__(self, model, args):
+    def __init__(self, model, options: Options):
         torch.manual_seed(0)
-        rows = args.num_prompts * args.num_generations
-        self.model, self.args = model, args
-        self.embeds = torch.randn(
-            args.num_prompts,
-            args.prompt_length,
-            model.config.hidden_size,
-            device=args.device,
-            dtype=torch.bfloat16,
-        )
+        size = (options.num_rows, options.num_tokens)
+        self.model, self.options = model, options
+        self.embeds, self.mask = common.random_prompts(options.num_prompts, model.config, options)
         self.embeds.requires_grad_()  # mlp1 trains
-        self.mask = torch.ones(
-            args.num_prompts, args.prompt_length, dtype=torch.long, device=args.device
-        )
-        self.ids = torch.randint(
-            model.config.vocab_size, (rows, args.num_tokens), device=args.device
-        )
-        self.slope = torch.randn(rows, args.num_tokens, device=args.device)
+        self.ids = torch.randint(model.config.vocab_size, size, device=options.device)
+        self.slope = torch.randn(size, device=options.device)
+        self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
 
-    def __call__(self, way):
-        """Forward and backward; the gradients replace the last ones. Returns (logp (N, T), entropy (N, T))."""
+    def __call__(self, way: str) -> torch.Tensor:
+        """(2, N, T) log-probs and entropies; their gradients replace the last ones."""
         for p in (self.embeds, *self.model.parameters()):
             p.grad = None
-        with torch.autocast(
-            self.embeds.device.type, torch.bfloat16, enabled=self.embeds.dtype == torch.bfloat16
-        ):
-            logp, entropy = way(
-                self.model, self.embeds, self.mask, self.ids, self.args.num_generations
-            )
+        with torch.autocast(self.embeds.device.type, torch.bfloat16):
+            logp, entropy = self.plain() if way == "plain" else self.ours(way == "and checkpoints")
         logp.backward(self.slope)
-        return logp.detach(), entropy
+        return torch.stack([logp.detach(), entropy])
+
+    def ours(self, gradient_checkpointing: bool):
+        """As in training."""
+        prompt = torch.arange(len(self.ids), device=self.ids.device) // self.options.num_generations
+        valid = torch.ones_like(self.ids, dtype=torch.bool)
+        self.engine.gradient_checkpointing = gradient_checkpointing
+        answers = self.engine.score(self.embeds, self.mask, prompt, self.ids, valid)
+        return answers.logp, answers.entropy
+
+    def plain(self, rows: slice = slice(None)):
+        """By one full sequence per row, with the logits of the completions."""
+        group, length, ids = self.options.num_generations, self.embeds.shape[1], self.ids[rows]
+        embeds = self.embeds.repeat_interleave(group, 0)[rows]
+        answers = self.model.get_input_embeddings()(ids).to(embeds.dtype)
+        mask = torch.cat([self.mask.repeat_interleave(group, 0)[rows], torch.ones_like(ids)], dim=1)
+        hidden = self.model.model(
+            inputs_embeds=torch.cat([embeds, answers], dim=1), attention_mask=mask, use_cache=False
+        ).last_hidden_state
+        logits = self.model.lm_head(hidden[:, length - 1 : -1])  # (n, T, V)
+        logp = grpo.token_logps_from_logits(logits, ids, 1.0)
+        with torch.no_grad():
+            return logp, grpo.entropy_from_logits(logits, 1.0)
+
+    def right(self) -> torch.Tensor:
+        """What a call returns and leaves as gradients, in float32: the plain way, row by row."""
+        self.engine.release()
+        self.model.float()
+        self.embeds = self.embeds.detach().float().requires_grad_()
+        for p in self.model.parameters():
+            p.grad = None
+        columns = []
+        for row in range(len(self.ids)):
+            logp, entropy = self.plain(slice(row, row + 1))
+            logp.backward(self.slope[row : row + 1])
+            columns.append(torch.stack([logp.detach(), entropy]))
+        return torch.cat(columns, dim=1)
 
     def gradient(self) -> torch.Tensor:
         """The LoRA's and, last, the prompts', as one vector on the CPU."""
@@ -112,8 +101,8 @@ class Work:
         assert len(grads) > 1, "no LoRA trains"
         return torch.cat([grad.flatten().float().cpu() for grad in grads])
 
-    def peak(self, way) -> float:
-        """GiB that forward and backward hold at their peak beyond weights and gradients; NaN where it is not counted."""
+    def peak(self, way: str) -> float:
+        """GiB that a call holds beyond weights and gradients; NaN where it is not counted."""
         if self.embeds.device.type != "cuda":
             return float("nan")
         self(way)
@@ -123,123 +112,89 @@ class Work:
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def difference(found, right) -> dict:
+def difference(vector, right) -> dict:
     """Cosine and relative length of the difference of two vectors."""
-    found, right = found.double(), right.double()
+    vector, right = vector.double(), right.double()
     return dict(
-        cosine=torch.cosine_similarity(found, right, dim=0).item(),
-        relative=((found - right).norm() / right.norm()).item(),
+        cosine=torch.cosine_similarity(vector, right, dim=0).item(),
+        relative=((vector - right).norm() / right.norm()).item(),
     )
 
 
-def operations(model, args) -> dict:
-    """{way: floating-point operations that it cannot do without}: no gradient of frozen weights, attention where it is causal."""
-    layers = [layer for layer in model.model.layers]
-    base = sum(
-        p.numel()
-        for layer in layers
-        for n, p in layer.named_parameters()
-        if "lora_" not in n and p.ndim == 2
-    )
-    lora = sum(p.numel() for layer in layers for n, p in layer.named_parameters() if "lora_" in n)
-    heads = model.config.num_attention_heads * layers[0].self_attn.head_dim
-    rows, length, new = args.num_prompts * args.num_generations, args.prompt_length, args.num_tokens
+def operations(model, options: Options) -> dict[str, float]:
+    """{way: operations that it cannot do without}.
+
+    No gradient of frozen weights, attention where it is causal.
+    """
+    layers = model.model.layers
+    matrices = [(n, p) for layer in layers for n, p in layer.named_parameters() if p.ndim == 2]
+    lora = sum(p.numel() for name, p in matrices if "lora_" in name)
+    base = sum(p.numel() for _, p in matrices) - lora
+    heads = len(layers) * model.config.num_attention_heads * layers[0].self_attn.head_dim
+    rows, length, new = options.num_rows, options.prompt_length, options.num_tokens
     head = 2 * 2 * rows * new * model.lm_head.weight.numel()
 
-    def count(tokens, pairs):
-        return (
-            2 * tokens * (2 * base + 3 * lora) + 14 * len(layers) * heads * pairs + head
-        )  # attention: 2 products, then 5
+    def count(prompts):
+        """Of the completions behind so many forwards of a prompt."""
+        tokens = prompts * length + rows * new
+        pairs = rows * new * (length + new / 2) + prompts * length**2 / 2
+        return 2 * tokens * (2 * base + 3 * lora) + 14 * heads * pairs + head
 
-    own = rows * new * (length + new / 2)
-    once = count(args.num_prompts * length + rows * new, own + args.num_prompts * length**2 / 2)
-    return dict.fromkeys(WAYS, once) | {
-        "plain": count(rows * (length + new), own + rows * length**2 / 2)
-    }
+    return {way: count(rows if way == "plain" else options.num_prompts) for way in WAYS}
 
 
-def logprob_speeds(config, args) -> dict:
-    """Seconds, memory and gradients of both ways; their errors against float32; their memory with a smaller vocabulary."""
-    limit = matmul_rate(args)
-    model = random_llm(config, args.lora_r, args.device)
-    work, needed = Work(model, args), operations(model, args)
-    found = dict(
-        device=device_name(args.device),
-        matmul_tflops=limit / 1e12,
-        vocabulary=config.vocab_size,
-        ways={},
-    )
-    clocks = seconds_in_turns({name: lambda way=way: work(way) for name, way in WAYS.items()}, args)
-    outputs, gradients = {}, {}
-    for name, way in WAYS.items():
-        outputs[name], gradients[name] = work(way), work.gradient()
-        found["ways"][name] = dict(
+def logprob_speeds(config, options: Options) -> dict:
+    """Seconds, memory and errors against float32 of all ways; memory with a smaller vocabulary."""
+    limit = common.matmul_rate(options)
+    model = common.random_llm(config, options.lora_r, options.device)
+    work, needed = Work(model, options), operations(model, options)
+    clocks = common.seconds_in_turns({way: lambda way=way: work(way) for way in WAYS}, options)
+    ways, outputs, gradients = {}, {}, {}
+    for name in WAYS:
+        outputs[name], gradients[name] = work(name), work.gradient()
+        ways[name] = dict(
             seconds=clocks[name],
+            times_faster=clocks["plain"] / clocks[name],
             tflop=needed[name] / 1e12,
             share_of_ceiling=needed[name] / clocks[name] / limit,
-            peak_gib=work.peak(way),
+            against_plain=difference(gradients[name], gradients["plain"]),
+            peak_gib=work.peak(name),
         )
-    for name, way in found["ways"].items():
-        way["times_faster"] = clocks["plain"] / way["seconds"]
-        way["against_plain"] = difference(gradients[name], gradients["plain"])
-    # The right answer: the same weights in float32, layers recomputed in the backward to fit.
-    right = Work(model.float(), args)
-    right.embeds = work.embeds.detach().float().requires_grad_()
-    prepare_checkpointing(model)
-    logp, entropy = right(shared(by_modules, gradient_checkpointing=True))
-    for name in WAYS:
-        found["ways"][name] |= dict(
-            gradient_error=difference(gradients[name], right.gradient()),
-            logp_error=(outputs[name][0] - logp).abs().max().item(),
-            entropy_error=(outputs[name][1] - entropy).abs().max().item(),
-        )
-    del model, work, right, logp, entropy
+    right = work.right()
+    for name, way in ways.items():
+        logp_error, entropy_error = (outputs[name] - right).abs().amax(dim=(1, 2)).tolist()
+        way |= dict(logp_error=logp_error, entropy_error=entropy_error)
+        way["gradient_error"] = difference(gradients[name], work.gradient())
+    del model, work, right
     gc.collect()
     smaller = copy.deepcopy(config)
     smaller.vocab_size = config.vocab_size // VOCABULARY_SHARE
-    work = Work(random_llm(smaller, args.lora_r, args.device), args)
-    for name, way in WAYS.items():
-        found["ways"][name]["peak_gib_smaller_vocabulary"] = work.peak(way)
-    show(found, args)
-    return found
+    work = Work(common.random_llm(smaller, options.lora_r, options.device), options)
+    for name, way in ways.items():
+        way["peak_gib_smaller_vocabulary"] = work.peak(name)
+    measured = dict(
+        device=common.device_name(options.device),
+        matmul_tflops=limit / 1e12,
+        vocabulary=config.vocab_size,
+        ways=ways,
+    )
+    show(measured, options)
+    return measured
 
 
-def measure(args) -> dict:
-    """See `logprob_speeds`."""
-    return logprob_speeds(Sa2VAConfig(**CONFIG_4B).llm, args)
-
-
-def show(found, args):
-    rows = args.num_prompts * args.num_generations
+def show(measured, options: Options):
     print(
-        f"{found['device']}, matrix product {found['matmul_tflops']:.0f} TFLOP/s; "
-        f"{rows} rows x ({args.prompt_length} + {args.num_tokens})"
+        f"{measured['device']}, matrix product {measured['matmul_tflops']:.0f} TFLOP/s; "
+        f"{options.num_rows} rows x ({options.prompt_length} + {options.num_tokens})"
     )
     print(
-        f"{'way':16} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} {'V/10':>7} {'cosine to plain':>15} "
-        f"{'gradient error':>15} {'logp error':>11}"
+        f"{'way':16} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} "
+        f"{'V/10':>7} {'cosine to plain':>15} {'gradient error':>15} {'logp error':>11}"
     )
-    for name, way in found["ways"].items():
+    for name, way in measured["ways"].items():
         print(
-            f"{name:16} {way['seconds']:>8.3f} {way['times_faster']:>7.2f} {way['tflop']:>7.1f} {way['share_of_ceiling']:>10.1%} "
-            f"{way['peak_gib']:>9.2f} {way['peak_gib_smaller_vocabulary']:>7.2f} {way['against_plain']['cosine']:>15.6f} "
+            f"{name:16} {way['seconds']:>8.3f} {way['times_faster']:>7.2f} {way['tflop']:>7.1f} "
+            f"{way['share_of_ceiling']:>10.1%} {way['peak_gib']:>9.2f} "
+            f"{way['peak_gib_smaller_vocabulary']:>7.2f} {way['against_plain']['cosine']:>15.6f} "
             f"{way['gradient_error']['relative']:>15.2e} {way['logp_error']:>11.2e}"
         )
-
-
-def add_arguments(parser):
-    parser.add_argument("--num_prompts", type=int, default=4, help="prompts in a batch")
-    parser.add_argument("--num_generations", type=int, default=8, help="rows of each prompt")
-    parser.add_argument("--prompt_length", type=int, default=400, help="tokens")
-    parser.add_argument("--num_tokens", type=int, default=128, help="of each row's completion")
-    parser.add_argument("--lora_r", type=int, default=128, help="rank")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="of each way, in turns; the median counts"
-    )
-    parser.add_argument(
-        "--matmul_size",
-        type=int,
-        default=8192,
-        help="side of the square matrices whose product is the ceiling",
-    )
-    parser.add_argument("--device", default="cuda", help="where")
