@@ -18,15 +18,8 @@ import torch
 from rl_train.config import add_flags, read_flags
 from tools.benchmarks import data, decode, logprob, memory, profile, scale, step
 
-COMMANDS = dict(
-    data=data,
-    decode=decode,
-    logprob=logprob,
-    step=step,
-    profile=profile,
-    memory=memory,
-    scale=scale,
-)
+MODULES = (data, decode, logprob, step, profile, memory, scale)
+COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def main(argv=None):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from rl_train.config import COUNT, flag
-from rl_train.policies.lora import attach_lora
+from rl_train.policies.lora import attach_lora, freeze_all_but
 
 DEMO = Path(__file__).parents[1] / "demo_checkpoint"
 
@@ -45,8 +45,8 @@ def seconds(work, options: Timed) -> float:
     return seconds_in_turns({"": work}, options)[""]
 
 
-def seconds_in_turns(works: dict, options: Timed) -> dict[str, float]:
-    """The same of several works, one round of each after the other."""
+def seconds_in_turns(works: dict, options: Timed) -> dict:
+    """{name: `seconds`} of several works, one round of each after the other."""
     times = {name: [] for name in works}
     for _ in range(options.rounds + 1):
         for name, work in works.items():
@@ -87,24 +87,21 @@ def matmul_rate(options: Matmul) -> float:
     return 10 * 2 * side**3 / seconds(products, options)
 
 
-def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
-    """A language model of random bf16 weights with a float32 LoRA on all linears, B not zero."""
+def random_llm(config, lora_r: int, device):
+    """A causal LM of random bf16 weights with a float32 LoRA on all linears that does something."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    attach_lora(model, lora_r, 2 * lora_r)  # in place
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    attach_lora(model, lora_r, 2 * lora_r)
+    start_lora(freeze_all_but(model, {"lora": "lora_"}))
+    return model.eval()
+
+
+def start_lora(trainable: dict[str, torch.nn.Parameter]):
+    """Give the LoRA's B, which are zero at first, a value."""
+    for name, parameter in trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    return model.eval()
 
 
 def random_prompts(num: int, config, options: Answers):
@@ -112,3 +109,10 @@ def random_prompts(num: int, config, options: Answers):
     size = (num, options.prompt_length)
     embeds = torch.randn(*size, config.hidden_size, device=options.device, dtype=torch.bfloat16)
     return embeds, torch.ones(size, dtype=torch.long, device=options.device)
+
+
+def free_sampling(num_tokens: int, pad_id: int, temperature: float | None = 1.0) -> dict:
+    """What transformers' `generate` needs to know to draw so many tokens (None: greedily)."""
+    length = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=pad_id)
+    drawn = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
+    return length | (dict(do_sample=False) if temperature is None else drawn)

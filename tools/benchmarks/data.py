@@ -1,4 +1,4 @@
-"""The training loader against bare decoding and the two resizes; the opening of a large data set."""
+"""The training loader against bare decoding and two resizes; the opening of a large data set."""
 
 import json
 import resource
@@ -26,13 +26,10 @@ from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.policies.sa2va_prompts import PromptBuilder
 from sa2va_hf import Sa2VAProcessor
 from tools.benchmarks.common import DEMO
-from tools.gar_writer import encode_image, encode_mask, write_gar
+from tools.gar_writer import encode_image, write_gar
 
 PREFETCH = 2  # batches that each worker is ahead: DataLoader's default
-CAPTION = 3 * (
-    "A red ceramic cup with a white rim and a chipped handle stands on a wooden table next to a "
-    "folded newspaper. "
-)
+CAPTION = "A red ceramic cup with a chipped handle stands on a table next to a newspaper. " * 4
 REAL_SIZES = SimpleNamespace(
     image_size=448,
     grid_size=16,
@@ -44,7 +41,8 @@ OPEN = """
 import json, sys, time
 from rl_train.data import GraspAnyRegionDataset
 def peak():  # MiB; ru_maxrss would be inherited
-    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) / 1024
+    status = open("/proc/self/status")
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 1024
 before, start = peak(), time.perf_counter()
 rows = len(GraspAnyRegionDataset(sys.argv[1]))
 seconds = time.perf_counter() - start
@@ -63,9 +61,7 @@ class Options:
     height: int = flag(960, "of an image, pixels", type=COUNT)
     num_batches: int = flag(40, "timed in each round", type=COUNT)
     rounds: int = flag(5, "of either loader, in turns; the median counts", type=COUNT)
-    num_rows: int = flag(
-        50_000, f"of the data set that is opened, in shards of {ROWS_PER_SHARD}", type=COUNT
-    )
+    num_rows: int = flag(50_000, f"opened, in shards of {ROWS_PER_SHARD}", type=COUNT)
 
 
 class Bare(Dataset):
@@ -83,23 +79,19 @@ class Bare(Dataset):
         return sum(image.resize((side, side)).width for side in sides)
 
 
-def smooth_noise(rng, width: int, height: int, cell: int, channels: int) -> np.ndarray:
-    """(H, W, channels) uint8 noise with blobs of about `cell` pixels."""
-    coarse = rng.integers(0, 256, (-(-height // cell), -(-width // cell), channels), dtype=np.uint8)
-    planes = [Image.fromarray(coarse[..., c]).resize((width, height)) for c in range(channels)]
-    return np.stack([np.asarray(plane) for plane in planes], axis=-1)
-
-
 def make_rows(num: int, width: int, height: int) -> list[dict]:
-    """`num` different rows of `write_gar`: detail at several scales, regions of curved outlines."""
-    rows = []
-    for i in range(num):
-        rng = np.random.default_rng([0, i])
-        coarse, middle, fine = (
-            smooth_noise(rng, width, height, cell, 3).astype(np.float32) for cell in (160, 20, 4)
-        )
-        image = Image.fromarray((0.6 * coarse + 0.3 * middle + 0.1 * fine).astype(np.uint8))
-        mask = smooth_noise(rng, width, height, 160, 1)[..., 0] > 160
+    """`num` different rows of `write_gar`: detail of several sizes, regions of curved outlines."""
+    rows, rng = [], np.random.default_rng(0)
+
+    def blobs(size: int) -> Image.Image:
+        shape = (-(-height // size), -(-width // size), 3)
+        pixels = rng.integers(256, size=shape, dtype=np.uint8)
+        return Image.fromarray(pixels).resize((width, height))
+
+    for _ in range(num):
+        detail = Image.blend(blobs(20), blobs(4), 0.25)
+        mask = np.asarray(blobs(160))[..., 0] > 160
+        image = Image.blend(blobs(160), detail, 0.4)
         rows.append(dict(image=image, mask=mask, caption=CAPTION, category="cup"))
     return rows
 
@@ -111,10 +103,7 @@ def cpu_seconds() -> float:
 
 
 def speed(loader: DataLoader, options: Options) -> tuple[float, float]:
-    """(samples per second once each worker has filled its buffers, CPU seconds per sample).
-
-    CPU seconds are those of all processes, and of all samples that they read.
-    """
+    """(samples per second once the workers' buffers are full, CPU seconds per sample of all)."""
     before, batches = cpu_seconds(), iter(loader)
     num_first = (PREFETCH + 2) * max(1, options.num_workers)
     for _ in range(num_first):
@@ -135,19 +124,18 @@ def loader_against_bare(folder: Path, options: Options) -> dict:
     write_gar(rows, folder, image_format="JPEG")
     prompts = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256)
     inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
-    dataset = GraspAnyRegionDataset(folder)
-    jpegs, workers = [encode_image(row["image"], "JPEG") for row in rows], options.num_workers
+    bare = Bare([encode_image(row["image"], "JPEG") for row in rows])
+    dataset, workers = GraspAnyRegionDataset(folder), options.num_workers
     rounds = []
     for number in range(options.rounds):
-        sampler = StepSampler(len(jpegs), options.batch_size, 1, number)
-        bare = DataLoader(Bare(jpegs), batch_sampler=sampler, num_workers=workers)
-        least = speed(bare, options)
+        sampler = StepSampler(len(bare), options.batch_size, 1, number)
+        least = speed(DataLoader(bare, batch_sampler=sampler, num_workers=workers), options)
         rounds.append((*least, *speed(train_loader(dataset, inputs, sampler, workers), options)))
     ratios = [ours / least for least, _, ours, _ in rounds]
     return dict(
         num_workers=workers,
         image=f"{options.width}x{options.height}",
-        jpeg_bytes=round(statistics.mean(map(len, jpegs))),
+        jpeg_bytes=round(statistics.mean(map(len, bare.jpegs))),
         loader_samples_per_second=statistics.median(ours for _, _, ours, _ in rounds),
         bare_samples_per_second=statistics.median(least for least, *_ in rounds),
         ratio=statistics.median(ratios),
@@ -158,26 +146,19 @@ def loader_against_bare(folder: Path, options: Options) -> dict:
 
 def opening(folder: Path, num_rows: int) -> dict:
     """Seconds and memory that opening a data set of many rows takes, in a process of its own."""
-    rows, in_shard = make_rows(16, 640, 480), min(num_rows, ROWS_PER_SHARD)
-    (shard,) = write_gar(islice(cycle(rows), in_shard), folder, in_shard, image_format="JPEG")
-    for number in range(1, -(-num_rows // in_shard)):
+    in_shard = min(num_rows, ROWS_PER_SHARD)
+    rows = islice(cycle(make_rows(16, 640, 480)), in_shard)
+    (shard,) = write_gar(rows, folder, in_shard, image_format="JPEG")
+    for number in range(1, num_rows // in_shard):
         shutil.copy(shard, shard.with_name(f"data-{number:05d}.arrow"))
     command = [sys.executable, "-c", OPEN, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    sizes = [path.stat().st_size for path in shard.parent.iterdir()]
-    return json.loads(done.stdout) | dict(
-        jpeg_bytes=round(statistics.mean(len(encode_image(row["image"], "JPEG")) for row in rows)),
-        mask_characters=round(
-            statistics.mean(len(encode_mask(row["mask"])["counts"]) for row in rows)
-        ),
-        gigabytes=sum(sizes) / 1e9,
-    )
+    gigabytes = sum(path.stat().st_size for path in shard.parent.iterdir()) / 1e9
+    return json.loads(done.stdout) | dict(gigabytes=gigabytes)
 
 
 def measure(options: Options) -> dict:
     """{"loader", "opening"}: see `loader_against_bare` and `opening`. Its files are temporary."""
     with tempfile.TemporaryDirectory() as folder:
-        return dict(
-            loader=loader_against_bare(Path(folder) / "large", options),
-            opening=opening(Path(folder) / "many", options.num_rows),
-        )
+        loader = loader_against_bare(Path(folder) / "large", options)
+        return dict(loader=loader, opening=opening(Path(folder) / "many", options.num_rows))

@@ -19,7 +19,7 @@ from tools.benchmarks.work import Work
 OPTIMIZER_BYTES = 4 * 10
 
 
-class Model:
+class LanguageModel:
     """What a token of the language model costs."""
 
     def __init__(self, language_model):
@@ -54,10 +54,10 @@ class Model:
 
 def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     """{phase: seconds} at `matmul` operations and `bandwidth` bytes a second."""
-    policy, prompts, rows = work.policy, work.rollout.batch_size, work.num_rows
-    length, caption = work.prompt_length, work.rollout.max_completion_length
-    answer = work.answer_tokens
-    model, forced = Model(policy.model.language_model), len(policy.prompts.forced_answer)
+    policy, prompts, rows = work.policy, work.config.rollout.batch_size, work.num_rows
+    length, answer = work.options.prompt_length, work.options.answer_tokens
+    caption = work.config.rollout.max_completion_length
+    model, forced = LanguageModel(policy.model.language_model), len(policy.prompts.forced_answer)
     image = 1 + policy.model.config.tokens_per_tile  # tokens that prompts about one image share
     own = prompts * image + rows * (length - image)  # tokens of N prompts about B images
     own_pairs = (prompts * image**2 + rows * (length**2 - image**2)) / 2
@@ -106,7 +106,7 @@ def image_operations(work: Work) -> tuple[int, int]:
     """Operations of both image encoders on the batch, and of SAM2's mask decoder on N prompts."""
     policy, rows = work.policy, work.num_rows
     prompts = torch.randn(rows, policy.model.config.prompt_size, device=policy.device)
-    image = [row // work.rollout.num_generations for row in range(rows)]
+    image = [row // work.config.rollout.num_generations for row in range(rows)]
     with FlopCounterMode(display=False) as encoding:
         images = policy.encode(work.batch)
     with FlopCounterMode(display=False) as decoding:

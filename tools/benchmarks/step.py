@@ -1,4 +1,4 @@
-"""One whole step of both loops, from batch to EMA, by the training's own loop, and in TRL's way.
+"""One whole step of both loops, from batch to EMA, by the training's own calls, and in TRL's way.
 
 Random weights at Sa2VA-4B's shapes and forced lengths: see `tools.benchmarks.work` and
 `tools.benchmarks.trl_style`. Data loading and logging are not in it; METEOR, which runs on the CPU,
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from rl_train.config import flag
-from rl_train.curves import Clock
 from rl_train.distributed import Ranks
 from tools.benchmarks import common, work
 from tools.benchmarks.floor import step_floor
-from tools.benchmarks.trl_style import build_full
+from tools.benchmarks.trl_style import build_trl_style
 
-WAYS = {"ours": work.build, "trl": build_full}
+WAYS = {"ours": work.build, "trl": build_trl_style}
 NAMES = {"trl": "(b) TRL-style"}
 LOOP = ("rollout", "teacher", "old", "reference")
 PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "update"]
@@ -31,11 +30,6 @@ class Options(common.Matmul, common.Copy, work.Options):
 
     alternatives: tuple = flag(
         ("trl",), "what to measure beside ours", type=str, choices=list(NAMES), nargs="*"
-    )
-    trl_logits: str = flag(
-        "completion",
-        "of TRL's forwards; all = for models without logits_to_keep, as the published Sa2VA code",
-        choices=["completion", "all"],
     )
 
 
@@ -50,9 +44,9 @@ def measure(options: Options) -> dict:
     )
     for name in ("ours", *options.alternatives):
         w = WAYS[name](options, Ranks(0, 1, torch.device(options.device)))
-        measured[name] = rounds(w, options)
+        measured[name] = rounds(w)
         if name == "ours":
-            measured |= dict(flags=w.parts.flags, floor=summary([step_floor(w, **ceilings)]))
+            measured |= dict(flags=w.config.flags, floor=summary([step_floor(w, **ceilings)]))
         del w  # each way has a model of its own, of the same weights
         gc.collect()
     ours = measured["ours"]["total"]
@@ -62,10 +56,9 @@ def measure(options: Options) -> dict:
     return measured
 
 
-def rounds(w: work.Work, options: work.Options) -> dict:
-    """Medians over the rounds after the warm-up, whose steps do not count."""
-    clocks: list[Clock] = w.run(options.warmup + options.rounds)[options.warmup :]
-    peaks = Counter()
+def rounds(w: work.Work) -> dict:
+    """Medians and peaks of the steps that count."""
+    clocks, peaks = w.run(), Counter()
     for clock in clocks:
         peaks |= Counter(clock.peaks)
     totals = [sum(clock.seconds.values()) for clock in clocks]

@@ -1,8 +1,8 @@
-"""The same step as TRL would do it: a policy and an engine that `rl_train.train.train` can also run.
+"""The same step as TRL would do it, by a policy and an engine of its own.
 
 `generate` of transformers; old and reference log-probs by a full forward each, of a sequence per
-row, with the vision encoder and the logits as one tensor; a teacher in batches that answers for
-itself and encodes the image of every row.
+row, with the vision encoder and the completions' logits as one tensor; a teacher in batches that
+answers for itself and encodes the image of every row.
 
 Letters: P prompts, G samples each, N = P*G rows, n rows of a forward, L prompt length, T completion
 tokens, C width.
@@ -14,17 +14,18 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine import Completions, Engine
-from rl_train.objective import micro_batches
 from rl_train.policies.sa2va import Images, Prompts, Scores
-from tools.benchmarks.work import ForcedPolicy, Loop1, Work, build
+from rl_train.tasks.mask_caption_mask import MaskCaptionMask
+from rl_train.types import Batch
+from tools.benchmarks.common import free_sampling
+from tools.benchmarks.work import ForcedPolicy, Work, build
 
 
 @dataclass
-class ImagesWithPixels(Images):
+class ImagesOfBatch(Images):
     """Features of images, whose vision every forward computes anew."""
 
-    pixel_values: list[torch.Tensor]  # (t, 3, S, S) tiles of each
-    sam_pixels: torch.Tensor
+    batch: Batch
 
 
 @dataclass
@@ -45,37 +46,22 @@ class FullEngine(Engine):
 
     Attributes:
         hidden_tokens: answers of this length, those with a mask, come with their hidden states.
-        all_logits: compute those of the whole sequence, as TRL does without `logits_to_keep`.
     """
 
-    hidden_tokens, all_logits = 0, False
+    hidden_tokens = 0
 
     def generate(
-        self,
-        embeds,
-        attention_mask,
-        *,
-        num_generations,
-        max_new_tokens,
-        stop,
-        uniforms=None,
-        position_ids=None,
-        shared_prefix_lengths=None,
+        self, embeds, attention_mask, *, num_generations, max_new_tokens, uniforms=None, **_
     ) -> Completions:
         drawn, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
-        how = dict(top_k=0, top_p=1.0, temperature=self.temperature) if drawn else {}
         out = self.language_model.generate(
             inputs_embeds=embeds,
             attention_mask=attention_mask,
             num_return_sequences=num_generations,
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=max_new_tokens,
-            pad_token_id=self.pad_id,
             return_dict_in_generate=True,
             output_logits=drawn,
             output_hidden_states=with_hidden,
-            do_sample=drawn,
-            **how,
+            **free_sampling(max_new_tokens, self.pad_id, self.temperature if drawn else None),
         )
         ids = out.sequences
         assert ids.shape == (len(embeds) * num_generations, max_new_tokens)
@@ -99,10 +85,7 @@ class FullEngine(Engine):
             position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
             use_cache=False,
         ).last_hidden_state
-        if self.all_logits:
-            logits = model.lm_head(hidden)[:, length - 1 : -1]
-        else:
-            logits = model.lm_head(hidden[:, length - 1 : -1])
+        logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
         with torch.no_grad():
             entropy = grpo.entropy_from_logits(logits, self.temperature)
@@ -110,9 +93,7 @@ class FullEngine(Engine):
 
 
 class FullPolicy(ForcedPolicy):
-    """Sa2VA by the `FullEngine`. Old log-probs are a phase of their own."""
-
-    rows_at_once = 32
+    """Sa2VA by the `FullEngine`."""
 
     def __init__(self, *parts, **how):
         super().__init__(*parts, **how)
@@ -120,59 +101,49 @@ class FullPolicy(ForcedPolicy):
         self.engine = FullEngine(model, pad_id=self.pad_id, temperature=temperature)
         self.engine.hidden_tokens = self.answer_tokens
 
-    def encode(self, batch) -> ImagesWithPixels:
-        pixels = batch.inputs.pixel_values, batch.inputs.sam_pixels
-        return ImagesWithPixels(*vars(super().encode(batch)).values(), *pixels)
+    def encode(self, batch) -> ImagesOfBatch:
+        return ImagesOfBatch(**vars(super().encode(batch)), batch=batch)
 
-    def embed(self, images: ImagesWithPixels, prompts: Prompts, num_tokens: int = 0):
+    def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
-        tiles = [images.pixel_values[i] for i in prompts.image]
+        tiles = torch.cat([images.batch.inputs.pixel_values[i] for i in prompts.image])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-            vision = self.model.vision_features(torch.cat(tiles).to(self.device))
-        each = replace(images, vision=vision, tiles=[len(t) for t in tiles])
-        return super().embed(each, replace(prompts, image=range(len(tiles))), num_tokens)
-
-    def sample(self, *inputs):
-        rollout = super().sample(*inputs)
-        self.lap("rollout")
-        parts = micro_batches(len(rollout), self.rows_at_once)
-        rollout.logp = torch.cat([self.score(rollout, rows).logp for rows in parts])
-        self.lap("old")
-        return rollout
+            vision = self.model.vision_features(tiles.to(self.device))
+        each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
+        return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
 
     def score_answers(self, images, prompts: Prompts, ids, valid) -> Scores:
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
             return Scores(self.engine.score(embeds, mask, None, ids, valid))
 
+    def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings):
+        """As Sa2VA's; by SAM2's features of every row's own where `AnsweringTeacher` asks."""
+        if not isinstance(images, ImagesOfRows):
+            return super().decode_masks(images, image, embeddings)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            pixels = images.batch.inputs.sam_pixels[image].to(self.device)
+            each = replace(images, sam=self.model.sam_features(pixels))
+        return super().decode_masks(each, list(range(len(image))), embeddings)
 
-class FullLoop1(Loop1):
-    """Loop 1, whose teacher answers for itself, by SAM2 features of every row's own."""
 
-    def __init__(self, options, context):
-        super().__init__(replace(options, teacher_answer="sampled"), context)
+class ImagesOfRows(ImagesOfBatch):
+    """Of which SAM2's features, too, are computed anew."""
+
+
+class AnsweringTeacher(MaskCaptionMask):
+    """Loop 1, whose teacher answers for itself and encodes the image of every row."""
+
+    def __init__(self, task: MaskCaptionMask):
+        super().__init__(replace(task.options, teacher_answer="sampled"), task.context)
 
     def judge(self, rollout):
-        images, rows = rollout.features, rollout.sample_of_row
-        model = self.context.policy.model
-        with torch.no_grad():
-            sam = model.sam_features(images.sam_pixels[rows].to(model.device))
-        each = ImagesWithPixels(
-            images.vision[rows],
-            [images.tiles[i] for i in rows],
-            sam,
-            [images.sizes[i] for i in rows],
-            images.grids[rows],
-            [images.pixel_values[i] for i in rows],
-            images.sam_pixels[rows],
-        )
-        prompts = replace(rollout.prompts, image=list(range(len(rows))))
-        return super().judge(replace(rollout, features=each, prompts=prompts))
+        images = ImagesOfRows(**vars(rollout.features))
+        return super().judge(replace(rollout, features=images))
 
 
-def build_full(options, ranks) -> Work:
+def build_trl_style(options, ranks) -> Work:
     """The work of `options`, done in TRL's way."""
-    work = build(options, ranks, FullPolicy, FullLoop1)
-    work.policy.engine.all_logits = options.trl_logits == "all"
-    work.policy.rows_at_once = work.parts.config.optim.micro_batch_size
+    work = build(options, ranks, FullPolicy)
+    work.state.tasks[0], work.scores_old = AnsweringTeacher(work.state.tasks[0]), True
     return work

@@ -1,41 +1,39 @@
 """The work of every figure of a whole step: a model of random weights, one batch, forced lengths.
 
 Random weights never stop, never say [SEG], and find masks that are empty or whole. So that they do
-the work of trained ones, each answer goes on to its full length, the answers of loop 2 get a [SEG],
-and the masks that the teacher describes are replaced: by a policy and an action of this file, whose
-own work is done by then. The steps themselves are those of `rl_train.train.train`.
+the work of trained ones, each answer goes on to its full length, those with a mask get a [SEG], and
+the masks that the teacher describes are replaced, when the work for the real ones is done.
 
 Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens
 of an answer with a mask.
 """
 
 import argparse
-import contextlib
 import itertools
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from rl_train import cli, distributed
 from rl_train.checkpoint import RunState
 from rl_train.config import COUNT, COUNT_OR_0, flag
-from rl_train.curves import Clock
-from rl_train.distributed import Ranks
+from rl_train.curves import Clock, Tally
+from rl_train.distributed import GradientAverage, Ranks
+from rl_train.draws import Draws
 from rl_train.files import read_json
-from rl_train.parts import Parts, build_optimizer, trained_groups
+from rl_train.grpo import combine, group_advantages
+from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
+from rl_train.objective import Work as TaskWork
+from rl_train.parts import build_optimizer, build_tasks, trained_groups
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_inputs import BatchInputs
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import Roles
-from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
-from rl_train.tasks.mask_caption_mask import MaskCaptionMask
 from rl_train.tasks.protocol import Context
-from rl_train.tasks.sampled_mask import SampledMask
-from rl_train.train import train
+from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
-from tools.benchmarks.common import DEMO, Timed
+from tools.benchmarks.common import DEMO, Timed, start_lora
 from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
 
 TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
@@ -43,23 +41,20 @@ TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # word
 CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
 HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
-FIXED = {  # flags of rl_train.train whose other values a measured step would not follow
-    "teacher_answer": "forced",
+FIXED = {  # flags of rl_train.train whose other values a measured step does not follow
     "gradient_accumulation_steps": 1,
     "num_iterations": 1,
     "shard_base": False,
     "mask_sigma": 1.0,
+    "teacher_answer": "forced",
+    "control": "none",
     "tasks": ["mask_caption_mask", "caption_mask_caption"],
     "mask_to_caption_weight": 1.0,
     "caption_to_mask_weight": 1.0,
 }
-GIVEN = (
-    "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0".split()
-)
-ORDER = "tools.benchmarks.work:order"
-LORA_B_STD = 0.01
+GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
+GIVEN += "--reward tools.benchmarks.work:order"
 SEG_AT = 2  # place of [SEG] in an answer
-LOOPS = {"policy": "rollout", "reference": "reference"}  # {role: the phase that ends with its use}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,164 +77,112 @@ def order(completions, **_) -> list[float]:
     return [row % 7 / 7 for row in range(len(completions))]
 
 
-class Laps:
-    """The `Clock` of a step, whose phases are numbered by loop.
-
-    Attributes:
-        mark: called after each phase; its time is in none.
-    """
-
-    def __init__(self, device):
-        self.device, self.mark = device, lambda: None
-        self.start()
-
-    def start(self):
-        self.loop, self.clock = 1, Clock(self.device)
-
-    def __call__(self, phase: str):
-        self.clock(phase if phase in ("encode", "update") else f"{phase}{self.loop}")
-        self.loop += phase == "reference"
-        self.mark()
-        self.clock.last = time.perf_counter()
-
-
 class ForcedPolicy(Sa2VAPolicy):
     """Sa2VA whose answers end only at their length, those with a mask at A tokens with a [SEG].
 
     The end is looked for as ever, and never there.
     """
 
-    def __init__(self, *parts, answer_tokens: int, lap: Laps):
+    def __init__(self, *parts, answer_tokens: int):
         super().__init__(*parts)
-        self.answer_tokens, self.lap = answer_tokens, lap
+        self.answer_tokens = answer_tokens
         self.stop.stopped = self.stop.eos_id = -1
-
-    def encode(self, batch):
-        images = super().encode(batch)
-        self.lap("encode")
-        return images
 
     def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
         if prompts.grids is not None:  # asks for a caption
             return super().complete(images, prompts, num_generations, max_new_tokens, uniforms)
-        uniforms = None if uniforms is None else uniforms[:, : self.answer_tokens]
-        done, texts = super().complete(
-            images, prompts, num_generations, self.answer_tokens, uniforms
-        )
+        length = self.answer_tokens
+        uniforms = None if uniforms is None else uniforms[:, :length]
+        done, texts = super().complete(images, prompts, num_generations, length, uniforms)
         done.ids[:, SEG_AT] = self.model.seg_id
         return done, texts
 
 
-class TimedRoles(Roles):
-    """Roles whose use by the loop ends a phase."""
-
-    def __init__(self, trainable, lap: Laps):
-        super().__init__(trainable)
-        self.lap = lap
-
-    @contextlib.contextmanager
-    def use(self, name: str):
-        with super().use(name):
-            yield
-        if name in LOOPS:
-            self.lap(LOOPS[name])
-
-
-class TimedJudging:
-    """Of a task whose judging ends a phase."""
-
-    def judge(self, rollout):
-        outcome = super().judge(rollout)
-        self.context.policy.lap("teacher")
-        return outcome
-
-
-class Loop1(TimedJudging, MaskCaptionMask):
-    pass
-
-
-class Loop2(TimedJudging, CaptionMaskCaption):
-    """Loop 2, whose teacher describes given masks in place of those that were drawn."""
-
-    def __init__(self, options, context, masks):
-        super().__init__(options, context)
-        self.action = GivenMasks(self.action, masks)
-
-
-class GivenMasks(SampledMask):
-    """Draws and decodes masks as ever, and hands on N others (H, W) bool."""
-
-    def __init__(self, action: SampledMask, masks: list[torch.Tensor]):
-        super().__init__(action.policy, action.sigma, action.mask_loss_coef)
-        self.masks = masks
-
-    def draw(self, rollout, draws):
-        return replace(super().draw(rollout, draws), masks=self.masks)
-
-
 @dataclass
 class Work:
-    """A run of random weights on one batch, and what is forced in it."""
+    """A run on one batch, again and again."""
 
-    parts: Parts
+    config: cli.Config
+    ranks: Ranks
+    state: RunState
+    average: GradientAverage
     batch: Batch
-    prompt_length: int
-    answer_tokens: int
-    lap: Laps
-    clocks: list[Clock] = field(default_factory=list)  # of each step done
+    masks: list[torch.Tensor] | None  # N (H, W) bool that the teacher describes; None: those drawn
+    options: Options
+    scores_old: bool = False  # score what was sampled once more, as the old log-probs
 
     @property
     def policy(self) -> ForcedPolicy:
-        return self.parts.state.policy
-
-    @property
-    def rollout(self):
-        """The sizes B, G, T."""
-        return self.parts.config.rollout
+        return self.state.policy
 
     @property
     def num_rows(self) -> int:
-        return self.rollout.batch_size * self.rollout.num_generations
+        return self.config.rollout.batch_size * self.config.rollout.num_generations
 
-    def run(self, num_steps: int) -> list[Clock]:
-        """The clocks of more steps by the training's own loop."""
-        self.parts.max_steps = self.parts.state.step + num_steps
-        train(self.parts, self._batches(), self._end_of_step)
-        return self.clocks[-num_steps:]
+    def run(self) -> list[Clock]:
+        """The clocks of the steps that count, after those of the warm-up."""
+        steps = [self.step() for _ in range(self.options.warmup + self.options.rounds)]
+        return steps[self.options.warmup :]
 
-    def _batches(self):
-        while True:
-            distributed.gather_objects(None)  # all ranks begin together
-            self.lap.start()
-            yield self.batch
-
-    def _end_of_step(self, state, work, tally, clock):
-        self.lap("update")
-        self.clocks.append(self.lap.clock)
+    def step(self, clock: Clock | None = None) -> Clock:
+        """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
+        state, optim, batch, work = self.state, self.config.optim, self.batch, []
+        policy, roles, rollouts = state.policy, state.roles, self.config.rollout
+        G, T = rollouts.num_generations, rollouts.max_completion_length
+        distributed.gather_objects(None)  # all ranks begin together
+        clock, tally = clock or Clock(policy.device), Tally()
+        features = policy.encode(batch)
+        clock("encode")
+        for number, task in enumerate(state.tasks):
+            draws = Draws(self.config.run.seed, state.step, number, batch.index, G)
+            prompts = task.prompts(batch, features)
+            with roles.use("policy"):
+                rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
+                if task.action:
+                    drawn = task.action.draw(rollout, draws)
+                    rollout.action = replace(drawn, masks=self.masks or drawn.masks)
+                clock(f"rollout{number + 1}")
+                if self.scores_old:
+                    rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
+                    clock(f"old{number + 1}")
+            outcome = task.judge(rollout)
+            reward = combine(outcome.rewards, task.weights)
+            advantages = group_advantages(reward, G).to(policy.device)
+            clock(f"teacher{number + 1}")
+            with roles.use("reference"):
+                reference = score_all(policy, task, rollout, optim.micro_batch_size)
+            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            clock(f"reference{number + 1}")
+        totals, _ = step_totals(work, self.ranks.world_size)
+        for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
+            with self.average.averaging(last):
+                loss, statistics = self.average(w, rows, totals[w.task.name], last=last)
+                loss.backward()
+            tally.add_update(w.task.name, statistics, on_policy=True)
+        update(state, self.average, tally, optim.max_grad_norm)
+        roles.update_teacher(optim.ema_decay)
+        clock("update")
         state.step += 1
-        lengths = (self.rollout.max_completion_length, self.answer_tokens)
-        for w, length in zip(work, lengths, strict=True):
-            assert w.rollout.ids.shape == (self.num_rows, length), f"{w.task.name}'s lengths"
-            assert w.rollout.valid.all(), f"{w.task.name}'s answers ended early"
-        answers = work[1]
+        self._check(*work)
+        return clock
+
+    def _check(self, captions: TaskWork, answers: TaskWork):
+        """Assert that the step was as long as it is said to be."""
+        lengths = self.config.rollout.max_completion_length, self.options.answer_tokens
+        for work, length in zip((captions, answers), lengths):
+            assert work.rollout.ids.shape == (self.num_rows, length), work.task.name
+            assert work.rollout.valid.all(), f"answers of {work.task.name} ended early"
         assert len(answers.rollout.action.rows) == self.num_rows, "answers without [SEG]"
         assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
-        assert tally.updates == 1, "no update"
 
 
-def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy, loop1=Loop1) -> Work:
+def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy) -> Work:
     """The work that the options describe, on this rank."""
-    config = cli.parse([*GIVEN, "--reward", ORDER, *options.flags])
-    tokens = config.rollout.max_completion_length
-    if options.answer_tokens >= tokens:
-        raise ValueError(
-            f"--answer_tokens {options.answer_tokens}: must be below --max_completion_length "
-            f"{tokens}"
-        )
+    config = cli.parse([*GIVEN.split(), *options.flags])
     for name, value in FIXED.items():
         if config.flags[name] != value:
             raise ValueError(f"--{name} {config.flags[name]}: a step is measured with {value}")
-    sizes, lap = CONFIGS[options.sizes], Laps(ranks.device)
+    sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
     model = random_model(sizes, ranks.device, config.run.seed)
     policy = policy_class(
         model,
@@ -248,25 +191,18 @@ def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy, loop1=Loop1
         config.policy,
         trained_groups(config.tasks),
         answer_tokens=options.answer_tokens,
-        lap=lap,
     )
-    for name, parameter in policy.trainable.items():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=LORA_B_STD)
-    roles, rewards = TimedRoles(policy.trainable, lap), load_user_rewards(config.reward.reward)
-    cells = region_cells(policy, options.prompt_length)
-    rows = range(config.rollout.batch_size * config.rollout.num_generations)
-    masks = [mask_of(cells.roll(row)).to(ranks.device) for row in rows]
-    context = Context(policy, roles, tokens, user_rewards=tuple(rewards))
-    first, second = config.tasks.values()
-    tasks = [loop1(first, context), Loop2(second, context, masks)]
+    start_lora(policy.trainable)
+    roles, rewards = Roles(policy.trainable), tuple(load_user_rewards(config.reward.reward))
+    tasks = build_tasks(config.tasks, Context(policy, roles, tokens, user_rewards=rewards))
     optimizer = build_optimizer(config.optim, policy)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    state = RunState(policy, roles, tasks, optimizer, schedule)
-    unused = dict(watch=None, train_set=None, heldout=None, sampler=None)
-    parts = Parts(config, config.flags, ranks, state, max_steps=0, **unused)
+    state = RunState(policy, roles, tasks, optimizer, scheduler=None)
+    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
+    cells = region_cells(policy, options.prompt_length)
     batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
-    return Work(parts, batch, options.prompt_length, options.answer_tokens, lap)
+    work = Work(config, ranks, state, average, batch, None, options)
+    work.masks = [mask_of(cells.roll(row)).to(ranks.device) for row in range(work.num_rows)]
+    return work
 
 
 def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:
@@ -278,22 +214,16 @@ def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch
         torch.randint(256, (size, 3, sam_side, sam_side), dtype=torch.uint8, generator=rng),
         torch.stack([cells] * size),
     )
-    captions = [caption_of(policy, prompt_length)] * size
-    names = [f"image{i}" for i in index]
+    captions, names = [caption_of(policy, prompt_length)] * size, [f"image{i}" for i in index]
     return Batch(index, [mask_of(cells) for _ in index], captions, names, [], inputs)
 
 
 def region_cells(policy, length: int) -> torch.Tensor:
     """(g, g) bool region with which a prompt for its caption has `length` tokens."""
-    grid = policy.processor.grid_size
-    shortest = len(policy.prompts.describe(1, 1))
-    count = length - shortest + 1
-    if not 0 < count < grid * grid:
-        most = shortest + grid * grid - 2
-        raise ValueError(
-            f"--prompt_length {length}: a prompt with a region has {shortest} to {most} tokens"
-        )
-    return (torch.arange(grid * grid) < count).view(grid, grid)
+    grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(1, 1))
+    if not shortest <= length < shortest + grid * grid - 1:
+        raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
+    return (torch.arange(grid * grid) <= length - shortest).view(grid, grid)
 
 
 def mask_of(cells: torch.Tensor) -> torch.Tensor:
