@@ -1,12 +1,6 @@
 """Measure what a run's speed depends on: prints figures, as JSON last, which --output writes down.
 
-python -m tools.benchmark data       # the loader and the opening of a data set
-python -m tools.benchmark decode     # the token sampler, on a GPU, at Sa2VA-4B's sizes
-python -m tools.benchmark logprob    # the update's log-probs against the plain way
-python -m tools.benchmark step       # one whole step of both loops, beside a TRL-style one
-python -m tools.benchmark profile    # where its time goes, by phase and class of kernel, on a GPU
-python -m tools.benchmark memory     # peak memory of a step by phase
-python -m tools.benchmark scale      # a step on 1, 2, 4 .. GPUs
+python -m tools.benchmark COMMAND --help
 """
 
 import argparse

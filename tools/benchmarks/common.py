@@ -78,13 +78,18 @@ def copy_bandwidth(options: Copy) -> float:
 def matmul_rate(options: Matmul) -> float:
     """Operations a second of a bf16 product of two random square matrices."""
     side = options.matmul_size
-    a, b = (torch.randn(side, side, device=options.device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = torch.randn(2, side, side, device=options.device, dtype=torch.bfloat16)
+    return 10 * 2 * side**3 / seconds(lambda: [a @ b for _ in range(10)], options)
 
-    def products():
-        for _ in range(10):
-            a @ b
 
-    return 10 * 2 * side**3 / seconds(products, options)
+def print_table(title: str, columns: dict[str, str], rows: dict[str, dict]):
+    """Print rows {name: {column: value}} by the formats of columns; what is missing as "-"."""
+    widths = {column: max(len(column), 8) + 2 for column in columns}
+    print(title)
+    print(" " * 20 + "".join(f"{column:>{width}}" for column, width in widths.items()))
+    for name, row in rows.items():
+        cells = {c: "-" if row.get(c) is None else format(row[c], columns[c]) for c in columns}
+        print(f"{name:20}" + "".join(f"{cells[c]:>{width}}" for c, width in widths.items()))
 
 
 def random_llm(config, lora_r: int, device):

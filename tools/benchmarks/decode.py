@@ -12,6 +12,7 @@ from tools.benchmarks.floor import LanguageModel
 from tools.random_checkpoint import CONFIG_4B
 
 SAMPLERS = ("decoder", "generate")
+COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,21 +40,20 @@ def decode_speeds(config, options: Options) -> dict:
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     bandwidth, device = common.copy_bandwidth(options), common.device_name(options.device)
     measured = dict(device=device, bandwidth_tb_per_second=bandwidth / 1e12, sizes=[])
-    print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s")
-    print(f"{'rows':>5} {'sampler':18} {'ms/token':>9} {'x floor':>8} {'first token ms':>15}")
+    table = {}
     for num_prompts in options.num_prompts:
         rows = num_prompts * options.num_generations
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         size = dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers={})
         measured["sizes"].append(size)
-        print(f"{rows:>5} {'floor':18} {floor:>9.2f}")
+        table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
         works = samplers(engine, num_prompts, options)
         for name in options.samplers:
-            size["samplers"][name] = times = token_times(works[name], options)
-            token, first = times["ms_per_token"], times["first_token_ms"]
-            times["ratio_to_floor"] = token / floor
-            print(f"{rows:>5} {name:18} {token:>9.2f} {token / floor:>8.2f} {first:>15.1f}")
+            times = token_times(works[name], options)
+            times["ratio_to_floor"] = times["ms_per_token"] / floor
+            size["samplers"][name] = table[f"{rows} rows, {name}"] = times
+    common.print_table(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", COLUMNS, table)
     return measured
 
 

@@ -10,14 +10,24 @@ import torch
 
 from rl_train.config import COUNT, flag
 from rl_train.engine import Engine
-from rl_train.grpo import entropy_from_logits, token_logps_from_logits
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
+from tools.benchmarks.trl_style import FullEngine
 from tools.random_checkpoint import CONFIG_4B
 
 # In the last two rows share their prompt's forward; the last is the default.
 WAYS = ("plain", "and kernels", "and checkpoints")
+
+COLUMNS = {
+    "seconds": ".3f",
+    "times_faster": ".2f",
+    "tflop": ".1f",
+    "share_of_ceiling": ".1%",
+    "peak_gib": ".2f",
+    "gradient_error": ".2e",
+    "logp_error": ".2e",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +58,7 @@ class MicroBatch:
         self.ids = torch.randint(model.config.vocab_size, size, device=options.device)
         self.slope = torch.randn(size, device=options.device)
         self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
+        self.full = FullEngine(model, pad_id=0)
 
     def run(self, way: str) -> torch.Tensor:
         """(N, T) log-probs; their gradients replace the last ones."""
@@ -81,18 +92,10 @@ class MicroBatch:
         return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
 
     def plain(self, rows: slice = slice(None)) -> torch.Tensor:
-        """(n, T) by a full sequence per row, with the logits of the completions, and entropies."""
-        length, ids = self.embeds.shape[1], self.ids[rows]
-        embeds = self.embeds.repeat_interleave(self.group, 0)[rows]
-        answers = self.model.get_input_embeddings()(ids).to(embeds.dtype)
-        mask = self.mask.repeat_interleave(self.group, 0)[rows]
-        mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        both = torch.cat([embeds, answers], dim=1)
-        out = self.model.model(inputs_embeds=both, attention_mask=mask, use_cache=False)
-        logits = self.model.lm_head(out.last_hidden_state[:, length - 1 : -1])  # (n, T, V)
-        with torch.no_grad():
-            entropy_from_logits(logits, 1.0)
-        return token_logps_from_logits(logits, ids, 1.0)
+        """(n, T) by a full sequence per row, with the logits of the completions."""
+        prompts = (t.repeat_interleave(self.group, 0)[rows] for t in (self.embeds, self.mask))
+        ids = self.ids[rows]
+        return self.full.score(*prompts, None, ids, torch.ones_like(ids, dtype=torch.bool)).logp
 
     def gradient(self) -> torch.Tensor:
         """The LoRA's and, last, the prompts', as one vector on the CPU."""
@@ -142,23 +145,7 @@ def logprob_speeds(config, options: Options) -> dict:
         way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
         way["logp_error"] = (logps[name] - logp).abs().max().item()
     device = common.device_name(options.device)
-    measured = dict(device=device, matmul_tflops=limit / 1e12, ways=ways)
-    show(measured, options)
-    return measured
-
-
-def show(measured, options: Options):
-    print(
-        f"{measured['device']}, matrix product {measured['matmul_tflops']:.0f} TFLOP/s; "
-        f"{options.num_rows} rows x ({options.prompt_length} + {options.num_tokens})"
-    )
-    print(
-        f"{'way':16} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} "
-        f"{'gradient error':>15} {'logp error':>11}"
-    )
-    for name, way in measured["ways"].items():
-        print(
-            f"{name:16} {way['seconds']:>8.3f} {way['times_faster']:>7.2f} {way['tflop']:>7.1f} "
-            f"{way['share_of_ceiling']:>10.1%} {way['peak_gib']:>9.2f} "
-            f"{way['gradient_error']:>15.2e} {way['logp_error']:>11.2e}"
-        )
+    sizes = f"{options.num_rows} rows x ({options.prompt_length} + {options.num_tokens})"
+    title = f"{device}, matrix product {limit / 1e12:.0f} TFLOP/s; {sizes}"
+    common.print_table(title, COLUMNS, ways)
+    return dict(device=device, matmul_tflops=limit / 1e12, ways=ways)

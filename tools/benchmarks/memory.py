@@ -12,7 +12,7 @@ from rl_train.config import COUNT, COUNT_OR_0, flag
 from rl_train.distributed import Ranks
 from rl_train.parts import GIB, standing_memory
 from tools.benchmarks import work
-from tools.benchmarks.common import device_name
+from tools.benchmarks.common import device_name, print_table
 
 GOAL = 1.6
 
@@ -45,18 +45,12 @@ def measure(options: Options) -> dict:
         reserved=torch.cuda.max_memory_reserved() / GIB if w.policy.device.type == "cuda" else 0.0,
     )
     measured["ratio"] = measured["peak"] / measured["base"]
-    show(measured)
-    return measured
-
-
-def show(measured):
     held = ", ".join(f"{part} {size:.2f}" for part, size in measured["standing"].items())
-    peaks = measured["first"] | {"peak": max(measured["first"].values())}
-    print(f"GiB; held whatever the batch: {held}\n{'phase':12} {'first step':>10} {'later':>8}")
-    for (phase, peak), later in zip(peaks.items(), [*measured["later"].values(), measured["peak"]]):
-        print(f"{phase:12} {peak:>10.2f} {later:>8.2f}")
+    rows = {p: dict(first_step=measured["first"][p], later=later[p]) for p in later}
+    print_table(f"GiB; held whatever the batch: {held}", dict(first_step=".2f", later=".2f"), rows)
     print(
         f"bf16 base + 5 float32 sets of the trainables: {measured['base']:.2f}; the peak is "
         f"{measured['ratio']:.2f} times that (goal {GOAL}); reserved from the device "
         f"{measured['reserved']:.2f}"
     )
+    return measured

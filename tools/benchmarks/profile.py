@@ -22,7 +22,7 @@ from rl_train import engine
 from rl_train.curves import Clock
 from rl_train.distributed import Ranks
 from tools.benchmarks import work
-from tools.benchmarks.common import device_name
+from tools.benchmarks.common import device_name, print_table
 from tools.benchmarks.step import summary
 from tools.benchmarks.work import Options as Options
 
@@ -39,7 +39,6 @@ KERNELS = ["matrix products", "attention", "our kernels", "other kernels", "copi
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}
 SPARE_MARKS = 8  # before the first that counts: what a profiler loses, it loses at its start
 CLOCK_SLACK = 0.1  # seconds by which a phase may differ between trace and host
-NUM_KERNELS = 25
 
 
 class MarkingClock(Clock):
@@ -60,7 +59,7 @@ class MarkingClock(Clock):
 
 
 def measure(options: Options) -> dict:
-    """{"phases": {phase: its seconds, and {class: seconds}}, "total", "kernels": the costliest}."""
+    """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
     w = work.build(options, Ranks(0, 1, torch.device(options.device)))
     plain = summary([clock.seconds for clock in w.run()])
     device = w.policy.device
@@ -85,7 +84,6 @@ def measure(options: Options) -> dict:
         rounds=options.rounds,
         total=plain["total"],
         phases=phases,
-        kernels=costliest(sum(parts.values(), [])),
     )
     show(measured)
     return measured
@@ -137,7 +135,7 @@ def kind(name: str) -> str:
 
 
 def attribute(events) -> dict[str, float]:
-    """{class: seconds}: the time in which any event ran; where they overlap, all count for less."""
+    """{class: seconds} in which any event ran; where they overlap, all count for less."""
     of_class, busy, until = dict.fromkeys(KERNELS, 0.0), 0.0, 0.0
     for name, start, end in events:
         of_class[kind(name)] += end - start
@@ -147,39 +145,15 @@ def attribute(events) -> dict[str, float]:
     return {name: seconds * busy / total for name, seconds in of_class.items()}
 
 
-def costliest(events) -> list[dict]:
-    """The names that take most time: {"name", "class", "calls", "seconds"}."""
-    calls, seconds = Counter(name for name, *_ in events), Counter()
-    for name, start, end in events:
-        seconds[name] += end - start
-    return [
-        {"name": name, "class": kind(name), "calls": calls[name], "seconds": total}
-        for name, total in seconds.most_common(NUM_KERNELS)
-    ]
-
-
 def show(measured):
-    phases, classes = measured["phases"], [*KERNELS, "idle"]
-    print(
-        f"{measured['device']}: milliseconds of a step of {measured['total'] * 1e3:.1f}, medians of "
-        f"{measured['rounds']}; its kernels from one more step, under the profiler"
+    title = (
+        f"{measured['device']}: milliseconds of a step, medians of {measured['rounds']}; its "
+        "kernels from one more step, under the profiler"
     )
-    print(f"{'phase':12}{'wall':>10}{'profiled':>10}" + "".join(f"{name:>17}" for name in classes))
-    sums = Counter()
-    for phase, p in phases.items():
-        row = dict(wall=p["seconds"], profiled=p["profiled_seconds"]) | p["classes"]
-        sums.update(row)
-        show_row(phase, row.values())
-    show_row("step", sums.values())
-    print(f"\n{'the costliest kernels':60} {'class':16}{'calls':>8}{'ms':>10}{'mean us':>10}")
-    for k in measured["kernels"]:
-        mean = k["seconds"] / k["calls"]
-        short = re.sub(r"^void |at::native::|\(anonymous namespace\)::", "", k["name"])[:60]
-        times = f"{k['seconds'] * 1e3:>10.2f}{mean * 1e6:>10.1f}"
-        print(f"{short:60} {k['class']:16}{k['calls']:>8}{times}")
-
-
-def show_row(name: str, seconds):
-    wall, profiled, *classes = (1e3 * value for value in seconds)
-    cells = "".join(f"{value:>17.2f}" for value in classes)
-    print(f"{name:12}{wall:>10.1f}{profiled:>10.1f}{cells}")
+    rows, step = {}, Counter()
+    for phase, p in measured["phases"].items():
+        seconds = dict(wall=p["seconds"], profiled=p["profiled_seconds"]) | p["classes"]
+        rows[phase] = {name: 1e3 * value for name, value in seconds.items()}
+        step.update(rows[phase])
+    columns = dict.fromkeys(["wall", "profiled", *KERNELS, "idle"], ".2f")
+    print_table(title, columns, rows | {"step": step})

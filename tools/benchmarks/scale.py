@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from tools.benchmarks import common, work
 
 # What a torchrun around this would hand down.
 ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+COLUMNS = dict(seconds=".3f", efficiency=".1%", update=".3f", exchange_seconds=".4f")
 HANDED_DOWN = ("rounds", "warmup", "sizes", "prompt_length", "answer_tokens", "device")
 
 
@@ -44,7 +44,15 @@ def measure(options: Options) -> dict | None:
     counts = options.num_processes or [n for n in (1, 2, 4, 8) if n <= at_most]
     runs = [launch(options, count) for count in counts]
     efficiency = {run["num_processes"]: runs[0]["seconds"] / run["seconds"] for run in runs}
-    show(runs, efficiency)
+    rows = {
+        f"{run['num_processes']} processes": {
+            "efficiency": efficiency[run["num_processes"]],
+            "update": run["phases"]["update"],
+            **run,
+        }
+        for run in runs
+    }
+    common.print_table(f"{runs[0]['exchanged_gigabytes']:.2f} GB exchanged", COLUMNS, rows)
     return dict(runs=runs, efficiency=efficiency)
 
 
@@ -88,20 +96,3 @@ def measure_rank(options: Options) -> dict | None:
         )
     finally:
         distributed.close()
-
-
-def show(runs: list[dict], efficiency: dict[int, float]):
-    print(
-        f"{'processes':>9} {'step s':>8} {'efficiency':>10} {'update s':>9} {'exchange s':>10}   "
-        f"{runs[0]['exchanged_gigabytes']:.2f} GB exchanged"
-    )
-    for run in runs:
-        print(
-            f"{run['num_processes']:>9} {run['seconds']:>8.3f} "
-            f"{efficiency[run['num_processes']]:>10.1%} {run['phases']['update']:>9.3f} "
-            f"{run['exchange_seconds']:>10.4f}"
-        )
-    slower = Counter(runs[-1]["phases"])
-    slower.subtract(runs[0]["phases"])
-    most = ", ".join(f"{phase} {seconds:+.3f}" for phase, seconds in slower.most_common(3))
-    print(f"what gets slower from the fewest to the most, s: {most}")

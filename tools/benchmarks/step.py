@@ -15,6 +15,7 @@ import torch
 from rl_train.config import flag
 from rl_train.distributed import Ranks
 from tools.benchmarks import common, work
+from tools.benchmarks.common import print_table
 from tools.benchmarks.floor import step_floor
 from tools.benchmarks.trl_style import build_trl_style
 
@@ -52,7 +53,7 @@ def measure(options: Options) -> dict:
     ours = measured["ours"]["total"]
     measured["ratios"] = {name: measured[name]["total"] / ours for name in options.alternatives}
     measured["ratio_to_floor"] = ours / measured["floor"]["total"]
-    show(measured, options)
+    show(measured, ["ours", *options.alternatives, "floor"])
     return measured
 
 
@@ -73,19 +74,14 @@ def summary(phases: list[dict[str, float]]) -> dict:
     )
 
 
-def show(measured, options):
-    ways = ["ours", *options.alternatives, "floor"]
-    print(
+def show(measured, ways: list[str]):
+    title = (
         f"{measured['device']}: matrix product {measured['matmul_tflops']:.0f} TFLOP/s, copy "
-        f"{measured['bandwidth_tb_per_second']:.2f} TB/s; seconds, medians of {options.rounds}"
+        f"{measured['bandwidth_tb_per_second']:.2f} TB/s; seconds, medians of {measured['rounds']}"
     )
-    print(f"{'phase':12}" + "".join(f"{way:>10}" for way in ways))
-    for phase in PHASES:
-        cells = [measured[way]["phases"].get(phase) for way in ways]
-        if any(cells):
-            row = "".join("         -" if cell is None else f"{cell:>10.3f}" for cell in cells)
-            print(f"{phase:12}{row}")
-    print(f"{'step':12}" + "".join(f"{measured[way]['total']:>10.3f}" for way in ways))
-    for name in options.alternatives:
-        print(f"{measured['ratios'][name]:8.1f} times faster than {NAMES[name]}")
+    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in PHASES}
+    rows["step"] = {way: measured[way]["total"] for way in ways}
+    print_table(title, {way: ".3f" for way in ways}, rows)
+    for name, ratio in measured["ratios"].items():
+        print(f"{ratio:8.1f} times faster than {NAMES[name]}")
     print(f"{measured['ratio_to_floor']:8.2f} times the floor")

@@ -15,7 +15,7 @@ import torch
 from rl_train import grpo
 from rl_train.engine import Completions, Engine
 from rl_train.policies.sa2va import Images, Prompts, Scores
-from rl_train.tasks.mask_caption_mask import MaskCaptionMask
+from rl_train.roles import Roles
 from rl_train.types import Batch
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.work import ForcedPolicy, Work, build
@@ -95,6 +95,8 @@ class FullEngine(Engine):
 class FullPolicy(ForcedPolicy):
     """Sa2VA by the `FullEngine`."""
 
+    roles: Roles  # of which the teacher's masks are known by
+
     def __init__(self, *parts, **how):
         super().__init__(*parts, **how)
         model, temperature = self.model.language_model, self.engine.temperature
@@ -118,32 +120,17 @@ class FullPolicy(ForcedPolicy):
             return Scores(self.engine.score(embeds, mask, None, ids, valid))
 
     def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings):
-        """As Sa2VA's; by SAM2's features of every row's own where `AnsweringTeacher` asks."""
-        if not isinstance(images, ImagesOfRows):
-            return super().decode_masks(images, image, embeddings)
-        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+        """As Sa2VA's; of the teacher by SAM2's features of every row's own."""
+        if self.roles.active == "teacher":
             pixels = images.batch.inputs.sam_pixels[image].to(self.device)
-            each = replace(images, sam=self.model.sam_features(pixels))
-        return super().decode_masks(each, list(range(len(image))), embeddings)
-
-
-class ImagesOfRows(ImagesOfBatch):
-    """Of which SAM2's features, too, are computed anew."""
-
-
-class AnsweringTeacher(MaskCaptionMask):
-    """Loop 1, whose teacher answers for itself and encodes the image of every row."""
-
-    def __init__(self, task: MaskCaptionMask):
-        super().__init__(replace(task.options, teacher_answer="sampled"), task.context)
-
-    def judge(self, rollout):
-        images = ImagesOfRows(**vars(rollout.features))
-        return super().judge(replace(rollout, features=images))
+            with torch.autocast(self.device.type, enabled=False):
+                images = replace(images, sam=self.model.sam_features(pixels))
+            image = list(range(len(image)))
+        return super().decode_masks(images, image, embeddings)
 
 
 def build_trl_style(options, ranks) -> Work:
     """The work of `options`, done in TRL's way."""
-    work = build(options, ranks, FullPolicy)
-    work.state.tasks[0], work.scores_old = AnsweringTeacher(work.state.tasks[0]), True
+    work = build(options, ranks, FullPolicy, ["--teacher_answer", "sampled"])
+    work.policy.roles, work.scores_old = work.state.roles, True
     return work

@@ -41,17 +41,9 @@ TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # word
 CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
 HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
-FIXED = {  # flags of rl_train.train whose other values a measured step does not follow
-    "gradient_accumulation_steps": 1,
-    "num_iterations": 1,
-    "shard_base": False,
-    "mask_sigma": 1.0,
-    "teacher_answer": "forced",
-    "control": "none",
-    "tasks": ["mask_caption_mask", "caption_mask_caption"],
-    "mask_to_caption_weight": 1.0,
-    "caption_to_mask_weight": 1.0,
-}
+# Flags of rl_train.train that a measured step does not follow.
+FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
+FIXED += "mask_to_caption_weight caption_to_mask_weight"
 GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
 GIVEN += "--reward tools.benchmarks.work:order"
 SEG_AT = 2  # place of [SEG] in an answer
@@ -176,12 +168,13 @@ class Work:
         assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
 
 
-def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy) -> Work:
-    """The work that the options describe, on this rank."""
-    config = cli.parse([*GIVEN.split(), *options.flags])
-    for name, value in FIXED.items():
-        if config.flags[name] != value:
-            raise ValueError(f"--{name} {config.flags[name]}: a step is measured with {value}")
+def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy, more=()) -> Work:
+    """The work that the options describe, with `more` flags, on this rank."""
+    config = cli.parse([*GIVEN.split(), *more, *options.flags])
+    fixed = cli.parse(GIVEN.split()).flags
+    for name in FIXED.split():
+        if config.flags[name] != fixed[name]:
+            raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
     sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
     model = random_model(sizes, ranks.device, config.run.seed)
     policy = policy_class(
