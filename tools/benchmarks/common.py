@@ -9,9 +9,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_train.config import COUNT, flag
+from rl_train.files import read_json
 from rl_train.policies.lora import attach_lora, freeze_all_but
+from sa2va_hf import Sa2VAConfig
+from tools.random_checkpoint import ADDED, CONFIG_4B
 
 DEMO = Path(__file__).parents[1] / "demo_checkpoint"
+TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
+TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
+CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,12 @@ class Timed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers(Timed):
+class Model(Timed):
+    sizes: str = flag("4b", "of the model; tiny = to try the code on a CPU", choices=list(CONFIGS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Model):
     """Prompts, G rows of answers to each, and a LoRA."""
 
     num_generations: int = flag(8, "rows of each prompt", type=COUNT)
@@ -92,12 +103,13 @@ def print_table(title: str, columns: dict[str, str], rows: dict[str, dict]):
         print(f"{name:20}" + "".join(f"{cells[c]:>{width}}" for c, width in widths.items()))
 
 
-def random_llm(config, lora_r: int, device):
-    """A causal LM of random bf16 weights with a float32 LoRA on all linears that does something."""
+def random_llm(options: Answers):
+    """An LLM of random bf16 weights with a float32 LoRA on all linears that does something."""
     torch.manual_seed(0)
-    with torch.device(device):
+    config = Sa2VAConfig(**CONFIGS[options.sizes]).llm
+    with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    attach_lora(model, lora_r, 2 * lora_r)
+    attach_lora(model, options.lora_r, 2 * options.lora_r)
     start_lora(freeze_all_but(model, {"lora": "lora_"}))
     return model.eval()
 

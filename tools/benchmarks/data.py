@@ -1,7 +1,6 @@
 """The training loader against bare decoding and two resizes; the opening of a large data set."""
 
 import json
-import resource
 import shutil
 import statistics
 import subprocess
@@ -96,26 +95,15 @@ def make_rows(num: int, width: int, height: int) -> list[dict]:
     return rows
 
 
-def cpu_seconds() -> float:
-    """Of this process and of the children that have ended."""
-    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
-def speed(loader: DataLoader, options: Options) -> tuple[float, float]:
-    """(samples per second once the workers' buffers are full, CPU seconds per sample of all)."""
-    before, batches = cpu_seconds(), iter(loader)
-    num_first = (PREFETCH + 2) * max(1, options.num_workers)
-    for _ in range(num_first):
+def speed(loader: DataLoader, options: Options) -> float:
+    """Samples per second, from when each worker has filled its buffers once."""
+    batches = iter(loader)
+    for _ in range((PREFETCH + 2) * max(1, options.num_workers)):
         next(batches)
     start = time.perf_counter()
     for _ in range(options.num_batches):
         next(batches)
-    rate = options.num_batches * options.batch_size / (time.perf_counter() - start)
-    del batches, loader  # ends the workers
-    ahead = PREFETCH * options.num_workers  # batches that they prepared for nothing
-    num_samples = (num_first + options.num_batches + ahead) * options.batch_size
-    return rate, (cpu_seconds() - before) / num_samples
+    return options.num_batches * options.batch_size / (time.perf_counter() - start)
 
 
 def loader_against_bare(folder: Path, options: Options) -> dict:
@@ -126,21 +114,21 @@ def loader_against_bare(folder: Path, options: Options) -> dict:
     inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
     bare = Bare([encode_image(row["image"], "JPEG") for row in rows])
     dataset, workers = GraspAnyRegionDataset(folder), options.num_workers
-    rounds = []
+    least, ours = [], []
     for number in range(options.rounds):
         sampler = StepSampler(len(bare), options.batch_size, 1, number)
-        least = speed(DataLoader(bare, batch_sampler=sampler, num_workers=workers), options)
-        rounds.append((*least, *speed(train_loader(dataset, inputs, sampler, workers), options)))
-    ratios = [ours / least for least, _, ours, _ in rounds]
+        least_loader = DataLoader(bare, batch_sampler=sampler, num_workers=workers)
+        least.append(speed(least_loader, options))
+        ours.append(speed(train_loader(dataset, inputs, sampler, workers), options))
+    ratios = [a / b for a, b in zip(ours, least)]
     return dict(
         num_workers=workers,
         image=f"{options.width}x{options.height}",
         jpeg_bytes=round(statistics.mean(map(len, bare.jpegs))),
-        loader_samples_per_second=statistics.median(ours for _, _, ours, _ in rounds),
-        bare_samples_per_second=statistics.median(least for least, *_ in rounds),
+        loader_samples_per_second=statistics.median(ours),
+        bare_samples_per_second=statistics.median(least),
         ratio=statistics.median(ratios),
         ratios=ratios,
-        cpu_ratio=statistics.median(least / ours for _, least, _, ours in rounds),
     )
 
 

@@ -6,10 +6,8 @@ import torch
 
 from rl_train.config import COUNT, GROUP, flag
 from rl_train.engine import Engine
-from sa2va_hf import Sa2VAConfig
 from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
-from tools.random_checkpoint import CONFIG_4B
 
 SAMPLERS = ("decoder", "generate")
 COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
@@ -28,15 +26,10 @@ class Options(common.Answers, common.Copy):
     )
 
 
-def measure(options: Options) -> dict:
-    """See `decode_speeds`."""
-    return decode_speeds(Sa2VAConfig(**CONFIG_4B).llm, options)
-
-
 @torch.no_grad()
-def decode_speeds(config, options: Options) -> dict:
+def measure(options: Options) -> dict:
     """For each number of prompts the floor, and every sampler's time of a token after the first."""
-    model = common.random_llm(config, options.lora_r, options.device)
+    model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     bandwidth, device = common.copy_bandwidth(options), common.device_name(options.device)
     measured = dict(device=device, bandwidth_tb_per_second=bandwidth / 1e12, sizes=[])

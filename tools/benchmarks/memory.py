@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from rl_train.config import COUNT, COUNT_OR_0, flag
-from rl_train.distributed import Ranks
 from rl_train.parts import GIB, standing_memory
 from tools.benchmarks import work
 from tools.benchmarks.common import device_name, print_table
@@ -27,7 +26,7 @@ class Options(work.Options):
 
 def measure(options: Options) -> dict:
     """GiB: {"standing": by part, "first", "later": peaks by phase, "peak", "base", ..; "ratio"}."""
-    w = work.build(options, Ranks(0, 1, torch.device(options.device)))
+    w = work.build(options)
     standing, trains = standing_memory(w.policy), w.policy.trainable
     frozen = sum(p.numel() for n, p in w.policy.model.named_parameters() if n not in trains)
     base = 2 * frozen + 5 * standing["trainable weights"]

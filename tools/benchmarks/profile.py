@@ -20,7 +20,6 @@ import torch
 
 from rl_train import engine
 from rl_train.curves import Clock
-from rl_train.distributed import Ranks
 from tools.benchmarks import work
 from tools.benchmarks.common import device_name, print_table
 from tools.benchmarks.step import summary
@@ -60,7 +59,7 @@ class MarkingClock(Clock):
 
 def measure(options: Options) -> dict:
     """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
-    w = work.build(options, Ranks(0, 1, torch.device(options.device)))
+    w = work.build(options)
     plain = summary([clock.seconds for clock in w.run()])
     device = w.policy.device
     with torch.profiler.profile() as profiler:

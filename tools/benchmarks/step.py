@@ -7,13 +7,9 @@ is, in the phase teacher2.
 
 import gc
 import statistics
-from collections import Counter
 from dataclasses import dataclass
 
-import torch
-
 from rl_train.config import flag
-from rl_train.distributed import Ranks
 from tools.benchmarks import common, work
 from tools.benchmarks.common import print_table
 from tools.benchmarks.floor import step_floor
@@ -44,8 +40,8 @@ def measure(options: Options) -> dict:
         rounds=options.rounds,
     )
     for name in ("ours", *options.alternatives):
-        w = WAYS[name](options, Ranks(0, 1, torch.device(options.device)))
-        measured[name] = rounds(w)
+        w = WAYS[name](options)
+        measured[name] = summary([clock.seconds for clock in w.run()])
         if name == "ours":
             measured |= dict(flags=w.config.flags, floor=summary([step_floor(w, **ceilings)]))
         del w  # each way has a model of its own, of the same weights
@@ -57,21 +53,11 @@ def measure(options: Options) -> dict:
     return measured
 
 
-def rounds(w: work.Work) -> dict:
-    """Medians and peaks of the steps that count."""
-    clocks, peaks = w.run(), Counter()
-    for clock in clocks:
-        peaks |= Counter(clock.peaks)
-    totals = [sum(clock.seconds.values()) for clock in clocks]
-    return summary([clock.seconds for clock in clocks]) | dict(totals=totals, peak_gib=dict(peaks))
-
-
 def summary(phases: list[dict[str, float]]) -> dict:
-    """{"phases": median seconds of each, "total": median of the sums}."""
-    return dict(
-        phases={phase: statistics.median(p[phase] for p in phases) for phase in phases[0]},
-        total=statistics.median(sum(p.values()) for p in phases),
-    )
+    """{"phases": median seconds of each, "totals" of each step, "total": their median}."""
+    totals = [sum(seconds.values()) for seconds in phases]
+    medians = {name: statistics.median(seconds[name] for seconds in phases) for name in phases[0]}
+    return dict(phases=medians, totals=totals, total=statistics.median(totals))
 
 
 def show(measured, ways: list[str]):

@@ -129,8 +129,8 @@ class FullPolicy(ForcedPolicy):
         return super().decode_masks(images, image, embeddings)
 
 
-def build_trl_style(options, ranks) -> Work:
+def build_trl_style(options) -> Work:
     """The work of `options`, done in TRL's way."""
-    work = build(options, ranks, FullPolicy, ["--teacher_answer", "sampled"])
+    work = build(options, None, FullPolicy, ["--teacher_answer", "sampled"])
     work.policy.roles, work.scores_old = work.state.roles, True
     return work

@@ -12,33 +12,31 @@ import argparse
 import itertools
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from PIL import Image
 
 from rl_train import cli, distributed
 from rl_train.checkpoint import RunState
 from rl_train.config import COUNT, COUNT_OR_0, flag
 from rl_train.curves import Clock, Tally
+from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
-from rl_train.files import read_json
 from rl_train.grpo import combine, group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
 from rl_train.parts import build_optimizer, build_tasks, trained_groups
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_inputs import BatchInputs
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import Roles
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
-from tools.benchmarks.common import DEMO, Timed, start_lora
-from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
+from tools.benchmarks.common import CONFIGS, Model, start_lora
+from tools.random_checkpoint import ADDED, random_model, tokenizer
 
-TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
-TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
-CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
 HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
 # Flags of rl_train.train that a measured step does not follow.
@@ -50,8 +48,7 @@ SEG_AT = 2  # place of [SEG] in an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Timed):
-    sizes: str = flag("4b", "of the model; tiny = to try the code on a CPU", choices=list(CONFIGS))
+class Options(Model):
     prompt_length: int = flag(400, "tokens (L)", type=COUNT)
     answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
     warmup: int = flag(2, "steps before those that count", type=COUNT_OR_0)
@@ -168,13 +165,14 @@ class Work:
         assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
 
 
-def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy, more=()) -> Work:
+def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> Work:
     """The work that the options describe, with `more` flags, on this rank."""
     config = cli.parse([*GIVEN.split(), *more, *options.flags])
     fixed = cli.parse(GIVEN.split()).flags
     for name in FIXED.split():
         if config.flags[name] != fixed[name]:
             raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
     sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
     model = random_model(sizes, ranks.device, config.run.seed)
     policy = policy_class(
@@ -200,15 +198,11 @@ def build(options: Options, ranks: Ranks, policy_class=ForcedPolicy, more=()) ->
 
 def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:
     """`size` images of noise, each with the region `cells` and a caption of the same length."""
-    rng, index = torch.Generator().manual_seed(rank), [rank * size + i for i in range(size)]
-    side, sam_side = policy.processor.image_size, policy.processor.sam_size
-    inputs = BatchInputs(
-        [torch.randn(1, 3, side, side, generator=rng) for _ in index],
-        torch.randint(256, (size, 3, sam_side, sam_side), dtype=torch.uint8, generator=rng),
-        torch.stack([cells] * size),
-    )
-    captions, names = [caption_of(policy, prompt_length)] * size, [f"image{i}" for i in index]
-    return Batch(index, [mask_of(cells) for _ in index], captions, names, [], inputs)
+    pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+    sample = dict(image=Image.fromarray(pixels), mask=mask_of(cells).numpy(), image_id="image")
+    samples = [sample | dict(caption=caption_of(policy, prompt_length))] * size
+    batch = Batches(samples, policy.inputs(policy.answer_tokens))[list(range(size))]
+    return replace(batch, index=[rank * size + i for i in range(size)])
 
 
 def region_cells(policy, length: int) -> torch.Tensor:
@@ -227,8 +221,7 @@ def mask_of(cells: torch.Tensor) -> torch.Tensor:
 
 def caption_of(policy, length: int) -> str:
     """A caption with which a prompt for its mask has `length` tokens."""
-    words, endless = [], itertools.cycle(WORDS)
-    while len(policy.prompts.segment(" ".join(words), 1)) < length:
-        words.append(next(endless))
-    assert len(policy.prompts.segment(" ".join(words), 1)) == length, "a word of several tokens"
-    return " ".join(words)
+    num_words = length - len(policy.prompts.segment("", 1))
+    caption = " ".join(itertools.islice(itertools.cycle(WORDS), num_words))
+    assert len(policy.prompts.segment(caption, 1)) == length, "a word of several tokens"
+    return caption
