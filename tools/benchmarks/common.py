@@ -24,31 +24,21 @@ CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 class Timed:
     device: str = flag("cuda", "where")
     rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model(Timed):
     sizes: str = flag("4b", "of the model; tiny = to try the code on a CPU", choices=list(CONFIGS))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers(Model):
-    """Prompts, G rows of answers to each, and a LoRA."""
+class Ceilings(Timed):
+    matmul_size: int = flag(8192, "side of the matrices whose product is the ceiling", type=COUNT)
+    copy_mib: int = flag(4096, "size of the copy that measures the bandwidth", type=COUNT)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Ceilings):
     num_generations: int = flag(8, "rows of each prompt", type=COUNT)
     prompt_length: int = flag(400, "tokens", type=COUNT)
     num_tokens: int = flag(128, "new tokens of each row", type=COUNT)
     lora_r: int = flag(128, "rank", type=COUNT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matmul(Timed):
-    matmul_size: int = flag(8192, "side of the matrices whose product is the ceiling", type=COUNT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Copy(Timed):
-    copy_mib: int = flag(4096, "size of the copy that measures the bandwidth", type=COUNT)
 
 
 def seconds(work, options: Timed) -> float:
@@ -78,25 +68,26 @@ def device_name(device) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
-def copy_bandwidth(options: Copy) -> float:
-    """Bytes a second, read and written ones together, of a copy of random bytes."""
-    size = (options.copy_mib * 2**20,)
-    source = torch.randint(256, size, dtype=torch.uint8, device=options.device)
+def ceilings(options: Ceilings) -> tuple[float, float, dict]:
+    """(operations a second of a bf16 product, bytes a second of a copy, both to be printed).
+
+    Of square random matrices; of random bytes, read and written ones together.
+    """
+    side, how = options.matmul_size, dict(device=options.device, dtype=torch.bfloat16)
+    a, b = torch.randn(2, side, side, **how)
+    matmul = 10 * 2 * side**3 / seconds(lambda: [a @ b for _ in range(10)], options)
+    source = torch.randint(256, (options.copy_mib * 2**17,), device=options.device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), options)
+    bandwidth = 2 * source.nbytes / seconds(lambda: target.copy_(source), options)
+    words = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
+    return matmul, bandwidth, dict(device=device_name(options.device)) | words
 
 
-def matmul_rate(options: Matmul) -> float:
-    """Operations a second of a bf16 product of two random square matrices."""
-    side = options.matmul_size
-    a, b = torch.randn(2, side, side, device=options.device, dtype=torch.bfloat16)
-    return 10 * 2 * side**3 / seconds(lambda: [a @ b for _ in range(10)], options)
-
-
-def print_table(title: str, columns: dict[str, str], rows: dict[str, dict]):
+def print_table(columns: dict[str, str], rows: dict[str, dict], **title):
     """Print rows {name: {column: value}} by the formats of columns; what is missing as "-"."""
     widths = {column: max(len(column), 8) + 2 for column in columns}
-    print(title)
+    words = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in title.items()}
+    print(", ".join(f"{name} {value}" for name, value in words.items()))
     print(" " * 20 + "".join(f"{column:>{width}}" for column, width in widths.items()))
     for name, row in rows.items():
         cells = {c: "-" if row.get(c) is None else format(row[c], columns[c]) for c in columns}

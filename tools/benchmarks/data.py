@@ -1,15 +1,9 @@
-"""The training loader against bare decoding and two resizes; the opening of a large data set."""
+"""The training loader against bare decoding and the two resizes."""
 
-import json
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from itertools import cycle, islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,18 +29,6 @@ REAL_SIZES = SimpleNamespace(
     sam2=SimpleNamespace(image_size=1024),  # of Sa2VA-4B
     raw=dict(max_dynamic_patch=12, min_dynamic_patch=1, use_thumbnail=True),
 )
-ROWS_PER_SHARD = 500
-OPEN = """
-import json, sys, time
-from rl_train.data import GraspAnyRegionDataset
-def peak():  # MiB; ru_maxrss would be inherited
-    status = open("/proc/self/status")
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 1024
-before, start = peak(), time.perf_counter()
-rows = len(GraspAnyRegionDataset(sys.argv[1]))
-seconds = time.perf_counter() - start
-print(json.dumps(dict(rows=rows, seconds=seconds, peak_memory_increase_mib=peak() - before)))
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +42,6 @@ class Options:
     height: int = flag(960, "of an image, pixels", type=COUNT)
     num_batches: int = flag(40, "timed in each round", type=COUNT)
     rounds: int = flag(5, "of either loader, in turns; the median counts", type=COUNT)
-    num_rows: int = flag(50_000, f"opened, in shards of {ROWS_PER_SHARD}", type=COUNT)
 
 
 class Bare(Dataset):
@@ -106,14 +87,20 @@ def speed(loader: DataLoader, options: Options) -> float:
     return options.num_batches * options.batch_size / (time.perf_counter() - start)
 
 
-def loader_against_bare(folder: Path, options: Options) -> dict:
+def measure(options: Options) -> dict:
+    """{"loader": samples per second of both loaders, round by round in turns, and their ratio}."""
+    with tempfile.TemporaryDirectory() as folder:
+        rows = make_rows(options.num_images, options.width, options.height)
+        write_gar(rows, folder, image_format="JPEG")
+        return dict(loader=against_bare(GraspAnyRegionDataset(folder), options))
+
+
+def against_bare(dataset, options: Options) -> dict:
     """The training loader against bare decoding with the two resizes, round by round in turns."""
-    rows = make_rows(options.num_images, options.width, options.height)
-    write_gar(rows, folder, image_format="JPEG")
     prompts = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256)
     inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
-    bare = Bare([encode_image(row["image"], "JPEG") for row in rows])
-    dataset, workers = GraspAnyRegionDataset(folder), options.num_workers
+    jpegs = [encode_image(dataset[i]["image"], "JPEG") for i in range(len(dataset))]
+    bare, workers = Bare(jpegs), options.num_workers
     least, ours = [], []
     for number in range(options.rounds):
         sampler = StepSampler(len(bare), options.batch_size, 1, number)
@@ -130,23 +117,3 @@ def loader_against_bare(folder: Path, options: Options) -> dict:
         ratio=statistics.median(ratios),
         ratios=ratios,
     )
-
-
-def opening(folder: Path, num_rows: int) -> dict:
-    """Seconds and memory that opening a data set of many rows takes, in a process of its own."""
-    in_shard = min(num_rows, ROWS_PER_SHARD)
-    rows = islice(cycle(make_rows(16, 640, 480)), in_shard)
-    (shard,) = write_gar(rows, folder, in_shard, image_format="JPEG")
-    for number in range(1, num_rows // in_shard):
-        shutil.copy(shard, shard.with_name(f"data-{number:05d}.arrow"))
-    command = [sys.executable, "-c", OPEN, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    gigabytes = sum(path.stat().st_size for path in shard.parent.iterdir()) / 1e9
-    return json.loads(done.stdout) | dict(gigabytes=gigabytes)
-
-
-def measure(options: Options) -> dict:
-    """{"loader", "opening"}: see `loader_against_bare` and `opening`. Its files are temporary."""
-    with tempfile.TemporaryDirectory() as folder:
-        loader = loader_against_bare(Path(folder) / "large", options)
-        return dict(loader=loader, opening=opening(Path(folder) / "many", options.num_rows))

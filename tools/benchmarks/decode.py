@@ -14,7 +14,7 @@ COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Answers, common.Copy):
+class Options(common.Answers):
     """sizes"""
 
     num_prompts: tuple = flag(
@@ -31,23 +31,23 @@ def measure(options: Options) -> dict:
     """For each number of prompts the floor, and every sampler's time of a token after the first."""
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
-    bandwidth, device = common.copy_bandwidth(options), common.device_name(options.device)
-    measured = dict(device=device, bandwidth_tb_per_second=bandwidth / 1e12, sizes=[])
+    _, bandwidth, ceilings = common.ceilings(options)
+    sizes = []
     table = {}
     for num_prompts in options.num_prompts:
         rows = num_prompts * options.num_generations
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         size = dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers={})
-        measured["sizes"].append(size)
+        sizes.append(size)
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
         works = samplers(engine, num_prompts, options)
         for name in options.samplers:
             times = token_times(works[name], options)
             times["ratio_to_floor"] = times["ms_per_token"] / floor
             size["samplers"][name] = table[f"{rows} rows, {name}"] = times
-    common.print_table(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", COLUMNS, table)
-    return measured
+    common.print_table(COLUMNS, table, **ceilings)
+    return ceilings | dict(sizes=sizes)
 
 
 def token_times(work, options: Options) -> dict[str, float]:

@@ -22,7 +22,7 @@ COLUMNS |= dict(gradient_error=".2e", logp_error=".2e")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Answers, common.Matmul):
+class Options(common.Answers):
     """sizes"""
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
@@ -113,7 +113,7 @@ def operations(model, options: Options) -> dict[str, float]:
 
 def measure(options: Options) -> dict:
     """Seconds and memory of all ways, and their errors against float32."""
-    limit = common.matmul_rate(options)
+    limit, _, ceilings = common.ceilings(options)
     batch = MicroBatch(common.random_llm(options), options)
     needed, ways, logps, gradients = operations(batch.model, options), {}, {}, {}
     runs = {way: lambda way=way: batch.run(way) for way in WAYS}
@@ -130,8 +130,5 @@ def measure(options: Options) -> dict:
         way["times_faster"] = ways["plain"]["seconds"] / way["seconds"]
         way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
         way["logp_error"] = (logps[name] - logp).abs().max().item()
-    device = common.device_name(options.device)
-    sizes = f"{options.num_rows} rows x ({options.prompt_length} + {options.num_tokens})"
-    title = f"{device}, matrix product {limit / 1e12:.0f} TFLOP/s; {sizes}"
-    common.print_table(title, COLUMNS, ways)
-    return dict(device=device, matmul_tflops=limit / 1e12, ways=ways)
+    common.print_table(COLUMNS, ways, **ceilings, num_rows=options.num_rows)
+    return ceilings | dict(ways=ways)

@@ -20,33 +20,30 @@ GOAL = 1.6
 class Options(work.Options):
     """the step"""
 
-    rounds: int = flag(2, "steps after the first", type=COUNT)
-    warmup: int = flag(0, "steps between those", type=COUNT_OR_0)
+    rounds: int = flag(2, "steps whose peaks count", type=COUNT)
+    warmup: int = flag(1, "steps before them: they also capture graphs", type=COUNT_OR_0)
 
 
 def measure(options: Options) -> dict:
-    """GiB: {"standing": by part, "first", "later": peaks by phase, "peak", "base", ..; "ratio"}."""
+    """GiB: {"standing": by part, "later": peaks by phase, "peak", "base", ..; "ratio"}."""
     w = work.build(options)
     standing, trains = standing_memory(w.policy), w.policy.trainable
     frozen = sum(p.numel() for n, p in w.policy.model.named_parameters() if n not in trains)
     base = 2 * frozen + 5 * standing["trainable weights"]
-    first = w.step()  # also fuses weights and captures graphs
     clocks = w.run()
-    later = {phase: max(c.peaks.get(phase, 0.0) for c in clocks) for phase in first.seconds}
+    later = {p: max(clock.peaks.get(p, 0.0) for clock in clocks) for p in clocks[0].seconds}
     measured = dict(
         device=device_name(options.device),
         flags=w.config.flags,
         standing={part: size / GIB for part, size in standing.items()},
-        first={phase: first.peaks.get(phase, 0.0) for phase in first.seconds},
         later=later,
         peak=max(later.values()),
         base=base / GIB,
         reserved=torch.cuda.max_memory_reserved() / GIB if w.policy.device.type == "cuda" else 0.0,
     )
     measured["ratio"] = measured["peak"] / measured["base"]
-    held = ", ".join(f"{part} {size:.2f}" for part, size in measured["standing"].items())
-    rows = {p: dict(first_step=measured["first"][p], later=later[p]) for p in later}
-    print_table(f"GiB; held whatever the batch: {held}", dict(first_step=".2f", later=".2f"), rows)
+    rows = {phase: dict(peak=peak) for phase, peak in later.items()}
+    print_table(dict(peak=".2f"), rows, GiB_of="", **measured["standing"])
     print(
         f"bf16 base + 5 float32 sets of the trainables: {measured['base']:.2f}; the peak is "
         f"{measured['ratio']:.2f} times that (goal {GOAL}); reserved from the device "

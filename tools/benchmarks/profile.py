@@ -145,14 +145,11 @@ def attribute(events) -> dict[str, float]:
 
 
 def show(measured):
-    title = (
-        f"{measured['device']}: milliseconds of a step, medians of {measured['rounds']}; its "
-        "kernels from one more step, under the profiler"
-    )
     rows, step = {}, Counter()
     for phase, p in measured["phases"].items():
         seconds = dict(wall=p["seconds"], profiled=p["profiled_seconds"]) | p["classes"]
         rows[phase] = {name: 1e3 * value for name, value in seconds.items()}
         step.update(rows[phase])
     columns = dict.fromkeys(["wall", "profiled", *KERNELS, "idle"], ".2f")
-    print_table(title, columns, rows | {"step": step})
+    unit = dict(milliseconds_on=measured["device"], medians_of=measured["rounds"])
+    print_table(columns, rows | {"step": step}, **unit)

@@ -52,7 +52,7 @@ def measure(options: Options) -> dict | None:
         }
         for run in runs
     }
-    common.print_table(f"{runs[0]['exchanged_gigabytes']:.2f} GB exchanged", COLUMNS, rows)
+    common.print_table(COLUMNS, rows, gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
     return dict(runs=runs, efficiency=efficiency)
 
 

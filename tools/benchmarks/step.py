@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from rl_train.config import flag
 from tools.benchmarks import common, work
-from tools.benchmarks.common import print_table
 from tools.benchmarks.floor import step_floor
 from tools.benchmarks.trl_style import build_trl_style
 
@@ -22,7 +21,7 @@ PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Matmul, common.Copy, work.Options):
+class Options(common.Ceilings, work.Options):
     """the step"""
 
     alternatives: tuple = flag(
@@ -32,24 +31,27 @@ class Options(common.Matmul, common.Copy, work.Options):
 
 def measure(options: Options) -> dict:
     """{"ours", alternatives: seconds by phase and in all, peaks; "floor"; "ratios" to ours, ..}."""
-    ceilings = dict(matmul=common.matmul_rate(options), bandwidth=common.copy_bandwidth(options))
-    measured = dict(
-        device=common.device_name(options.device),
-        matmul_tflops=ceilings["matmul"] / 1e12,
-        bandwidth_tb_per_second=ceilings["bandwidth"] / 1e12,
-        rounds=options.rounds,
-    )
+    matmul, bandwidth, ceilings = common.ceilings(options)
+    measured = ceilings | dict(rounds=options.rounds)
     for name in ("ours", *options.alternatives):
         w = WAYS[name](options)
         measured[name] = summary([clock.seconds for clock in w.run()])
         if name == "ours":
-            measured |= dict(flags=w.config.flags, floor=summary([step_floor(w, **ceilings)]))
+            measured |= dict(
+                flags=w.config.flags, floor=summary([step_floor(w, matmul, bandwidth)])
+            )
         del w  # each way has a model of its own, of the same weights
         gc.collect()
     ours = measured["ours"]["total"]
     measured["ratios"] = {name: measured[name]["total"] / ours for name in options.alternatives}
     measured["ratio_to_floor"] = ours / measured["floor"]["total"]
-    show(measured, ["ours", *options.alternatives, "floor"])
+    ways = ["ours", *options.alternatives, "floor"]
+    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in PHASES}
+    rows["step"] = {way: measured[way]["total"] for way in ways}
+    common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=options.rounds)
+    for name, ratio in measured["ratios"].items():
+        print(f"{ratio:8.1f} times faster than {NAMES[name]}")
+    print(f"{measured['ratio_to_floor']:8.2f} times the floor")
     return measured
 
 
@@ -58,16 +60,3 @@ def summary(phases: list[dict[str, float]]) -> dict:
     totals = [sum(seconds.values()) for seconds in phases]
     medians = {name: statistics.median(seconds[name] for seconds in phases) for name in phases[0]}
     return dict(phases=medians, totals=totals, total=statistics.median(totals))
-
-
-def show(measured, ways: list[str]):
-    title = (
-        f"{measured['device']}: matrix product {measured['matmul_tflops']:.0f} TFLOP/s, copy "
-        f"{measured['bandwidth_tb_per_second']:.2f} TB/s; seconds, medians of {measured['rounds']}"
-    )
-    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in PHASES}
-    rows["step"] = {way: measured[way]["total"] for way in ways}
-    print_table(title, {way: ".3f" for way in ways}, rows)
-    for name, ratio in measured["ratios"].items():
-        print(f"{ratio:8.1f} times faster than {NAMES[name]}")
-    print(f"{measured['ratio_to_floor']:8.2f} times the floor")

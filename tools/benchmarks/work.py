@@ -34,7 +34,7 @@ from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
-from tools.benchmarks.common import CONFIGS, Model, start_lora
+from tools.benchmarks.common import CONFIGS, Timed, start_lora
 from tools.random_checkpoint import ADDED, random_model, tokenizer
 
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
@@ -48,7 +48,7 @@ SEG_AT = 2  # place of [SEG] in an answer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Model):
+class Options(Timed):
     prompt_length: int = flag(400, "tokens (L)", type=COUNT)
     answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
     warmup: int = flag(2, "steps before those that count", type=COUNT_OR_0)
@@ -221,7 +221,7 @@ def mask_of(cells: torch.Tensor) -> torch.Tensor:
 
 def caption_of(policy, length: int) -> str:
     """A caption with which a prompt for its mask has `length` tokens."""
-    num_words = length - len(policy.prompts.segment("", 1))
+    num_words = length + 1 - len(policy.prompts.segment(WORDS[0], 1))
     caption = " ".join(itertools.islice(itertools.cycle(WORDS), num_words))
     assert len(policy.prompts.segment(caption, 1)) == length, "a word of several tokens"
     return caption
