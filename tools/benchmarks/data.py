@@ -69,9 +69,8 @@ def make_rows(num: int, width: int, height: int) -> list[dict]:
         return Image.fromarray(pixels).resize((width, height))
 
     for _ in range(num):
-        detail = Image.blend(blobs(20), blobs(4), 0.25)
+        image = Image.blend(blobs(160), Image.blend(blobs(20), blobs(4), 0.25), 0.4)
         mask = np.asarray(blobs(160))[..., 0] > 160
-        image = Image.blend(blobs(160), detail, 0.4)
         rows.append(dict(image=image, mask=mask, caption=CAPTION, category="cup"))
     return rows
 
@@ -89,31 +88,26 @@ def speed(loader: DataLoader, options: Options) -> float:
 
 def measure(options: Options) -> dict:
     """{"loader": samples per second of both loaders, round by round in turns, and their ratio}."""
-    with tempfile.TemporaryDirectory() as folder:
-        rows = make_rows(options.num_images, options.width, options.height)
-        write_gar(rows, folder, image_format="JPEG")
-        return dict(loader=against_bare(GraspAnyRegionDataset(folder), options))
-
-
-def against_bare(dataset, options: Options) -> dict:
-    """The training loader against bare decoding with the two resizes, round by round in turns."""
-    prompts = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256)
+    prompts, workers = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256), options.num_workers
     inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
-    jpegs = [encode_image(dataset[i]["image"], "JPEG") for i in range(len(dataset))]
-    bare, workers = Bare(jpegs), options.num_workers
-    least, ours = [], []
-    for number in range(options.rounds):
-        sampler = StepSampler(len(bare), options.batch_size, 1, number)
-        least_loader = DataLoader(bare, batch_sampler=sampler, num_workers=workers)
-        least.append(speed(least_loader, options))
-        ours.append(speed(train_loader(dataset, inputs, sampler, workers), options))
-    ratios = [a / b for a, b in zip(ours, least)]
-    return dict(
+    rows = make_rows(options.num_images, options.width, options.height)
+    bare, speeds = Bare([encode_image(row["image"], "JPEG") for row in rows]), []
+    with tempfile.TemporaryDirectory() as folder:
+        write_gar(rows, folder, image_format="JPEG")
+        dataset = GraspAnyRegionDataset(folder)
+        for number in range(options.rounds):
+            sampler = StepSampler(len(bare), options.batch_size, 1, number)
+            least = DataLoader(bare, batch_sampler=sampler, num_workers=workers)
+            ours = train_loader(dataset, inputs, sampler, workers)
+            speeds.append((speed(least, options), speed(ours, options)))
+    ratios = [ours / least for least, ours in speeds]
+    loader = dict(
         num_workers=workers,
         image=f"{options.width}x{options.height}",
         jpeg_bytes=round(statistics.mean(map(len, bare.jpegs))),
-        loader_samples_per_second=statistics.median(ours),
-        bare_samples_per_second=statistics.median(least),
+        loader_samples_per_second=statistics.median(ours for _, ours in speeds),
+        bare_samples_per_second=statistics.median(least for least, _ in speeds),
         ratio=statistics.median(ratios),
         ratios=ratios,
     )
+    return dict(loader=loader)

@@ -32,32 +32,28 @@ def measure(options: Options) -> dict:
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     _, bandwidth, ceilings = common.ceilings(options)
-    sizes = []
-    table = {}
+    sizes, table = [], {}
     for num_prompts in options.num_prompts:
         rows = num_prompts * options.num_generations
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
-        size = dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers={})
-        sizes.append(size)
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
-        works = samplers(engine, num_prompts, options)
+        works, times = samplers(engine, num_prompts, options), {}
         for name in options.samplers:
-            times = token_times(works[name], options)
-            times["ratio_to_floor"] = times["ms_per_token"] / floor
-            size["samplers"][name] = table[f"{rows} rows, {name}"] = times
+            times[name] = table[f"{rows} rows, {name}"] = token_times(works[name], floor, options)
+        sizes.append(dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers=times))
     common.print_table(COLUMNS, table, **ceilings)
     return ceilings | dict(sizes=sizes)
 
 
-def token_times(work, options: Options) -> dict[str, float]:
-    """Milliseconds of all tokens, of the first, and of each that follows."""
+def token_times(work, floor: float, options: Options) -> dict[str, float]:
+    """Milliseconds of all tokens, of the first, and of each that follows, beside the floor's."""
     with torch.autocast(torch.device(options.device).type, torch.bfloat16):
-        whole, first = (
-            1e3 * common.seconds(lambda: work(num), options) for num in (options.num_tokens, 1)
-        )
+        whole = 1e3 * common.seconds(lambda: work(options.num_tokens), options)
+        first = 1e3 * common.seconds(lambda: work(1), options)
     each = (whole - first) / (options.num_tokens - 1)
-    return dict(ms_per_token=each, first_token_ms=first, total_ms=whole)
+    times = dict(ms_per_token=each, first_token_ms=first, total_ms=whole)
+    return times | dict(ratio_to_floor=each / floor)
 
 
 def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:

@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tools.benchmarks.work import Work
 
-# Of a trainable number: weight, gradient, two moments read, three written; weight and EMA read, EMA
-# written.
+# Of a trainable number: weight, gradient, two moments, again weight, EMA read; four written.
 OPTIMIZER_BYTES = 4 * 10
 
 
@@ -24,11 +23,9 @@ class LanguageModel:
 
     def __init__(self, language_model):
         layers = language_model.model.layers
-        parameters = [
-            (name, p) for layer in layers for name, p in layer.named_parameters() if p.ndim == 2
-        ]
-        self.lora = sum(p.numel() for name, p in parameters if "lora_" in name)
-        self.base = sum(p.numel() for name, p in parameters) - self.lora
+        matrices = [(name, p) for name, p in layers.named_parameters() if p.ndim == 2]
+        self.lora = sum(p.numel() for name, p in matrices if "lora_" in name)
+        self.base = sum(p.numel() for name, p in matrices) - self.lora
         self.head = language_model.lm_head.weight.numel()
         config, size = language_model.config, layers[0].self_attn.head_dim
         # numbers of a query in all layers, bytes of a token's keys and values
@@ -41,11 +38,8 @@ class LanguageModel:
         With `backward` those of the gradient too.
         """
         per_token = 2 * (self.base + self.lora) + (2 * self.base + 4 * self.lora if backward else 0)
-        return (
-            tokens * per_token
-            + (14 if backward else 4) * self.attention * pairs
-            + (4 if backward else 2) * self.head * scored
-        )
+        attention = (14 if backward else 4) * self.attention * pairs
+        return tokens * per_token + attention + (4 if backward else 2) * self.head * scored
 
     def read(self, slots: float) -> float:
         """Bytes of a decoding step: weights but the embeddings, keys and values in `slots`."""
@@ -72,11 +66,10 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
 
     def scores(tokens, backward=False):
         """One pass over all rows, which share their prompts."""
-        pairs = prompts * length**2 / 2 + rows * tokens * (length + tokens / 2)
-        return compute(
-            model.forward(prompts * length + rows * tokens, pairs, rows * tokens, backward),
-            model.read(0),
-        )
+        answers = rows * tokens
+        pairs = prompts * length**2 / 2 + answers * (length + tokens / 2)
+        operations = model.forward(prompts * length + answers, pairs, answers, backward)
+        return compute(operations, model.read(0))
 
     def ask(count, tokens, pairs):
         return compute(model.forward(tokens, pairs, count), model.read(0))
@@ -87,6 +80,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     frozen = sum(p.nbytes for encoder in encoders for p in encoder.parameters())
     trainable = sum(p.numel() for p in policy.trainable.values())
     prefill = ask(prompts, prompts * length, prompts * length**2 / 2)
+    backward = scores(caption, backward=True) + scores(answer, backward=True)
     return {
         "encode": compute(encode, frozen),
         "rollout1": prefill + decode(prompts * length, caption, rows),
@@ -95,10 +89,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
         "rollout2": prefill + decode(prompts * length, answer, rows) + compute(masks),
         "teacher2": ask(rows, own, own_pairs) + decode(own, caption, rows),
         "reference2": scores(answer),
-        "update": scores(caption, backward=True)
-        + scores(answer, backward=True)
-        + compute(3 * masks)
-        + compute(0, OPTIMIZER_BYTES * trainable),
+        "update": backward + compute(3 * masks) + compute(0, OPTIMIZER_BYTES * trainable),
     }
 
 

@@ -43,10 +43,6 @@ def measure(options: Options) -> dict:
     )
     measured["ratio"] = measured["peak"] / measured["base"]
     rows = {phase: dict(peak=peak) for phase, peak in later.items()}
-    print_table(dict(peak=".2f"), rows, GiB_of="", **measured["standing"])
-    print(
-        f"bf16 base + 5 float32 sets of the trainables: {measured['base']:.2f}; the peak is "
-        f"{measured['ratio']:.2f} times that (goal {GOAL}); reserved from the device "
-        f"{measured['reserved']:.2f}"
-    )
+    print_table(dict(peak=".2f"), rows, unit="GiB", **measured["standing"])
+    print(f"{measured['reserved']:.2f} reserved; peak {measured['ratio']:.2f} x base (goal {GOAL})")
     return measured

@@ -61,7 +61,7 @@ def measure(options: Options) -> dict:
     """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
     w = work.build(options)
     plain = summary([clock.seconds for clock in w.run()])
-    device = w.policy.device
+    device, name = w.policy.device, device_name(w.policy.device)
     with torch.profiler.profile() as profiler:
         clock = MarkingClock(device)
         for _ in range(SPARE_MARKS + 1):
@@ -72,20 +72,18 @@ def measure(options: Options) -> dict:
         profiler.export_chrome_trace(str(file))
         events = parse(json.loads(file.read_bytes()), device.type)
     parts = split(events, profiled, MARKS[device.type])
-    phases = {}
+    phases, rows, total = {}, {}, Counter()
     for phase, seconds in plain["phases"].items():
         classes = attribute(parts[phase])
         classes["idle"] = max(0.0, seconds - sum(classes.values()))
         phases[phase] = dict(seconds=seconds, profiled_seconds=profiled[phase], classes=classes)
-    measured = dict(
-        device=device_name(device),
-        flags=w.config.flags,
-        rounds=options.rounds,
-        total=plain["total"],
-        phases=phases,
-    )
-    show(measured)
-    return measured
+        times = dict(wall=seconds, profiled=profiled[phase]) | classes
+        rows[phase] = {column: 1e3 * value for column, value in times.items()}
+        total.update(rows[phase])
+    columns = dict.fromkeys(total, ".2f")
+    print_table(columns, rows | {"step": total}, ms_on=name, medians_of=options.rounds)
+    head = dict(device=name, rounds=options.rounds, flags=w.config.flags)
+    return head | dict(total=plain["total"], phases=phases)
 
 
 def parse(trace: dict, device_type: str) -> list[tuple[str, float, float]]:
@@ -142,14 +140,3 @@ def attribute(events) -> dict[str, float]:
         until = max(until, end)
     total = sum(of_class.values()) or 1.0
     return {name: seconds * busy / total for name, seconds in of_class.items()}
-
-
-def show(measured):
-    rows, step = {}, Counter()
-    for phase, p in measured["phases"].items():
-        seconds = dict(wall=p["seconds"], profiled=p["profiled_seconds"]) | p["classes"]
-        rows[phase] = {name: 1e3 * value for name, value in seconds.items()}
-        step.update(rows[phase])
-    columns = dict.fromkeys(["wall", "profiled", *KERNELS, "idle"], ".2f")
-    unit = dict(milliseconds_on=measured["device"], medians_of=measured["rounds"])
-    print_table(columns, rows | {"step": step}, **unit)

@@ -44,14 +44,10 @@ def measure(options: Options) -> dict | None:
     counts = options.num_processes or [n for n in (1, 2, 4, 8) if n <= at_most]
     runs = [launch(options, count) for count in counts]
     efficiency = {run["num_processes"]: runs[0]["seconds"] / run["seconds"] for run in runs}
-    rows = {
-        f"{run['num_processes']} processes": {
-            "efficiency": efficiency[run["num_processes"]],
-            "update": run["phases"]["update"],
-            **run,
-        }
-        for run in runs
-    }
+    rows = {}
+    for run in runs:
+        count = run["num_processes"]
+        rows[f"{count} processes"] = run["phases"] | run | dict(efficiency=efficiency[count])
     common.print_table(COLUMNS, rows, gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
     return dict(runs=runs, efficiency=efficiency)
 
@@ -59,8 +55,7 @@ def measure(options: Options) -> dict | None:
 def launch(options: Options, count: int) -> dict:
     """The figures of `count` processes, started anew."""
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-    environment = {name: value for name, value in os.environ.items() if name not in ALONE}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment = {n: v for n, v in os.environ.items() if n not in ALONE} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "scale.json"
         command = [sys.executable, *(runner if count > 1 else [])]

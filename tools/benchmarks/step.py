@@ -15,7 +15,6 @@ from tools.benchmarks.floor import step_floor
 from tools.benchmarks.trl_style import build_trl_style
 
 WAYS = {"ours": work.build, "trl": build_trl_style}
-NAMES = {"trl": "(b) TRL-style"}
 LOOP = ("rollout", "teacher", "old", "reference")
 PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "update"]
 
@@ -25,21 +24,20 @@ class Options(common.Ceilings, work.Options):
     """the step"""
 
     alternatives: tuple = flag(
-        ("trl",), "what to measure beside ours", type=str, choices=list(NAMES), nargs="*"
+        ("trl",), "what to measure beside ours", type=str, choices=["trl"], nargs="*"
     )
 
 
 def measure(options: Options) -> dict:
-    """{"ours", alternatives: seconds by phase and in all, peaks; "floor"; "ratios" to ours, ..}."""
+    """{"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
     measured = ceilings | dict(rounds=options.rounds)
     for name in ("ours", *options.alternatives):
         w = WAYS[name](options)
         measured[name] = summary([clock.seconds for clock in w.run()])
         if name == "ours":
-            measured |= dict(
-                flags=w.config.flags, floor=summary([step_floor(w, matmul, bandwidth)])
-            )
+            measured["flags"] = w.config.flags
+            measured["floor"] = summary([step_floor(w, matmul, bandwidth)])
         del w  # each way has a model of its own, of the same weights
         gc.collect()
     ours = measured["ours"]["total"]
@@ -50,7 +48,7 @@ def measure(options: Options) -> dict:
     rows["step"] = {way: measured[way]["total"] for way in ways}
     common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=options.rounds)
     for name, ratio in measured["ratios"].items():
-        print(f"{ratio:8.1f} times faster than {NAMES[name]}")
+        print(f"{ratio:8.1f} times faster than {name}")
     print(f"{measured['ratio_to_floor']:8.2f} times the floor")
     return measured
 

@@ -79,12 +79,9 @@ class FullEngine(Engine):
         model, length = self.language_model, embeds.shape[1]
         answers = model.get_input_embeddings()(ids).to(embeds.dtype)
         mask = torch.cat([attention_mask, torch.ones_like(ids)], dim=1)
-        hidden = model.model(
-            inputs_embeds=torch.cat([embeds, answers], dim=1),
-            attention_mask=mask,
-            position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        ).last_hidden_state
+        both, place = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
+        how = dict(attention_mask=mask, position_ids=place, use_cache=False)
+        hidden = model.model(inputs_embeds=both, **how).last_hidden_state
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
         with torch.no_grad():
@@ -93,9 +90,9 @@ class FullEngine(Engine):
 
 
 class FullPolicy(ForcedPolicy):
-    """Sa2VA by the `FullEngine`."""
+    """Sa2VA by the `FullEngine`; `roles` say which masks are the teacher's."""
 
-    roles: Roles  # of which the teacher's masks are known by
+    roles: Roles
 
     def __init__(self, *parts, **how):
         super().__init__(*parts, **how)

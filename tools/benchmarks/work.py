@@ -53,11 +53,7 @@ class Options(Timed):
     answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
     warmup: int = flag(2, "steps before those that count", type=COUNT_OR_0)
     flags: tuple = flag(
-        (),
-        "comes last: flags of rl_train.train, such as --micro_batch_size 16; its defaults are B 4, "
-        "G 8, T 128, LoRA r 128; --likelihood_share is 0 here, as no alternative has that reward",
-        type=str,
-        nargs=argparse.REMAINDER,
+        (), "last: those of rl_train.train, likelihood share 0", type=str, nargs=argparse.REMAINDER
     )
 
 
@@ -159,8 +155,7 @@ class Work:
         """Assert that the step was as long as it is said to be."""
         lengths = self.config.rollout.max_completion_length, self.options.answer_tokens
         for work, length in zip((captions, answers), lengths):
-            assert work.rollout.ids.shape == (self.num_rows, length), work.task.name
-            assert work.rollout.valid.all(), f"answers of {work.task.name} ended early"
+            assert work.rollout.valid.shape == (self.num_rows, length) and work.rollout.valid.all()
         assert len(answers.rollout.action.rows) == self.num_rows, "answers without [SEG]"
         assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
 
