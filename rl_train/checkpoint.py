@@ -4,11 +4,11 @@ checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
     ema.safetensors          the teacher's
-    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank; weights_only
+    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
     eval.json                its step, its score and its held-out metrics
-N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from --model_path.
+N = steps done. The reference is not stored: it is the base with a fresh LoRA.
 """
 
 import json
@@ -61,10 +61,14 @@ class RunState:
                 task.action.load_state_dict(state["tasks"][task.name])
 
 
+def step_of(folder: Path) -> int:
+    return int(NAME.search(folder.name)[1])
+
+
 def list_checkpoints(output_dir) -> list[Path]:
     """Complete checkpoints in order of their steps."""
     found = [p for p in Path(output_dir).glob("checkpoint_step_*") if NAME.search(p.name)]
-    return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
+    return sorted(found, key=step_of)
 
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
@@ -73,7 +77,7 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
     if not is_main:
         return
     write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, rng)
-    past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= state.step]
+    past = [p for p in list_checkpoints(output_dir) if step_of(p) <= state.step]
     for old in past[:-total_limit] if total_limit else ():
         shutil.rmtree(old)
 
@@ -81,7 +85,7 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
 def save_if_best(
     output_dir, state: RunState, flags: dict, metrics: dict[str, float], is_main: bool
 ):
-    """Write checkpoint_best if metrics["score"] is above that of the one that is there, or none is."""
+    """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
     rng = gather_objects(torch.get_rng_state())
@@ -90,7 +94,7 @@ def save_if_best(
 
 
 def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
-    """Write the folder `final` under a temporary name and rename it; it replaces one of that name."""
+    """Write the folder `final` under a temporary name, then rename it over one of that name."""
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     for leftover in (folder, replaced):  # of a killed run
         if leftover.exists():
@@ -134,26 +138,26 @@ def read_state(folder) -> dict:
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
 
 
-def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
-    """Copy trainables.safetensors or ema.safetensors into the parameters.
-
-    Raises:
-        ValueError: the file is damaged, or its names differ.
-    """
-    path = Path(folder) / file
+def open_weights(path: Path):
+    """The open safetensors file, of which the header is read. Raises DamagedFile."""
     try:
-        reader = safe_open(path, framework="pt")
+        return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise DamagedFile(path, error) from error
+
+
+def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
+    """Copy a file's weights into the parameters. Raises ValueError if damaged or of other names."""
+    reader = open_weights(Path(folder) / file)
     if odd := set(reader.keys()) ^ set(parameters):
-        raise ValueError(f"{path}: names differ from what this run trains: {sorted(odd)[:5]}")
+        raise ValueError(f"{folder}/{file}: names differ from what trains: {sorted(odd)[:5]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.get_tensor(name))
 
 
 def load(folder: Path, state: RunState, output_dir, rank: int):
-    """Restore a run from `folder`. Raises ValueError if a file there, or of checkpoint_best, is damaged."""
+    """Restore a run from `folder`. Raises ValueError if a file there or of the best is damaged."""
     load_weights(folder, state.policy.trainable)
     load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
     found = read_state(folder)

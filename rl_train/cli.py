@@ -1,24 +1,14 @@
-"""The command line of a run: from its flags to a `Config`, and the output folder that belongs to it."""
+"""The command line of a run: from flags to a `Config`, and whose output folder it is."""
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
-from rl_train import config as configs
+from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
 from rl_train.files import check_writable, read_json
 from rl_train.tasks import TASKS, load_task
 
-PARTS = dict(
-    policy=configs.PolicyConfig,
-    data=configs.DataConfig,
-    rollout=configs.RolloutConfig,
-    reward=configs.RewardConfig,
-    loss=configs.LossConfig,
-    optim=configs.OptimConfig,
-    run=configs.RunConfig,
-)
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
@@ -29,35 +19,19 @@ FREE_ON_RESUME = {
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
 
 
-@dataclass(frozen=True)
-class Config:
-    """What a run was asked for: one frozen config for each part, and the options of its tasks."""
-
-    policy: configs.PolicyConfig
-    data: configs.DataConfig
-    rollout: configs.RolloutConfig
-    reward: configs.RewardConfig
-    loss: configs.LossConfig
-    optim: configs.OptimConfig
-    run: configs.RunConfig
-    tasks: dict[str, object]  # {name in --tasks: its Options}, those of weight 0 left out
-    flags: dict[str, object]  # every flag, as config.json has them
-
-
 def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
     parser = argparse.ArgumentParser(
         prog="python -m rl_train.train",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Reinforcement learning of Sa2VA by closed mask-caption cycles. One process "
-        "per GPU under torchrun.",
+        description="Reinforcement learning by closed cycles; one process per GPU (torchrun).",
     )
     add_tasks_flag(parser)
     for part in PARTS.values():
-        configs.add_flags(parser, part)
+        add_flags(parser, part)
     for name, task in tasks.items():
-        configs.add_flags(parser, task.Options, f"task {name}")
+        add_flags(parser, task.Options, f"task {name}")
     return parser
 
 
@@ -73,39 +47,32 @@ def add_tasks_flag(parser):
 
 def parse(argv=None) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_tasks_flag(first)
-    names = first.parse_known_args(argv)[0].tasks
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_tasks_flag(parser)
+    names = parser.parse_known_args(argv)[0].tasks
     try:
         tasks = TASKS | {name: load_task(name) for name in names}
-    except ValueError as error:
-        first.error(str(error))
-    parser = build_parser(tasks)
-    args = parser.parse_args(argv)
-    try:
-        return checked(args, {name: tasks[name] for name in args.tasks})
+        parser = build_parser(tasks)
+        return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
     except ValueError as error:
         parser.error(str(error))
 
 
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
-    parts = {name: configs.read_flags(args, part) for name, part in PARTS.items()}
-    options = {name: configs.read_flags(args, task.Options) for name, task in tasks.items()}
-    if len(tasks) < len(args.tasks):
-        raise ValueError(f"--tasks {' '.join(args.tasks)}: names a task twice")
-    if not any(option.weight > 0 for option in options.values()):
-        raise ValueError(f"--tasks {' '.join(args.tasks)}: none of them has a weight above 0")
-    if len({task.name for task in tasks.values()}) < len(tasks):
-        raise ValueError(
-            f"--tasks {' '.join(args.tasks)}: two tasks have one name for their curves"
-        )
+    chosen = f"--tasks {' '.join(args.tasks)}"
+    parts = {name: read_flags(args, part) for name, part in PARTS.items()}
+    options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
+    active = {name: option for name, option in options.items() if option.weight > 0}
+    if len({task.name for task in tasks.values()}) < len(args.tasks):
+        raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
+    if not active:
+        raise ValueError(f"{chosen}: none of them has a weight above 0")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        named = name != "model_path" and path and hub.NAME.fullmatch(path)
-        if path is not None and not Path(path).is_dir() and not named:
+        on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
+        if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
-    active = {name: option for name, option in options.items() if option.weight > 0}
     return Config(**parts, tasks=active, flags=vars(args))
 
 
@@ -113,47 +80,30 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
 
 
 def check_output_dir(config: Config, flags: dict):
-    """Check that --output_dir is free, or holds the run that --resume is to continue.
-
-    Raises:
-        ValueError: the folder cannot be written, or holds a run of other `flags`, or a run while
-            --resume was not given.
-    """
+    """Raise ValueError unless --output_dir is free or holds the run that --resume continues."""
     folder, resume = Path(config.run.output_dir), config.run.resume
     check_writable("--output_dir", folder)
     file = folder / "config.json"
     if file.is_file():
         if not resume:
             raise ValueError(
-                f"--output_dir {folder} already holds a run: pass --resume to continue it, or "
-                "another folder"
+                f"--output_dir {folder} already holds a run: pass --resume, or another"
             )
         check_same(file, flags, f"--output_dir {folder}")
     elif resume == "latest":
-        raise ValueError(
-            f"--resume: {file} does not exist, there is no run to continue in --output_dir"
-        )
+        raise ValueError(f"--resume: {file} does not exist, there is no run to continue")
 
 
 def check_same(file: Path, flags: dict, place: str):
     """Raise ValueError, beginning with `place`, if the run of config `file` had other flags."""
     before = read_json(file)
-    differing = sorted(
-        name
-        for name in flags
-        if name not in FREE_ON_RESUME and (name not in before or before[name] != flags[name])
-    )
+    absent = object()
+    fixed = sorted(set(flags) - FREE_ON_RESUME)
+    differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     if differing:
-        changes = (
-            f"--{name} was {before[name]}, now {flags[name]}"
-            if name in before
-            else f"--{name} did not exist then"
-            for name in differing
-        )
-        raise ValueError(f"{place} holds a run of another config: {', '.join(changes)}")
-    was, now = (
-        math.prod(values.get(name, 1) for name in PROMPTS_PER_STEP) for values in (before, flags)
-    )
+        pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
+        raise ValueError(f"{place} holds a run of another config: {', '.join(pairs)}")
+    was, now = (math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP) for run in (before, flags))
     if "world_size" in before and was != now:
         raise ValueError(
             f"{place} holds a run of {was} prompts a step, now {now}: --batch_size x "

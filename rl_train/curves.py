@@ -10,23 +10,19 @@ from collections import Counter
 import torch
 
 from rl_train.grpo import group_std
-from rl_train.guards import has_digit, is_whole, repeats
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
+from rl_train.rewards.guards import has_digit, is_whole, repeats
 
 
 class Tally:
-    """One rank's counts of a step. A mean is a total and a count; one without a count is no point."""
+    """One rank's counts of a step. A mean is a total and a count; without count it is no point."""
 
     def __init__(self):
-        self.totals, self.counts = Counter(), Counter()
-        self.sums, self.updates = (
-            Counter(),
-            0,
-        )  # over micro-batches; by whose number they are averaged
-        self.maxima: dict[str, float] = {}
+        self.totals, self.counts, self.maxima = Counter(), Counter(), {}
+        self.sums, self.updates = Counter(), 0  # over micro-batches; what they are divided by
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
-        self.num_tokens = 0  # sampled
+        self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.points: dict[str, float] = {}  # numbers that are equal on all ranks
 
     def mean(self, name: str, total, count):
@@ -35,9 +31,9 @@ class Tally:
 
     def add_rollout(self, work: Work):
         """Count what a rollout and its rewards show."""
-        rollout, outcome, task = work.rollout, work.outcome, work.task.name
-        rows = len(rollout)
+        rollout, outcome, task, rows = work.rollout, work.outcome, work.task.name, len(work.reward)
         self.num_tokens += int(rollout.valid.sum())
+        self.damaged += rollout.batch.damaged
         self.rewards.setdefault(task, []).extend(work.reward.tolist())
         std = group_std(work.reward, rollout.num_generations)
         captions = outcome.replies or rollout.texts  # what describes
@@ -59,11 +55,7 @@ class Tally:
             self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
 
     def add_update(self, task: str, statistics: dict, on_policy: bool):
-        """Count the statistics of a micro-batch: see `objective.MicroBatchLoss`.
-
-        Args:
-            on_policy: whether the weights are those that sampled, as sampler_gap wants them.
-        """
+        """Count a micro-batch's statistics; sampler_gap only under the weights that sampled."""
         for name, value in statistics.items():
             name = f"{task}/{name}"
             if isinstance(value, tuple):
@@ -75,15 +67,12 @@ class Tally:
 
     def not_finite(self) -> list[str]:
         """The names of what is not finite."""
-        found = self.totals | self.sums | self.maxima
-        return [name for name, value in found.items() if not math.isfinite(value)]
+        values = {**self.totals, **self.sums, **self.maxima}
+        return [name for name, value in values.items() if not math.isfinite(value)]
 
 
 def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
-    """{curve: number} of a step from the tallies of all ranks.
-
-    Args:
-        weights: {task: of its loss}, for total_loss.
+    """{curve: number} of a step, from the tallies of all ranks and the tasks' loss weights.
 
     Raises:
         BadReward: a user's reward has the name of a curve.
@@ -109,14 +98,13 @@ def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
         if len(scored):  # else no reward was obtained, which is not a reward of 0
             std = scored.std().item() if len(scored) > 1 else 0.0
             points |= {f"{task}/reward_mean": scored.mean().item(), f"{task}/reward_std": std}
-    losses = {task: points[f"{task}/loss"] for task in weights if f"{task}/loss" in points}
-    if losses:
-        points["total_loss"] = sum(weights[task] * loss for task, loss in losses.items())
+    if updates:
+        points["total_loss"] = sum(weights[task] * points[f"{task}/loss"] for task in weights)
     return points
 
 
 class Clock:
-    """Seconds and peak GPU memory of each phase of a step; waits for the GPU, so that work is booked where it was asked for."""
+    """Seconds and peak GPU memory of each phase of a step, for whose end it waits."""
 
     def __init__(self, device: torch.device):
         self.gpu = device if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Random numbers of rollouts: each row's from (seed, step, task, sample, generation) and nothing else."""
+"""Random numbers of rollouts, each row's from (seed, step, task, sample, generation) alone."""
 
 import numpy as np
 import torch

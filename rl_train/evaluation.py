@@ -71,17 +71,13 @@ class Evaluator:
     """Evaluations of a run: measured, logged, written to a file, and compared for checkpoint_best.
 
     Args:
-        config: the output folder, and whether to keep checkpoint_best (--eval_steps above 0).
-        flags: for config.json and the files; start: the step that the run goes on from.
-
-    Attributes:
-        measured: {step: values of the policy}.
+        flags: for the files; start: the step that the run goes on from.
     """
 
     def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, start: int):
         self.heldout, self.ranks, self.flags, self.start = heldout, ranks, flags, start
         self.folder, self.keep_best = Path(config.output_dir), config.eval_steps > 0
-        self.measured = {}
+        self.measured = {}  # {step: values of the policy}
 
     def base(self, state: checkpoint.RunState, log):
         """Measure what the run began with: the base, to which a fresh LoRA adds nothing."""
@@ -115,23 +111,16 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     for rank, batches in enumerate(columns_of_rank):
         for name in batches[0] if batches else ():
             column = merged.setdefault(name, [None] * num_samples)
-            column[rank :: len(columns_of_rank)] = [
-                value for batch in batches for value in batch[name]
-            ]
-    image_ids, references, captions, index = (
-        merged.pop(name) for name in ("image_id", "reference", "caption", "index")
-    )
-    return Measured(
-        {name: torch.tensor(column, dtype=torch.float64) for name, column in merged.items()},
-        image_ids,
-        references,
-        captions,
-        sum(i != place for place, i in enumerate(index)),
-    )
+            values = [value for batch in batches for value in batch[name]]
+            column[rank :: len(columns_of_rank)] = values
+    texts = [merged.pop(name) for name in ("image_id", "reference", "caption")]
+    num_damaged = sum(i != place for place, i in enumerate(merged.pop("index")))
+    values = {name: torch.tensor(mine, dtype=torch.float64) for name, mine in merged.items()}
+    return Measured(values, *texts, num_damaged)
 
 
 def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as JSON can hold it and `tools.evaluate --before` reads it."""
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
     summary = means(measured.values)
     return dict(
         flags=flags,

@@ -1,4 +1,4 @@
-"""Files of a run: reading those that a kill or a full disk may have damaged, and whether an output can be written."""
+"""Files of a run: reading those that may be damaged, and whether one can be written."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def write_json(file: Path, value, indent: int | None = None):
 
 
 def check_writable(flag: str, path: Path, is_file: bool = False):
-    """Raise ValueError, beginning with `flag`, if the folder (or file) `path` can be neither written nor made; nothing is left there."""
+    """Raise ValueError, beginning with `flag`, if folder or file `path` cannot be written."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))
     try:
         (path.open("a") if is_file and nearest == path else TemporaryFile(dir=nearest)).close()

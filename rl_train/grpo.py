@@ -1,57 +1,22 @@
-"""Group-relative policy optimisation: rewards -> advantages -> clipped loss with a KL term. Pure functions of tensors.
+"""Group-relative policy optimisation: rewards -> advantages -> clipped loss with a KL term.
 
-Definitions follow GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO (2507.18071) as
-huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`); `docs/algorithm.md` has the equations.
+Definitions follow GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO
+(2507.18071) as huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`);
+`docs/algorithm.md` has the equations.
 
-Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V vocabulary.
+Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V
+vocabulary.
 """
 
-import numpy as np
 import torch
 
-CONTROLS = ("none", "shuffled", "constant")
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation, as in TRL
 MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry no signal
 
 
-def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torch.Tensor:
-    """(N,) weighted sum of reward components (N,); NaN parts are left out, a row with only NaN parts is NaN.
-
-    Components without a weight are measurements: they are logged and do not count.
-    """
-    parts = torch.stack(
-        [weights[name] * rewards[name] for name in weights], dim=-1
-    )  # (N, components)
-    return torch.where(parts.isnan().all(-1), torch.nan, parts.nansum(-1))
-
-
-def control_rewards(
-    rewards: torch.Tensor,
-    num_generations: int,
-    control: str,
-    seed: tuple[int, ...],
-    indices: list[int],
-) -> torch.Tensor:
-    """(N,) rewards for an experiment that must not learn: "shuffled" inside each group, or "constant"; or as they are.
-
-    Missing rewards (NaN) move with the shuffle and stay where they are under "constant".
-
-    Args:
-        seed, indices: the order of group i follows from seed and indices[i], the number of its sample, alone.
-    """
-    if control == "shuffled":
-        return torch.cat(
-            [
-                group[np.random.default_rng([*seed, index]).permutation(num_generations)]
-                for group, index in zip(rewards.split(num_generations), indices)
-            ]
-        )
-    return torch.where(rewards.isnan(), rewards, 1.0) if control == "constant" else rewards
-
-
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """(B,) standard deviation (G - 1) of each group's scored rows; 0 with fewer than two, or where all are equal."""
+    """(B,) standard deviation (G - 1) of each group's scored rows; 0 below two or if equal."""
     std = _group_moments(rewards, num_generations)[1][:, 0]
     return torch.where(std < MIN_STD, 0.0, std)
 
@@ -62,9 +27,10 @@ def group_advantages(
     """(N,) advantages (r - mean) / (std + 1e-4) inside each group of G consecutive rows.
 
     Args:
-        rewards: (N,) float, NaN where a row could not be scored; such rows leave the statistics and get advantage 0.
-        num_generations: G.
-        scale: "group" divides by the group's std (unbiased), "batch" by the std of all rows, "none" by nothing.
+        rewards: (N,) float, NaN where a row could not be scored; such rows leave the statistics and
+            get advantage 0. num_generations: G.
+        scale: "group" divides by the group's unbiased std, "batch" by that of all rows, "none" by
+            1.
 
     A group whose rewards are all equal, or with fewer than two scored rows, gets exactly 0.
 
@@ -80,17 +46,14 @@ def group_advantages(
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif scale == "batch":
         scored = rewards[~rewards.isnan()]
-        advantages = advantages / (
-            (scored.std() if len(scored) > 1 else scored.new_zeros(())) + ADVANTAGE_EPS
-        )
+        spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
+        advantages = advantages / (spread + ADVANTAGE_EPS)
     return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
 
 
 def _group_moments(rewards, num_generations):
     if num_generations < 2:
-        raise ValueError(
-            f"--num_generations {num_generations}: a group needs at least 2 samples to compare"
-        )
+        raise ValueError(f"--num_generations {num_generations}: a group needs at least 2 samples")
     if rewards.ndim != 1 or len(rewards) % num_generations:
         raise ValueError(f"{tuple(rewards.shape)} rewards do not form groups of {num_generations}")
     groups = rewards.view(-1, num_generations)
@@ -105,20 +68,19 @@ def _group_moments(rewards, num_generations):
 def token_logps_from_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """(N, T) log-probabilities of `ids` (N, T) under softmax(logits / temperature), logits (N, T, V), in float32."""
-    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(-1, ids[..., None])[
-        ..., 0
-    ]
+    """(N, T) float32 log-probs of ids (N, T) under softmax(logits (N, T, V) / temperature)."""
+    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logp.gather(-1, ids[..., None])[..., 0]
 
 
 def entropy_from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(N, T) entropy in nats of softmax(logits / temperature), logits (N, T, V), in float32."""
+    """(N, T) float32 entropy in nats of softmax(logits / temperature), logits (N, T, V)."""
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     return -(logp.exp() * logp).sum(-1)
 
 
 def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) at samples of the policy: exp(d) - d - 1, d = ref - logp."""
+    """Schulman's k3 estimate of KL(policy || reference) at the policy's samples, d = ref - logp."""
     difference = ref_logp - logp
     return difference.exp() - difference - 1
 
@@ -139,27 +101,27 @@ def grpo_loss(
 ):
     """Clipped policy-gradient loss with a KL penalty.
 
-    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3, rho = exp(logp - old_logp).
+    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
+    rho = exp(logp - old_logp).
 
     Args:
-        logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when sampled, under the
-            reference. ref_logp may be None if kl_coef is 0.
-        advantages: (N,).
-        valid: (N, T) bool, True for tokens up to and including the one that ends the answer.
-        clip_range_high: upper clip, default clip_range.
-        loss_type: how L becomes a scalar:
-            grpo: mean over rows of each row's mean over valid tokens; gspo: the same with one ratio per row, exp of the
-            mean log-ratio; bnpo, dapo: sum / num_tokens; dr_grpo: sum / (N max_completion_length).
-        num_tokens: divisor of bnpo and dapo; default the valid tokens given. The training loop passes the count of the
+        logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when
+            sampled, under the reference (may be None if kl_coef is 0). advantages: (N,).
+        valid: (N, T) bool, up to and including the token that ends the answer.
+        loss_type: grpo: mean over rows of each row's mean over valid tokens; gspo: the same with
+            one ratio per row, exp of the mean log-ratio; bnpo, dapo: sum / num_tokens; dr_grpo: sum
+            / (N max_completion_length).
+        num_tokens: by default the valid tokens given. The training loop passes the count of the
             whole step over ranks, so that the sum over micro-batches is exact.
 
     Returns:
-        (scalar, stats); stats are sums over valid tokens, detached, to be divided by stats["tokens"]: policy_loss, kl,
-        clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 + clip_range_high and A > 0); and ratio_max, the
-        largest |rho - 1|. policy_loss is instead the scalar loss without its KL part.
+        (scalar, stats): detached; policy_loss, the scalar without its KL part, and, to be divided
+        by stats["tokens"], kl, clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 +
+        clip_range_high and A > 0); ratio_max, the largest |rho - 1|.
 
     Raises:
-        ValueError: unknown loss_type, dr_grpo without max_completion_length, kl_coef without ref_logp.
+        ValueError: unknown loss_type, dr_grpo without max_completion_length, kl_coef without
+            ref_logp.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
@@ -186,26 +148,21 @@ def grpo_loss(
 
     policy_loss = reduce(policy)
     loss = policy_loss
-    kl = (
-        None
-        if ref_logp is None
-        else torch.where(
-            valid, k3_kl(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0)), 0.0
-        )
-    )
+    kl = torch.zeros_like(logp)
+    if ref_logp is not None:
+        kl = torch.where(valid, k3_kl(*(torch.where(valid, x, 0.0) for x in (logp, ref_logp))), 0.0)
     if kl_coef:
         loss = loss + kl_coef * reduce(kl)
     with torch.no_grad():
-        token_ratio = ratio.expand_as(logp)
+        rho = ratio.expand_as(logp)
+        away = torch.where(valid, (rho - 1).abs(), 0.0)
         stats = dict(
             policy_loss=policy_loss.detach(),
             tokens=valid.sum(),
-            kl=logp.new_zeros(()) if kl is None else kl.sum().detach(),
-            clip_low=(valid & (token_ratio < 1 - clip_range) & (a < 0)).sum(),
-            clip_high=(valid & (token_ratio > 1 + high) & (a > 0)).sum(),
-            ratio_max=torch.where(valid, (token_ratio - 1).abs(), 0.0).max()
-            if valid.numel()
-            else logp.new_zeros(()),
+            kl=kl.sum().detach(),
+            clip_low=(valid & (rho < 1 - clip_range) & (a < 0)).sum(),
+            clip_high=(valid & (rho > 1 + high) & (a > 0)).sum(),
+            ratio_max=away.max() if valid.numel() else logp.new_zeros(()),
         )
     return loss, stats
 
@@ -221,11 +178,11 @@ def _row_mean(values, valid):
 def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Tensor:
     """(M,) log-density of z (M, D) under N(mean, sigma^2 I), averaged over the D dimensions.
 
-    The mean instead of the sum: the joint ratio of 256 dimensions would leave any clip range after one step.
+    The mean, as the joint ratio of 256 dimensions would leave any clip range after one step.
     """
     return torch.distributions.Normal(mean.float(), sigma).log_prob(z.float()).mean(-1)
 
 
 def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float) -> torch.Tensor:
-    """(M,) exact KL(N(mean, sigma^2) || N(ref_mean, sigma^2)) averaged over the D dimensions of (M, D) means."""
+    """(M,) exact KL(N(mean, sigma^2) || N(ref_mean, sigma^2)), averaged over D, of means (M, D)."""
     return ((mean.float() - ref_mean.float()) ** 2).mean(-1) / (2 * sigma**2)

@@ -1,7 +1,7 @@
-"""The loss of some rows of a rollout: clipped policy terms, KL to the reference, and the task's own.
+"""The loss of some rows of a rollout: clipped policy term, KL to the reference, the task's own.
 
-Letters: N rows of a rollout, n of a micro-batch, T completion tokens, M actions beside the text, D their
-parameters.
+Letters: N rows of a rollout, n of a micro-batch, T completion tokens, M actions beside the text, D
+their parameters.
 """
 
 from collections import Counter
@@ -110,7 +110,8 @@ class MicroBatchLoss(nn.Module):
     def forward(self, work: Work, rows: slice, totals: Totals, last: bool):
         """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
 
-        Of the step's `last` micro-batch the loss holds every trainable, so that each has a gradient.
+        Of the step's `last` micro-batch the loss holds every trainable, so that each has a
+        gradient.
 
         Returns:
             statistics: {name: detached}; a pair is a total and its count, a single number adds up

@@ -1,4 +1,4 @@
-"""What a run is made of, built from its config before the first step: data, policy, roles, tasks, optimizer."""
+"""What a run is made of, built from its config before the first step."""
 
 import math
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
 from rl_train.checkpoint import RunState
-from rl_train.cli import Config, check_output_dir, check_same
-from rl_train.config import DataConfig, OptimConfig
-from rl_train.data import DATASETS, DamagedSamples, check_bad_fraction
+from rl_train.cli import check_output_dir, check_same
+from rl_train.config import Config, OptimConfig
+from rl_train.data import DATASETS, DamagedSamples
 from rl_train.data.loader import StepSampler, eval_loader
+from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import write_json
-from rl_train.objective import Work
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
@@ -32,39 +32,6 @@ GIB = 2**30
 
 
 @dataclass
-class Watch:
-    """What may stop a run from outside: a judge that fails, and samples that turn out damaged."""
-
-    damaged: DamagedSamples
-    judge: LLMJudge | None
-    judge_failures: FailureWindow
-    judged: tuple[float, float] = (0, 0)  # captions of the newest step that failed, that were asked
-
-    def take(self, work: list[Work]) -> tuple[dict[str, int], list[str]]:
-        """What this rank has seen in a step: ({"failed", "asked"} of the judge, names of damaged samples)."""
-        counts = self.judge.take_counts() if self.judge else dict(failed=0, asked=0)
-        return counts, [name for w in work for name in w.rollout.batch.damaged]
-
-    def add(self, seen) -> dict[str, float]:
-        """Count what `take` says of all ranks, name new damaged samples; returns the curves of it."""
-        counts, names = zip(*seen)
-        for name in self.damaged.add(name for mine in names for name in mine):
-            print0(f"left out, another sample in its place: {name}")
-        points = {"data/damaged": len(self.damaged.names)}
-        if self.judge:
-            failed, asked = (sum(mine[key] for mine in counts) for key in ("failed", "asked"))
-            self.judged = (failed, asked)
-            points["judge/failed_frac"] = failed / max(asked, 1)
-        return points
-
-    def check(self):
-        """Raise JudgeFailed or BadData, on all ranks alike, if there has been too much of either."""
-        if self.judge:
-            self.judge_failures.add(*self.judged)
-        self.damaged.check()
-
-
-@dataclass
 class Parts:
     """What a run is made of, before its first step."""
 
@@ -72,7 +39,9 @@ class Parts:
     flags: dict[str, object]  # as config.json has them
     ranks: Ranks
     state: RunState
-    watch: Watch
+    judge: LLMJudge | None
+    judge_failures: FailureWindow
+    damaged: DamagedSamples
     train_set: object
     heldout: object
     sampler: StepSampler
@@ -92,48 +61,14 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def split_dataset(config: DataConfig):
-    """(training set, held-out set of --eval_samples, the damaged samples of --data_dir).
-
-    Without --eval_data_dir the last images of a fixed shuffle are held out, with all their regions,
-    in whatever rows these are.
-    """
-    dataset = DATASETS[config.dataset](config.data_dir)
-    print0(f"--data_dir {config.data_dir}: {dataset.report()}")
-    damaged = DamagedSamples(dataset.report(), config.max_bad_fraction)
-    if config.eval_data_dir:
-        heldout = DATASETS[config.dataset](config.eval_data_dir)
-        check_bad_fraction(heldout.report(), 0, config.max_bad_fraction)
-        count = min(config.eval_samples, len(heldout))
-        return dataset, Subset(heldout, range(count)), damaged
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(int(dataset.images.max()) + 1, generator=generator).numpy()
-    place = order.argsort()[dataset.images]  # of each region's image in the order
-    last_first = place.argsort(kind="stable")[::-1]
-    heldout = last_first[
-        : config.eval_samples
-    ]  # whole images, but for what is too many of the last
-    training = sorted(last_first[place[last_first] < place[heldout].min()].tolist())
-    if not training:
-        raise ValueError(
-            f"--data_dir {config.data_dir} holds {len(dataset)} regions, too few to hold out "
-            f"--eval_samples {config.eval_samples}"
-        )
-    return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
-
-
 def build_judge(config: Config) -> LLMJudge | None:
-    """The judge that the flags ask for, if any. Raises ValueError on all ranks if it does not answer one of them."""
+    """The judge that the flags ask for. Raises ValueError on all ranks if one gets no answer."""
     flags = config.reward
     if not flags.use_llm_judge:
         return None
-    judge = LLMJudge(
-        flags.llm_judge_base_url,
-        flags.llm_judge_model,
-        flags.llm_judge_mode,
-        seed=config.run.seed,
-        cache_path=Path(config.run.output_dir) / "judge_cache.sqlite",
-    )
+    who = (flags.llm_judge_base_url, flags.llm_judge_model, flags.llm_judge_mode)
+    cache = Path(config.run.output_dir) / "judge_cache.sqlite"
+    judge = LLMJudge(*who, seed=config.run.seed, cache_path=cache)
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
@@ -141,41 +76,21 @@ def build_judge(config: Config) -> LLMJudge | None:
 
 
 def standing_memory(policy) -> dict[str, int]:
-    """{part: bytes} that a run holds on each GPU whatever its batch; gradients from the first backward of a step to its end."""
+    """{part: bytes} that a run holds on each GPU whatever its batch."""
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
-    everything = sum(parameter.nbytes for parameter in policy.model.parameters())
-    return {
-        "frozen base": everything - weights,
-        "trainable weights": weights,
-        "teacher and reference": 2 * weights,
-        "optimizer": 2 * weights,
-        "gradients": weights,
-    }
+    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
+    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
+    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
 
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
-    own_rate = config.prompt_learning_rate or config.learning_rate
-    rates = {
-        name: own_rate if policy.group_of(name) == "text_hidden_fcs" else config.learning_rate
-        for name in policy.trainable
-    }
-    groups = [
-        dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
-        for rate in dict.fromkeys(rates.values())
-    ]
+    groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    for name, parameter in policy.trainable.items():
+        rate = rates.get(policy.group_of(name), config.learning_rate)
+        groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
     fused = policy.device.type == "cuda"
-    return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=fused)
-
-
-def build_tasks(options: dict[str, object], context: Context) -> list:
-    """The tasks of {name in --tasks: options}."""
-    return [load_task(name)(option, context) for name, option in options.items()]
-
-
-def trained_groups(options: dict[str, object]) -> tuple[str, ...]:
-    """The parameter groups that some task's loss reaches; the others are not handed to the optimizer."""
-    return tuple(dict.fromkeys(group for option in options.values() for group in option.trains))
+    return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
 def calibrate(tasks, train_set, inputs, batch_size: int, max_new_tokens: int):
@@ -199,7 +114,7 @@ def print_sizes(policy, shards: Shards | None):
 
 
 def build(config: Config, ranks: Ranks) -> Parts:
-    """Read everything that the flags name. Raises ValueError, naming the flag or file, if something there is wrong."""
+    """Read all that the flags name. Raises ValueError, naming the flag or file that is wrong."""
     flags = config.flags | dict(world_size=ranks.world_size)
     output_dir, tokens = config.run.output_dir, config.rollout.max_completion_length
     shards = Shards(ranks) if config.policy.shard_base else None
@@ -210,12 +125,16 @@ def build(config: Config, ranks: Ranks) -> Parts:
     user_rewards = tuple(load_user_rewards(config.reward.reward))
     judge = build_judge(config)
     torch.manual_seed(config.run.seed)
-    train_set, heldout, damaged = split_dataset(config.data)
-    groups = trained_groups(config.tasks)
-    policy = build_policy(config.policy, groups, tokens, ranks.device, shards)
+    data = config.data
+    where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
+    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
+    print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    groups = {group for options in config.tasks.values() for group in options.trains}
+    policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)
     roles = Roles(policy.trainable)
-    tasks = build_tasks(config.tasks, Context(policy, roles, tokens, judge, user_rewards))
+    context = Context(policy, roles, tokens, judge, user_rewards)
+    tasks = [load_task(name)(options, context) for name, options in config.tasks.items()]
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
     sampler = StepSampler(len(train_set), *how, ranks.world_size)
@@ -233,5 +152,5 @@ def build(config: Config, ranks: Ranks) -> Parts:
     sampler.start = state.step
     if ranks.is_main:  # last, so that bad input uses up no folder
         write_json(Path(output_dir) / "config.json", flags, indent=2)
-    watch = Watch(damaged, judge, FailureWindow(config.reward.max_judge_failures))
-    return Parts(config, flags, ranks, state, watch, train_set, heldout, sampler, max_steps)
+    watched = (judge, FailureWindow(config.reward.max_judge_failures), damaged)
+    return Parts(config, flags, ranks, state, *watched, train_set, heldout, sampler, max_steps)

@@ -4,14 +4,14 @@ import contextlib
 
 import torch
 
-ROLES = ("policy", "teacher", "reference")
+COPIES = ("teacher", "reference")
 
 
 class Roles:
     """Three roles of one model.
 
-    The model's own parameters are the policy. Teacher and reference are float32 copies; `use(name)` points the
-    parameters at a copy for the length of a `with` block, without gradient and without moving a byte.
+    The model's own parameters are the policy. Teacher and reference are float32 copies; `use(name)`
+    points the parameters at a copy for the length of a `with` block, without moving a byte.
 
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).
@@ -26,14 +26,11 @@ class Roles:
         for name, parameter in trainable.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
-        self.trainable = dict(trainable)
-        self.banks = {
-            role: {n: p.detach().clone() for n, p in trainable.items()}
-            for role in ("teacher", "reference")
-        }
-        self.active = "policy"
-        for parameter in self.trainable.values():
             parameter.register_hook(self._assert_policy)
+        self.trainable, self.active = dict(trainable), "policy"
+        self.banks = {
+            role: {n: p.detach().clone() for n, p in trainable.items()} for role in COPIES
+        }
 
     def _assert_policy(self, gradient):
         # A recomputed (checkpointed) forward inside a role would silently use the role's weights.
@@ -42,57 +39,50 @@ class Roles:
 
     @contextlib.contextmanager
     def use(self, name: str):
-        """Let the model compute with the weights of `name` ("policy", "teacher", "reference"), without gradient."""
-        if name not in ROLES:
-            raise ValueError(f"role {name!r} is unknown; known: {', '.join(ROLES)}")
+        """Let the model compute with the weights of a role, without gradient."""
+        if name not in ("policy", *COPIES):
+            raise ValueError(f"role {name!r} is unknown; known: policy, {', '.join(COPIES)}")
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
         own = {n: p.data for n, p in self.trainable.items()}
         self.active = name
         try:
-            if name != "policy":
-                for n, p in self.trainable.items():
-                    p.data = self.banks[name][n]
+            self._point_at(self.banks.get(name, own))
             with torch.no_grad():
                 yield
         finally:
-            for n, p in self.trainable.items():
-                p.data = own[n]
+            self._point_at(own)
             self.active = "policy"
+
+    def _point_at(self, weights: dict[str, torch.Tensor]):
+        for name, parameter in self.trainable.items():
+            parameter.data = weights[name]
 
     @torch.no_grad()
     def update_teacher(self, decay: float):
         """teacher <- decay teacher + (1 - decay) policy; once after each optimizer step."""
         assert self.active == "policy"
-        teacher = self.banks["teacher"]
-        torch._foreach_lerp_(
-            [teacher[n] for n in self.trainable],
-            [p.data for p in self.trainable.values()],
-            1 - decay,
-        )
+        teacher = [self.banks["teacher"][name] for name in self.trainable]
+        torch._foreach_lerp_(teacher, [p.data for p in self.trainable.values()], 1 - decay)
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
-        """RMS difference of the trainable weights of two roles, relative to the RMS of the reference's."""
+        """RMS difference of two roles' trainable weights, relative to the reference's RMS."""
         weights = {"policy": self.trainable, **self.banks}
         left, right, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
         )
-
-        def norm(tensors):
-            return torch.stack(torch._foreach_norm(tensors)).norm().item()
-
-        return norm(torch._foreach_sub(left, right)) / norm(reference)
+        difference = torch._foreach_sub(left, right)
+        norms = [torch.stack(torch._foreach_norm(x)).norm().item() for x in (difference, reference)]
+        return norms[0] / norms[1]
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"teacher": .., "reference": ..}: the banks (the policy's weights belong to the model)."""
+        """{"teacher": .., "reference": ..}: the banks; the policy is the model itself."""
         return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.banks.items()}
 
     def load_state_dict(self, state):
         """Fill the banks. Raises ValueError if a name is missing or unexpected."""
         for role, bank in self.banks.items():
-            if set(state[role]) != set(bank):
-                raise ValueError(
-                    f"{role} bank: names differ: {sorted(set(state[role]) ^ set(bank))[:5]}"
-                )
+            if odd := set(state[role]) ^ set(bank):
+                raise ValueError(f"{role} bank: names differ: {sorted(odd)[:5]}")
             for name, tensor in bank.items():
                 tensor.copy_(state[role][name])

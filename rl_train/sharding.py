@@ -1,16 +1,20 @@
-"""The frozen base shared out over the ranks (FSDP2, --shard_base), for models that do not fit one GPU.
+"""The frozen base shared out over the ranks (FSDP2, --shard_base), if it does not fit one GPU.
 
-Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a layer is gathered while it computes, forward and
-backward. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2: roles, gradients, optimizer and
-checkpoints do not know of it, and results are those of a run without it.
+Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a layer is gathered
+while it computes. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2:
+nobody else knows of it, and results are those of a run without it.
 
-A forward is thereby a collective, but ranks sample answers of different lengths and have different numbers of masks to describe.
-So before each forward of a sharded part all ranks say which part they need next; the highest that any of them named is run by
-all, by those that did not name it on a dummy input, after which they ask again. A rank that has nothing left until the ranks meet
-in another collective says so by `join`, which `distributed` calls before each of its own. Forwards with gradient are equally many on all ranks as it is (same rows, same
-micro-batches), so that backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its layers
-never by themselves.
+A forward is thereby a collective, but ranks sample answers of different lengths and have different
+numbers of masks to describe. So before each forward of a sharded part all ranks say which part they
+need next; the highest that any of them named is run by all, by those that did not name it on a
+dummy input, after which they ask again. A rank that has nothing left until the ranks meet in
+another collective says so by `join`, which `distributed` calls before each of its own. Forwards
+with gradient are equally many on all ranks as it is (same rows, same micro-batches), so that
+backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its
+layers never by themselves.
 """
+
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -33,9 +37,7 @@ class Shards:
 
     def __init__(self, ranks):
         if ranks.world_size == 1:
-            raise ValueError(
-                "--shard_base: there is one process and nobody to share the base with; start several (torchrun, or NPROC)"
-            )
+            raise ValueError("--shard_base: one process has nobody to share with, start several")
         self.ranks, self.parts, self.in_dummy = ranks, [], False
 
     def load(self, path, dtype: torch.dtype, device) -> Sa2VAModel:
@@ -47,48 +49,40 @@ class Shards:
         return model.to(device)
 
     def split(self, model):
-        """Make `model` (a Sa2VAModel without LoRA) keep this rank's share of its layers, on the rank's device; `fill` writes weights."""
-        mesh = init_device_mesh(
-            self.ranks.device.type, (self.ranks.world_size,), mesh_dim_names=("fsdp",)
-        )  # PEFT reads the name
-        config, dtype = model.config, model.language_model.dtype
+        """Make a Sa2VAModel without LoRA keep this rank's share of its layers, on its device."""
+        device, size = self.ranks.device, model.config.image_size
+        names = ("fsdp",)  # PEFT reads it
+        mesh = init_device_mesh(device.type, (self.ranks.world_size,), mesh_dim_names=names)
         vision, llm = model.vision_model, model.language_model.model
-        pixels = torch.zeros(
-            1, 3, config.image_size, config.image_size, dtype=dtype, device=self.ranks.device
-        )
-        embeds = torch.zeros(1, 1, config.llm.hidden_size, dtype=dtype, device=self.ranks.device)
+        how = dict(dtype=model.language_model.dtype, device=device)
+        pixels = torch.zeros(1, 3, size, size, **how)
+        embeds = torch.zeros(1, 1, model.config.llm.hidden_size, **how)
         for part, layers, dummy in (
             (vision, vision.encoder.layer, dict(pixel_values=pixels)),
             (llm, llm.layers, dict(inputs_embeds=embeds, use_cache=False)),
         ):
             for layer in layers:
                 fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-            fully_shard(
-                part,
-                mesh=mesh,
-                ignored_params={p for p in part.parameters() if not isinstance(p, DTensor)},
-            )
-            number = len(self.parts)
+            whole = {p for p in part.parameters() if not isinstance(p, DTensor)}
+            fully_shard(part, mesh=mesh, ignored_params=whole)
+            agree = partial(self._agree, len(self.parts))
+            part.register_forward_pre_hook(lambda *_, agree=agree: agree(), prepend=True)
             self.parts.append((part, dummy))
-            part.register_forward_pre_hook(
-                lambda *_, number=number: self._agree(number), prepend=True
-            )  # before it gathers
 
     @staticmethod
     def fill(tensor: torch.Tensor, value: torch.Tensor):
         """Write the whole `value` into `tensor`, of a sharded one this rank's share."""
         if isinstance(tensor, DTensor):
-            value = distribute_tensor(
-                value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
+            where = (tensor.device_mesh, tensor.placements)
+            value = distribute_tensor(value.to(tensor.device), *where, src_data_rank=None)
         tensor.copy_(value)
 
     def join(self):
-        """Take part in the forwards of the other ranks until none has any left; all ranks call it."""
+        """Take part in the other ranks' forwards until none has any left; all ranks call it."""
         self._agree(NOTHING)
 
     def _agree(self, number: int):
-        """Return when this rank may run the part that it needs, or at NOTHING when no rank needs any."""
+        """Return when this rank may run the part it needs, or at NOTHING when none needs any."""
         while not self.in_dummy and (wanted := self._highest(number)) != number:
             assert number == NOTHING or not torch.is_grad_enabled(), (
                 "a forward with gradient while another rank samples: join() first"

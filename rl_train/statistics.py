@@ -1,4 +1,4 @@
-"""From measures of samples to metrics with intervals: means, ratios of sums, bootstraps, paired differences."""
+"""From measures of samples to metrics, intervals and paired differences."""
 
 import numpy as np
 import torch
@@ -7,15 +7,11 @@ from rl_train.tasks.cycle_measures import METRICS, PARTS
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
-    """What a metric is computed from: (n,) values whose mean it is, or (n, 2) intersections and unions."""
+    """What a metric is made of: (n,) values of which the mean, or (n, 2) parts of a ratio."""
     parts = [values[name] for name in PARTS.get(metric, (metric,))]
-    return (
-        (parts[0] >= 0.5).double()
-        if metric == "seg_p50"
-        else parts[0]
-        if len(parts) == 1
-        else torch.stack(parts, 1)
-    )
+    if metric == "seg_p50":
+        return (parts[0] >= 0.5).double()
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
 
 
 def statistic(rows) -> float:
@@ -35,20 +31,19 @@ def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
 def bootstrap(
     values: torch.Tensor, num_resamples: int = 2000, seed: int = 0, statistic=statistic
 ) -> tuple[float, float]:
-    """(low, high) of the 95 % percentile interval of `statistic` when the n rows of `values` are drawn anew with replacement.
+    """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
 
     Rows count as independent; where many share an image, the interval is too narrow.
     """
     rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    drawn = [
-        statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(num_resamples)
-    ]
+    n = len(values)
+    drawn = [statistic(values[rng.integers(n, size=n)]) for _ in range(num_resamples)]
     low, high = np.percentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
 
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
-    """(after - before, low, high): the difference of a metric on the same samples with its 95 % interval.
+    """(after - before, low, high): a metric's paired difference with its 95 % interval.
 
     Args:
         before, after: `rows_of` the metric.
@@ -63,14 +58,11 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
     """Metrics before and after, and the paired difference with its 95 % interval, as text."""
-    lines = [
-        f"{'held out, n = ' + str(len(after['cycle_iou'])):20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"
-    ]
-    ends = means(after)
+    title, ends = f"held out, n = {len(after['cycle_iou'])}", means(after)
+    lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
     for metric, start in means(before).items():
         if metric in ends:
             change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            lines.append(
-                f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}   [{low:+.4f}, {high:+.4f}]"
-            )
+            row = f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}"
+            lines.append(f"{row}   [{low:+.4f}, {high:+.4f}]")
     return "\n".join(lines)

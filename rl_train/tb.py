@@ -1,4 +1,4 @@
-"""What a person sees of a run: TensorBoard curves and pictures, and the rollouts as readable JSON lines."""
+"""What a person sees of a run: TensorBoard curves and pictures, rollouts as JSON lines."""
 
 import json
 import textwrap
@@ -19,7 +19,7 @@ FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
 
 
 class Log:
-    """TensorBoard events, pictures and rollouts of a run; on ranks other than the first only its rollouts.
+    """TensorBoard events, pictures and rollouts of a run; on other ranks only rollouts.
 
     Args:
         start: steps already done; lines and points beyond it, left by a killed run, are dropped.
@@ -73,7 +73,7 @@ class Log:
         self.jsonl.flush()
 
     def pictures(self, step: int, work: Work, policy, count: int = 3):
-        """`count` rows of the group whose rewards differ most: region, mask found, what was said and earned."""
+        """Draw `count` rows of the group whose rewards differ most."""
         if self.writer:
             size = work.rollout.num_generations
             first = group_std(work.reward, size).argmax().item() * size
@@ -90,7 +90,7 @@ class Log:
 
 
 def lines_before(start: int, file: Path) -> list[str]:
-    """Lines of the steps before `start`, without a last one that a kill cut off. Raises DamagedFile, naming the line."""
+    """Lines of the steps before `start`, without one that a kill cut off. Raises DamagedFile."""
     number, kept = 1, []
     try:
         for number, line in enumerate(file.read_text().split("\n")[:-1], 1):
@@ -107,7 +107,7 @@ def _number(value: torch.Tensor) -> float | None:
 
 
 def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
-    """(H, W, 3) uint8: the region (outlined yellow) at the left, the judged mask (magenta) at the right, text below.
+    """(H, W, 3) uint8: the region (yellow) left, the judged mask (magenta) right, text below.
 
     Args:
         image: of the row's sample, in any size and shape: it is drawn in the mask's shape.

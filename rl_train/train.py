@@ -1,8 +1,8 @@
 """Train a policy by reinforcement learning in closed cycles.
 
-    bash run_rl_train.sh                                                   # the demo, on any machine
-    python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
-    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
+    bash run_rl_train.sh                                                 # the demo, anywhere
+    python -m rl_train.train --model_path M --data_dir D --output_dir O  # one process
+    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...     # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
 whole step (DAPO); the reward is computed by an EMA teacher of the policy itself; a task may draw an
@@ -25,9 +25,10 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
-from rl_train.grpo import combine, control_rewards, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
+from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
 from rl_train.statistics import before_after_table
@@ -78,11 +79,10 @@ def train(parts: Parts, loader, end_of_step):
 
 
 def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_norm: float):
-    """Clip the averaged gradients and step; the norm of each group before clipping goes to the tally.
+    """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
-        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has been
-            stepped.
+        FloatingPointError: on all ranks and before a step, naming what is not finite on any.
     """
     faults = tally.not_finite()
     norms = average.own_norms().items()
@@ -109,9 +109,8 @@ class EndOfStep:
     def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
         self.parts, self.log, self.evaluator = parts, log, evaluator
         self.start, main = parts.state.step, parts.ranks.is_main
-        self.progress = tqdm(
-            total=parts.max_steps, initial=self.start, desc="training", disable=not main
-        )
+        total = dict(total=parts.max_steps, initial=self.start)
+        self.progress = tqdm(**total, desc="training", disable=not main)
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
@@ -137,22 +136,29 @@ class EndOfStep:
 
     def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         """Log the step; raises on all ranks if judge or data have failed too often."""
-        watch, roles = self.parts.watch, state.roles
+        parts, failed_frac = self.parts, "judge/failed_frac"
         for w in work:
             tally.add_rollout(w)
             self.log.rollouts(state.step - 1, w)
-        tallies, seen = zip(*gather_objects((tally, watch.take(work))))
+        if parts.judge:
+            tally.mean(failed_frac, *parts.judge.take_counts().values())
+        tallies = gather_objects(tally)
         points = curves(tallies, {task.name: task.weight for task in state.tasks})
-        points |= clock.curves(sum(t.num_tokens for t in tallies)) | watch.add(seen)
-        points["teacher/drift"] = roles.distance("teacher", "reference")
-        points["teacher/lag"] = roles.distance("teacher", "policy")
+        points |= clock.curves(sum(t.num_tokens for t in tallies))
+        for name in parts.damaged.add(name for t in tallies for name in t.damaged):
+            print0(f"left out, another sample in its place: {name}")
+        points["data/damaged"] = len(parts.damaged.names)
+        points["teacher/drift"] = state.roles.distance("teacher", "reference")
+        points["teacher/lag"] = state.roles.distance("teacher", "policy")
         self.log.scalars(points, state.step)
-        means = {
-            task.name: points.get(f"{task.name}/reward_mean", math.nan) for task in state.tasks
-        }
-        self.progress.set_postfix({name: f"{mean:.3f}" for name, mean in means.items()})
+        names = [task.name for task in state.tasks]
+        means = {name: f"{points.get(f'{name}/reward_mean', math.nan):.3f}" for name in names}
+        self.progress.set_postfix(means)
         self.progress.update()
-        watch.check()
+        if parts.judge:
+            failed = sum(t.totals[failed_frac] for t in tallies)
+            parts.judge_failures.add(failed, sum(t.counts[failed_frac] for t in tallies))
+        parts.damaged.check()
 
 
 def run(parts: Parts):
@@ -180,16 +186,15 @@ def main(argv=None):
             parts = build(config, ranks)
         except ValueError as error:  # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
+        places = {
+            JudgeFailed: f"--llm_judge_base_url {config.reward.llm_judge_base_url}: ",
+            BadData: f"--data_dir {config.data.data_dir}: ",
+        }
         try:
             run(parts)
-        except (DamagedFile, BadReward) as error:
-            raise SystemExit(f"rl_train: {error}") from error
-        except JudgeFailed as error:
-            url = config.reward.llm_judge_base_url
-            raise SystemExit(f"rl_train: --llm_judge_base_url {url}: {error}") from error
-        except BadData as error:
+        except (DamagedFile, BadReward, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
-            raise SystemExit(f"rl_train: --data_dir {config.data.data_dir}: {sentence}") from error
+            raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
     finally:
         distributed.close()
 

@@ -35,13 +35,13 @@ class Rollout:
     batch: Batch
     features: object  # what the policy made of the batch's images, shared by all rows and roles
     prompts: object  # N prompts, the policy's own
+    texts: list[str]  # N answers, cut at the stop text
+    num_generations: int
     ids: torch.Tensor  # (N, T)
     logp: torch.Tensor  # (N, T) under the weights that sampled
     valid: torch.Tensor  # (N, T) bool, up to and including the token that ends the answer
     stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
     hidden: torch.Tensor  # (N, T, C) last hidden state at each token as input
-    texts: list[str]  # N answers, cut at the stop text
-    num_generations: int
     action: object | None = None  # what the task's action drew beside the text
 
     def __len__(self):

@@ -1,18 +1,20 @@
-"""Names of the original Sa2VA checkpoint <-> names of the native modules, both directions from one table.
+"""Names of the original Sa2VA checkpoint <-> names of the native modules, from one table.
 
-The table maps a native name to where its numbers lie in the original file. Loading walks it forwards, saving
-backwards, so the two cannot disagree. (transformers' own conversion mapping does not carry the one original tensor
-that feeds two native buffers, and its internals differ between the 5.x releases that this project runs on.)
+The table maps a native name to where its numbers lie in the original file. Loading walks it
+forwards, saving backwards, so the two cannot disagree. (transformers' own conversion mapping does
+not carry the one original tensor that feeds two native buffers, and its internals differ between
+the 5.x releases that this project runs on.)
 """
 
-import json
 import re
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 _SAM = "grounding_encoder.sam2_model."
+
+_HEADS = (
+    r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))"
+)
 
 # (native pattern, original replacement), applied in order to the native name.
 _RULES = [
@@ -63,18 +65,9 @@ _RULES = [
     (r"\.layer_norm_final_attn\.", ".norm_final_attn."),
     (r"(\.transformer\.layers\.\d+)\.layer_norm(\d)\.", r"\1.norm\2."),
     # three-layer heads: proj_in, layers.0, proj_out -> layers.0, layers.1, layers.2
-    (
-        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.layers\.0\.",
-        r"\1.layers.1.",
-    ),
-    (
-        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_in\.",
-        r"\1.layers.0.",
-    ),
-    (
-        r"(\.(?:output_hypernetworks_mlps\.\d+|iou_prediction_head|pred_obj_score_head|obj_ptr_proj))\.proj_out\.",
-        r"\1.layers.2.",
-    ),
+    (_HEADS + r"\.layers\.0\.", r"\1.layers.1."),
+    (_HEADS + r"\.proj_in\.", r"\1.layers.0."),
+    (_HEADS + r"\.proj_out\.", r"\1.layers.2."),
     # two-layer MLPs of Hiera and the two-way transformer
     (r"(\.mlp)\.proj_in\.", r"\1.layers.0."),
     (r"(\.mlp)\.proj_out\.", r"\1.layers.1."),
@@ -95,11 +88,10 @@ _DOWNSAMPLER = re.compile(r"\.mask_downsampler\.layers\.(\d)\.(conv|layer_norm)\
 
 
 def original_keys(native: str) -> tuple[list[str], int | None]:
-    """Where the native tensor `native` lies in the original layout.
+    """(keys, part): where the native tensor `native` lies in the original layout.
 
-    Returns:
-        (keys, part): one key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split along
-        dim 0); four keys and None for point embeddings that are concatenated along dim 0.
+    One key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split
+    along dim 0); four keys and None for point embeddings, which are concatenated along dim 0.
     """
     key = _DOWNSAMPLER.sub(
         lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native
@@ -113,7 +105,7 @@ def original_keys(native: str) -> tuple[list[str], int | None]:
 
 
 def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """{original key: shape} that a model with `native_state` (real or meta tensors) reads and writes."""
+    """{original key: shape} that a model of this state (real or meta tensors) reads and writes."""
     shapes = {}
     for name, tensor in native_state.items():
         keys, part = original_keys(name)
@@ -127,7 +119,7 @@ def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[in
 
 
 def native_tensor(name: str, read) -> torch.Tensor:
-    """The native tensor `name`, assembled from the original file; `read(key)` returns one original tensor."""
+    """The native tensor `name`, put together of original ones; `read(key)` returns one of these."""
     keys, part = original_keys(name)
     tensors = [read(key) for key in keys]
     if part is not None:
@@ -136,72 +128,17 @@ def native_tensor(name: str, read) -> torch.Tensor:
 
 
 def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A native state dict in the original layout (new contiguous tensors where parts are joined or split)."""
+    """A native state dict in the original layout; what is joined or split is a new tensor."""
     out, fused = {}, {}
     for name, tensor in native_state.items():
         keys, part = original_keys(name)
         if part is not None:
             fused.setdefault(keys[0], {})[part] = tensor
         elif len(keys) > 1:
-            out.update(
-                zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0)))
-            )  # a view would keep all rows alive
+            # Clones: a view would keep all rows alive.
+            out.update(zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0))))
         else:
             out[keys[0]] = tensor.contiguous()
     for key, parts in fused.items():
         out[key] = torch.cat([parts[i] for i in range(3)], dim=0)
     return out
-
-
-# Files
-
-
-def find_keys(folder: Path) -> dict[str, Path]:
-    """{original key: safetensors file} of a checkpoint folder. Every file's header is read, so a truncated one is found at once.
-
-    Raises:
-        ValueError: no checkpoint there, or an index or shard that is missing or damaged; names the file.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index} is damaged: {error!r}") from error
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    elif (folder / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{folder} holds a LoRA adapter, not a Sa2VA model: export it first (python -m tools.export)"
-        )
-    else:
-        raise ValueError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
-        )
-    files = {}
-    for name in names:
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder / name} is missing although {index.name} lists it")
-        try:
-            with safe_open(folder / name, framework="pt") as reader:
-                files.update(dict.fromkeys(reader.keys(), folder / name))
-        except SafetensorError as error:
-            raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
-    return files
-
-
-def check_keys(path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
-    """Raise ValueError unless `files` hold exactly the keys `expected`, in their shapes."""
-    missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
-    if missing or unexpected:
-        raise ValueError(
-            f"{path}: {len(missing)} keys missing {missing[:5]}, {len(unexpected)} unexpected {unexpected[:5]}"
-        )
-    for file in sorted(set(files.values())):
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():
-                shape = tuple(reader.get_slice(key).get_shape())
-                if shape != expected[key]:
-                    raise ValueError(
-                        f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}"
-                    )

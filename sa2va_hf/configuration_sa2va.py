@@ -1,7 +1,7 @@
-"""The configuration of Sa2VA: the original `config.json` (model_type `sa2va_chat`), read and written as it is.
+"""The configuration of Sa2VA: the original `config.json` (model_type `sa2va_chat`), kept as it is.
 
-Native transformers configurations of the three parts are derived from it; `reference/KEYMAP.md` in the project's
-records says which native settings make them equal to the original code.
+Native transformers configurations of the three parts are derived from it, with the settings by
+which the native modules compute what the original code does (`tests/sa2va_hf/test_reference*.py`).
 """
 
 import copy
@@ -16,7 +16,7 @@ from transformers.models.sam2_video.configuration_sam2_video import (
 
 SUPPORTED_LLMS = ("Qwen2ForCausalLM",)
 
-# SAM 2.0 Hiera-L at 1024: the original code hard-codes it, so a published config.json does not mention it.
+# SAM 2.0 Hiera-L at 1024: the original code hard-codes it, no published config.json mentions it.
 HIERA_L = dict(
     image_size=1024,
     hidden_size=256,
@@ -56,15 +56,17 @@ class Sa2VAConfig:
     """One Sa2VA checkpoint's configuration.
 
     Attributes:
-        raw: the original dictionary; fields that this code does not read are kept and written back unchanged, as the
-            original's `PretrainedConfig` does.
+        raw: the original dictionary; fields that this code does not read are kept and written back
+            unchanged, as the original's `PretrainedConfig` does.
         template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`.
         vision, llm, sam2: native `InternVLVisionConfig`, `Qwen2Config`, `Sam2VideoConfig`.
-        tied: embed_tokens and lm_head are one tensor (`llm_config.tie_word_embeddings`; the file may still hold two).
+        tied: embed_tokens and lm_head are one tensor (`llm_config.tie_word_embeddings`; the file
+            may still hold two).
 
     Raises:
-        ValueError: the file describes a model that this code would compute wrongly (another LLM, `ps_version` v1,
-            another feature layer, query-key normalisation in the vision encoder, sliding window, scaled RoPE).
+        ValueError: the file describes a model that this code would compute wrongly (another LLM,
+            `ps_version` v1, another feature layer, query-key normalisation in the vision encoder,
+            sliding window, scaled RoPE).
     """
 
     def __init__(self, **raw):
@@ -72,14 +74,16 @@ class Sa2VAConfig:
         for key in ("vision_config", "llm_config"):
             if not isinstance(self.raw.get(key), dict):
                 raise ValueError(
-                    f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) configuration"
+                    f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) "
+                    "configuration"
                 )
         self.template = self.raw["template"]
         self.image_size = self.raw["force_image_size"]
         self.downsample_ratio = self.raw["downsample_ratio"]
         self._check()
         self.vision = self._vision()
-        # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a model is built and loaded.
+        # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a
+        # model is built and loaded.
         self.tied = bool(self.raw["llm_config"].get("tie_word_embeddings", False))
         self.llm = Qwen2Config(
             **{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS},
@@ -91,8 +95,9 @@ class Sa2VAConfig:
         llms = self.raw["llm_config"].get("architectures") or ["missing"]
         if llms[0] not in SUPPORTED_LLMS:
             raise ValueError(
-                f"config.json: llm_config.architectures is {llms[0]}; supported: {', '.join(SUPPORTED_LLMS)} "
-                "(Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones whose LLM is Qwen2.5)"
+                f"config.json: llm_config.architectures is {llms[0]}; supported: "
+                f"{', '.join(SUPPORTED_LLMS)} (Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones "
+                "whose LLM is Qwen2.5)"
             )
         expected = dict(
             model_type="sa2va_chat", ps_version="v2", select_layer=-1, downsample_ratio=0.5
@@ -104,14 +109,16 @@ class Sa2VAConfig:
                 )
         if self.raw["llm_config"].get("use_sliding_window"):
             raise ValueError("config.json: llm_config.use_sliding_window is not supported")
-        # "dynamic" (InternVL3) changes nothing within max_position_embeddings, which prompts are checked against.
+        # "dynamic" (InternVL3) changes nothing within max_position_embeddings, which prompts are
+        # checked against.
         rope = self.raw["llm_config"].get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) not in ("default", "dynamic"):
             raise ValueError(f"config.json: llm_config.rope_scaling {rope} is not supported")
         vision = self.raw["vision_config"]
         if vision.get("qk_normalization") or vision.get("norm_type", "layer_norm") != "layer_norm":
             raise ValueError(
-                "config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is not supported"
+                "config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is "
+                "not supported"
             )
 
     def _vision(self) -> InternVLVisionConfig:
@@ -195,7 +202,7 @@ class Sa2VAConfig:
 
     @classmethod
     def from_pretrained(cls, path) -> "Sa2VAConfig":
-        """The configuration in `path/config.json`. Raises ValueError naming the file if it is absent or not JSON."""
+        """The configuration in `path/config.json`; ValueError if that is absent or not JSON."""
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file} does not exist: {path} is not a Sa2VA checkpoint folder")
@@ -211,8 +218,8 @@ class Sa2VAConfig:
         (Path(path) / "config.json").write_text(json.dumps(self.raw, indent=2) + "\n")
 
 
-# Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is transformers 4's
-# generation defaults.
+# Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is
+# transformers 4's generation defaults.
 _QWEN2_FIELDS = (
     "vocab_size",
     "hidden_size",

@@ -1,46 +1,44 @@
 """Sa2VA: InternVL vision encoder, projector, LLM, and SAM2 behind a `[SEG]` token.
 
-Composed of transformers' own modules; this file holds what they lack: the splice of image and region tokens, the
-prompt embedding at `[SEG]`, the path through SAM2's mask decoder, and the original checkpoint layout.
+Composed of transformers' own modules; this file joins them: image and region tokens go into the
+LLM's embeddings, the hidden state at `[SEG]` prompts SAM2's mask decoder. Files have the layout of
+the original checkpoints.
 
-Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions, H W image height, width.
+Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions.
 """
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from safetensors import safe_open
 from torch import nn
 from transformers import AutoTokenizer, InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
 from transformers.initialization import no_init_weights
 
-from . import checkpoint_keys
+from . import checkpoint_keys, weights
 from .configuration_sa2va import Sa2VAConfig
+from .image_tokens import context_features, pixel_shuffle
+from .mask_path import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, predict_forward
 from .processing_sa2va import normalise_sam_pixels
-
-IMG_CONTEXT_TOKEN, SEG_TOKEN = "<IMG_CONTEXT>", "[SEG]"
-EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+from .templates import IMG_CONTEXT_TOKEN, token_ids
+from .weights import LM_HEAD, default_dtype
 
 
 class Sa2VAModel(nn.Module):
-    """Sa2VA with native modules: `vision_model`, `mlp1`, `language_model`, `grounding_encoder` (SAM2), `text_hidden_fcs`.
+    """Sa2VA of native modules; `mlp1` projects image tokens, `grounding_encoder` is SAM2.
 
-    The `<IMG_CONTEXT>` and `[SEG]` ids come from a tokenizer: `bind_tokenizer`, else the one in the folder that the model was
-    loaded from. `img_context_id` and `seg_id` may also be set by hand, under the original's names too
-    (`img_context_token_id`, `seg_token_idx`).
+    The `<IMG_CONTEXT>` and `[SEG]` ids come from a tokenizer: `bind_tokenizer`, else the one in the
+    folder that the model was loaded from. `img_context_id` and `seg_id` may also be set by hand,
+    under the original's names too (`img_context_token_id`, `seg_token_idx`).
     """
 
     def __init__(self, config: Sa2VAConfig):
         super().__init__()
         self.config = config
-        vit, width = (
-            config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2,
-            config.llm.hidden_size,
-        )
+        vit = config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2
+        width = config.llm.hidden_size
         self.vision_model = InternVLVisionModel(config.vision)
         self.mlp1 = nn.Sequential(
             nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width)
@@ -61,9 +59,8 @@ class Sa2VAModel(nn.Module):
         )
         self.img_context_id = self.seg_id = self.tokenizer = self.folder = None
         self.max_new_tokens = MAX_NEW_TOKENS  # of predict_forward
-        self.unwritten = (
-            LM_HEAD if config.tied else None
-        )  # the one of two tied tensors that files leave out
+        # The one of two tied tensors that files leave out.
+        self.unwritten = LM_HEAD if config.tied else None
         self.eval()
 
     @property
@@ -87,103 +84,69 @@ class Sa2VAModel(nn.Module):
         return self.mlp1[1].weight.device
 
     def bind_tokenizer(self, tokenizer):
-        """Look up `<IMG_CONTEXT>` and `[SEG]`. Raises ValueError if the tokenizer does not hold one as a single token."""
-        ids = {}
-        for token in (IMG_CONTEXT_TOKEN, SEG_TOKEN, "<img>", "</img>", "<vp>", "</vp>"):
-            piece = tokenizer.encode(token, add_special_tokens=False)
-            if len(piece) != 1:
-                raise ValueError(
-                    f"the tokenizer in {tokenizer.name_or_path!r} has no single token {token} "
-                    f"(it encodes as {piece}): it is not a Sa2VA tokenizer"
-                )
-            ids[token] = piece[0]
-        if max(ids.values()) >= self.config.llm.vocab_size:
-            raise ValueError(
-                f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's vocabulary of "
-                f"{self.config.llm.vocab_size}"
-            )
-        self.img_context_id, self.seg_id, self.tokenizer = (
-            ids[IMG_CONTEXT_TOKEN],
-            ids[SEG_TOKEN],
-            tokenizer,
-        )
+        """Take the ids of `<IMG_CONTEXT>` and `[SEG]` from a tokenizer, and keep it.
+
+        Raises:
+            ValueError: a token of Sa2VA's is not a single one there, or lies beyond the vocabulary.
+        """
+        ids = token_ids(tokenizer, self.config.llm.vocab_size)
+        self.img_context_id, self.seg_id = ids[IMG_CONTEXT_TOKEN], ids["[SEG]"]
+        self.tokenizer = tokenizer
 
     def require_tokenizer(self):
-        """Bind the tokenizer of the model's own folder if no ids are set. Raises ValueError if there is none."""
-        if (
-            self.img_context_id is None
-            and self.folder is not None
-            and (self.folder / "tokenizer_config.json").is_file()
-        ):
-            self.bind_tokenizer(AutoTokenizer.from_pretrained(self.folder))
-        if self.img_context_id is None:
+        """Bind the tokenizer of the model's folder if no ids are set; without one, ValueError."""
+        if self.img_context_id is not None:
+            return
+        if self.folder is None or not (self.folder / "tokenizer_config.json").is_file():
             raise ValueError(
-                f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's tokenizer first"
+                f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's "
+                "tokenizer first"
             )
+        self.bind_tokenizer(AutoTokenizer.from_pretrained(self.folder))
 
     # Vision and language
 
     def vision_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(t, 3, S, S) -> (t, tokens, 4 * ViT width): patches after pixel shuffle and before `mlp1`, row-major."""
-        x = self.vision_model(
-            pixel_values.to(self.vision_model.embeddings.cls_token.dtype)
-        ).last_hidden_state[:, 1:]
-        side = int(x.shape[1] ** 0.5)
-        x = x.view(
-            x.shape[0], side // 2, 2, side // 2, 2, x.shape[-1]
-        )  # (t, rows, r, columns, c, D)
-        return x.permute(0, 1, 3, 2, 4, 5).reshape(x.shape[0], (side // 2) ** 2, -1)
+        """(t, tokens, 4 * ViT width) features of tiles, after pixel shuffle and before `mlp1`.
+
+        Args:
+            pixel_values: (t, 3, S, S), normalised. Tokens are row-major.
+        """
+        dtype = self.vision_model.embeddings.cls_token.dtype
+        x = self.vision_model(pixel_values.to(dtype)).last_hidden_state[:, 1:]
+        return pixel_shuffle(x)
 
     def extract_feature(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(t, 3, 448, 448) normalised pixels -> (t, 256, C) image tokens in the LLM's space."""
+        """(t, 256, C) image tokens in the LLM's space, of normalised tiles (t, 3, 448, 448)."""
         return self.mlp1(self.vision_features(pixel_values))
 
     def embed(
         self, input_ids, image_features, prompt_masks=None, vp_overall_mask=None
     ) -> torch.Tensor:
-        """Token embeddings with image and region features at the `<IMG_CONTEXT>` positions.
+        """(B, L, C) token embeddings with image and region features at `<IMG_CONTEXT>`.
 
         Args:
             input_ids: (B, L).
-            image_features: (t, tokens, C), all tiles of all samples in batch order, or None for text alone.
+            image_features: (t, tokens, C), all tiles of all samples in batch order, or None for
+                text alone.
             prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions.
-            vp_overall_mask: (t,) bool, the tile of each sample that its regions refer to (its last tile).
-
-        Returns:
-            (B, L, C).
+            vp_overall_mask: (t,) bool, the tile of each sample (its last) that regions refer to.
 
         Raises:
-            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features (the original prints a
-                line and then computes without any image, or repeats features); no tokenizer is known.
+            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features (the
+                original prints a line and then computes without any image, or repeats features);
+                no tokenizer is known.
         """
         embeds = self.language_model.get_input_embeddings()(input_ids)
         if image_features is None:
             return embeds
         self.require_tokenizer()
-        pieces, flagged = [], 0
-        flags = (
-            [False] * len(image_features) if vp_overall_mask is None else vp_overall_mask.tolist()
-        )
-        if len(flags) != len(image_features):
-            raise ValueError(
-                f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles"
-            )
-        if sum(flags) != len(prompt_masks if prompt_masks is not None else []):
-            raise ValueError(
-                f"{len(prompt_masks or [])} prompt_masks for {sum(flags)} flagged tiles"
-            )
-        for tile, flag in zip(image_features, flags):
-            pieces.append(tile)
-            if flag:
-                cells = prompt_masks[flagged].to(tile.device).bool().flatten(1)  # (n, 256)
-                pieces += [tile[region] for region in cells]
-                flagged += 1
-        features = torch.cat(pieces)
+        features = context_features(image_features, prompt_masks, vp_overall_mask)
         slots = input_ids == self.img_context_id
         if int(slots.sum()) != len(features):
             raise ValueError(
-                f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and regions give "
-                f"{len(features)} features"
+                f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
+                f"regions give {len(features)} features"
             )
         return embeds.masked_scatter(slots[..., None], features.to(embeds.dtype))
 
@@ -197,7 +160,6 @@ class Sa2VAModel(nn.Module):
         position_ids=None,
         *,
         image_features=None,
-        keep_logits=None,
     ):
         """Logits and last hidden states of full sequences.
 
@@ -207,10 +169,9 @@ class Sa2VAModel(nn.Module):
             prompt_masks, vp_overall_mask: see `embed`.
             position_ids: (B, L); default counts the attended tokens.
             image_features: (t, tokens, C) from `extract_feature`, instead of pixel_values.
-            keep_logits: slice of positions to compute logits for; default all.
 
         Returns:
-            .logits (B, kept, V); .hidden_states, a tuple whose last entry is (B, L, C) after the final RMSNorm.
+            .logits (B, L, V); .hidden_states, a tuple of one: (B, L, C) after the final RMSNorm.
         """
         if pixel_values is not None:
             image_features = self.extract_feature(pixel_values)
@@ -223,13 +184,12 @@ class Sa2VAModel(nn.Module):
             position_ids=position_ids,
             use_cache=False,
         ).last_hidden_state
-        kept = hidden if keep_logits is None else hidden[:, keep_logits]
-        return SimpleNamespace(logits=self.language_model.lm_head(kept), hidden_states=(hidden,))
+        return SimpleNamespace(logits=self.language_model.lm_head(hidden), hidden_states=(hidden,))
 
     # SAM2
 
     def sam_features(self, sam_pixels: torch.Tensor) -> list[torch.Tensor]:
-        """Pyramid of SAM2's image encoder, before the mask decoder's trainable `conv_s0`, `conv_s1`.
+        """Feature pyramid of SAM2's image encoder, before the mask decoder's own convolutions.
 
         Args:
             sam_pixels: (B, 3, 1024, 1024) uint8, or float that is already normalised.
@@ -245,126 +205,61 @@ class Sa2VAModel(nn.Module):
     def decode_masks(
         self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor
     ) -> torch.Tensor:
-        """Mask logits of language prompts, as the original's `inject_language_embd` on a first frame.
+        """(P, 256, 256) float32 mask logits of language prompts.
 
-        `no_mem_embed` is added to the coarsest level; of mask tokens 1..3 the one with the highest predicted IoU. The
-        object score does not gate the mask.
+        Of three candidates it is the one with the highest predicted IoU. The object score does not
+        gate the mask.
 
         Args:
-            features: `sam_features` of B images; image: (P,) long, the image of each prompt; prompts: (P, 256).
+            features: `sam_features` of B images.
+            image: (P,) long, the image of each prompt.
+            prompts: (P, 256).
 
-        Returns:
-            (P, 256, 256) float32.
+        Source: `inject_language_embd` of the original, on a first frame.
         """
-        fine, middle, coarse = self.decoder_features(features)
-        masks, iou, _, _ = self.decode_candidates(
-            [fine[image], middle[image]], coarse[image], prompts
-        )
+        sam = self.grounding_encoder
+        levels = [level[image] for level in decoder_features(sam, features)]
+        masks, iou, _, _ = decode_candidates(sam, levels[:2], levels[2], prompts)
         return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
 
-    def decoder_features(self, features: list[torch.Tensor]) -> list[torch.Tensor]:
-        """`sam_features` as the mask decoder takes them without memory: [(B, 32, 256, 256), (B, 64, 128, 128), (B, 256, 64, 64)]."""
-        sam = self.grounding_encoder
-        dtype = sam.mask_decoder.mask_tokens.weight.dtype
-        fine, middle, coarse = (f.to(dtype) for f in features)
-        return [
-            sam.mask_decoder.conv_s0(fine),
-            sam.mask_decoder.conv_s1(middle),
-            coarse + sam.no_memory_embedding.to(dtype).view(1, -1, 1, 1),
-        ]
-
-    def decode_candidates(
-        self,
-        high_res: list[torch.Tensor],
-        coarse: torch.Tensor,
-        prompts: torch.Tensor | None = None,
-    ):
-        """The mask decoder's three candidates under the sparse prompt [not_a_point, not_a_point, language], dense `no_mask_embed`.
-
-        Args:
-            high_res, coarse: `decoder_features` of the image of each of P prompts; prompts: (P, 256), or None for a
-                tracked frame, which has no language token.
-
-        Returns:
-            mask logits (P, 3, 256, 256), predicted IoU (P, 3), output tokens (P, 3, 256), object score logit (P, 1).
-        """
-        sam, n, dtype = self.grounding_encoder, len(coarse), coarse.dtype
-        points = torch.zeros(n, 1, 1, 2, device=coarse.device, dtype=dtype)
-        labels = -torch.ones(n, 1, 1, dtype=torch.int32, device=coarse.device)
-        sparse, dense = sam.prompt_encoder(
-            input_points=points, input_labels=labels, input_boxes=None, input_masks=None
-        )
-        sparse = sparse.to(dtype)
-        if prompts is not None:
-            sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)  # (P, 1, 3, 256)
-        masks, iou, tokens, score = sam.mask_decoder(
-            image_embeddings=coarse,
-            sparse_prompt_embeddings=sparse,
-            dense_prompt_embeddings=dense.to(dtype),
-            image_positional_embeddings=sam.get_image_wide_positional_embeddings()
-            .to(dtype)
-            .expand(n, -1, -1, -1),
-            multimask_output=True,
-            high_resolution_features=high_res,
-        )
-        return masks[:, 0], iou[:, 0], tokens[:, 0], score[:, 0]
-
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-        """(n, 3, 1024, 1024) uint8 images and one (n, 256) prompt each -> (n, 256, 256) mask logits."""
+        """(n, 256, 256) mask logits of one prompt (n, 256) each of images (n, 3, 1024, 1024)."""
         image = torch.arange(len(prompts), device=prompts.device)
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
     def preparing_for_generation(
         self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None
     ):
-        """Set the tokenizer and the longest answer of `predict_forward`; torch_dtype is ignored, the model keeps its own."""
+        """Set tokenizer and longest answer of `predict_forward`; torch_dtype is ignored."""
         self.bind_tokenizer(tokenizer)
         self.max_new_tokens = max_new_tokens
 
-    def predict_forward(
-        self,
-        image=None,
-        video=None,
-        text=None,
-        past_text="",
-        mask_prompts=None,
-        tokenizer=None,
-        processor=None,
-        *,
-        rounded_normalisation=False,
-    ) -> dict:
-        """The answer to `text` and the masks of its [SEG] tokens: see `sa2va_hf.prediction.predict_forward`."""
-        return predict_forward(
-            self, image, video, text, past_text, mask_prompts, tokenizer, rounded_normalisation
-        )
+    predict_forward = predict_forward
 
     # Checkpoints
 
     @classmethod
-    def from_pretrained(
-        cls, path, dtype: torch.dtype = torch.float32, device="cpu"
-    ) -> "Sa2VAModel":
-        """The model in the folder `path`, strictly loaded: `blank`, then `load_weights`; see there."""
+    def from_pretrained(cls, path, dtype=torch.float32, device="cpu") -> "Sa2VAModel":
+        """The model in the folder `path`: `blank`, then `load_weights`; see there."""
         model = cls.blank(path, dtype)
         model.load_weights(path)
         return model.to(device)
 
     @classmethod
-    def blank(cls, path, dtype: torch.dtype = torch.float32) -> "Sa2VAModel":
-        """A model by the config.json of the folder `path`, its weights not filled in yet.
+    def blank(cls, path, dtype=torch.float32) -> "Sa2VAModel":
+        """The model of the folder `path` by its config.json alone: its weights are not filled in.
 
         Raises:
             ValueError: no config.json, or one that describes another kind of model; names the file.
         """
-        with _default_dtype(dtype), no_init_weights():
+        with default_dtype(dtype), no_init_weights():
             model = cls(Sa2VAConfig.from_pretrained(path))
         model.folder = Path(path)
         return model
 
     @torch.no_grad()
     def load_weights(self, path, write=torch.Tensor.copy_):
-        """Fill every weight from a folder in the original layout (safetensors, with an index if
-        there are several), strictly.
+        """Fill every weight from the folder `path`: safetensors in the original layout, strictly.
 
         Where the config ties embed_tokens and lm_head, the file may hold either or both; two that
         differ stay untied.
@@ -374,38 +269,15 @@ class Sa2VAModel(nn.Module):
                 keeps only a part of it lets several processes share a model that none could hold.
 
         Raises:
-            ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or
-                unexpected keys, a shape that does not fit the config, or an unreadable file; the
-                message names the file.
+            ValueError: the folder or a file in it is not such a checkpoint; names the file.
         """
-        files, source = checkpoint_keys.find_keys(Path(path)), {}
-        llm, tied = self.language_model, self.config.tied
-        if tied and EMBED_TOKENS in files and LM_HEAD in files:
-            self.unwritten = None
-            llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
-        elif tied and (EMBED_TOKENS in files or LM_HEAD in files):
-            there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
-            files[absent], source, self.unwritten = files[there], {absent: there}, absent
-        state = self.state_dict()
-        checkpoint_keys.check_keys(path, files, checkpoint_keys.original_shapes(state))
-        with contextlib.ExitStack() as stack:
-            readers = {
-                file: stack.enter_context(safe_open(file, framework="pt"))
-                for file in set(files.values())
-            }
-
-            def read(key):
-                return readers[files[key]].get_tensor(source.get(key, key))
-
-            for name, tensor in state.items():
-                write(tensor, checkpoint_keys.native_tensor(name, read))
-        if tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
-            llm.lm_head.weight = llm.model.embed_tokens.weight
+        weights.load(self, Path(path), write)
 
     def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
-        """Write `path` in the original layout: safetensors (sharded with an index above max_shard_size) and config.json.
+        """Write the folder `path` in the original layout: safetensors and config.json.
 
-        Of tied embed_tokens and lm_head those are written that the loaded file had; without one, embed_tokens alone.
+        Of tied embed_tokens and lm_head those are written that the loaded file had; without one,
+        embed_tokens alone.
 
         Raises:
             ValueError: a LoRA is still attached; `tools/export.py` merges it first.
@@ -420,8 +292,7 @@ class Sa2VAModel(nn.Module):
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             state[LM_HEAD] = state[LM_HEAD].clone()
         state = {
-            k: _own(v.detach().to("cpu", dtype))
-            for k, v in checkpoint_keys.to_original(state).items()
+            k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()
         }
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -431,18 +302,3 @@ class Sa2VAModel(nn.Module):
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """(B, L) position ids that count attended tokens, whatever side the padding is on."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, copied if it is a part of a larger one, as parameters become that a sampler has fused: safetensors refuses those."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

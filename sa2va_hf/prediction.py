@@ -1,6 +1,7 @@
-"""`predict_forward`: one image or video and a text in, the answer's text and its masks out, as in the original.
+"""`predict_forward`: an image or video and a text in, the answer's text and its masks out.
 
-Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H W image height, width, C LLM width.
+Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H W image height and
+width, C LLM width.
 """
 
 import numpy as np
@@ -12,7 +13,7 @@ from .templates import chat_template, image_string, region_string
 from .video import track
 
 MAX_NEW_TOKENS = 2048
-LLM_FRAMES = 5  # frames of a video that the LLM sees and that the language embedding prompts; later ones are tracked
+LLM_FRAMES = 5  # of a video the LLM sees and the language embedding prompts; later ones are tracked
 MASKS_AT_ONCE = 32  # a runaway answer may hold hundreds of [SEG]
 STOP_TAIL = 16  # tokens of the decoded tail in which a stop word must show
 
@@ -46,37 +47,48 @@ def predict_forward(
     past_text="",
     mask_prompts=None,
     tokenizer=None,
+    processor=None,
+    *,
     rounded_normalisation=False,
 ) -> dict:
     """The model's greedy answer to `text`, and one mask for each [SEG] in it.
 
     Args:
         model: `Sa2VAModel`.
-        image: PIL image of any mode and size, tiled up to the config's `max_dynamic_patch` and a thumbnail.
-        video: list of PIL frames of one size, instead of an image. The LLM sees the first 5, one tile each.
-        text: the user's words; `<image>` stands where the image or video goes (without either it is removed).
-        past_text: earlier turns, as they went into the model (template and image tokens included), before this one.
-        mask_prompts: [(n, H, W)]: n regions of the image, non-zero inside, introduced to the model behind the image.
+        image: PIL image of any mode and size, tiled up to the config's `max_dynamic_patch` and a
+            thumbnail.
+        video: list of PIL frames of one size, instead of an image. The LLM sees the first 5, one
+            tile each.
+        text: the user's words; `<image>` stands where the image or video goes (without either it is
+            removed).
+        past_text: earlier turns, as they went into the model (template and image tokens included).
+        mask_prompts: [(n, H, W)]: n regions of the image, non-zero inside, introduced to the model
+            behind the image.
         tokenizer: Sa2VA's; needed at the first call, later ones keep it.
-        rounded_normalisation: SAM2's mean and std rounded to bfloat16 as in the original's inference code; the default is
-            what Sa2VA's supervised training had (see `normalise_sam_pixels`).
+        processor: ignored; the original has it for other models.
+        rounded_normalisation: SAM2's mean and std rounded to bfloat16 as in the original's
+            inference code; the default is what Sa2VA's supervised training had (see
+            `normalise_sam_pixels`).
 
     Returns:
-        {"prediction": str, at most 2048 new tokens (see `preparing_for_generation`), special tokens and the stop text
-         `<|end|>` included,
+        {"prediction": str, at most 2048 new tokens (see `preparing_for_generation`), special tokens
+         and the stop text `<|end|>` included,
          "prediction_masks": list over [SEG] tokens of (F, H, W) bool arrays; F = 1 for an image}.
-        An answer without [SEG] has no masks, one with two has two. A [SEG] that is the very last token (no stop text
-        after it) has no hidden state and is dropped, as in the original; without image and video there are none.
+        An answer without [SEG] has no masks, one with two has two. A [SEG] that is the very last
+        token (no stop text after it) has no hidden state and is dropped, as in the original;
+        without image and video there are none.
 
     Raises:
-        ValueError: text or tokenizer is missing; image and video together; either without `<image>` here or its tokens in
-            past_text; frames of different sizes; an empty region; mask_prompts with a video or with past_text. (The
-            original asserts some of these and computes without the image in others.)
+        ValueError: text or tokenizer is missing; image and video together; either without `<image>`
+            here or its tokens in past_text; frames of different sizes; an empty region;
+            mask_prompts with a video or with past_text. (The original asserts some of these and
+            computes without the image in others.)
 
-    Differences from the original: SAM2's mean and std are exact unless asked otherwise; tiles follow the config's
-    `max_dynamic_patch` (the original has a constant 12); images of mode L, P, CMYK and RGBA are converted instead of
-    failing; a region too small for every cell of the grid gets the cell it covers most instead of no token; the image is
-    encoded by SAM2 once and not once per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
+    Differences from the original: SAM2's mean and std are exact unless asked otherwise; tiles
+    follow the config's `max_dynamic_patch` (the original has a constant 12); images of mode L, P,
+    CMYK and RGBA are converted instead of failing; a region too small for every cell of the grid
+    gets the cell it covers most instead of no token; the image is encoded by SAM2 once and not once
+    per [SEG]. Frames of a video beyond the fifth are tracked by `sa2va_hf.video.track`.
 
     Source: `predict_forward` in the original's `modeling_sa2va_chat.py`.
     """
@@ -84,7 +96,8 @@ def predict_forward(
         model.bind_tokenizer(tokenizer)
     model.tokenizer = tokenizer = model.tokenizer if tokenizer is None else tokenizer
     _check(image, video, text, past_text, mask_prompts, tokenizer)
-    processor, config = Sa2VAProcessor(model.config), model.config
+    config = model.config
+    processor = Sa2VAProcessor(config)
     template = chat_template(config.template)
     frames = [image] if image is not None else list(video or [])
 
@@ -132,13 +145,15 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
         raise ValueError("predict_forward takes an image or a video, not both")
     if video is not None and len({frame.size for frame in video}) != 1:
         raise ValueError(
-            f"the frames of a video must have one size, got {sorted({frame.size for frame in video})}"
+            "the frames of a video must have one size, "
+            f"got {sorted({frame.size for frame in video})}"
         )
     if mask_prompts is not None and (image is None or past_text):
         raise ValueError("mask_prompts need an image and no past_text")
     if mask_prompts is not None and len(mask_prompts) != 1:
         raise ValueError(
-            f"mask_prompts is a list of one (n, H, W) array for the one image, got {len(mask_prompts)}"
+            "mask_prompts is a list of one (n, H, W) array for the one image, "
+            f"got {len(mask_prompts)}"
         )
     if "<image>" in text and past_text:
         raise ValueError(
@@ -171,7 +186,8 @@ def _region_grids(processor, mask_prompts) -> torch.Tensor:
 def _generate(
     language_model, embeds, tokenizer, stop_words, max_new_tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T,) greedy tokens after the prompt (1, L, C), and the last hidden states (T-1, C) at all but the last as input."""
+    """(T,) greedy tokens after the prompt (1, L, C), and the hidden states (T-1, C) at all but the
+    last of them, of the last layer."""
     states = []
     handle = language_model.model.register_forward_hook(
         lambda module, args, out: states.append(out.last_hidden_state[0, -1])
@@ -192,9 +208,8 @@ def _generate(
         )[0]
     finally:
         handle.remove()
-    return answer, torch.stack(states)[
-        1:
-    ]  # state 0 is the prompt's last position, state k that of token k-1
+    # State 0 is of the prompt's last position, state k of token k-1.
+    return answer, torch.stack(states)[1:]
 
 
 def _masks(model, processor, frames, embeddings, rounded) -> list[np.ndarray]:

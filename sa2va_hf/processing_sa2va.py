@@ -1,6 +1,7 @@
 """Image, tile and region preprocessing of Sa2VA, with pillow and torch.
 
-Sources: `dynamic_preprocess` of InternVL, `predict_forward` and `DirectResize` of the original Sa2VA code.
+Sources: `dynamic_preprocess` of InternVL; `predict_forward` and `DirectResize` of the original
+Sa2VA code.
 """
 
 import numpy as np
@@ -15,7 +16,11 @@ MAX_PIXELS = 300_000_000
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB; L, P, CMYK and RGBA are converted by pillow (alpha is dropped, as in the original)."""
+    """The image in RGB, by pillow; alpha is dropped, as in the original.
+
+    Raises:
+        ValueError: it has more than MAX_PIXELS.
+    """
     if image.width * image.height > MAX_PIXELS:
         raise ValueError(
             f"image of {image.width}x{image.height} pixels is larger than {MAX_PIXELS} pixels"
@@ -26,10 +31,12 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def tile_grid(
     width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1
 ) -> tuple[int, int]:
-    """(columns, rows) of InternVL's dynamic tiling: the grid of at most `max_tiles` cells closest in aspect ratio.
+    """(columns, rows) of InternVL's dynamic tiling: of grids of at most `max_tiles` cells the one
+    closest in aspect ratio.
 
-    On a tie the later candidate (by area) wins if the image has more than half its pixels. Candidates of equal area keep
-    the iteration order of a Python set, as in the original: published models were trained with it.
+    On a tie the later candidate (by area) wins if the image has more than half its pixels.
+    Candidates of equal area keep the iteration order of a Python set, as in the original: published
+    models were trained with it.
     """
     candidates = set(
         (i, j)
@@ -52,17 +59,17 @@ def tile_grid(
 
 
 def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str) -> torch.Tensor:
-    """Cells of the last tile that a region covers: the one rule of policy, teacher and reference.
+    """(n, grid_size, grid_size) bool: the cells of the last tile that each region covers.
+
+    A region that has pixels but covers no cell by the rule gets the cell it covers most, so that
+    its caption is not blind; an empty mask gives an empty grid.
 
     Args:
         masks: (n, H, W) bool.
         grid_size: cells per side (16); image_size: pixels per side of a tile (448).
-        rule: "area" = nearest resize to the tile, then more than half of a cell's pixels (describe-anything training,
-            one tile); "nearest" = the top-left pixel of each cell (`predict_forward`, Osprey training).
-
-    Returns:
-        (n, grid_size, grid_size) bool. A region that has pixels but covers no cell by the rule gets the cell it covers
-        most (FACTS 1.6), so that its caption is not blind; an empty mask gives an empty grid.
+        rule: "area" = nearest resize to the tile, then more than half of a cell's pixels (the
+            describe-anything training, one tile); "nearest" = the top-left pixel of each cell
+            (`predict_forward`, Osprey training).
 
     Source: `describe_anything_referring_dataset.py` and `modeling_sa2va_chat.py` of the original.
     """
@@ -70,9 +77,8 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
         raise ValueError(
             f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}"
         )
-    pixels = masks[:, None].to(
-        torch.uint8
-    )  # in float, and with `any` of every mask, native size takes 4 times as long
+    # In float, and with `any` of every mask, native size takes 4 times as long.
+    pixels = masks[:, None].to(torch.uint8)
     cells = F.adaptive_avg_pool2d(
         F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size
     )[:, 0]
@@ -97,9 +103,10 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
 
 
 def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -> torch.Tensor:
-    """(n, h, w) mask logits at `size` = (H, W), through SAM2's own input size first, as `predict_forward` does.
+    """(n, H, W) mask logits (n, h, w) at `size` = (H, W), by way of SAM2's own input size.
 
-    Going 256 -> (H, W) directly would flip about 0.4 % of the pixels.
+    So does the original's `predict_forward`; (256, 256) to (H, W) at once would flip about 0.4 % of
+    the pixels.
     """
     logits = F.interpolate(
         logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False
@@ -111,8 +118,9 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
     """(.., 3, 1024, 1024) float32: uint8 pixels, ImageNet-normalised for SAM2.
 
     Args:
-        rounded: mean and std rounded to bfloat16, as the original's inference code (`preprocess_image`) has them; its
-            supervised training has them exact, which is the default here. Pixels differ by up to 0.0081.
+        rounded: mean and std rounded to bfloat16, as the original's inference code
+            (`preprocess_image`) has them; its supervised training has them exact, which is the
+            default here. Pixels differ by up to 0.0081.
     """
     mean = torch.tensor(IMAGENET_MEAN, device=pixels.device).view(3, 1, 1)
     std = torch.tensor(IMAGENET_STD, device=pixels.device).view(3, 1, 1)
@@ -126,8 +134,8 @@ class Sa2VAProcessor:
 
     Args:
         config: `Sa2VAConfig`.
-        max_tiles: 1 = the whole image as one tile (describe-anything training); up to 12 tiles plus a thumbnail as in
-            `predict_forward`. Default: the config's `max_dynamic_patch`.
+        max_tiles: 1 = the whole image as one tile (describe-anything training); up to 12 tiles plus
+            a thumbnail as in `predict_forward`. Default: the config's `max_dynamic_patch`.
     """
 
     def __init__(self, config, max_tiles: int | None = None):
@@ -140,7 +148,7 @@ class Sa2VAProcessor:
         self._std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
 
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
-        """The tiles in row-major order, then the thumbnail (only if there is more than one tile)."""
+        """The tiles in row-major order; then, if there is more than one, the thumbnail."""
         image, s = to_rgb(image), self.image_size
         columns, rows = tile_grid(
             image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"]
@@ -156,7 +164,10 @@ class Sa2VAProcessor:
         return tiles
 
     def tiles(self, image: Image.Image) -> torch.Tensor:
-        """(tiles, 3, S, S) float32, ImageNet-normalised; the last tile is the whole image, the one regions refer to."""
+        """(tiles, 3, S, S) float32, ImageNet-normalised.
+
+        The last tile is the whole image, the one that regions refer to.
+        """
         return torch.stack([self._normalise(tile) for tile in self.tile_images(image)])
 
     def _normalise(self, tile: Image.Image) -> torch.Tensor:
@@ -164,7 +175,7 @@ class Sa2VAProcessor:
         return (pixels - self._mean) / self._std
 
     def region_grid(self, mask) -> torch.Tensor:
-        """(grid, grid) bool of one (H, W) mask, or (n, grid, grid) of (n, H, W); see `region_grid`."""
+        """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""
         mask = torch.as_tensor(np.asarray(mask)).bool()
         grid = region_grid(
             mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
@@ -172,6 +183,6 @@ class Sa2VAProcessor:
         return grid if mask.ndim == 3 else grid[0]
 
     def sam_image(self, image: Image.Image) -> torch.Tensor:
-        """(3, 1024, 1024) uint8: the image resized (bicubic) without regard to its aspect ratio."""
+        """(3, 1024, 1024) uint8: the image resized (bicubic) whatever its aspect ratio."""
         image = to_rgb(image).resize((self.sam_size, self.sam_size))
         return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()

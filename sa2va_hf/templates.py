@@ -1,9 +1,12 @@
 """Chat templates and the encoding rule of Sa2VA's supervised training.
 
-Source: `projects/llava_sam2` (`hf/models/templates.py`, `datasets/encode_fn.py`: `video_lisa_encode_fn`).
+Source: `hf/models/templates.py` and `datasets/encode_fn.py` (`video_lisa_encode_fn`) in
+`projects/llava_sam2` of the original repository.
 """
 
 IGNORE_INDEX = -100
+IMG_CONTEXT_TOKEN = "<IMG_CONTEXT>"
+SPECIAL_TOKENS = (IMG_CONTEXT_TOKEN, "[SEG]", "<img>", "</img>", "<vp>", "</vp>")
 
 PROMPT_TEMPLATE = {
     "phi3_chat": dict(
@@ -31,12 +34,36 @@ PROMPT_TEMPLATE = {
         STOP_WORDS=["<|im_end|>", "<|endoftext|>"],
     ),
     "vicuna": dict(
-        SYSTEM="A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, "
-        "detailed, and polite answers to the user's questions. {system}\n ",
+        SYSTEM="A chat between a curious user and an artificial intelligence assistant. The "
+        "assistant gives helpful, detailed, and polite answers to the user's questions. "
+        "{system}\n ",
         INSTRUCTION="USER: {input} ASSISTANT:",
         SEP="\n",
     ),
 }
+
+
+def token_ids(tokenizer, vocab_size: int) -> dict[str, int]:
+    """The id of each of SPECIAL_TOKENS.
+
+    Raises:
+        ValueError: one of them is not a single token, or lies beyond the model's vocabulary.
+    """
+    ids = {}
+    for token in SPECIAL_TOKENS:
+        piece = tokenizer.encode(token, add_special_tokens=False)
+        if len(piece) != 1:
+            raise ValueError(
+                f"the tokenizer in {tokenizer.name_or_path!r} has no single token {token} "
+                f"(it encodes as {piece}): it is not a Sa2VA tokenizer"
+            )
+        ids[token] = piece[0]
+    if max(ids.values()) >= vocab_size:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.name_or_path!r} has ids beyond the model's "
+            f"vocabulary of {vocab_size}"
+        )
+    return ids
 
 
 def image_string(num_tiles: int, tokens_per_tile: int) -> str:
@@ -45,7 +72,7 @@ def image_string(num_tiles: int, tokens_per_tile: int) -> str:
 
 
 def region_string(cells: list[int]) -> str:
-    """The header that introduces regions of `cells[i]` tokens each; "are" also for one region, as trained."""
+    """The header of regions of `cells[i]` tokens each; "are" also for one region, as trained."""
     regions = ", ".join(
         f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells)
     )
@@ -62,7 +89,7 @@ def chat_template(name: str) -> dict:
 
 
 def template_map(example: dict, template: dict) -> dict:
-    """`example` with INSTRUCTION, SUFFIX and SEP put around each turn, as the supervised training's template map does.
+    """`example` with INSTRUCTION, SUFFIX and SEP around each turn, as in the supervised training.
 
     Args:
         example: {"conversation": [{"input": str, "output": str}, ..]}; not modified.
@@ -86,19 +113,21 @@ def video_lisa_encode_fn(
 ) -> dict:
     """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
 
-    Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators and the BOS carry
-    no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS, with loss like its output, follows where the
-    turn's `need_eos_token` is true (never under a template whose suffix is its EOS, such as phi3_chat).
+    Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators
+    and the BOS carry no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS,
+    with loss like its output, follows where the turn's `need_eos_token` is true (never under a
+    template whose suffix is its EOS, such as phi3_chat).
 
     Args:
-        example: {"conversation": [turn, ..]}, each turn with "input", "output" and optionally "need_eos_token" (True),
-            "sep" (""), "output_with_loss" (True): what `template_map` returns.
+        example: {"conversation": [turn, ..]}, each turn with "input", "output" and optionally
+            "need_eos_token" (True), "sep" (""), "output_with_loss" (True): what `template_map`
+            returns.
         max_length: ids beyond it are cut off on the right.
         kwargs: ignored, as in the original (`with_image_token` and the like).
         input_ids_with_output: False returns the prompt alone, allowed for one turn.
 
     Returns:
-        {"input_ids": list[int], "labels": list[int]} of equal length, labels -100 where there is no loss.
+        {"input_ids": list[int], "labels": list[int]} of equal length, labels -100 without loss.
 
     Raises:
         ValueError: several turns with `input_ids_with_output=False`.

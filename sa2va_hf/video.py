@@ -1,26 +1,31 @@
 """Tracks language prompts through a video with the memory of transformers' SAM2 video model.
 
-The native forward is not used whole: it takes no language prompt, and it replaces the mask of an object that it
-believes absent, which the original Sa2VA does not. Memory attention, memory encoder and their bookkeeping are native.
+The native forward is not used whole: it takes no language prompt, and it replaces the mask of an
+object that it believes absent, which the original Sa2VA does not. Memory attention, memory encoder
+and their bookkeeping are native.
 
-Letters: M objects, F frames, h w side of the coarsest feature map.
+Letters: M objects, F frames, h w sides of the coarsest feature map.
 """
 
 import torch
 import torch.nn.functional as F
 from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
 
+from .mask_path import decode_candidates, decoder_features
+
 
 @torch.no_grad()
 def track(model, frames, prompts: torch.Tensor, num_prompted: int) -> torch.Tensor:
     """(M, F, 256, 256) float32 mask logits of M objects, each tracked by itself.
 
-    The first `num_prompted` frames are conditioning frames: each is decoded from the language prompt without memory, as
-    a single image would be. The later ones are decoded without the prompt, from features conditioned on the memories of
-    those and of the 6 frames before.
+    The first `num_prompted` frames are conditioning frames: each is decoded from the language
+    prompt without memory, as a single image would be. The later ones are decoded without the
+    prompt, from features conditioned on the memories of those and of the 6 frames before.
 
     Args:
-        model: `Sa2VAModel`; frames: iterable of F `sam_features` of one frame; prompts: (M, 256) language embeddings.
+        model: `Sa2VAModel`.
+        frames: iterable of F `sam_features` of one frame.
+        prompts: (M, 256) language embeddings.
 
     Source: `language_embd_inference` and `propagate_in_video` of the original.
     """
@@ -34,7 +39,7 @@ def track(model, frames, prompts: torch.Tensor, num_prompted: int) -> torch.Tens
     logits = [[] for _ in objects]
     for frame, features in enumerate(frames):
         prompted = frame < num_prompted
-        fine, middle, no_memory = model.decoder_features(features)
+        fine, middle, no_memory = decoder_features(sam, features)
         coarse = features[-1].flatten(2).permute(2, 0, 1)  # (h*w, 1, 256)
         place = sam.vision_encoder.neck.position_encoding(
             features[-1].shape, coarse.device, coarse.dtype
@@ -53,8 +58,8 @@ def track(model, frames, prompts: torch.Tensor, num_prompted: int) -> torch.Tens
                     num_total_frames=frame + 1,
                 )
             )
-            masks, iou, tokens, score = model.decode_candidates(
-                [fine, middle], conditioned, prompts[m : m + 1] if prompted else None
+            masks, iou, tokens, score = decode_candidates(
+                sam, [fine, middle], conditioned, prompts[m : m + 1] if prompted else None
             )
             best = iou[0].argmax()
             logits[m].append(masks[0, best].float())  # (256, 256)

@@ -1,28 +1,28 @@
-"""What the tests of the policy share: the demo model with a small LoRA, and drawn scenes as a batch."""
+"""What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
 
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
 from tqdm import tqdm
 
+from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches
-from rl_train.policies.sa2va import LORA_TARGETS, TRAINABLE, Policy, load_tokenizer
+from rl_train.policies.lora import load_tokenizer
+from rl_train.policies.sa2va import TRAINABLE, Sa2VAPolicy
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from rl_train.policies.sa2va_prompts import PromptBuilder
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
-torch.set_num_threads(
-    1
-)  # before any fixture of any scope: sums of floats depend on the number of threads
+# Before any fixture of any scope: sums of floats depend on the number of threads.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def no_bar_outlives_its_test():
-    """Close the progress bars of runs that a test made fail, which would else print after pytest's summary."""
+    """Close the progress bars of runs that a test made fail, which else print after the summary."""
     yield
     for bar in list(getattr(tqdm, "_instances", [])):
         bar.close()
@@ -30,29 +30,30 @@ def no_bar_outlives_its_test():
 
 @pytest.fixture(scope="session")
 def policy():
-    """Factory of policies in float32 from the demo checkpoint, with a fresh LoRA of rank 4 (B = 0: the base model's outputs)."""
+    """Factory of float32 policies from the demo checkpoint, with a fresh LoRA of rank 4.
+
+    Its B is 0, so that outputs are the base model's.
+    """
 
     def build(
-        groups=tuple(TRAINABLE), temperature=1.0, max_tiles=1, dtype=torch.float32, seed=0
-    ) -> Policy:
+        groups=tuple(TRAINABLE),
+        temperature=1.0,
+        max_tiles=1,
+        dtype=torch.float32,
+        seed=0,
+        gradient_checkpointing=False,
+    ) -> Sa2VAPolicy:
         torch.manual_seed(seed)
         model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT, dtype=dtype)
-        lora = LoraConfig(
-            r=4,
+        config = PolicyConfig(
+            model_path=str(SHIPPED_CHECKPOINT),
+            lora_r=4,
             lora_alpha=8,
-            lora_dropout=0.05,
-            bias="none",
-            target_modules=LORA_TARGETS,
-            task_type="CAUSAL_LM",
+            temperature=temperature,
+            gradient_checkpointing=gradient_checkpointing,
         )
-        return Policy(
-            model,
-            Sa2VAProcessor(model.config, max_tiles),
-            load_tokenizer(SHIPPED_CHECKPOINT),
-            lora,
-            groups,
-            temperature,
-        )
+        processor = Sa2VAProcessor(model.config, max_tiles)
+        return Sa2VAPolicy(model, processor, load_tokenizer(SHIPPED_CHECKPOINT), config, groups)
 
     return build
 
@@ -63,9 +64,8 @@ def scenes() -> list[dict]:
     samples = []
     for i in range(4):
         scene = make_scene(0, 7, i)
-        target = max(
-            (scene.objects[t] for t in scene.targets), key=lambda o: o.mask.sum()
-        )  # 4, 6, 1 and 2 cells
+        targets = [scene.objects[t] for t in scene.targets]
+        target = max(targets, key=lambda o: o.mask.sum())  # 4, 6, 1 and 2 cells
         samples.append(
             dict(
                 image=scene.image,
@@ -100,7 +100,7 @@ def batch(scenes, prepare) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def model(policy) -> Policy:
+def model(policy) -> Sa2VAPolicy:
     """A policy with all groups and a fresh LoRA, one for each file of tests."""
     return policy()
 
@@ -108,4 +108,4 @@ def model(policy) -> Policy:
 @pytest.fixture(scope="module")
 def images(model, batch):
     """Features of the four scenes."""
-    return model.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
+    return model.encode(batch)

@@ -1,9 +1,10 @@
-"""An OpenAI-compatible server for tests: /v1/models and /v1/chat/completions, with replies that follow from the request alone.
+"""An OpenAI-compatible server for tests: /v1/models and /v1/chat/completions.
 
-    python tests/judge_server.py --port 9100 [--model NAME] [--delay SECONDS]      # until it is killed
+    python tests/judge_server.py --port 9100 [--model NAME] [--delay SECONDS]  # until it is killed
 
-In tests: `with JudgeServer(behaviour) as server:`, where behaviour(chat, n) of the n-th chat (from 0) returns the reply as str, or
-(status, body) for an answer that is none; it may sleep. `server.chats` holds what was asked.
+Replies follow from the request alone. In tests: `with JudgeServer(behaviour) as server:`, where
+behaviour(chat, n) of the n-th chat (from 0) returns the reply as str, or (status, body) for an
+answer that is none; it may sleep. `server.chats` holds what was asked.
 """
 
 import argparse
@@ -18,7 +19,7 @@ STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def fields(chat: list[dict]) -> dict:
-    """The JSON object between the <data> marks of the user's message; fails if there is not exactly one such block."""
+    """The JSON object between the <data> marks of the user's message, which has them once."""
     (block,) = re.findall(r"<data>\n(.*)\n</data>", chat[-1]["content"], re.S)
     assert chat[-1]["content"].count("<data>") == chat[-1]["content"].count("</data>") == 1
     return json.loads(block)
@@ -75,7 +76,7 @@ def attributes(reference: str) -> str:
 
 
 def answer(data: dict) -> str:
-    """The letter of the option whose words the description holds, else of the one that says that it does not say."""
+    """The letter of the option whose words the description holds, else of "does not say"."""
     said = words(data["description"])
     if data["question"].startswith("Does the description mention"):
         chosen = "Yes." if words(data["question"].split(":")[1]) & said else "No."
@@ -94,27 +95,14 @@ class JudgeServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.answer(
-                    200,
-                    json.dumps(
-                        {"object": "list", "data": [{"id": outer.model, "object": "model"}]}
-                    ),
-                )
+                models = [{"id": outer.model, "object": "model"}]
+                self.answer(200, json.dumps({"object": "list", "data": models}))
 
             def do_POST(self):
                 request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if request["model"] != outer.model:
-                    self.answer(
-                        404,
-                        json.dumps(
-                            {
-                                "error": {
-                                    "message": f"The model `{request['model']}` does not exist.",
-                                    "code": 404,
-                                }
-                            }
-                        ),
-                    )
+                    said = f"The model `{request['model']}` does not exist."
+                    self.answer(404, json.dumps({"error": {"message": said, "code": 404}}))
                     return
                 with outer.lock:
                     n = len(outer.chats)
@@ -123,20 +111,9 @@ class JudgeServer:
                 reply = outer.behaviour(request["messages"], n)
                 if isinstance(reply, str):
                     message = {"role": "assistant", "content": reply}
-                    reply = (
-                        200,
-                        json.dumps(
-                            {
-                                "id": "0",
-                                "object": "chat.completion",
-                                "created": 0,
-                                "model": outer.model,
-                                "choices": [
-                                    {"index": 0, "message": message, "finish_reason": "stop"}
-                                ],
-                            }
-                        ),
-                    )
+                    choice = {"index": 0, "message": message, "finish_reason": "stop"}
+                    whole = dict(id="0", object="chat.completion", created=0, model=outer.model)
+                    reply = 200, json.dumps(whole | {"choices": [choice]})
                 self.answer(*reply)
 
             def answer(self, status: int, body: str):

@@ -1,4 +1,5 @@
-"""The evaluation tool as a user runs it: a base, a run's checkpoint, an exported folder, RefCOCO, and against an earlier file."""
+"""The evaluation tool as a user runs it: a base, a run's checkpoint, an exported folder, RefCOCO,
+and against an earlier file."""
 
 import json
 import shutil
@@ -10,7 +11,8 @@ from pycocotools import mask as coco
 
 from rl_train import distributed, evaluation
 from rl_train.data import DATASETS
-from rl_train.evaluation import METRICS
+from rl_train.tasks import cycle_measures
+from rl_train.tasks.cycle_measures import METRICS
 from tests.data.test_refcoco import image_name, ref, write
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import evaluate, export
@@ -225,7 +227,8 @@ def test_bad_input(data, base, trained, tmp_path):
     )
     refused("the run started from /gone", "--checkpoint", model_path=moved)
     assert not (tmp_path / "new.json").exists()
-    # Another data set of the same size and layout, hence of the same ids: known when it was measured, so the measurement is kept.
+    # Another data set of the same size and layout, hence of the same ids: known when it was
+    # measured, so the measurement is kept.
     refused("--before", "other samples", "sample 0 was", before=base, data_dir=data / "train")
     assert json.loads((tmp_path / "new.json").read_text())["num_samples"] == 5
 
@@ -279,9 +282,9 @@ def test_an_output_that_cannot_be_written_is_told_before_measuring(
 
 def test_legacy_cleaner_changes_the_caption_score_alone(data, base, tmp_path, monkeypatch):
     """Here every caption begins with boilerplate, which the option cuts and nothing else does."""
-    describe = evaluation.describe
+    describe = cycle_measures.describe
     monkeypatch.setattr(
-        evaluation,
+        cycle_measures,
         "describe",
         lambda *args: ["The region shows " + text for text in describe(*args)],
     )

@@ -1,197 +1,27 @@
-"""Held-out metrics by hand: two masks, two captions, known intervals, guards; and what a run keeps by them."""
+"""Evaluations of a run: roles measured apart, files and curves of them, and the best checkpoint."""
 
 import json
-from argparse import Namespace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_train import checkpoint, evaluation
+from rl_train.checkpoint import RunState
 from rl_train.distributed import Ranks
-from rl_train.evaluation import METRICS, bootstrap, cider, means, paired_difference, rows_of
+from rl_train.evaluation import HeldOut
 from rl_train.parts import cosine_schedule
-from rl_train.rewards import meteor
 from rl_train.roles import Roles
-from rl_train.types import Batch
+from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import draw_data, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
-def rectangle(height, width, shape=(10, 10)):
-    mask = torch.zeros(shape, dtype=torch.bool)
-    mask[:height, :width] = True
-    return mask
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return draw_data(tmp_path_factory.mktemp("demo"))
-
-
-@pytest.fixture
-def measure_answers(monkeypatch):
-    """`measure` of two regions of 20 and 50 of 100 pixels, for given captions of the regions, masks, rows with [SEG] and replies."""
-    targets = [rectangle(2, 10), rectangle(5, 10)]
-    batch = Batch([0, 1], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
-    policy = SimpleNamespace(device=torch.device("cpu"))
-
-    def measure(captions, cycle_masks, masks, seg_rows, replies):
-        described, answered = (
-            iter([captions, replies]),
-            iter([(cycle_masks, [0, 1]), (masks, seg_rows)]),
-        )
-
-        def answer(*_):
-            found, rows = next(answered)
-            return SimpleNamespace(masks=found, seg_rows=torch.tensor(rows, dtype=torch.long))
-
-        monkeypatch.setattr(evaluation, "describe", lambda *_: next(described))
-        monkeypatch.setattr(evaluation, "answer", answer)
-        columns = evaluation.measure(policy, batch, None, 8)
-        return evaluation._merged([[columns]], 2)
-
-    return measure
-
-
-# Metrics
-
-
-def test_segmentation_by_hand(measure_answers):
-    found = measure_answers(
-        ["a cup", "dog"],
-        [rectangle(2, 10), rectangle(10, 10)],
-        [rectangle(4, 10), rectangle(5, 10)],
-        [0, 1],
-        ["a red cup", "cat"],
-    )
-    assert found.values["seg_intersection"].tolist() == [20, 50] and found.values[
-        "seg_union"
-    ].tolist() == [40, 50]
-    metrics = means(found.values)
-    assert metrics["seg_iou"] == pytest.approx((20 / 40 + 50 / 50) / 2)  # gIoU
-    assert metrics["seg_ciou"] == pytest.approx((20 + 50) / (40 + 50))
-    assert metrics["seg_p50"] == 1.0  # an IoU of exactly .5 counts
-    assert metrics["cycle_iou"] == pytest.approx((1 + 0.5) / 2)
-    assert metrics["cycle_meteor"] == pytest.approx((1 - 0.5 / 3**3) / 2)
-    assert metrics["caption_meteor"] == pytest.approx(
-        meteor(["a red cup", "the dog"], ["a cup", "dog"]).mean().item()
-    )
-    assert metrics["no_seg"] == metrics["mask_whole"] == 0
-    assert set(metrics) == set(METRICS) - {"caption_cider"}
-    assert (found.image_ids, found.references, found.captions, found.num_damaged) == (
-        ["a", "b"],
-        ["a red cup", "the dog"],
-        ["a cup", "dog"],
-        0,
-    )
-
-
-def test_an_answer_without_seg_is_an_empty_mask(measure_answers):
-    found = measure_answers(
-        ["a cup", "dog"],
-        [rectangle(2, 10)] * 2,
-        [rectangle(2, 10), rectangle(0, 0)],
-        [0, 0],
-        ["cup", ""],
-    )
-    metrics = means(found.values)
-    assert metrics["no_seg"] == 0.5 and metrics["seg_iou"] == 0.5 and metrics["seg_p50"] == 0.5
-    assert metrics["seg_ciou"] == pytest.approx(20 / (20 + 50))  # its region stays in the union
-
-
-def test_guards_by_hand(measure_answers):
-    found = measure_answers(
-        ["", "at 120, 34: a dog a dog a dog"],
-        [rectangle(2, 10)] * 2,
-        [rectangle(10, 10), rectangle(9, 10)],
-        [0, 1],
-        ["x", "x"],
-    )
-    values = found.values
-    assert values["caption_words"].tolist() == [0, 9] and values["caption_digits"].tolist() == [
-        0,
-        1,
-    ]
-    assert values["caption_repeats"].tolist() == [0, 1]
-    assert values["mask_whole"].tolist() == [1, 0]  # 100 and 90 of 100 pixels
-    assert values["cycle_iou"][0] == 0  # no caption finds nothing, whatever the model drew
-
-
-def test_cider_by_hand():
-    pytest.importorskip("pycocoevalcap")  # of the extra `eval`, 104 MB
-    # Document frequency 1 of 2 everywhere: equal captions of one word have cosine 1 for n = 1 of 4, times 10.
-    assert cider(["cup", "dog"], ["Cup!", "cat"]).tolist() == pytest.approx([10 / 4, 0])
-    scores = cider(
-        ["a red cup on the table", "a large dog"], ["a red cup on the table", "a red cup"]
-    )
-    assert (
-        scores[0].item() == pytest.approx(10) and scores[1].item() == 0
-    )  # "a" is in both references: no weight
-    assert cider(["a cup"], ["a cup"]).tolist() == [0]  # one sample has no document frequencies
-
-
-# Statistics
-
-
-def test_bootstrap_of_a_known_case():
-    values = torch.from_numpy(np.random.default_rng(1).normal(3, 2, 400))
-    low, high = bootstrap(values)
-    half = 1.96 * values.std().item() / 400**0.5
-    assert low == pytest.approx(values.mean().item() - half, abs=0.03) and high == pytest.approx(
-        values.mean().item() + half, abs=0.03
-    )
-    assert bootstrap(values) == (low, high) != bootstrap(values, seed=1)
-    assert bootstrap(torch.full((5,), 0.25)) == (0.25, 0.25)
-    low, high = bootstrap(
-        torch.tensor([0.0] * 50 + [1.0] * 50), num_resamples=5000
-    )  # binomial: standard deviation .05
-    assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
-
-
-def test_bootstrap_of_ciou_resamples_samples():
-    equal = torch.tensor([[1.0, 2.0]] * 10)
-    assert bootstrap(equal) == (0.5, 0.5)
-    low, high = bootstrap(torch.tensor([[0.0, 1.0], [90.0, 100.0]]))
-    assert (low, high) == (0.0, 0.9)  # both draws are one sample in a quarter of the cases each
-    assert evaluation.statistic(torch.tensor([[0.0, 1.0], [90.0, 100.0]])) == pytest.approx(
-        90 / 101
-    )
-
-
-def test_paired_difference_is_narrower_than_its_parts():
-    before = torch.from_numpy(np.random.default_rng(0).random(200))
-    after = before + 0.01
-    assert paired_difference(before, after) == pytest.approx((0.01, 0.01, 0.01))
-    low, high = bootstrap(before)
-    assert high - low > 0.05
-    change, low, high = paired_difference(
-        torch.tensor([[10.0, 20.0]] * 4), torch.tensor([[15.0, 20.0]] * 4)
-    )
-    assert (change, low, high) == (0.25, 0.25, 0.25)
-
-
-def test_table_has_the_difference_and_its_interval():
-    values = {name: torch.zeros(3) for name in ("cycle_iou", "seg_intersection")} | {
-        "seg_union": torch.ones(3),
-        "seg_iou": torch.zeros(3),
-    }
-    lines = evaluation.before_after_table(
-        values, values | {"cycle_iou": torch.full((3,), 0.5), "mask_whole": torch.ones(3)}
-    ).split("\n")
-    assert [line.split()[0] for line in lines] == [
-        "held",
-        "cycle_iou",
-        "seg_iou",
-        "seg_ciou",
-        "seg_p50",
-    ]
-    assert lines[1].split() == ["cycle_iou", "0.0000", "0.5000", "+0.5000", "[+0.5000,", "+0.5000]"]
-    assert rows_of(values, "seg_ciou").tolist() == [[0, 1]] * 3
 
 
 # The model
@@ -201,7 +31,8 @@ def test_roles_are_measured_apart_and_in_order(policy, scenes):
     model = policy()
     roles = Roles(model.trainable)
     samples = [*scenes, scenes[0] | {"image_id": "again"}]
-    alone = evaluation.evaluate(model, samples, 2, 12, 0, ALONE)
+    heldout = HeldOut(samples, batch_size=2, max_new_tokens=12, num_workers=0)
+    alone = evaluation.evaluate(model, heldout, ALONE)["policy"]
     assert alone.image_ids == [scene["image_id"] for scene in samples] and alone.references == [
         scene["caption"] for scene in samples
     ]
@@ -214,9 +45,7 @@ def test_roles_are_measured_apart_and_in_order(policy, scenes):
     )
     for tensor in roles.banks["teacher"].values():
         tensor.zero_()
-    both = evaluation.evaluate_roles(
-        model, roles.use, ("policy", "teacher"), samples, 2, 12, 0, ALONE
-    )
+    both = evaluation.evaluate(model, heldout, ALONE, ("policy", "teacher"), roles)
     assert all(
         torch.equal(both["policy"].values[name], alone.values[name]) for name in alone.values
     )
@@ -318,21 +147,15 @@ def test_the_limit_leaves_it_and_latest_passes_it_over(three_steps):
 def keep(policy, tmp_path):
     """Function of (step, score): `save_if_best` of the demo model into tmp_path."""
     model = policy()
-    roles = Roles(model.trainable)
     optimizer = torch.optim.AdamW(model.trainable.values())
-    scheduler = cosine_schedule(optimizer, 1, 0)
-    return lambda step, score: checkpoint.save_if_best(
-        tmp_path,
-        step,
-        score,
-        {"cycle_iou": score},
-        model,
-        roles,
-        optimizer,
-        scheduler,
-        Namespace(save_total_limit=1),
-        True,
-    )
+    schedule = cosine_schedule(optimizer, 1, 0)
+    state = RunState(model, Roles(model.trainable), [], optimizer, schedule)
+
+    def save(step, score):
+        state.step = step
+        checkpoint.save_if_best(tmp_path, state, {}, dict(cycle_iou=score, score=score), True)
+
+    return save
 
 
 def test_only_a_better_score_replaces_it(keep, tmp_path):

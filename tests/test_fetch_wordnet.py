@@ -13,7 +13,7 @@ CATEGORY = {"noun": 1, "verb": 2, "adj": 3, "adv": 4}
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A directory with the files of this environment's WordNet, which may be a directory or a zip."""
+    """A directory with the files of this environment's WordNet, be that a directory or a zip."""
     wordnet.ensure_loaded()
     directory = tmp_path_factory.mktemp("wordnet")
     for name in FILES:

@@ -1,4 +1,4 @@
-"""Runs of both loops with a judge whose server comes and goes, and with a reward of the user's own."""
+"""Runs of both loops with a judge whose server comes and goes, and with a user's own reward."""
 
 import json
 import subprocess
@@ -185,10 +185,13 @@ def test_rewards_of_the_users_own_are_added_and_logged_by_name(data, tmp_path, m
         "def brevity(completions, prompts, captions, image_ids, masks, targets, **kwargs):\n"
         "    lists = (prompts, captions, image_ids, masks, targets)\n"
         "    assert all(len(values) == len(completions) for values in lists)\n"
-        "    assert all(m.shape == t.shape and m.dtype == t.dtype for m, t in zip(masks, targets))\n"
+        "    for m, t in zip(masks, targets):\n"
+        "        assert m.shape == t.shape and m.dtype == t.dtype\n"
         "    if 'replies' in kwargs:\n"
-        "        assert len(kwargs['replies']) == len(completions) and all(p.startswith('Please segment') for p in prompts)\n"
-        "    return [None if row == 1 else 1 / (1 + len(text)) for row, text in enumerate(completions)]\n"
+        "        assert len(kwargs['replies']) == len(completions)\n"
+        "        assert all(p.startswith('Please segment') for p in prompts)\n"
+        "    values = [1 / (1 + len(text)) for text in completions]\n"
+        "    return [None if row == 1 else value for row, value in enumerate(values)]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     output = run(data, tmp_path / "run", max_steps=1, reward="short_rewards:brevity=0.5")

@@ -1,20 +1,20 @@
 """The demo's prompt head: trained alone, from a fresh draw, to a stated IoU or not at all."""
 
+import numpy as np
 import pytest
 import torch
 
-from rl_train.policies.sa2va import load_tokenizer
+from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor
-from tools import make_demo
+from tools import demo_warm_start
+from tools.make_demo import SHIPPED_CHECKPOINT
 
 
 @pytest.fixture
 def warm_start():
-    model = Sa2VAModel.from_pretrained(
-        make_demo.SHIPPED_CHECKPOINT, dtype=torch.float32, device="cpu"
-    )
-    tokenizer = load_tokenizer(make_demo.SHIPPED_CHECKPOINT)
-    return make_demo.WarmStart(
+    model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    return demo_warm_start.WarmStart(
         model, tokenizer, Sa2VAProcessor(model.config, max_tiles=1), seed=0, num_scenes=4
     )
 
@@ -38,14 +38,14 @@ def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch)
 
 
 def test_a_target_out_of_reach_is_an_error(warm_start, monkeypatch):
-    monkeypatch.setattr(make_demo, "PROMPT_HEAD_STEPS", 1)
+    monkeypatch.setattr(demo_warm_start, "PROMPT_HEAD_STEPS", 1)
     with pytest.raises(RuntimeError, match="after 1 steps, not 0.99"):
         warm_start.retrain_prompt_head(target=0.99)
 
 
 def test_answers_have_one_wording(warm_start):
     """So that loop 2 without a sampled mask has nothing to choose among."""
-    scene, rng = warm_start.scenes[0], make_demo.np.random.default_rng(0)
+    scene, rng = warm_start.scenes[0], np.random.default_rng(0)
     obj = scene.objects[scene.targets[0]]
     answers = {
         tuple(i for i in warm_start._segment(obj, scene, rng)[0]["labels"] if i != -100)

@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from rl_train.policies.sa2va import load_tokenizer
+from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes
 from tests.runs import ROOT

@@ -1,12 +1,13 @@
 """The pictures of rollouts: of any shape of image, on a canvas that the text fits."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+from rl_train.objective import Work
 from rl_train.tb import FOUND, REGION, rollout_picture
+from rl_train.types import Batch, Outcome, Rollout
 
 
 @pytest.mark.parametrize(
@@ -22,36 +23,17 @@ from rl_train.tb import FOUND, REGION, rollout_picture
 )
 @pytest.mark.parametrize("loop", [1, 2])
 def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
-    mask = torch.zeros(height, width, dtype=torch.bool)
-    batch = SimpleNamespace(
-        inputs=SimpleNamespace(sam_pixels=torch.zeros(1, 3, 1024, 1024, dtype=torch.uint8)),
-        masks=[~mask],
-        captions=["a cup"],
-    )
-    rollout = SimpleNamespace(
-        sample_of_row=[0],
-        images=SimpleNamespace(sizes=[(height, width)]),
-        batch=batch,
-        masks=[mask],
-        texts=["a mug"],
-        replies=["a cup"],
-    )
-    picture = rollout_picture(
-        SimpleNamespace(mask_sigma=None if loop == 1 else 1.0),
-        rollout,
-        0,
-        torch.ones(1),
-        torch.ones(1),
-    )
-    assert picture.dtype == np.uint8 and picture.shape == (
-        drawn_height + 18 * (loop + 2) + 8,
-        488,
-        3,
-    )
+    region = torch.ones(height, width, dtype=torch.bool)
+    batch = Batch([0], [region], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["a mug"], 1, *[None] * 5)
+    outcome = Outcome({}, [~region], ["a cup"] if loop == 2 else [])
+    work = Work(None, rollout, outcome, torch.ones(1), torch.ones(1), None)
+    picture = rollout_picture(Image.new("RGB", (1024, 1024)), work, 0)
+    lines = loop + 2
+    assert picture.dtype == np.uint8
+    assert picture.shape == (drawn_height + 18 * lines + 8, 488, 3)
     tinted = (0.3 * np.array(REGION)).astype(np.uint8)
-    assert (picture[:drawn_height, :drawn_width] == tinted).all() and (
-        picture[:, drawn_width:248][:drawn_height] == 255
-    ).all()
-    assert (picture[:drawn_height, 248 : 248 + drawn_width] == 0).all() and not (
-        picture == FOUND
-    ).all(-1).any()
+    left, right = picture[:drawn_height, :248], picture[:drawn_height, 248:]
+    assert (left[:, :drawn_width] == tinted).all() and (left[:, drawn_width:] == 255).all()
+    assert (right[:, :drawn_width] == 0).all()
+    assert not (picture == FOUND).all(-1).any()

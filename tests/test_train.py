@@ -270,24 +270,8 @@ def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
     assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
 
 
-def test_length_from_epochs(data, tmp_path):
-    args = parse_args(flags(data, tmp_path, max_steps=0, num_epochs=0.5, batch_size=4))
-    assert (
-        train.build(args, Ranks(0, 1, torch.device("cpu"))).max_steps == 8
-    )  # ceil(60 regions / 4 / 2)
 
 
-def test_learning_rate_schedule():
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    schedule = parts.cosine_schedule(optimizer, 10, 0.2)
-    rates = []
-    for _ in range(11):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
 
 
 def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
@@ -378,26 +362,6 @@ def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
     assert [line["iou"] for line in turned] == [line["iou"] for line in plain]
 
 
-@pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
-def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
-    args = parse_args(flags(data, tmp_path, learning_rate=1e-4, prompt_learning_rate=rate))
-    built = train.build(args, Ranks(0, 1, torch.device("cpu")))
-    assert len(built.optimizer.param_groups) == groups
-    rate_of = {
-        id(p): group["initial_lr"]
-        for group in built.optimizer.param_groups
-        for p in group["params"]
-    }
-    assert (
-        len(rate_of)
-        == sum(len(group["params"]) for group in built.optimizer.param_groups)
-        == len(built.policy.trainable)
-    )
-    for name, parameter in built.policy.trainable.items():
-        own = built.policy.group_of(name) == "text_hidden_fcs"
-        assert rate_of[id(parameter)] == ((rate or 1e-4) if own else 1e-4), name
-    assert built.scheduler.base_lrs[0] == 1e-4  # what the curve `learning_rate` shows
-    assert all(group["weight_decay"] == args.weight_decay for group in built.optimizer.param_groups)
 
 
 @pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])
@@ -415,257 +379,25 @@ def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     )[2] > 1e-4
 
 
-def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
-    """A phase of two laps has their seconds together and the higher peak; without a GPU there is none."""
-    peaks, times = iter([3 * 2**30, 5 * 2**30, 4 * 2**30]), iter([0.0, 1.0, 3.0, 7.0])
-    resets = []
-    for name, function in dict(
-        synchronize=lambda _: None,
-        max_memory_allocated=lambda _: next(peaks),
-        reset_peak_memory_stats=resets.append,
-    ).items():
-        monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(train.time, "perf_counter", lambda: next(times))
-    clock = train.Clock(torch.device("cuda"))
-    for phase in ("rollout", "teacher", "rollout"):
-        clock(phase)
-    assert clock.laps == [
-        ("rollout", 1.0, 3 * 2**30),
-        ("teacher", 2.0, 5 * 2**30),
-        ("rollout", 4.0, 4 * 2**30),
-    ]
-    assert clock.seconds == {"rollout": 5.0, "teacher": 2.0} and clock.peaks == {
-        "rollout": 4.0,
-        "teacher": 5.0,
-    }
-    assert len(resets) == 4  # no phase sees the peak of the one before
-    monkeypatch.undo()
-    clock = train.Clock(torch.device("cpu"))
-    clock("rollout")
-    assert list(clock.seconds) == ["rollout"] and clock.peaks == {}
 
 
-def test_memory_that_a_run_holds(policy):
-    """Roles cost banks of the trainables, not copies of the model."""
-    model = policy(groups=("lora", "mlp1"), dtype=torch.bfloat16)
-    sizes = parts.standing_memory(model)
-    trainable = 4 * sum(p.numel() for p in model.trainable.values())
-    assert sizes["trainable weights"] == sizes["gradients"] == trainable
-    assert sizes["optimizer"] == sizes["teacher and reference"] == 2 * trainable
-    frozen = {n: p for n, p in model.model.named_parameters() if n not in model.trainable}
-    float32 = sum(p.numel() for n, p in frozen.items() if n.startswith(FLOAT32_MODULES))
-    assert sizes["frozen base"] == 2 * sum(p.numel() for p in frozen.values()) + 2 * float32
 
 
-# What goes wrong stops the run
 
 
-def test_a_fault_in_a_reward_is_raised(data, tmp_path, monkeypatch):
-    def broken(*_):
-        raise TypeError("a fault of ours")
-
-    monkeypatch.setattr("rl_train.tasks.mask_caption_mask.segment", broken)
-    with pytest.raises(TypeError, match="a fault of ours"):
-        run(data, tmp_path)
-    assert not list(tmp_path.glob("checkpoint_step_*"))
 
 
-def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a_sentence(
-    data, tmp_path, monkeypatch
-):
-    """What it raises itself keeps its traceback, a ValueError too."""
-    (tmp_path / "users.py").write_text(
-        "def short(completions, **kwargs):\n    return [1.0]\n\n"
-        "def broken(completions, **kwargs):\n    return [float(text) for text in completions]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        SystemExit,
-        match="^rl_train: --reward users:short: returned 1 for 4 completions, not one number each$",
-    ):
-        run(data, tmp_path / "short", reward="users:short")
-    with pytest.raises(ValueError, match="^could not convert string to float"):
-        run(data, tmp_path / "broken", reward="users:broken")
 
 
-@pytest.mark.parametrize("loop", ["loop1", "loop2"])
-def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path, monkeypatch, loop):
-    built, loss_of = parts_of(monkeypatch), train.rollout_loss
-
-    def poisoned(policy, rollout, *rest):
-        loss, stats = loss_of(policy, rollout, *rest)
-        return (loss * float("nan") if rollout.has_mask == (loop == "loop2") else loss), stats
-
-    monkeypatch.setattr(train, "rollout_loss", poisoned)
-    with pytest.raises(FloatingPointError, match=f"not finite: rank 0: {loop} loss") as raised:
-        run(data, tmp_path, max_steps=1)
-    assert f"loop{3 - int(loop[-1])} loss" not in str(raised.value)
-    (parts,) = built
-    start = parts.roles.banks["reference"]  # a copy made before the first step
-    assert all(torch.equal(p, start[n]) for n, p in parts.policy.trainable.items())
-    assert all(torch.equal(t, start[n]) for n, t in parts.roles.banks["teacher"].items())
-    assert not parts.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
-    weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("one", "two", "three")}
-    policy, optimizer = (
-        SimpleNamespace(trainable=weights, group_of=lambda name: name[:1]),
-        torch.optim.AdamW(weights.values()),
-    )
-    weights["one"].grad, weights["two"].grad = (
-        torch.tensor([3.0, 0.0, 4.0]),
-        torch.tensor([0.0, value, 1.0]),
-    )
-    args = SimpleNamespace(max_grad_norm=1.0)
-    with pytest.raises(
-        FloatingPointError, match=r"^not finite: rank 0: gradient of two \(norm (nan|inf)\)$"
-    ):
-        train.update(args, policy, optimizer, {"loop1": Counter(loss=0.5)})
-    assert all((p == 1).all() for p in weights.values()) and not optimizer.state
-    weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
-    assert train.update(args, policy, optimizer, {"loop1": Counter(loss=0.5)}) == {
-        "o": 5.0,
-        "t": 12.0,
-    }  # three has none: 0
-    assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
 
 
-def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, monkeypatch):
-    """A region whose image does not decode is left out with its name; above --max_bad_fraction the run ends with one sentence."""
-    read = GraspAnyRegionDataset.__getitem__
-    bad = {1, 2, 3, 5, 8, 13, 21, 34, 55}
-
-    def damaged(dataset, i):
-        if i in bad and len(dataset) > 30:
-            raise DamagedSample(f"region{i}", "damaged image")
-        return read(dataset, i)
-
-    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", damaged)
-    output = run(
-        data,
-        tmp_path / "kept",
-        max_steps=8,
-        batch_size=4,
-        max_bad_fraction=0.5,
-        tasks="mask_caption_mask",
-    )
-    found = list(curve(output, "data/damaged").values())
-    assert 0 <= found[0] <= found[-1] <= len(bad) and found[-1] >= 3
-    assert all("region" not in line["image_id"] for line in rollouts(output))
-    with pytest.raises(SystemExit) as stopped:
-        run(
-            data,
-            tmp_path / "stopped",
-            max_steps=8,
-            batch_size=4,
-            max_bad_fraction=0.03,
-            tasks="mask_caption_mask",
-        )
-    assert "--max_bad_fraction 0.03" in str(stopped.value) and "damaged when decoded" in str(
-        stopped.value
-    )
 
 
-def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
-    """By --mask_sigma auto, by training and by evaluation."""
-    read = GraspAnyRegionDataset.__getitem__
-    long = ("a red thing " * 900).strip()
-    monkeypatch.setattr(
-        GraspAnyRegionDataset,
-        "__getitem__",
-        lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 3 else {}),
-    )
-    output = run(
-        data,
-        tmp_path / "run",
-        max_steps=2,
-        max_bad_fraction=1,
-        tasks="caption_mask_caption",
-        mask_sigma="auto",
-        eval_samples=4,
-    )
-    assert curve(output, "data/damaged")[2] >= 1 and all(
-        line["caption"] != long for line in rollouts(output)
-    )
-    assert (
-        "caption of 10799 characters: its prompt of 2781 tokens (--max_tiles 1) and --max_completion_length 12"
-        in capsys.readouterr().out
-    )
 
 
-def test_regions_of_one_image_stay_on_one_side(monkeypatch):
-    """Whole images are held out; what of the last one is too many is not trained on either."""
-
-    class Regions:
-        images = np.array([0, 0, 1, 2, 2, 2, 3, 3, 4])
-
-        def __init__(self, data_dir):
-            pass
-
-        def __len__(self):
-            return len(self.images)
-
-        def report(self):
-            return dict(rows=5, kept=9, skipped={}, resized_masks=0)
-
-    monkeypatch.setitem(parts.DATASETS, "gar", Regions)
-    for eval_samples in range(1, 6):
-        args = SimpleNamespace(
-            dataset="gar",
-            data_dir="x",
-            eval_data_dir=None,
-            eval_samples=eval_samples,
-            max_bad_fraction=0,
-        )
-        training, heldout, _ = parts.split_dataset(args)
-        images = [{int(Regions.images[i]) for i in part.indices} for part in (training, heldout)]
-        assert (
-            len(heldout) == eval_samples
-            and images[0].isdisjoint(images[1])
-            and len(images[0] | images[1]) == 5
-        )
-        assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices
 
 
-def test_pictures_are_held_out_whole(data):
-    """Though each of their regions is a row of its own, as `write_gar` writes them."""
-    args = SimpleNamespace(
-        dataset="gar",
-        data_dir=data / "train",
-        eval_data_dir=None,
-        eval_samples=10,
-        max_bad_fraction=0,
-    )
-    training, heldout, _ = parts.split_dataset(args)
-    pictures = [
-        {part[i]["image"].tobytes() for i in range(len(part))} for part in (training, heldout)
-    ]
-    assert (
-        len(heldout) == 10
-        and pictures[0].isdisjoint(pictures[1])
-        and len(pictures[0] | pictures[1]) == 20
-    )
 
 
-def test_no_reward_at_all_is_no_reward_of_zero():
-    """A step in which the judge was down leaves no point on the reward's curve."""
-    rewards = {"meteor": torch.full((4,), torch.nan)}
-    rollout = SimpleNamespace(
-        num_generations=2,
-        valid=torch.ones(4, 3, dtype=torch.bool),
-        stopped=torch.ones(4, dtype=torch.bool),
-        texts=["a"] * 4,
-        replies=[],
-        has_mask=False,
-        masks=[torch.zeros(2, 2, dtype=torch.bool)] * 4,
-    )
-    sums = Counter(rollout_sums(rollout, rewards, rewards["meteor"])) + Counter()
-    curves = scalars(
-        Counter(dict.fromkeys(("loss", "policy_loss", "tokens", "kl", "clipped", "entropy"), 0.0))
-        | sums
-    )
-    assert curves["unscored_frac"] == 1 and not {"reward_mean", "reward_std", "meteor"} & set(
-        curves
-    )

@@ -1,18 +1,22 @@
-"""Drawn scenes for the demo: objects of several colours, shapes, sizes and places, their masks and captions.
+"""Drawn scenes for the demo: objects of several colours, shapes, sizes and places, and captions.
 
-Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn before it.
-Every scene holds distractors: each object in `scene.targets` shares its shape or its colour with another, and in
-about a third of the scenes two objects share their colour. Only a caption that says enough finds the target; all four
-attributes together (colour, shape, size, position) always do.
+Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
+before it. Every scene holds distractors: each object in `scene.targets` shares its shape or its
+colour with another, and in about a third of the scenes two objects share their colour. Only a
+caption that says enough finds the target; all four attributes together (colour, shape, size,
+position) always do.
 
-H, W = image height and width in pixels; positions are (x, y) in pixels of the image, x to the right.
+H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import Image
 
+from tools.demo_shapes import background, place, stamp
+
+TRAIN, HELDOUT, WARM_START = 0, 1, 2  # split numbers of make_scene
 COLORS = {
     "red": (214, 36, 40),
     "green": (36, 150, 62),
@@ -24,12 +28,12 @@ COLORS = {
     "white": (252, 252, 252),
 }
 SHAPES = ("circle", "square", "triangle", "cross")
-SIZES = {
+SIZES = {  # of min(H, W)
     "tiny": (0.06, 0.09),
     "small": (0.13, 0.17),
     "medium": (0.22, 0.28),
     "large": (0.35, 0.42),
-}  # of min(H, W)
+}
 SIZE_ODDS = (0.1, 0.25, 0.4, 0.25)
 POSITIONS = (
     ("top left", "top", "top right"),
@@ -48,8 +52,6 @@ IMAGE_SIZES = ((256, 256), (320, 240), (240, 320), (288, 224))  # (W, H)
 MIN_VISIBLE = 0.6  # share of its own pixels that a partly covered object keeps
 COLOR_JITTER = 10  # of 255, per object and channel
 NOISE = 4  # of 255, per pixel and channel
-MAX_TILT = 8.0  # degrees; 45 would turn a square into a diamond
-SUPERSAMPLE = 4
 SAME_COLOR_ODDS = 0.35
 
 # captions: under 120 words in all, so that a tiny language model can learn them
@@ -139,17 +141,17 @@ def make_scene(seed: int, split: int, index: int) -> Scene:
 
 
 def draw_scene(rng: np.random.Generator) -> Scene:
-    """One scene, drawn again from `rng` until its objects fit and no two share all four attributes."""
+    """One scene, drawn again from `rng` until its objects fit and no two share all attributes."""
     while True:
         scene = _try_scene(rng)
-        if scene is not None and len({obj.attributes for obj in scene.objects}) == len(
-            scene.objects
-        ):
-            return scene
+        if scene is not None:
+            distinct = {obj.attributes for obj in scene.objects}
+            if len(distinct) == len(scene.objects):
+                return scene
 
 
 def position_of(mask: np.ndarray) -> str:
-    """The one of nine positions in which the centroid of `mask` (H, W) lies, by thirds of the image."""
+    """The one of nine positions in which the centroid of `mask` (H, W) lies, by thirds."""
     rows, cols = np.nonzero(mask)
     row = int((rows.mean() + 0.5) / mask.shape[0] * 3)
     col = int((cols.mean() + 0.5) / mask.shape[1] * 3)
@@ -209,104 +211,37 @@ def _plan(rng) -> list[tuple[str, str]]:
 
 def _try_scene(rng) -> Scene | None:
     width, height = IMAGE_SIZES[rng.integers(len(IMAGE_SIZES))]
-    background = str(rng.choice(list(BACKGROUNDS)))
-    canvas = _background(rng, BACKGROUNDS[background], width, height)  # (H, W, 3) float
+    tint = str(rng.choice(list(BACKGROUNDS)))
+    canvas = background(rng, BACKGROUNDS[tint], width, height)  # (H, W, 3) float
     plan = _plan(rng)
     sizes = rng.choice(list(SIZES), size=len(plan), p=SIZE_ODDS).tolist()
     visible, num_pixels = [], []
     for k, ((color, shape), size) in enumerate(zip(plan, sizes)):
-        stamp = _stamp(rng, shape, rng.uniform(*SIZES[size]) * min(width, height))  # (h, w) in 0..1
+        alpha = stamp(rng, shape, rng.uniform(*SIZES[size]) * min(width, height))  # (h, w) in 0..1
         keep = MIN_VISIBLE if rng.random() < 0.3 else 1.0
         rivals = [visible[j] for j in range(k) if plan[j][0] == color]
         for _ in range(40):
-            box = _place(rng, stamp.shape, width, height)
-            hidden = [(v[box] & (stamp >= 0.5)).sum() for v in visible]
-            if all(
-                v.sum() - h >= keep * n for v, h, n in zip(visible, hidden, num_pixels)
-            ) and not any(
-                v[box][stamp > 0].any() for v in rivals
-            ):  # one colour over itself hides the outline
+            box = place(rng, alpha.shape, width, height)
+            hidden = [(v[box] & (alpha >= 0.5)).sum() for v in visible]
+            seen = all(v.sum() - h >= keep * n for v, h, n in zip(visible, hidden, num_pixels))
+            # One colour over itself would hide the outline.
+            if seen and not any(v[box][alpha > 0].any() for v in rivals):
                 break
         else:
             return None
         mask = np.zeros((height, width), dtype=bool)
-        mask[box] = stamp >= 0.5
+        mask[box] = alpha >= 0.5
         visible = [v & ~mask for v in visible] + [mask]
         num_pixels.append(int(mask.sum()))
-        paint = np.clip(
-            np.array(COLORS[color]) + rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3), 0, 255
-        )
-        canvas[box] += stamp[..., None] * (paint - canvas[box])
+        jitter = rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3)
+        paint = np.clip(np.array(COLORS[color]) + jitter, 0, 255)
+        canvas[box] += alpha[..., None] * (paint - canvas[box])
     canvas += rng.integers(-NOISE, NOISE + 1, canvas.shape, dtype=np.int8)
     objects = tuple(
         Object(color, shape, size, position_of(mask), mask)
         for (color, shape), size, mask in zip(plan, sizes, visible)
     )
-    return Scene(
-        Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8)), objects, background
-    )
-
-
-def _background(rng, tint, width: int, height: int) -> np.ndarray:
-    """(H, W, 3) float: the tint with a linear gradient in a random direction."""
-    angle = rng.uniform(0, 2 * np.pi)
-    y, x = np.mgrid[0:height, 0:width]
-    slope = np.cos(angle) * (x / width - 0.5) + np.sin(angle) * (y / height - 0.5)
-    return np.array(tint) + rng.integers(-6, 7, 3) + rng.uniform(10, 30) * slope[..., None]
-
-
-def _stamp(rng, shape: str, diameter: float) -> np.ndarray:
-    """The shape alone, (h, w) float in 0..1 with smooth edges, cropped to its own pixels."""
-    side = int(np.ceil(diameter * 1.3)) + 2  # room for corners and tilt
-    big = Image.new("L", (side * SUPERSAMPLE,) * 2)
-    draw = ImageDraw.Draw(big)
-    centre, radius = side * SUPERSAMPLE / 2, diameter * SUPERSAMPLE / 2
-    if shape in ("circle", "ring"):
-        for r, ink in ((radius, 255), (0.55 * radius, 0))[: 1 if shape == "circle" else 2]:
-            draw.ellipse([centre - r, centre - r, centre + r, centre + r], fill=ink)
-    else:
-        tilt = np.deg2rad(rng.uniform(-MAX_TILT, MAX_TILT))
-        turn = np.array([[np.cos(tilt), np.sin(tilt)], [-np.sin(tilt), np.cos(tilt)]])
-        points = centre + radius * np.array(_outline(shape)) @ turn
-        draw.polygon([tuple(p) for p in points], fill=255)
-    alpha = np.asarray(big.reduce(SUPERSAMPLE), dtype=np.float64) / 255
-    rows, cols = np.nonzero(alpha.any(1))[0], np.nonzero(alpha.any(0))[0]
-    return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
-
-
-def _outline(shape: str) -> list[tuple[float, float]]:
-    """Corners (x, y) of a polygon in units of the object's radius, y downwards."""
-    if shape == "square":
-        return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
-    if shape == "triangle":
-        return [(0, -1), (1, 0.8), (-1, 0.8)]
-    if shape == "diamond":
-        return [(0, -1.05), (0.68, 0), (0, 1.05), (-0.68, 0)]
-    if shape == "cross":
-        a, b = 0.32, 1.0
-        return [
-            (-a, -b),
-            (a, -b),
-            (a, -a),
-            (b, -a),
-            (b, a),
-            (a, a),
-            (a, b),
-            (-a, b),
-            (-a, a),
-            (-b, a),
-            (-b, -a),
-            (-a, -a),
-        ]
-    assert shape == "star", shape
-    angles = np.arange(10) * np.pi / 5 - np.pi / 2
-    return [(r * np.cos(t), r * np.sin(t)) for r, t in zip([1.08, 0.45] * 5, angles)]
-
-
-def _place(rng, shape: tuple[int, int], width: int, height: int) -> tuple[slice, slice]:
-    """A window of `shape` (h, w) somewhere in the image, at least two pixels off the border."""
-    top, left = rng.integers(2, height - shape[0] - 1), rng.integers(2, width - shape[1] - 1)
-    return np.s_[top : top + shape[0], left : left + shape[1]]
+    return Scene(Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8)), objects, tint)
 
 
 def _position(rng, position: str) -> str:

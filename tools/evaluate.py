@@ -1,46 +1,41 @@
-"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals, and against an earlier measurement.
+"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals.
 
-    python -m tools.evaluate --model_path M --data_dir D --output before.json                 # a base, or an exported folder
-    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D [--role ema] --before before.json
-    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test      # D/refcocog/instances.json ..
-    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]                          # samples (and the base) shared by 8 GPUs
+A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refcocog/instances.json
+..); samples, and with --shard_base the base, shared by 8 GPUs:
 
-A checkpoint's base is the one that its config.json names; if that has moved, give the base as --model_path and the checkpoint as
---checkpoint. Decoding is greedy, so two runs on the same number of processes write the same file.
+    python -m tools.evaluate --model_path M --data_dir D --output before.json
+    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
+    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
+    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
+
+A checkpoint's base is the one that its config.json names; if that has moved, give the base as
+--model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
+of processes write the same file.
 """
 
 import argparse
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from rl_train import checkpoint, distributed
-from rl_train.config import check_at_least
+from rl_train import distributed
+from rl_train.config import COUNT, COUNT_OR_0, PolicyConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
-from rl_train.evaluation import METRICS, Measured, before_after_table, cider, evaluate, record
+from rl_train.evaluation import HeldOut, Measured, evaluate, record
 from rl_train.files import check_writable, read_json
-from rl_train.policies.sa2va import build_policy
-from rl_train.rewards.meteor import meteor, require_wordnet
+from rl_train.policies.sa2va import TRAINABLE, build_policy
+from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
+from rl_train.statistics import before_after_table
+from rl_train.tasks.cycle_measures import METRICS
+from tools.trained_policy import load_policy
 
-# What a bare model is measured with: a LoRA that adds nothing, and every group, though none of them trains here.
-BASE = dict(
-    lora_r=1,
-    lora_alpha=1,
-    lora_dropout=0.0,
-    temperature=1.0,
-    gradient_checkpointing=False,
-    mask_sigma=1.0,
-    mask_loss_coef=1.0,
-    tasks=["mask_caption_mask", "caption_mask_caption"],
-    caption_to_mask_weight=1.0,
-)
 NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
 
 
@@ -63,7 +58,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--split", help="of RefCOCO; default val")
     add(
         "--image_root",
-        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked for in --data_dir",
+        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
+        "for in --data_dir",
     )
     add(
         "--checkpoint",
@@ -76,11 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
         default="policy",
         help="whose weights of the checkpoint",
     )
-    add("--num_samples", type=int, help="first regions to measure; default all")
-    add("--batch_size", type=int, default=8)
-    add("--max_completion_length", type=int, default=128)
-    add("--max_tiles", type=int, default=1)
-    add("--num_workers", type=int, default=2)
+    add("--num_samples", type=COUNT, help="first regions to measure; default all")
+    add("--batch_size", type=COUNT, default=8)
+    add("--max_completion_length", type=COUNT, default=128)
+    add("--max_tiles", type=COUNT, default=1)
+    add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add(
         "--shard_base",
@@ -115,32 +111,17 @@ def build_measured_policy(args, ranks):
                 f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many"
             )
         folder, base = base, Path(read_json(base / "config.json")["model_path"])
-        if not base.is_dir():
-            raise ValueError(
-                f"--model_path {folder}: the run started from {base}, which is no folder here; give the base as --model_path "
-                f"and this folder as --checkpoint"
-            )
     if folder is None and args.role == "ema":
         raise ValueError(
             f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher"
         )
-    flags = read_json(folder / "config.json") if folder else BASE
-    chosen = dict(
-        model_path=str(base),
-        dtype=args.dtype,
-        max_tiles=args.max_tiles,
-        max_completion_length=args.max_completion_length,
-    )
-    policy = build_policy(
-        SimpleNamespace(**flags | chosen), ranks.device, Shards(ranks) if args.shard_base else None
-    )
+    shards = Shards(ranks) if args.shard_base else None
+    how = dict(dtype=args.dtype, max_tiles=args.max_tiles)
+    tokens, device = args.max_completion_length, ranks.device
     if folder:
-        checkpoint.load_weights(
-            folder,
-            policy.trainable,
-            "ema.safetensors" if args.role == "ema" else "trainables.safetensors",
-        )
-    return policy
+        return load_policy(folder, args.role, base, device, tokens, shards, **how)
+    config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **how)
+    return build_policy(config, TRAINABLE, tokens, device, shards)
 
 
 def build_dataset(args):
@@ -174,7 +155,8 @@ def read_before(file: Path, num_samples: int) -> dict:
         ) from error
     if num_before != num_samples:
         raise ValueError(
-            f"--before {file} holds {num_before} samples, this data set {num_samples}: the difference would not be paired"
+            f"--before {file} holds {num_before} samples, this data set {num_samples}: "
+            "the difference would not be paired"
         )
     return before
 
@@ -182,16 +164,33 @@ def read_before(file: Path, num_samples: int) -> dict:
 def check_same_samples(before: dict, file: Path, measured: Measured):
     """Raise ValueError, with the first difference, if `before` was measured on other samples.
 
-    True captions count too: an image_id begins below --data_dir, so that two folders of one layout have the same ones.
+    True captions count too: an image_id begins below --data_dir, so that two folders of one layout
+    have the same ones.
     """
     earlier = list(zip(before["image_ids"], before["references"]))
     now = list(zip(measured.image_ids, measured.references))
     for place in range(len(now)):
         if earlier[place] != now[place]:
             raise ValueError(
-                f"--before {file} was measured on other samples, the difference would not be paired: sample {place} was "
-                f"{earlier[place]}, now {now[place]}"
+                f"--before {file} was measured on other samples, the difference would not be "
+                f"paired: sample {place} was {earlier[place]}, now {now[place]}"
             )
+
+
+def cider(references: list[str], captions: list[str]) -> torch.Tensor:
+    """(n,) float64 CIDEr-D of each caption, with document frequencies of the n references.
+
+    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without
+    punctuation. Published numbers are of the PTB tokenizer, which needs Java, and of several
+    references for a sample.
+    """
+    from pycocoevalcap.cider.cider import Cider
+
+    words = [
+        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
+        for texts in (references, captions)
+    ]
+    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
 
 
 def table(found: dict) -> str:
@@ -206,15 +205,14 @@ def table(found: dict) -> str:
 
 
 def run(args, ranks):
-    """Measure, print, write and compare. Raises ValueError for what is wrong in the flags and files."""
+    """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     policy = build_measured_policy(args, ranks)
-    measured = evaluate(
-        policy, dataset, args.batch_size, args.max_completion_length, args.num_workers, ranks
-    )
+    heldout = HeldOut(dataset, args.batch_size, args.max_completion_length, args.num_workers)
+    measured = evaluate(policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
     if args.legacy_cleaner:
@@ -234,7 +232,8 @@ def run(args, ranks):
     print0(table(found))
     if measured.num_damaged:
         print0(
-            f"{measured.num_damaged} samples did not decode or fit; others were measured in their place"
+            f"{measured.num_damaged} samples did not decode or fit; "
+            "others were measured in their place"
         )
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
@@ -261,11 +260,6 @@ def run(args, ranks):
 def main(argv=None):
     parser = build_parser()
     args = parser.parse_args(argv)
-    check_at_least(
-        parser,
-        args,
-        dict(num_samples=1, batch_size=1, max_completion_length=1, max_tiles=1, num_workers=0),
-    )
     require_wordnet()
     ranks = distributed.init()
     try:

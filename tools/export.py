@@ -1,22 +1,22 @@
 """Merge a run's checkpoint into its base model: one folder in the original Sa2VA layout.
 
-    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role ema] [--model_path M] [--dtype bfloat16]
+    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role ema]
+                           [--model_path M] [--dtype bfloat16]
 
-The folder holds the weights (safetensors, original key names), and a copy of every other file of the base's folder: config,
-tokenizer and, if it is there, the original code, which can then load what was trained here.
+The folder holds the weights (safetensors, original key names), and a copy of every other file of
+the base's folder: config, tokenizer and, if it is there, the original code, which can then load
+what was trained here.
 """
 
 import argparse
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import safe_open
 
-from rl_train import checkpoint
-from rl_train.files import check_writable, read_json
-from rl_train.policies.sa2va import build_policy
+from rl_train.files import check_writable
+from tools.trained_policy import load_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
@@ -30,7 +30,8 @@ def export(
 ):
     """Write `output` from the checkpoint in `folder`.
 
-    The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would vanish one by one.
+    The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would
+    vanish one by one.
 
     Args:
         role: "policy" or "ema" (the teacher).
@@ -38,30 +39,22 @@ def export(
         dtype: of the written weights; default is that of the base's file.
 
     Raises:
-        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a file, or it trains other weights than
-            the base has.
+        ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a
+            file, or it trains other weights than the base has.
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
         raise ValueError(
-            f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, it is not a checkpoint_step_N folder"
+            f"--checkpoint {folder}: config.json and trainables.safetensors are not both there, "
+            "it is not a checkpoint_step_N folder"
         )
     for place in (output, output.parent):  # beside it lies what is unfinished
         check_writable("--output", place)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty")
-    flags = read_json(folder / "config.json")
-    base = Path(model_path or flags["model_path"])
-    if not base.is_dir():
-        raise ValueError(
-            f"--model_path {base}: no such folder (the run was started from {flags['model_path']})"
-        )
-    policy = build_policy(
-        SimpleNamespace(**{**flags, "model_path": str(base), "dtype": "float32"}), "cpu"
-    )
-    checkpoint.load_weights(
-        folder, policy.trainable, "ema.safetensors" if role == "ema" else "trainables.safetensors"
-    )
+    policy = load_policy(folder, role, model_path, "cpu", dtype="float32")
+    base = policy.model.folder
+    policy.engine.release()  # weights that it has taken over cannot be merged and saved
     policy.peft.merge_and_unload()
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left

@@ -1,6 +1,6 @@
 """Install the WordNet 3.0 files that METEOR reads, from whichever source is reachable.
 
-    python -m tools.fetch_wordnet                    # into {sys.prefix}/nltk_data, which NLTK searches
+    python -m tools.fetch_wordnet                # into {sys.prefix}/nltk_data, which NLTK searches
     python -m tools.fetch_wordnet --output_dir DIR   # then set NLTK_DATA=DIR
 
 Does nothing if WordNet already works. Otherwise three sources are tried in order: NLTK's own
@@ -157,9 +157,8 @@ def _run(command: Sequence[str], cwd: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     if result.returncode != 0:
-        raise RuntimeError(
-            f"{command[0]} exited {result.returncode}: {(result.stderr or result.stdout).strip()[-500:]}"
-        )
+        said = (result.stderr or result.stdout).strip()[-500:]
+        raise RuntimeError(f"{command[0]} exited {result.returncode}: {said}")
 
 
 # Installing and checking.

@@ -1,10 +1,10 @@
-"""A Sa2VA-4B checkpoint with random weights, to try memory and speed of one's own GPUs before a download.
+"""A Sa2VA-4B checkpoint with random weights, to try one's GPUs before a download.
 
     python -m tools.random_checkpoint --output outputs/random_4b [--device cuda]
-    python -m rl_train.train --model_path outputs/random_4b --data_dir .. --max_steps 2 --output_dir ..
+    python -m rl_train.train --model_path outputs/random_4b --data_dir .. --max_steps 2 ..
 
-Shapes, key layout and special-token ids are those of the published 4B (InternViT-300M, Qwen2.5-3B, SAM2 Hiera-L; 3.9 B weights,
-7.9 GB in bfloat16). Nothing that it says means anything.
+Shapes, key layout and special-token ids are those of the published 4B (InternViT-300M, Qwen2.5-3B,
+SAM2 Hiera-L; 3.9 B weights, 7.9 GB in bfloat16). Nothing that it says means anything.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf.weights import default_dtype
 
 CONFIG_4B = dict(
     architectures=["Sa2VAChatModel"],
@@ -78,12 +79,17 @@ ADDED = (
         "</vp>",
     ]
 )  # 151643 .. 151678, as in Sa2VA's tokenizer
-SEG_LOGIT_STD = 6.0  # of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2 has masks
+# Of [SEG] over random hidden states: it is sampled in a few per cent of positions, so that loop 2
+# has masks.
+SEG_LOGIT_STD = 6.0
 
 
 def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 151,679 tokens, or fewer: words of up to four letters are one token each, so that random ids decode to
-    text that encodes to about as many ids."""
+    """A byte-level BPE of 151,679 tokens, or fewer.
+
+    Words of up to four letters are one token each, so that random ids decode to text that encodes
+    to about as many ids.
+    """
     letters = string.ascii_lowercase
     vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = []
@@ -94,10 +100,8 @@ def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast
             merges.append(("Ġ" + word[:-1], word[-1]))
             vocab["Ġ" + word] = len(vocab)
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ADDED])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left"
@@ -109,13 +113,8 @@ def random_model(
 ) -> Sa2VAModel:
     """A model of random weights."""
     torch.manual_seed(seed)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            return Sa2VAModel(Sa2VAConfig(**config))
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(dtype), torch.device(device):
+        return Sa2VAModel(Sa2VAConfig(**config))
 
 
 def write(folder: Path, config: dict = CONFIG_4B, device="cpu", seed: int = 0):

@@ -1,12 +1,13 @@
-"""Train several arms over several seeds, side by side, and print what each changed on held-out regions.
+"""Train several arms over several seeds, side by side, and print what each changed.
 
     python -m tools.make_demo --output_dir outputs/demo
     python -m tools.sweep --arms loop1 loop1_shuffled --jobs 2 --output outputs/sweep
-    python -m tools.sweep --output outputs/sweep                    # no arms: the table of what is there
+    python -m tools.sweep --output outputs/sweep          # no arms: the table of what is there
 
-An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo. Every run is one process on one CPU core (with
---gpu also on one of the GPUs, in turn); a run that is complete is not run again, and one of other flags stops the sweep's arm.
-docs/results.md was made by this program.
+An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo. Every run
+is one process on one CPU core (with --gpu also on one of the GPUs, in turn); a run that is complete
+is not run again, and one of other flags stops the sweep's arm. docs/results.md was made by this
+program.
 """
 
 import argparse
@@ -20,16 +21,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_train.config import check_same, parse_args
-from rl_train.evaluation import bootstrap, rows_of
+from rl_train.cli import check_same, parse
 from rl_train.grpo import group_std
+from rl_train.statistics import bootstrap, rows_of
 
-# Flags of rl_train.train: those of the demo in run_rl_train.sh, what makes a run shorter, and what each arm changes.
+# Flags of rl_train.train: those of the demo in run_rl_train.sh, what makes a run shorter, and what
+# each arm changes.
 DEMO = (
-    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 "
-    "--num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02"
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
+    "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
+    "--ema_decay 0.95 --kl_coef 0.02"
 )
-SHORT = "--no-gradient_checkpointing --likelihood_share 1 --num_workers 0 --max_steps 120 --eval_samples 128 --eval_steps 0 --save_steps 1000"
+SHORT = (
+    "--no-gradient_checkpointing --likelihood_share 1 --num_workers 0 --max_steps 120 "
+    "--eval_samples 128 --eval_steps 0 --save_steps 1000"
+)
 LOOP1 = "--tasks mask_caption_mask"
 LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0"  # policy term only
 BOTH = "--mask_loss_coef 0"
@@ -122,7 +128,7 @@ def run(number: int, arm: str, seed: int, args) -> str | None:
     line = command(arm, seed, args.demo, output, args.extra)
     if (output / "config.json").is_file():
         try:
-            check_same(output / "config.json", vars(parse_args(line[3:])), str(output))
+            check_same(output / "config.json", parse(line[3:]).flags, str(output))
         except ValueError as error:
             return str(error)
         if evaluations(output)[1:]:
@@ -142,7 +148,7 @@ def run(number: int, arm: str, seed: int, args) -> str | None:
 
 
 def evaluations(output: Path) -> list[dict[str, torch.Tensor]]:
-    """The measures before the first step and after the last one, the latter only of a run that got there."""
+    """The measures before the first step and, of a run that got there, after the last one."""
     files = sorted(
         (output / "evaluation").glob("step_*.json"),
         key=lambda file: int(file.stem.removeprefix("step_")),
@@ -161,8 +167,9 @@ def evaluations(output: Path) -> list[dict[str, torch.Tensor]]:
 def change(runs: list[Path], metric: str) -> dict:
     """Of a metric, after minus before: the mean over runs (seeds), and its 95 % intervals.
 
-    Over seeds: Student's t of the runs' means, for other seeds on these regions. Over regions: bootstrap of the regions' means
-    over runs, for other regions with these seeds; regions count as independent, though some share an image.
+    Over seeds: Student's t of the runs' means, for other seeds on these regions. Over regions:
+    bootstrap of the regions' means over runs, for other regions with these seeds; regions count as
+    independent, though some share an image.
     """
     before, after = zip(*(evaluations(output) for output in runs))
     rows = torch.stack(
@@ -216,7 +223,8 @@ def table(folder: Path) -> dict:
             )
     head = "".join(f"{metric:>38s}" for metric in METRICS)
     print(
-        "change on held-out regions: mean over seeds, +- 95 % over seeds [95 % over regions]; zero_std: groups without variance\n"
+        "change on held-out regions: mean over seeds, +- 95 % over seeds [95 % over regions]; "
+        "zero_std: groups without variance\n"
         f"{'arm':24s} runs{head}   zero_std"
     )
     for arm, row in found.items():

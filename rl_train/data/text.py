@@ -47,3 +47,13 @@ def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -
 def is_blank(text: str | None) -> bool:
     """Whether `clean_caption` leaves nothing of `text`."""
     return not text or not text.strip() or (text.lstrip()[0] in "<[" and not clean_caption(text))
+
+
+def phrase(caption: str) -> str:
+    """`caption` as {x} of a segmentation prompt: lower case, without final stop or special tokens.
+
+    A sampled caption may hold special-token strings; as text of a prompt they would become image or
+    [SEG] tokens.
+    """
+    text = clean_caption(caption.lower())
+    return text[:-1] if text.endswith(".") else text

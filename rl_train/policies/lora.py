@@ -1,4 +1,4 @@
-"""What every policy with a LoRA on its language model shares, as functions: what trains, counts, ids, tokenizer.
+"""What every policy with a LoRA on its language model shares, as functions.
 
 Letters: P prompts, L their longest length.
 """
@@ -17,14 +17,8 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def attach_lora(language_model, rank: int, alpha: int, dropout: float = 0.0, targets=PROJECTIONS):
     """The PEFT model of `language_model`, into which a fresh LoRA is injected in place (B = 0)."""
-    lora = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        bias="none",
-        target_modules=targets,
-        task_type="CAUSAL_LM",
-    )
+    size = dict(r=rank, lora_alpha=alpha, lora_dropout=dropout)
+    lora = LoraConfig(**size, bias="none", target_modules=targets, task_type="CAUSAL_LM")
     with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
         warnings.filterwarnings(
             "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
@@ -33,7 +27,7 @@ def attach_lora(language_model, rank: int, alpha: int, dropout: float = 0.0, tar
 
 
 def freeze_all_but(model, patterns: dict[str, str]) -> dict[str, torch.nn.Parameter]:
-    """{name: parameter} of what trains, made float32: names that one of the patterns {group: regex} finds."""
+    """{name: parameter} of what trains, in float32: what a pattern of {group: regex} finds."""
     trainable = {}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns.values()))
@@ -60,23 +54,16 @@ def parameter_table(model, trainable: dict, group_of) -> str:
 
 
 def autocast(weight: torch.Tensor):
-    """bf16 autocast if the frozen base (one `weight` of it) is bf16, so that fp32 trainables compute in bf16."""
+    """bf16 autocast of float32 trainables over a bf16 base, one `weight` of which is given."""
     if weight.dtype != torch.bfloat16:
         return contextlib.nullcontext()
     return torch.autocast(weight.device.type, torch.bfloat16)
 
 
-def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, L) ids and attention mask of ragged rows, padded on the left to the longest."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (length - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
-
-
 def load_tokenizer(path):
-    """The tokenizer in folder `path`, padding on the left. Raises ValueError if there is none or it has no pad token."""
-    # transformers reads config.json too, does not know sa2va_chat and says so; the tokenizer does not depend on it.
+    """The tokenizer in folder `path`, padding on the left. Raises ValueError if there is none."""
+    # transformers reads config.json too, does not know sa2va_chat and says so; the tokenizer does
+    # not depend on it.
     logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")

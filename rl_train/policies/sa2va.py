@@ -1,28 +1,27 @@
-"""Sa2VA as a policy: what trains, how images and prompts become inputs, how answers are sampled and scored.
+"""Sa2VA as a policy: what trains, what it is given, how its answers are sampled and scored.
 
-Letters: B images, P prompts (each about one image), G samples each, N = P*G rows, L prompt length, T
-completion tokens, C LLM width, D prompt-embedding width, M [SEG] tokens in all rows.
+Letters: B images, P prompts (each about one image), G samples each, N = P*G rows, L prompt length,
+T completion tokens, C LLM width, D prompt-embedding width, M [SEG] tokens in all rows.
 """
 
 import re
-from bisect import bisect
-from dataclasses import dataclass
 
 import torch
 from PIL import Image
 
 from rl_train.config import PolicyConfig
+from rl_train.data.text import phrase
 from rl_train.engine import Answers, Completions, Engine, StopText
 from rl_train.engine.packing import fed
 from rl_train.policies import lora
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
-from rl_train.policies.sa2va_prompts import PromptBuilder
 from rl_train.types import Batch, Rollout
-from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
+from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
+from sa2va_hf.prompts import PromptBuilder
 
-# Allow-list of what may train, by group. Of the mask decoder only what the mask path reaches: token
-# 0's hypernetwork, the IoU head and the object-score head never receive a gradient, nor do the
-# prompt encoder's other embeddings.
+# What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
+# hypernetwork, the heads of IoU and object score, and other embeddings receive no gradient.
 TRAINABLE = {
     "lora": r"^language_model\..*\.lora_[AB]\.",
     "mlp1": r"^mlp1\.",
@@ -32,74 +31,11 @@ TRAINABLE = {
     r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
 }
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
-FLOAT32_MODULES = (
-    "mlp1",
-    "text_hidden_fcs",
-    "grounding_encoder.mask_decoder",
-    "grounding_encoder.prompt_encoder",
-    "grounding_encoder.shared_image_embedding",
-)
-
-
-@dataclass
-class Images:
-    """Features of B images, computed once and shared by all rows, roles and inner iterations; before what trains."""
-
-    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
-    tiles: list[int]  # tiles of each image
-    sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
-    sizes: list[tuple[int, int]]  # (H, W) of each image
-    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region
-
-
-@dataclass
-class Prompts:
-    """P questions, ready for an answer."""
-
-    ids: list[list[int]]  # ragged
-    image: list[int]  # the image each is about
-    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, or None
-
-    def __len__(self):
-        return len(self.ids)
-
-    def repeat(self, n: int) -> "Prompts":
-        return self.select([p for p in range(len(self)) for _ in range(n)])
-
-    def select(self, rows) -> "Prompts":
-        grids = None if self.grids is None else [self.grids[r] for r in rows]
-        return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
-
-    def followed_by(self, answers: list[list[int]]) -> "Prompts":
-        """Each with the ids of an answer behind it."""
-        ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
-        return Prompts(ids, self.image, self.grids)
-
-    def distinct(self) -> tuple["Prompts", list[int]]:
-        """(the prompts without those that repeat the one before, the index among them of each of these)."""
-        first = [row for row in range(len(self)) if row == 0 or not self._repeats(row)]
-        return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
-
-    def _repeats(self, row: int) -> bool:
-        alike = self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1]
-        return alike and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
-
-
-@dataclass
-class Scores:
-    """What one forward says of n rows."""
-
-    answers: Answers
-
-    @property
-    def logp(self) -> torch.Tensor:
-        """(n, T), 0 where not valid."""
-        return self.answers.logp
-
-    @property
-    def entropy(self) -> torch.Tensor:
-        """(n, T), detached, 0 where not valid."""
-        return self.answers.entropy
+FLOAT32_MODULES = ["mlp1", "text_hidden_fcs"]
+FLOAT32_MODULES += [
+    f"grounding_encoder.{part}"
+    for part in ("mask_decoder", "prompt_encoder", "shared_image_embedding")
+]
 
 
 class Sa2VAPolicy:
@@ -149,7 +85,7 @@ class Sa2VAPolicy:
     # Inputs
 
     def inputs(self, max_new_tokens: int) -> Sa2VAInputs:
-        """What prepares and collates samples, and refuses those that leave no room for an answer."""
+        """What prepares and collates samples; refuses those that leave no room for an answer."""
         context = self.model.config.llm.max_position_embeddings
         return Sa2VAInputs(self.processor, self.prompts, context, max_new_tokens)
 
@@ -177,55 +113,12 @@ class Sa2VAPolicy:
 
     def segment_prompts(self, images: Images, image: list[int], captions: list[str]) -> Prompts:
         """Prompts that ask for the mask of captions[p] in image[p]."""
-        ids = [self.prompts.segment(c, images.tiles[i]) for i, c in zip(image, captions)]
+        ids = [self.prompts.segment(phrase(c), images.tiles[i]) for i, c in zip(image, captions)]
         return Prompts(ids, list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):
-        """Left-padded embeddings of prompts, with image and region features.
-
-        Args:
-            num_tokens: what will follow a prompt; checked against the model's context.
-
-        Returns:
-            embeds (P, L, C), attention mask (P, L).
-        """
-        ids, mask = lora.pad_left(prompts.ids, self.pad_id)
-        ids, mask = ids.to(self.device), mask.to(self.device)
-        self._check_length(max(prompts.ids, key=len), num_tokens)
-        # Project each image once, then repeat its features for the rows that share it.
-        used = sorted(set(prompts.image))
-        starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
-        features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
-        features = self.model.mlp1(features).split([images.tiles[i] for i in used])
-        of_image = dict(zip(used, features))
-        flags = None
-        if prompts.grids is not None:  # regions refer to an image's last tile
-            tiles = [images.tiles[i] for i in prompts.image]
-            flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
-        features = torch.cat([of_image[i] for i in prompts.image])
-        return self.model.embed(ids, features, prompts.grids, flags), mask
-
-    def _check_length(self, ids: list[int], num_tokens: int):
-        limit = self.model.config.llm.max_position_embeddings
-        if len(ids) + num_tokens > limit:
-            of_image = ids.count(self.model.img_context_id)
-            of_text = len(ids) - of_image
-            remedy = "lower --max_tiles" if of_image > of_text else "its caption is too long"
-            raise ValueError(
-                f"a prompt of {of_image} tokens of image and region and {of_text} of text, with "
-                f"{num_tokens} behind it, does not fit the context of {limit}: {remedy}"
-            )
-
-    def shared_prefix_lengths(self, images: Images, prompts: Prompts) -> list[int]:
-        """How many leading tokens each prompt has in common with the one before it: if that is about the same image, up to its end."""
-        lengths = [0] * len(prompts)
-        for p in range(1, len(prompts)):
-            ids, image = prompts.ids[p], prompts.image[p]
-            start = ids.index(self.model.img_context_id)
-            end = start + images.tiles[image] * self.model.config.tokens_per_tile
-            if image == prompts.image[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
-                lengths[p] = end
-        return lengths
+        """(embeds (P, L, C), attention mask (P, L)) of prompts: see `sa2va_hf.batches.embed`."""
+        return batches.embed(self.model, images, prompts, self.pad_id, num_tokens)
 
     # Sampling and scoring
 
@@ -233,7 +126,7 @@ class Sa2VAPolicy:
     def complete(
         self, images: Images, prompts: Prompts, num_generations, max_new_tokens, uniforms=None
     ) -> tuple[Completions, list[str]]:
-        """(G completions of each of P prompts, their N texts), by uniforms (N, T) or else greedily."""
+        """(G completions of each prompt, their N texts), by uniforms (N, T) or else greedily."""
         with self.autocast():
             embeds, attention = self.embed(images, prompts)
             completions = self.engine.generate(
@@ -243,7 +136,7 @@ class Sa2VAPolicy:
                 max_new_tokens=max_new_tokens,
                 stop=self.stop,
                 uniforms=uniforms,
-                shared_prefix_lengths=self.shared_prefix_lengths(images, prompts),
+                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
             )
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
@@ -253,47 +146,37 @@ class Sa2VAPolicy:
     ) -> Rollout:
         """G answers to each of B prompts, one for each sample of the batch: see `complete`."""
         done, texts = self.complete(features, prompts, num_generations, max_new_tokens, uniforms)
-        return Rollout(
-            batch,
-            features,
-            prompts.repeat(num_generations),
-            done.ids,
-            done.logp,
-            done.valid,
-            done.stopped,
-            done.hidden,
-            texts,
-            num_generations,
-        )
+        rows = prompts.repeat(num_generations)
+        return Rollout(batch, features, rows, texts, num_generations, **vars(done))
 
-    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Scores:
-        """Log-probs of the sampled tokens of `rows` by a full forward over image, regions, prompt and answer.
+    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Answers:
+        """Log-probs of the sampled tokens of `rows` by a forward over image, prompt and answer.
 
         Carries gradient. Neighbouring rows of one prompt share its forward.
         """
         prompts = rollout.prompts.select(range(len(rollout))[rows])
         return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
 
-    def score_answers(self, images: Images, prompts: Prompts, ids, valid) -> Scores:
+    def score_answers(self, images: Images, prompts: Prompts, ids, valid) -> Answers:
         """As `score`, of tokens ids (n, T), of which valid (n, T) are the answers, to n prompts."""
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
             prompt = torch.tensor(prompt, device=self.device)
-            return Scores(self.engine.score(embeds, mask, prompt, ids, valid))
+            return self.engine.score(embeds, mask, prompt, ids, valid)
 
     @torch.no_grad()
     def read(self, images: Images, prompts: Prompts, num_last: int = 1) -> torch.Tensor:
-        """(P, num_last, C) hidden states at the end of each prompt. Neighbours about one image share what they begin with."""
+        """(P, num_last, C) hidden states at each prompt's end; those of one image share work."""
         with self.autocast():
             embeds, mask = self.embed(images, prompts)
-            shared = self.shared_prefix_lengths(images, prompts)
+            shared = shared_prefix_lengths(self.model, images, prompts)
             return self.engine.read(embeds, mask, num_last=num_last, shared_prefix_lengths=shared)
 
     @torch.no_grad()
     def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
-        """(P,) mean log-prob of the tokens of answers[p] to each prompt: what `score` says, by one forward of `read`."""
-        ids, mask = (t.to(self.device) for t in lora.pad_left(answers, self.pad_id))  # (P, T)
+        """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
+        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
         valid = mask.bool()
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)
         before = hidden[:, :-1]  # of each token
@@ -313,15 +196,15 @@ class Sa2VAPolicy:
 
     @torch.no_grad()
     def mask_embeddings(self, completed: Rollout | Completions):
-        """(row of each of the M [SEG] (M,), their prompt embeddings (M, D) float32), as they were sampled."""
+        """(row of each [SEG] (M,), their prompt embeddings (M, D) float32) as sampled."""
         seg = self.seg_tokens(completed.ids, completed.valid)  # (N, T)
         with self.autocast():
             embeddings = self.model.text_hidden_fcs(completed.hidden[seg])
         return seg.nonzero()[:, 0], embeddings.float()
 
-    def scored_mask_embeddings(self, scores: Scores, ids, valid) -> torch.Tensor:
-        """(M, D) float32 prompt embeddings of the [SEG] in scored rows ids, valid (n, T); carries gradient."""
-        hidden = scores.answers.hidden_of(self.seg_tokens(ids, valid))
+    def scored_mask_embeddings(self, scores: Answers, ids, valid) -> torch.Tensor:
+        """(M, D) float32 prompt embeddings of the [SEG] in scored rows (n, T); with gradient."""
+        hidden = scores.hidden_of(self.seg_tokens(ids, valid))
         with self.autocast():
             return self.model.text_hidden_fcs(hidden).float()
 
@@ -334,8 +217,15 @@ class Sa2VAPolicy:
             return self.model.decode_masks(images.sam, image, embeddings)
 
 
+def groups_of(names) -> list[str]:
+    """The keys of TRAINABLE that parameters of these names belong to."""
+    return [
+        group for group, pattern in TRAINABLE.items() if any(re.search(pattern, n) for n in names)
+    ]
+
+
 def check_context(config: Sa2VAConfig, max_tiles: int, max_new_tokens: int):
-    """Raise ValueError, naming the flags, if a prompt of the most tiles and the largest region leaves no room for an answer."""
+    """Raise ValueError, naming the flags, if the longest prompt leaves no room for an answer."""
     tiles = max_tiles + (max_tiles > 1)  # and the thumbnail
     longest = (tiles + 1) * config.tokens_per_tile + max_new_tokens  # the largest region: a tile's
     if longest > config.llm.max_position_embeddings:
@@ -347,7 +237,7 @@ def check_context(config: Sa2VAConfig, max_tiles: int, max_new_tokens: int):
 
 
 def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shards=None):
-    """The policy that `config` names: its base weights, a fresh LoRA, and the groups that the loss can reach.
+    """The policy that `config` names: its base, a fresh LoRA, and the groups that the loss reaches.
 
     Args:
         shards: `sharding.Shards` if the base is to be shared out over the ranks.

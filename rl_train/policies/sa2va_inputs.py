@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from rl_train.data.errors import DamagedSample
-from rl_train.policies.sa2va_prompts import PromptBuilder
+from rl_train.data.text import phrase
 from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Sa2VAInputs:
         of all prompts only this one holds a whole caption. What fits does not depend on the image.
         """
         tiles = self.processor.max_tiles
-        length = len(self.prompts.segment(sample["caption"], tiles + (tiles > 1)))
+        length = len(self.prompts.segment(phrase(sample["caption"]), tiles + (tiles > 1)))
         if length + self.max_new_tokens > self.context:
             raise DamagedSample(
                 sample["image_id"],

@@ -1,14 +1,15 @@
-"""What a role of Sa2VA is asked to do with images: segment captions, describe masks, rate a description.
+"""What a role of Sa2VA is asked: segment captions, describe masks, rate a description.
 
-Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] tokens in their answers,
-D prompt-embedding width, H W an image's own size.
+Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] tokens in their
+answers, D prompt-embedding width, H W an image's own size.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from rl_train.policies.sa2va import Images, Sa2VAPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from sa2va_hf.batches import Images
 from sa2va_hf.processing_sa2va import region_grid, upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
@@ -51,7 +52,7 @@ def row_masks(
 
 @torch.no_grad()
 def segment(policy: Sa2VAPolicy, images: Images, image, captions) -> list[torch.Tensor]:
-    """(H, W) bool mask of captions[p] in image[p], with the answer "Sure, [SEG]" forced: one forward, no decoding."""
+    """(H, W) bool mask of captions[p] in image[p] by one forward: "Sure, [SEG]" is forced."""
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
@@ -65,7 +66,7 @@ def segment(policy: Sa2VAPolicy, images: Images, image, captions) -> list[torch.
 
 
 def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
-    """(H, W) bool mask of captions[p] in image[p], by the model's own greedy answer: see `answer`."""
+    """(H, W) bool mask of captions[p] in image[p] by the model's own `answer`."""
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
@@ -75,7 +76,7 @@ def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_ne
 
 @torch.no_grad()
 def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) -> list[str]:
-    """Greedy caption of masks[p] (H, W) in image[p]; an empty mask gives an empty caption without asking the model."""
+    """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking."""
     captions = [""] * len(masks)
     asked = [p for p, mask in enumerate(masks) if mask.any()]
     for start in range(0, len(asked), ROWS_AT_ONCE):
@@ -91,7 +92,7 @@ def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) 
 def caption_likelihood(
     policy: Sa2VAPolicy, images: Images, image, masks, captions, max_new_tokens
 ) -> torch.Tensor:
-    """(P,) likelihood per token, exp(mean log-prob), of captions[p] as the model's description of masks[p] (H, W) in image[p].
+    """(P,) likelihood per token, exp(mean log-prob), of captions[p] as description of masks[p].
 
     In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One
     forward, no decoding; of a caption the first max_new_tokens tokens. Masks of one region grid are

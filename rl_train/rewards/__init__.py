@@ -1,4 +1,4 @@
-"""Rewards: mask IoU, METEOR, an LLM judge, the caption reward of both, and functions of the user's own."""
+"""Rewards: mask IoU, METEOR, an LLM judge, the caption reward of both, the user's functions."""
 
 from rl_train.rewards.caption import caption_reward
 from rl_train.rewards.custom import UserReward, load_reward

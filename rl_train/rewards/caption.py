@@ -20,16 +20,16 @@ def caption_reward(
     """Return the reward of every caption pair, as (N,) float32; NaN where the judge's score is.
 
     Args:
-        references: N ground-truth captions; hypotheses: N generated captions, paired by index, scored as they are.
-        judge: None for METEOR alone, whatever the weights, or an object with score(references, hypotheses) -> (N,), such as
-            `LLMJudge`, for meteor_weight * METEOR + judge_weight * score.
+        references: N ground-truth captions.
+        hypotheses: N generated captions, paired by index, scored as they are.
+        judge: None for METEOR alone, whatever the weights, or an object with score(references,
+            hypotheses) -> (N,), such as `LLMJudge`, for meteor_weight * METEOR + judge_weight *
+            score.
     """
     scores = meteor(references, hypotheses)
-    return (
-        scores
-        if judge is None
-        else meteor_weight * scores + judge_weight * judge.score(references, hypotheses)
-    )
+    if judge is None:
+        return scores
+    return meteor_weight * scores + judge_weight * judge.score(references, hypotheses)
 
 
 def without_rows(
@@ -37,6 +37,7 @@ def without_rows(
 ) -> dict[str, Tensor]:
     """Return `rewards` with the components `names` NaN at `rows` (N,) bool.
 
-    `grpo.combine` leaves NaN components out of a row's sum; with all weighted components NaN the row itself is not scored.
+    `grpo.combine` leaves NaN components out of a row's sum; with all weighted components NaN the
+    row itself is not scored.
     """
     return rewards | {name: torch.where(rows, torch.nan, rewards[name]) for name in names}

@@ -20,10 +20,12 @@ class BadReward(ValueError):
 
 
 def load_reward(spec: str) -> Callable:
-    """Return the function that "module:function" names; what the module raises while it is imported passes through.
+    """Return the function that "module:function" names.
+
+    What the module raises while it is imported passes through.
 
     Raises:
-        ValueError: another form, no such module or function; the sentence names --reward and the spec.
+        ValueError: another form, no such module or function; names --reward and the spec.
     """
     module_name, _, name = spec.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -56,7 +58,11 @@ class UserReward:
 
     @classmethod
     def parse(cls, text: str) -> "UserReward":
-        """Return the reward of "module:function" or "module:function=weight" (default 1). Raises ValueError for another form."""
+        """Return the reward of "module:function" or "module:function=weight" (default 1).
+
+        Raises:
+            ValueError: another form.
+        """
         spec, equals, weight = text.partition("=")
         try:
             value = float(weight) if equals else 1.0
@@ -67,10 +73,13 @@ class UserReward:
         return cls(spec, value)
 
     def __call__(self, completions: list[str], **kwargs) -> torch.Tensor:
-        """Return the function's values of N completions, as (N,) float32, NaN for None; what it raises passes through.
+        """Return the function's values of N completions, as (N,) float32, NaN for None.
+
+        What the function raises passes through.
 
         Args:
-            kwargs: lists of N entries that the function may use, such as prompts, captions, image_ids, masks, targets.
+            kwargs: lists of N entries that the function may use, such as prompts, captions,
+                image_ids, masks, targets.
 
         Raises:
             BadReward: not N values, or one that is neither a finite number nor None (or NaN).
@@ -81,12 +90,14 @@ class UserReward:
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
             raise BadReward(
-                f"--reward {self.spec}: returned {count} for {len(completions)} completions, not one number each"
+                f"--reward {self.spec}: returned {count} for {len(completions)} completions, "
+                "not one number each"
             )
         for value in values:
             if value is not None and not (isinstance(value, Real) and not math.isinf(value)):
                 raise BadReward(
-                    f"--reward {self.spec}: returned {value!r}, which is neither a finite number nor None"
+                    f"--reward {self.spec}: returned {value!r}, "
+                    "which is neither a finite number nor None"
                 )
         return torch.tensor(
             [math.nan if value is None else float(value) for value in values], dtype=torch.float32
@@ -94,7 +105,11 @@ class UserReward:
 
 
 def load_user_rewards(texts: list[str]) -> list[UserReward]:
-    """Return the rewards of "module:function=weight" texts. Raises ValueError as `UserReward.parse`, or if two have one name."""
+    """Return the rewards of "module:function=weight" texts.
+
+    Raises:
+        ValueError: as `UserReward.parse`, or if two have one name.
+    """
     rewards = [UserReward.parse(text) for text in texts]
     for name, count in Counter(reward.name for reward in rewards).items():
         if count > 1:

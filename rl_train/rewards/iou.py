@@ -43,14 +43,27 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
     """Return the (N,) float32 IoU of two (N, H, W) bool tensors; ValueError as in `mask_iou`."""
     if pred.dtype != torch.bool or target.dtype != torch.bool:
         raise ValueError(
-            f"mask_iou takes bool masks, got {pred.dtype} {tuple(pred.shape)} and {target.dtype} {tuple(target.shape)}"
+            f"mask_iou takes bool masks, got {pred.dtype} {tuple(pred.shape)} "
+            f"and {target.dtype} {tuple(target.shape)}"
         )
     if pred.shape != target.shape or pred.ndim != 3:
         raise ValueError(
-            f"mask_iou takes equal shapes (N, H, W), got {tuple(pred.shape)} and {tuple(target.shape)}"
+            "mask_iou takes equal shapes (N, H, W), "
+            f"got {tuple(pred.shape)} and {tuple(target.shape)}"
         )
     intersection = (pred & target).sum(dim=(1, 2))  # (N,) int64 pixels
     union = (pred | target).sum(dim=(1, 2))  # (N,) int64 pixels
     # float64 holds the pixel counts exactly, so the quotient is rounded once, to float32.
     iou = intersection.double() / union.clamp(min=1).double()
     return torch.where(union == 0, empty_value, iou).float()
+
+
+def mask_spread(masks: torch.Tensor) -> float:
+    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
+    flat = masks.flatten(1).float()
+    inter = flat @ flat.T
+    area = flat.sum(1)
+    union = area[:, None] + area[None] - inter
+    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
+    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
+    return 1 - iou[off_diagonal].mean().item()

@@ -1,8 +1,8 @@
-"""A language model behind an OpenAI-compatible server (vLLM and the like) as judge of a caption against the true one.
+"""A language model behind an OpenAI-compatible server (vLLM and the like) as judge of captions.
 
 score   one number from 0 to 10, divided by 10
 mcq     one of five verdicts: A 1, B .75, C .5, D .2, E 0
-qa      questions made from the reference and answered from the hypothesis, in the manner of DLC-Bench
+qa      questions made from the reference, answered from the hypothesis, in the manner of DLC-Bench
 
 Prompts and the reading of replies are in `judge_text`.
 """
@@ -41,7 +41,7 @@ class JudgeFailed(RuntimeError):
 
 
 class ReplyCache:
-    """Replies that were understood, in one sqlite3 file that several ranks of one machine may share, or in memory.
+    """Replies that were understood, in memory or in a sqlite3 file that several ranks may share.
 
     The file is opened at the first use. Errors of sqlite3 pass through.
     """
@@ -79,16 +79,22 @@ class LLMJudge:
     """Scores captions by a model behind an OpenAI-compatible server.
 
     Args:
-        base_url: of the server's API, such as http://localhost:9100/v1; model: name that the server knows; mode: one of MODES.
-        cache_path: sqlite3 file of replies, keyed by model, mode and whole prompt; None keeps them in memory.
-        timeout: seconds that a request may take; num_retries: further attempts after a timeout, a lost connection, a full (429) or
-            broken (5xx) server, the k-th after backoff * 2^(k-1) seconds; num_workers: requests at a time.
+        base_url: of the server's API, such as http://localhost:9100/v1.
+        model: name that the server knows.
+        mode: one of MODES.
+        cache_path: sqlite3 file of replies, keyed by model, mode and whole prompt; None keeps them
+            in memory.
+        timeout: seconds that a request may take.
+        num_retries: further attempts after a timeout, a lost connection, a full (429) or broken
+            (5xx) server, the k-th after backoff * 2^(k-1) seconds.
+        num_workers: requests at a time.
         seed: of the order of options in mode qa.
 
     The key of a server that wants one is read from the environment's OPENAI_API_KEY.
 
     Attributes:
-        requests, failures: pairs with a caption that `score` got, and those of them that it could not score, since `take_counts`.
+        requests, failures: pairs with a caption that `score` got, and those of them that it could
+            not score, since `take_counts`.
 
     Raises:
         ValueError: unknown mode, or the openai library is not installed.
@@ -113,14 +119,15 @@ class LLMJudge:
             import openai
         except ImportError as error:
             raise ValueError(
-                "--use_llm_judge needs the openai library: pip install -e '.[judge]' (the extra `judge`)"
+                "--use_llm_judge needs the openai library: pip install -e '.[judge]' "
+                "(the extra `judge`)"
             ) from error
         self.error = openai.APIError
         self.transient = (
-            openai.APIConnectionError,
+            openai.APIConnectionError,  # timeouts too
             openai.InternalServerError,
             openai.RateLimitError,
-        )  # holds timeouts too
+        )
         # The client's own retries are off: those of `_request` are the only ones.
         self.client = openai.OpenAI(
             base_url=base_url,
@@ -134,16 +141,19 @@ class LLMJudge:
         self.requests = self.failures = 0
 
     def score(self, references: Sequence[str], hypotheses: Sequence[str]) -> torch.Tensor:
-        """Return the judge's score of every caption pair, as (N,) float32 in [0, 1]; NaN where no clear verdict was obtained.
+        """Return the judge's score of every caption pair, as (N,) float32 in [0, 1].
 
-        A blank hypothesis scores 0 without a request. Equal pairs are asked once, and never again once they are in the cache;
-        failures are not cached.
+        It is NaN where no clear verdict was obtained. A blank hypothesis scores 0 without a
+        request. Equal pairs are asked once, and never again once they are in the cache; failures
+        are not cached.
 
         Args:
-            references: N ground-truth captions; hypotheses: N generated captions, paired by index.
+            references: N ground-truth captions.
+            hypotheses: N generated captions, paired by index.
 
         Raises:
-            TypeError: one side is a single str. ValueError: the two sides differ in length.
+            TypeError: one side is a single str.
+            ValueError: the two sides differ in length.
         """
         if isinstance(references, str) or isinstance(hypotheses, str):
             raise TypeError("score takes two lists of captions, not a single str")
@@ -157,10 +167,10 @@ class LLMJudge:
             if self.mode == "qa":
                 distinct = list(dict.fromkeys(reference for reference, _ in asked))
                 asked_of = dict(zip(distinct, pool.map(self._questions, distinct)))
-                found = pool.map(lambda pair: self._qa(asked_of[pair[0]], pair[1]), asked)
+                answers = pool.map(lambda pair: self._qa(asked_of[pair[0]], pair[1]), asked)
             else:
-                found = pool.map(self._compare, asked)
-            scores = dict(zip(asked, found))
+                answers = pool.map(self._compare, asked)
+            scores = dict(zip(asked, answers))
         if self.fresh:
             self.cache.put(self.fresh)
             self.fresh = {}
@@ -170,12 +180,15 @@ class LLMJudge:
         return torch.tensor(values, dtype=torch.float32)  # (N,)
 
     def fault(self) -> str | None:
-        """Return one sentence that says why the judge cannot be used, after one tiny request; None if it can."""
+        """Return one sentence on why the judge cannot be used, None if it can; asks it once."""
         try:
             self._request([{"role": "user", "content": "Reply with the number 1."}], 1)
         except self.error as error:
             reason = " ".join(str(error).split())[:300]
-            return f"--llm_judge_base_url {self.base_url}: the judge --llm_judge_model {self.model} cannot be asked there: {reason}"
+            return (
+                f"--llm_judge_base_url {self.base_url}: the judge --llm_judge_model {self.model} "
+                f"cannot be asked there: {reason}"
+            )
         return None
 
     def check(self):
@@ -214,7 +227,10 @@ class LLMJudge:
         return None if reply is None else questions(parse_attributes(reply), reference, self.seed)
 
     def _qa(self, asked: list[Question] | None, hypothesis: str) -> float:
-        """Return the score of a hypothesis by its reference's questions; the first missed object or failed answer ends it."""
+        """Return the score of a hypothesis by the questions of its reference.
+
+        A missed object or a failed answer ends it.
+        """
         if asked is None:
             return math.nan
         total = 0.0
@@ -233,7 +249,7 @@ class LLMJudge:
         return max(total / len(asked), 0.0)
 
     def _reply(self, chat: list[dict[str, str]], understood, max_tokens: int) -> str | None:
-        """Return the reply to a chat, from the cache or the server; None if there is none that `understood` accepts."""
+        """Return the reply to a chat, from the cache or the server; None if none is understood."""
         key = hashlib.sha256(json.dumps([self.model, self.mode, chat]).encode()).hexdigest()
         reply = self.cache.get(key)
         if reply is not None and understood(reply):
@@ -248,7 +264,11 @@ class LLMJudge:
         return reply
 
     def _request(self, chat: list[dict[str, str]], max_tokens: int) -> str | None:
-        """Return the server's reply, None if its body holds none; raises openai.APIError after the last attempt."""
+        """Return the server's reply, None if its body holds none.
+
+        Raises:
+            openai.APIError: the last attempt failed too.
+        """
         for attempt in range(self.num_retries + 1):
             try:
                 body = self.client.chat.completions.with_raw_response.create(
@@ -264,7 +284,8 @@ class LLMJudge:
 class FailureWindow:
     """Failures among the last pairs asked: the steps that hold the last `size` of them.
 
-    Until `size` pairs have been asked, those that are missing count as scored, so that a run does not stop for its first hiccup.
+    Until `size` pairs have been asked, those that are missing count as scored, so that a run does
+    not stop for its first hiccup.
     """
 
     def __init__(self, limit: float, size: int = FAILURE_WINDOW):
@@ -282,6 +303,6 @@ class FailureWindow:
         failed, asked = (int(sum(counts)) for counts in zip(*self.steps))
         if failed > self.limit * max(asked, self.size):
             raise JudgeFailed(
-                f"the LLM judge failed on {failed} of the last {asked} captions, more than --max_judge_failures "
-                f"{self.limit:g} of a window of {self.size} allows"
+                f"the LLM judge failed on {failed} of the last {asked} captions, more than "
+                f"--max_judge_failures {self.limit:g} of a window of {self.size} allows"
             )

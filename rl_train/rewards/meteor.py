@@ -40,10 +40,11 @@ _BOILERPLATE = re.compile(
 
 
 def legacy_clean(text: str) -> str:
-    """Return `text` up to the stop text <|end|>, without the boilerplate that region captions begin with.
+    """Return `text` up to the stop text <|end|>, without the boilerplate that it may begin with.
 
-    Published region-caption numbers were computed on answers cleaned in this way ("The region is a dog." -> "a dog."). Nothing but
-    the start is touched: "this is an island", "region10" and line breaks stay. Rewards never use it.
+    Published region-caption numbers were computed on answers cleaned in this way ("The region is a
+    dog." -> "a dog."). Nothing else is touched: "this is an island", "region10" and line breaks
+    stay. Rewards never use it.
     """
     return _BOILERPLATE.sub("", text.split("<|end|>")[0]).strip()
 
@@ -59,7 +60,8 @@ def meteor(
     Args:
         references: N ground-truth captions.
         hypotheses: N generated captions, paired by index.
-        legacy_cleaner: score `legacy_clean(hypothesis)`, to compare with published numbers; training scores what was sampled.
+        legacy_cleaner: score `legacy_clean(hypothesis)`, to compare with published numbers;
+            training scores what was sampled.
 
     Raises:
         TypeError: one side is a single str.
@@ -83,7 +85,7 @@ def meteor(
 
 
 class _Remembering:
-    """WordNet and stemmer for `single_meteor_score`, which asks for the synsets and stem of each word of each caption anew."""
+    """WordNet and stemmer for `single_meteor_score`, which asks for each word again and again."""
 
     synsets = staticmethod(functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word)))
     stem = staticmethod(functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
@@ -97,11 +99,11 @@ def require_wordnet() -> None:
     """
     fix = "METEOR needs WordNet and NLTK cannot use it: run `python -m tools.fetch_wordnet`."
     try:
-        found = {
+        synonyms = {
             word: {name for s in wordnet.synsets(word) for name in s.lemma_names()}
             for word in _SYNONYMS
         }
     except (LookupError, OSError) as error:
         raise RuntimeError(fix) from error
-    if any(synonym not in found[word] for word, synonym in _SYNONYMS.items()):
+    if any(synonym not in synonyms[word] for word, synonym in _SYNONYMS.items()):
         raise RuntimeError(fix)

@@ -1,4 +1,4 @@
-"""What is asked and how it is judged. A new task is one file and one line here, or --tasks module:Class."""
+"""What is asked and how it is judged; a new task is a file and a line here, or module:Class."""
 
 import importlib
 

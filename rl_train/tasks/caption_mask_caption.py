@@ -1,10 +1,9 @@
-"""Loop 2, caption -> mask -> caption': the policy answers a caption with a sampled mask, the teacher describes it."""
+"""Loop 2, caption -> mask -> caption': the policy samples a mask, the teacher describes it."""
 
 from dataclasses import dataclass
 
 from rl_train.config import SHARE, WEIGHT, flag
-from rl_train.policies.sa2va import Images, Prompts
-from rl_train.policies.sa2va_prompts import SEGMENT, phrase
+from rl_train.data.text import phrase
 from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
@@ -12,6 +11,8 @@ from rl_train.rewards.custom import user_components
 from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
+from sa2va_hf.batches import Images, Prompts
+from sa2va_hf.prompts import SEGMENT
 
 
 class CaptionMaskCaption:
@@ -76,17 +77,17 @@ class CaptionMaskCaption:
     def judge(self, rollout: Rollout) -> Outcome:
         """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
-        METEOR of the teacher's caption of each mask against the prompt's caption, and the likelihood
-        that the teacher gives the prompt's caption as a description of it; an empty mask scores 0
-        without asking the teacher. The IoU with the region is a measurement that the reward does not
-        see.
+        METEOR of the teacher's caption of each mask against the prompt's caption, and the
+        likelihood that the teacher gives the prompt's caption as a description of it; an empty mask
+        scores 0 without asking the teacher. The IoU with the region is a measurement that the
+        reward does not see.
 
         The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With
-        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair, stands
-        for METEOR. Where the judge gives NaN the row is not scored at all. The user's own rewards
-        follow, each by its name; they are called with lists of N prompts, captions (the prompts'
-        ones), image_ids, replies (the teacher's captions), masks (sampled) and targets (the regions),
-        masks being (H, W) bool.
+        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair,
+        stands for METEOR. Where the judge gives NaN the row is not scored at all. The user's own
+        rewards follow, each by its name; they are called with lists of N prompts, captions (the
+        prompts' ones), image_ids, replies (the teacher's captions), masks (sampled) and targets
+        (the regions), masks being (H, W) bool.
         """
         policy, tokens = self.context.policy, self.context.max_new_tokens
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks

@@ -1,13 +1,12 @@
-"""Held-out measures of both cycles and both directions of Sa2VA, greedy and without sampled masks."""
+"""Held-out measures of Sa2VA's cycles and directions, greedy and without sampled masks."""
 
-import numpy as np
 import torch
 
-from rl_train.guards import WHOLE, has_digit, is_whole, repeats
+from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_prompts import phrase
 from rl_train.policies.segment_describe import answer, describe
 from rl_train.rewards import mask_iou, meteor
+from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.meteor import tokenize
 
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
@@ -33,7 +32,7 @@ PARTS = {
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
-    """{column: B values} of one batch: the measures, and the strings and index that `Measured` is made of.
+    """{column: B values} of one batch: what `evaluation.Measured` is made of.
 
     An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
     """
@@ -65,18 +64,3 @@ def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str
         caption=captions,
         index=batch.index,
     )
-
-
-def cider(references: list[str], captions: list[str]) -> torch.Tensor:
-    """(n,) float64 CIDEr-D of each caption against its one reference, with document frequencies of these n references.
-
-    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without punctuation. Published numbers
-    are of the PTB tokenizer, which needs Java, and of several references for a sample.
-    """
-    from pycocoevalcap.cider.cider import Cider
-
-    words = [
-        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
-        for texts in (references, captions)
-    ]
-    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))

@@ -1,18 +1,19 @@
-"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher segments the description, reward IoU."""
+"""Loop 1, mask -> caption -> mask': the policy describes a region, the teacher finds it."""
 
 from dataclasses import dataclass
 
 import torch
 
 from rl_train.config import WEIGHT, flag
-from rl_train.policies.sa2va import Images, Prompts
-from rl_train.policies.sa2va_prompts import DESCRIBE, phrase
+from rl_train.data.text import phrase
 from rl_train.policies.segment_describe import segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
+from sa2va_hf.batches import Images, Prompts
+from sa2va_hf.prompts import DESCRIBE
 
 
 class MaskCaptionMask:
@@ -41,7 +42,7 @@ class MaskCaptionMask:
         return policy.describe_prompts(images, list(range(len(batch))), list(images.grids))
 
     def judge(self, rollout: Rollout) -> Outcome:
-        """{"iou": (N,)}: IoU at the image's own size of the region and what the teacher finds by the caption.
+        """{"iou": (N,)} of the region and what the teacher finds, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG]
         (--teacher_answer sampled) gives 0.

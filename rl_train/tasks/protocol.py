@@ -1,4 +1,4 @@
-"""The protocol by which the loop knows a task, and the action that a task may draw beside the text."""
+"""The protocol by which the loop knows a task and the action that it may draw."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -60,4 +60,4 @@ class Task(Protocol):
         """One prompt for each sample of the batch, made by the policy."""
 
     def judge(self, rollout: Rollout) -> Outcome:
-        """The rewards of a rollout, NaN where a row could not be scored; nothing is written into it."""
+        """The rewards of a rollout, NaN where not scored; writes nothing into it."""

@@ -11,24 +11,23 @@ Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from rl_train.distributed import gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.segment_describe import answer, row_masks
-from rl_train.rewards import mask_iou
+from rl_train.rewards.iou import mask_iou, mask_spread
 from rl_train.types import Outcome, Rollout
+from sa2va_hf.losses import mask_loss
 
-BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5  # of Sa2VA's supervised training
 SIGMA_IOU = 0.8  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
 SIGMA_SAMPLES = 4  # drawn for each caption to measure it
 
 
 @dataclass
 class DrawnMasks:
-    """The masks of a rollout and the embeddings that they were decoded from, M in row-major order."""
+    """The masks of a rollout and the embeddings they were decoded from, M in row-major order."""
 
     rows: torch.Tensor  # (M,) the row of each [SEG]
     masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without [SEG]
@@ -49,7 +48,7 @@ class SampledMask:
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
 
     def calibrate(self, batches, max_new_tokens: int):
-        """Replace "auto" by a number, the same on all ranks, from the base's answers to `batches`."""
+        """Replace "auto" by a number, the same on all ranks, by the base's answers."""
         if self.sigma == "auto":
             value = calibrate_sigma(self.policy, batches, max_new_tokens)
             self.sigma = gather_objects(value)[0]
@@ -106,7 +105,7 @@ class SampledMask:
         return terms, sums
 
     def supervised(self, rollout, segs, z, scored) -> torch.Tensor:
-        """Sum of `mask_loss` of the embeddings z (m, D) in the rows segs (m,), where scored (m,)."""
+        """Sum of `mask_loss` of embeddings z (m, D) of the rows segs (m,), where scored (m,)."""
         image = [rollout.prompts.image[row] for row in segs.tolist()]
         logits = self.policy.decode_masks(rollout.features, image, z)
         return (mask_loss(logits, [rollout.batch.masks[i] for i in image]) * scored).sum()
@@ -121,7 +120,8 @@ class SampledMask:
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
         curves = dict(
-            mask_spread=(sum(map(spread, groups)), len(groups)), no_seg_frac=(no_seg, len(rollout))
+            mask_spread=(sum(map(mask_spread, groups)), len(groups)),
+            no_seg_frac=(no_seg, len(rollout)),
         )
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
@@ -133,7 +133,7 @@ class SampledMask:
 
 
 def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, config):
-    """Clipped policy term of m sampled embeddings plus their exact KL: (scalar, detached sum of KL).
+    """(clipped policy term of m sampled embeddings plus their exact KL, detached sum of KL).
 
     Args:
         mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
@@ -155,40 +155,9 @@ def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, 
     return loss + config.kl_coef * kl / totals.actions, kl.detach()
 
 
-def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
-    """(M,) supervised loss 2.0 BCE + 0.5 Dice (smoothing 1) of mask logits (M, h, w) against masks (H, W) bool.
-
-    Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it
-    sampled 12,544 points).
-    """
-    size = logits.shape[-2:]
-    resized = {}
-    for t in targets:
-        if id(t) not in resized:  # rows about one region share its mask
-            pixels = t[None, None].to(logits.device, torch.uint8)
-            resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
-    target = torch.stack([resized[id(t)] for t in targets])
-    bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
-    probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
-    overlap = 2 * (probability * target).sum(1) + 1
-    dice = 1 - overlap / (probability.sum(1) + target.sum(1) + 1)
-    return BCE_WEIGHT * bce.flatten(1).mean(1) + DICE_WEIGHT * dice
-
-
-def spread(masks: torch.Tensor) -> float:
-    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
-    flat = masks.flatten(1).float()
-    inter = flat @ flat.T
-    area = flat.sum(1)
-    union = area[:, None] + area[None] - inter
-    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
-    off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
-    return 1 - iou[off_diagonal].mean().item()
-
-
 @torch.no_grad()
 def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
-    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mask of the mean, over the captions of `batches`.
+    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's, over `batches`.
 
     Of each answer the first [SEG] counts. By bisection of the logarithm, between 1/64 and 16 times
     the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
@@ -229,9 +198,9 @@ def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
     ends = agreement(2**low), agreement(2**high)
     if not ends[0] > SIGMA_IOU > ends[1]:
         raise ValueError(
-            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with the "
-            f"mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look at the "
-            "model's masks, or give a number"
+            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
+            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
+            "at the model's masks, or give a number"
         )
     for _ in range(10):
         middle = (low + high) / 2

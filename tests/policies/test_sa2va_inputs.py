@@ -26,7 +26,8 @@ def inputs_of(model):
 
     def build(max_tiles, max_new_tokens=100):
         processor = Sa2VAProcessor(model.model.config, max_tiles)
-        return Sa2VAInputs(processor, model.prompts, model.inputs.context, max_new_tokens)
+        context = model.inputs(max_new_tokens).context
+        return Sa2VAInputs(processor, model.prompts, context, max_new_tokens)
 
     return build
 

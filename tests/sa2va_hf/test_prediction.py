@@ -1,12 +1,12 @@
-"""`predict_forward` of the demo model: the same answers as the trainer's batched form, videos, and every kind of input."""
+"""`predict_forward` of the demo model: the trainer's answers, videos, and every kind of input."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from rl_train.policies.sa2va import load_tokenizer
-from rl_train.rollout import describe, sample
+from rl_train.policies.lora import load_tokenizer
+from rl_train.policies.segment_describe import answer, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.video import track
@@ -49,17 +49,11 @@ def predict(built, **changes):
 
 
 def test_masks_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
-    rollout = sample(
-        built,
-        batch,
-        images,
-        built.segment_prompts(images, [0, 1, 2, 3], batch.captions),
-        1,
-        16,
-        mask_sigma=0.0,
-    )
-    for scene, text, mask in zip(scenes, rollout.texts, rollout.masks):
+    images = built.encode(batch)
+    prompts = built.segment_prompts(images, [0, 1, 2, 3], batch.captions)
+    texts = built.complete(images, prompts, 1, 16)[1]
+    masks = answer(built, images, [0, 1, 2, 3], batch.captions, 16).masks
+    for scene, text, mask in zip(scenes, texts, masks):
         result = predict(
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
         )
@@ -70,8 +64,8 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
 
 
 def test_captions_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
-    captions = describe(built, batch, images, [0, 1, 2, 3], batch.masks, 24)
+    images = built.encode(batch)
+    captions = describe(built, images, [0, 1, 2, 3], batch.masks, 24)
     for scene, caption, grid in zip(scenes, captions, batch.inputs.grids):
         whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(
             bool
@@ -86,7 +80,8 @@ def test_captions_are_those_of_the_batched_form(built, scenes, batch):
 
 
 def test_scripts_of_the_original_run(built, scenes, policy):
-    """The tokenizer is kept, `processor` is ignored, <image> without an image is removed, an answer's length can be set."""
+    """The tokenizer is kept, `processor` ignored, <image> without an image removed, and an answer's
+    length can be set."""
     model = policy().model
     fresh = type(model)(model.config)
     with pytest.raises(ValueError, match="needs a tokenizer"):
@@ -126,7 +121,7 @@ def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
 def test_region_masks_of_any_dtype(built, batch, dtype):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
+    images = built.encode(batch)
     prompts = built.describe_prompts(images, [0], list(batch.inputs.grids[:1]))
     ids, features = (
         torch.tensor(prompts.ids),
@@ -147,7 +142,8 @@ def test_text_alone_and_past_text(built, force):
         "prediction": answer,
         "prediction_masks": [],
     }  # without an image there is nothing to segment
-    past = f"<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n{first['prediction']}\n"
+    past = "<|user|>\nPlease segment a cat in this image.<|end|>\n<|assistant|>\n"
+    past += f"{first['prediction']}\n"
     prompts = []
     embed = built.model.embed
     built.model.embed = lambda ids, *rest: (
@@ -262,7 +258,7 @@ def test_bad_input(built, arguments, message):
 
 
 def test_video(built, scenes, force):
-    """Prompted frames are what each is as an image; later ones are tracked, each object by itself."""
+    """Prompted frames are what each is as an image; later ones are tracked, object by object."""
     frames = [scenes[i % 4]["image"].resize((300, 200)) for i in range(7)]
     force("It is [SEG] and [SEG].<|end|>")
     masks = predict(built, video=frames, text="<image>Go.")["prediction_masks"]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from sa2va_hf import Sa2VAModel
+from sa2va_hf.mask_path import decode_candidates, decoder_features
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.video import track
 
@@ -13,12 +14,12 @@ from sa2va_hf.video import track
 @pytest.mark.parametrize("x", ["A", "B"])
 def test_sam_masks(original, recorded, pyramid, x):
     raw = pyramid(x, True)
-    fine, middle, coarse = original.decoder_features(raw)
+    fine, middle, coarse = decoder_features(original.grounding_encoder, raw)
     recorded.close(f"sam_{x}_fpn0_s0_stride16", fine[0, :, ::16, ::16])
     recorded.close(f"sam_{x}_fpn1_s1_stride8", middle[0, :, ::8, ::8])
     recorded.close(f"sam_{x}_fpn2_stride4", raw[2][0, :, ::4, ::4])
-    masks, iou, _, score = original.decode_candidates(
-        [fine, middle], coarse, recorded["lang_emb"][:1]
+    masks, iou, _, score = decode_candidates(
+        original.grounding_encoder, [fine, middle], coarse, recorded["lang_emb"][:1]
     )
     recorded.close(f"sam_{x}_multimask", masks[0])
     recorded.close(f"sam_{x}_iou", iou[0])
@@ -59,9 +60,9 @@ def test_two_prompts_of_one_image(original, recorded, pyramid):
 
 
 def test_candidate_is_picked_by_predicted_iou(original, recorded, pyramid):
-    fine, middle, coarse = original.decoder_features(pyramid("A", True))
-    masks, iou, _, score = original.decode_candidates(
-        [fine, middle], coarse, recorded["samx_arg_emb"][None]
+    fine, middle, coarse = decoder_features(original.grounding_encoder, pyramid("A", True))
+    masks, iou, _, score = decode_candidates(
+        original.grounding_encoder, [fine, middle], coarse, recorded["samx_arg_emb"][None]
     )
     recorded.close("samx_arg_multimask_stride4", masks[0, :, ::4, ::4])
     recorded.close("samx_arg_iou", iou[0])

@@ -1,11 +1,11 @@
-"""The encoding rule of the supervised training, on the demo tokenizer (FACTS 2.3 has the same example in the 4B's ids)."""
+"""The encoding rule of the supervised training, on the demo tokenizer."""
 
 import copy
 
 import pytest
 
-from rl_train.policies.sa2va import load_tokenizer
-from rl_train.policies.sa2va_prompts import DESCRIBE, PromptBuilder
+from rl_train.policies.lora import load_tokenizer
+from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import (
     IGNORE_INDEX,
     PROMPT_TEMPLATE,
@@ -53,7 +53,8 @@ def test_worked_example(tokenizer):
         + "<IMG_CONTEXT>" * 64
         + "</img>\nThere are 1 part regions in the picture: region1<vp>"
         + "<IMG_CONTEXT>" * 3
-        + "</vp>.\nPlease generate a detailed description for the given image region.<|end|>\n<|assistant|>\n"
+        + "</vp>.\nPlease generate a detailed description for the given image region."
+        + "<|end|>\n<|assistant|>\n"
     )
     prompt, answer, sep = (
         ids_of(tokenizer, text),
@@ -74,7 +75,8 @@ def test_worked_example(tokenizer):
 
 
 def test_pieces_are_encoded_apart():
-    """input, output and separator in turn; only outputs carry loss; no BOS is due after a turn without EOS."""
+    """input, output and separator in turn; only outputs carry loss; no BOS after a turn without
+    EOS."""
     data = video_lisa_encode_fn(
         template_map({"conversation": [turn("q", "a"), turn("r", "b")]}, PHI3), Characters(), MAX
     )
@@ -98,7 +100,8 @@ def test_pieces_are_encoded_apart():
 
 
 def test_vicuna_adds_eos_and_bos():
-    """No suffix: each answer ends in the tokenizer's EOS, with loss, and the next turn starts with a BOS, without."""
+    """No suffix: each answer ends in the tokenizer's EOS, with loss, and the next turn starts with
+    a BOS, without."""
     data = video_lisa_encode_fn(
         template_map({"conversation": [turn("q", "a"), turn("r", "b")]}, VICUNA), Characters(), MAX
     )

@@ -1,11 +1,9 @@
 """Every prompt of the project, as strings of Sa2VA's supervised training, and their token ids.
 
-Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here (FACTS 1.8).
+Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here.
 """
 
-from rl_train.data.text import clean_caption
-from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
-from sa2va_hf.templates import chat_template, image_string, region_string
+from .templates import IMG_CONTEXT_TOKEN, chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
 SEGMENT = "Please segment {x} in this image."
@@ -33,35 +31,24 @@ SEGMENT_ANSWERS = (
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
 
 
-def phrase(caption: str) -> str:
-    """`caption` as the {x} of a segmentation prompt: lower case, without its final full stop or special tokens.
-
-    A sampled caption may hold special-token strings; as text of a prompt they would become image or [SEG] tokens.
-    """
-    text = clean_caption(caption.lower())
-    return text[:-1] if text.endswith(".") else text
-
-
 class PromptBuilder:
     """Builds prompt ids for one tokenizer and template.
 
     Args:
-        tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile: 256 for 448 px.
+        tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile:
+            256 for 448 px.
     """
 
     def __init__(self, tokenizer, template: str, tokens_per_tile: int):
-        self.tokenizer, self.template, self.tokens_per_tile = (
-            tokenizer,
-            chat_template(template),
-            tokens_per_tile,
-        )
+        self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
+        self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         self.forced_answer = answer[: answer.index(seg_id) + 1]
 
     def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
-        """What the user says: image string, regions of cells[i] tokens (a newline if there are none), question."""
+        """What the user says: image, regions of cells[i] tokens (else a newline), question."""
         regions = "\n" if cells is None else region_string(cells)
         return image_string(num_tiles, self.tokens_per_tile) + regions + question
 
@@ -72,7 +59,7 @@ class PromptBuilder:
         )
 
     def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
-        """Ids of `text`. The image's many equal tokens are put in afterwards: encoding them took most of the time."""
+        """Ids of `text`; the image's many equal tokens are put in afterwards, to save time."""
         many = IMG_CONTEXT_TOKEN * (num_tiles * self.tokens_per_tile)
         ids = self.tokenizer.encode(
             self.text(question, num_tiles, cells).replace(many, IMG_CONTEXT_TOKEN, 1),
@@ -85,9 +72,9 @@ class PromptBuilder:
         """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
         return self.ids(DESCRIBE, num_tiles, [num_cells])
 
-    def segment(self, caption: str, num_tiles: int) -> list[int]:
-        """Prompt ids that ask for the mask of `caption`."""
-        return self.ids(SEGMENT.replace("{x}", phrase(caption)), num_tiles)
+    def segment(self, phrase: str, num_tiles: int) -> list[int]:
+        """Prompt ids that ask for the mask of `phrase`, in lower case and without special tokens."""
+        return self.ids(SEGMENT.replace("{x}", phrase), num_tiles)
 
     def answer(self, caption: str) -> list[int]:
         """Ids of `caption` as an answer, with what ends it in the supervised training."""

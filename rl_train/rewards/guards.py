@@ -1,4 +1,4 @@
-"""Signs that a reward is being gamed, counted in training (`tb.py`) and on held-out samples (`evaluation.py`)."""
+"""Signs that a reward is being gamed, counted in training and on held-out samples."""
 
 import re
 

@@ -1,0 +1,110 @@
+"""Many prompts about several images as one batch: features once an image, one embedding.
+
+Letters: B images, P prompts (each about one image), L their longest length, C LLM width.
+"""
+
+from bisect import bisect
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass
+class Images:
+    """Features of B images before what trains, shared by all rows, roles and inner iterations."""
+
+    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
+    tiles: list[int]  # tiles of each image
+    sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
+    sizes: list[tuple[int, int]]  # (H, W) of each image
+    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region
+
+
+@dataclass
+class Prompts:
+    """P questions, ready for an answer."""
+
+    ids: list[list[int]]  # ragged
+    image: list[int]  # the image each is about
+    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, or None
+
+    def __len__(self):
+        return len(self.ids)
+
+    def repeat(self, n: int) -> "Prompts":
+        return self.select([p for p in range(len(self)) for _ in range(n)])
+
+    def select(self, rows) -> "Prompts":
+        grids = None if self.grids is None else [self.grids[r] for r in rows]
+        return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
+
+    def followed_by(self, answers: list[list[int]]) -> "Prompts":
+        """Each with the ids of an answer behind it."""
+        ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
+        return Prompts(ids, self.image, self.grids)
+
+    def distinct(self) -> tuple["Prompts", list[int]]:
+        """(the prompts without repeats of the one before, the index there of each of these)."""
+        first = [row for row in range(len(self)) if row == 0 or not self._repeats(row)]
+        return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
+
+    def _repeats(self, row: int) -> bool:
+        alike = self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1]
+        return alike and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
+
+
+def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(P, L) ids and attention mask of ragged rows, padded on the left to the longest."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad_id] * (length - len(row)) + list(row) for row in rows])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
+    return ids, mask
+
+
+def embed(model, images: Images, prompts: Prompts, pad_id: int, num_tokens: int = 0):
+    """Left-padded embeddings of prompts, with image and region features.
+
+    Args:
+        num_tokens: what will follow a prompt; checked against the model's context.
+
+    Returns:
+        embeds (P, L, C), attention mask (P, L).
+    """
+    ids, mask = pad_left(prompts.ids, pad_id)
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    _check_length(model, max(prompts.ids, key=len), num_tokens)
+    # Project each image once, then repeat its features for the rows that share it.
+    used = sorted(set(prompts.image))
+    starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
+    features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
+    features = model.mlp1(features).split([images.tiles[i] for i in used])
+    of_image = dict(zip(used, features))
+    flags = None
+    if prompts.grids is not None:  # regions refer to an image's last tile
+        tiles = [images.tiles[i] for i in prompts.image]
+        flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
+    features = torch.cat([of_image[i] for i in prompts.image])
+    return model.embed(ids, features, prompts.grids, flags), mask
+
+
+def _check_length(model, ids: list[int], num_tokens: int):
+    limit = model.config.llm.max_position_embeddings
+    if len(ids) + num_tokens > limit:
+        of_image = ids.count(model.img_context_id)
+        remedy = "use fewer tiles" if 2 * of_image > len(ids) else "its caption is too long"
+        raise ValueError(
+            f"a prompt of {of_image} tokens of image and region and {len(ids) - of_image} of "
+            f"text, {num_tokens} behind it, does not fit the context of {limit}: {remedy}"
+        )
+
+
+def shared_prefix_lengths(model, images: Images, prompts: Prompts) -> list[int]:
+    """Leading tokens that each prompt shares with the one before: to the end of one image."""
+    lengths = [0] * len(prompts)
+    for p in range(1, len(prompts)):
+        ids, image = prompts.ids[p], prompts.image[p]
+        start = ids.index(model.img_context_id)
+        end = start + images.tiles[image] * model.config.tokens_per_tile
+        if image == prompts.image[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
+            lengths[p] = end
+    return lengths

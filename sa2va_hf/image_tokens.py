@@ -1,0 +1,40 @@
+"""What the LLM reads of an image: tokens of tiles, and of the regions in them."""
+
+import torch
+
+
+def pixel_shuffle(x: torch.Tensor) -> torch.Tensor:
+    """(t, n / 4, 4 D) tokens, row-major: the patches (t, n, D) of each square of 2 x 2 as one."""
+    side = int(x.shape[1] ** 0.5) // 2
+    x = x.view(len(x), side, 2, side, 2, x.shape[-1])  # (t, rows, r, columns, c, D)
+    return x.permute(0, 1, 3, 2, 4, 5).reshape(len(x), side**2, -1)
+
+
+def context_features(image_features, prompt_masks, flags) -> torch.Tensor:
+    """(tokens, C) what stands at the `<IMG_CONTEXT>` ids of a batch, in the order of the ids.
+
+    These are the tokens of each tile, and behind a flagged tile those of each of its regions.
+
+    Args:
+        image_features: (t, tokens, C), all tiles of all samples.
+        prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions, or None.
+        flags: (t,) bool, the tiles that regions refer to, or None.
+
+    Raises:
+        ValueError: a flag too many or too few.
+    """
+    flags = [False] * len(image_features) if flags is None else flags.tolist()
+    masks = [] if prompt_masks is None else prompt_masks
+    if len(flags) != len(image_features):
+        raise ValueError(
+            f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles"
+        )
+    if sum(flags) != len(masks):
+        raise ValueError(f"{len(masks)} prompt_masks for {sum(flags)} flagged tiles")
+    pieces, masks = [], iter(masks)
+    for tile, flag in zip(image_features, flags):
+        pieces.append(tile)
+        if flag:
+            cells = next(masks).to(tile.device).bool().flatten(1)  # (n, 256)
+            pieces += [tile[region] for region in cells]
+    return torch.cat(pieces)

@@ -1,0 +1,111 @@
+"""Reads the weight files of a checkpoint folder in the original layout into a `Sa2VAModel`."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .checkpoint_keys import native_tensor, original_shapes
+
+EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype):
+    """Context in which new float tensors, and so the parameters of new modules, have `dtype`."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def load(model, folder: Path, write):
+    """Put every tensor of the folder's files into the model by write(tensor, value).
+
+    Raises:
+        ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected
+            keys, a shape that does not fit the config, or an unreadable file; names the file.
+    """
+    files, source = find_keys(folder), {}
+    llm, tied = model.language_model, model.config.tied
+    if tied and EMBED_TOKENS in files and LM_HEAD in files:
+        model.unwritten = None
+        llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
+    elif tied and (EMBED_TOKENS in files or LM_HEAD in files):
+        there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
+        files[absent], source, model.unwritten = files[there], {absent: there}, absent
+    state = model.state_dict()
+    check_keys(folder, files, original_shapes(state))
+    with contextlib.ExitStack() as stack:
+        readers = {
+            file: stack.enter_context(safe_open(file, framework="pt"))
+            for file in set(files.values())
+        }
+
+        def read(key):
+            return readers[files[key]].get_tensor(source.get(key, key))
+
+        for name, tensor in state.items():
+            write(tensor, native_tensor(name, read))
+    if tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
+        llm.lm_head.weight = llm.model.embed_tokens.weight
+
+
+def find_keys(folder: Path) -> dict[str, Path]:
+    """{original key: safetensors file} of a checkpoint folder.
+
+    Every file's header is read, so that a truncated one shows at once.
+
+    Raises:
+        ValueError: no checkpoint there, or an index or file that is missing or damaged; names it.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is damaged: {error!r}") from error
+    elif (folder / "model.safetensors").is_file():
+        names = ["model.safetensors"]
+    elif (folder / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{folder} holds a LoRA adapter, not a Sa2VA model: "
+            "export it first (python -m tools.export)"
+        )
+    else:
+        raise ValueError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+        )
+    files = {}
+    for name in names:
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder / name} is missing although {index.name} lists it")
+        try:
+            with safe_open(folder / name, framework="pt") as reader:
+                files.update(dict.fromkeys(reader.keys(), folder / name))
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
+    return files
+
+
+def check_keys(path: Path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
+    """Raise ValueError unless `files` hold exactly the keys `expected`, in their shapes."""
+    missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            f"{path}: {len(missing)} keys missing {missing[:5]}, "
+            f"{len(unexpected)} unexpected {unexpected[:5]}"
+        )
+    for file in sorted(set(files.values())):
+        with safe_open(file, framework="pt") as reader:
+            for key in reader.keys():
+                shape = tuple(reader.get_slice(key).get_shape())
+                if shape != expected[key]:
+                    raise ValueError(
+                        f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}"
+                    )

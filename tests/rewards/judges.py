@@ -1,0 +1,15 @@
+"""What the tests of the judge share."""
+
+import torch
+
+from rl_train.rewards import LLMJudge
+from tests.judge_server import MODEL
+
+
+def judge(server, mode="score", **changes) -> LLMJudge:
+    """The judge of a `JudgeServer`, impatient."""
+    return LLMJudge(server.url, MODEL, mode, **dict(backoff=0.01, timeout=5) | changes)
+
+
+def nan_equal(values: torch.Tensor, expected: list[float]):
+    torch.testing.assert_close(values, torch.tensor(expected, dtype=torch.float32), equal_nan=True)

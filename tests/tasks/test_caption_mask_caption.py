@@ -1,0 +1,122 @@
+"""Loop 2: whom it asks for a description, what it rewards, and which weights its flags train."""
+
+import pytest
+import torch
+
+from rl_train.policies.segment_describe import describe
+from rl_train.rewards import UserReward, meteor
+from rl_train.roles import Roles
+from rl_train.tasks import CaptionMaskCaption
+from rl_train.tasks.protocol import Context
+from sa2va_hf.processing_sa2va import region_grid
+from tests.updates import STEPS, equal, roll, task_of
+
+Options = CaptionMaskCaption.Options
+
+
+@torch.no_grad()
+def likelihood_by_hand(model, rollout, row) -> float:
+    """exp of the mean log-prob of the prompt's caption as a description of the row's mask."""
+    mask, processor = rollout.action.masks[row], model.processor
+    if not mask.any():
+        return 0.0
+    image, caption = rollout.prompts.image[row], rollout.batch.captions[row // 2]
+    sizes = processor.grid_size, processor.image_size, processor.rule
+    prompts = model.describe_prompts(
+        rollout.features, [image], [region_grid(mask[None], *sizes)[0]]
+    )
+    ids = torch.tensor([model.tokenizer.encode(caption + "<|end|>", add_special_tokens=False)])
+    scores = model.score_answers(rollout.features, prompts, ids, ids == ids)
+    return scores.logp.mean().exp().item()
+
+
+def test_it_asks_the_teacher(policy, batch):
+    """Not the policy: with other weights in the teacher's bank the answers are those weights'."""
+    model = policy()
+    roles = Roles(model.trainable)
+    task = task_of(model, 2, roles, max_new_tokens=64, mask_sigma=0.5)
+    rollout = roll(model, task, batch)
+
+    def answers():
+        question = rollout.features, rollout.prompts.image, rollout.action.masks, 64
+        likelihoods = [likelihood_by_hand(model, rollout, row) for row in range(8)]
+        return likelihoods, describe(model, *question)
+
+    policys, _ = answers()
+    for tensor in roles.banks["teacher"].values():
+        tensor.mul_(1.2)
+    with roles.use("teacher"):
+        teachers, replies = answers()
+    outcome = task.judge(rollout)
+    likelihoods = outcome.rewards["likelihood"].tolist()
+    assert likelihoods == pytest.approx(teachers, abs=1e-5)
+    assert max(abs(a - b) for a, b in zip(likelihoods, policys)) > 1e-3
+    assert outcome.replies == replies
+    captions = [batch.captions[row // 2] for row in range(8)]
+    assert outcome.rewards["meteor"].tolist() == meteor(captions, replies).tolist()
+
+
+def test_what_is_judged_are_the_sampled_masks(model, batch):
+    task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
+    rollout = roll(model, task, batch)
+    outcome = task.judge(rollout)
+    assert equal(outcome.masks, rollout.action.masks)
+    for row, mask in enumerate(outcome.masks):
+        region = batch.masks[row // 2]
+        inter, union = (mask & region).sum(), (mask | region).sum()
+        assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
+
+
+@pytest.mark.parametrize(
+    "share, judge, weights",
+    [
+        (0.0, None, {"meteor": 1.0}),
+        (0.5, None, {"meteor": 0.5, "likelihood": 0.5}),
+        (1.0, None, {"likelihood": 1.0}),
+        (0.0, object(), {"meteor": 0.25, "judge": 0.75}),
+        (0.5, object(), {"meteor": 0.125, "judge": 0.375, "likelihood": 0.5}),
+    ],
+)
+def test_weights(share, judge, weights):
+    """With a judge the whole reward cannot be the likelihood's: the flags refuse it."""
+    options = Options(likelihood_share=share, use_llm_judge_loop2=bool(judge))
+    assert CaptionMaskCaption(options, Context(None, None, STEPS, judge)).weights == weights
+
+
+def test_a_judge_that_loop_2_does_not_use_has_no_share():
+    task = CaptionMaskCaption(Options(), Context(None, None, STEPS, object()))
+    assert task.weights == {"meteor": 0.5, "likelihood": 0.5}
+
+
+class Judge:
+    def score(self, references, captions):
+        self.asked = list(zip(references, captions))
+        return torch.tensor([0.5, torch.nan] * 4)
+
+
+def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monkeypatch):
+    """A row without the judge's score has no component that counts; the IoU stays a measurement."""
+    (tmp_path / "of_loop_2.py").write_text(
+        "seen = {}\n\n"
+        "def ones(completions, **kwargs):\n"
+        "    seen.update(kwargs, completions=completions)\n"
+        "    return [1] * len(completions)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
+    context = Context(model, Roles(model.trainable), STEPS, judge, (reward,))
+    task = CaptionMaskCaption(Options(mask_sigma=4.0, use_llm_judge_loop2=True), context)
+    assert task.weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
+    rollout = roll(model, task, batch)
+    outcome = task.judge(rollout)
+    captions = [batch.captions[row // 2] for row in range(8)]
+    assert judge.asked == list(zip(captions, outcome.replies))
+    for name in task.weights:
+        assert outcome.rewards[name].isnan().tolist() == [False, True] * 4, name
+    assert not outcome.rewards["iou"].isnan().any() and "likelihood" not in outcome.rewards
+    seen = reward.function.__globals__["seen"]
+    names = {"completions", "prompts", "captions", "replies", "masks", "targets", "image_ids"}
+    assert set(seen) == names and all(len(values) == 8 for values in seen.values())
+    assert seen["replies"] == outcome.replies and seen["completions"] == rollout.texts
+    assert seen["prompts"][0].startswith("Please segment ")
+    assert equal(seen["masks"], outcome.masks)

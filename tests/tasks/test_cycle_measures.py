@@ -1,0 +1,106 @@
+"""Held-out measures by hand: two regions, given captions and masks, guards."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train.evaluation import _merged
+from rl_train.rewards import meteor
+from rl_train.statistics import means
+from rl_train.tasks import cycle_measures
+from rl_train.tasks.cycle_measures import METRICS
+from rl_train.types import Batch
+
+
+def rectangle(height, width, shape=(10, 10)):
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[:height, :width] = True
+    return mask
+
+
+@pytest.fixture
+def measure_answers(monkeypatch):
+    """What is measured of two regions of 20 and 50 of 100 pixels.
+
+    A function of captions of the regions, masks found by these, masks of the true captions, the
+    rows of these with [SEG], and replies.
+    """
+    targets = [rectangle(2, 10), rectangle(5, 10)]
+    batch = Batch([0, 1], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+
+    def measure(captions, cycle_masks, masks, seg_rows, replies):
+        described = iter([captions, replies])
+        answered = iter([(cycle_masks, [0, 1]), (masks, seg_rows)])
+
+        def answer(*_):
+            found, rows = next(answered)
+            return SimpleNamespace(masks=found, rows=torch.tensor(rows, dtype=torch.long))
+
+        monkeypatch.setattr(cycle_measures, "describe", lambda *_: next(described))
+        monkeypatch.setattr(cycle_measures, "answer", answer)
+        return _merged([[cycle_measures.measure(policy, batch, None, 8)]], 2)
+
+    return measure
+
+
+def test_segmentation_by_hand(measure_answers):
+    found = measure_answers(
+        ["a cup", "dog"],
+        [rectangle(2, 10), rectangle(10, 10)],
+        [rectangle(4, 10), rectangle(5, 10)],
+        [0, 1],
+        ["a red cup", "cat"],
+    )
+    assert found.values["seg_intersection"].tolist() == [20, 50] and found.values[
+        "seg_union"
+    ].tolist() == [40, 50]
+    metrics = means(found.values)
+    assert metrics["seg_iou"] == pytest.approx((20 / 40 + 50 / 50) / 2)  # gIoU
+    assert metrics["seg_ciou"] == pytest.approx((20 + 50) / (40 + 50))
+    assert metrics["seg_p50"] == 1.0  # an IoU of exactly .5 counts
+    assert metrics["cycle_iou"] == pytest.approx((1 + 0.5) / 2)
+    assert metrics["cycle_meteor"] == pytest.approx((1 - 0.5 / 3**3) / 2)
+    assert metrics["caption_meteor"] == pytest.approx(
+        meteor(["a red cup", "the dog"], ["a cup", "dog"]).mean().item()
+    )
+    assert metrics["no_seg"] == metrics["mask_whole"] == 0
+    assert set(metrics) == set(METRICS) - {"caption_cider"}
+    assert (found.image_ids, found.references, found.captions, found.num_damaged) == (
+        ["a", "b"],
+        ["a red cup", "the dog"],
+        ["a cup", "dog"],
+        0,
+    )
+
+
+def test_an_answer_without_seg_is_an_empty_mask(measure_answers):
+    found = measure_answers(
+        ["a cup", "dog"],
+        [rectangle(2, 10)] * 2,
+        [rectangle(2, 10), rectangle(0, 0)],
+        [0, 0],
+        ["cup", ""],
+    )
+    metrics = means(found.values)
+    assert metrics["no_seg"] == 0.5 and metrics["seg_iou"] == 0.5 and metrics["seg_p50"] == 0.5
+    assert metrics["seg_ciou"] == pytest.approx(20 / (20 + 50))  # its region stays in the union
+
+
+def test_guards_by_hand(measure_answers):
+    found = measure_answers(
+        ["", "at 120, 34: a dog a dog a dog"],
+        [rectangle(2, 10)] * 2,
+        [rectangle(10, 10), rectangle(9, 10)],
+        [0, 1],
+        ["x", "x"],
+    )
+    values = found.values
+    assert values["caption_words"].tolist() == [0, 9] and values["caption_digits"].tolist() == [
+        0,
+        1,
+    ]
+    assert values["caption_repeats"].tolist() == [0, 1]
+    assert values["mask_whole"].tolist() == [1, 0]  # 100 and 90 of 100 pixels
+    assert values["cycle_iou"][0] == 0  # no caption finds nothing, whatever the model drew

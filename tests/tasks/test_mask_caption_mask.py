@@ -1,0 +1,131 @@
+"""Loop 1: whom it asks for a mask, what it rewards, and that judging changes nothing."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from rl_train.policies.segment_describe import segment, segment_sampled
+from rl_train.rewards import UserReward, meteor
+from rl_train.roles import Roles
+from rl_train.tasks import MaskCaptionMask
+from rl_train.tasks.protocol import Context
+from tests.updates import STEPS, equal, roll, task_of
+
+
+def silenced(policy):
+    """A policy that does not come to say [SEG]."""
+    model = policy()
+    model.model.language_model.lm_head.weight.data[model.model.seg_id] = 0
+    return model
+
+
+@pytest.mark.parametrize("how", ["forced", "sampled"])
+def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
+    """With other weights in the teacher's bank the masks are those weights'.
+
+    Where nobody says [SEG], only a forced answer finds.
+    """
+
+    def judged_by(model, scale):
+        roles = Roles(model.trainable)
+        task = task_of(model, 1, roles, teacher_answer=how)
+        rollout = roll(model, task, batch)
+        rollout.texts[3] = " "  # is not asked about
+        for tensor in roles.banks["teacher"].values():
+            tensor.mul_(scale)
+        return rollout, roles, task.judge(rollout)
+
+    model = policy()
+    rollout, roles, outcome = judged_by(model, 1.2)
+    rows = [row for row in range(8) if row != 3]
+    asked = rollout.features, [row // 2 for row in rows], [rollout.texts[row] for row in rows]
+    policys = segment(model, *asked)
+    with roles.use("teacher"):
+        teachers = (
+            segment(model, *asked) if how == "forced" else segment_sampled(model, *asked, STEPS)
+        )
+    assert equal([outcome.masks[row] for row in rows], teachers) and not equal(teachers, policys)
+    assert not outcome.masks[3].any()
+    rewards = outcome.rewards["iou"]
+    assert rewards[3] == 0 and rewards.max() > 0 and outcome.replies == []
+    rewards = judged_by(silenced(policy), 1)[2].rewards["iou"]
+    assert (rewards.max() > 0) == (how == "forced")
+
+
+def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
+    task = task_of(model, 1, Roles(model.trainable))
+    rollout = roll(model, task, batch)
+    outcome = task.judge(rollout)
+    assert task.weights == {"iou": 1.0} and set(outcome.rewards) == {"iou"}
+    for row, mask in enumerate(outcome.masks):
+        region = batch.masks[row // 2]
+        inter, union = (mask & region).sum(), (mask | region).sum()
+        assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
+
+
+class Judge:
+    """Gives each caption the next of its scores."""
+
+    def __init__(self, scores):
+        self.scores, self.asked = torch.tensor(scores), []
+
+    def score(self, references, captions):
+        self.asked += zip(references, captions)
+        return self.scores
+
+
+def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monkeypatch):
+    """Components by hand; a row that the judge did not score is not scored by anything that counts.
+
+    The user's function sees lists of one entry a row.
+    """
+    (tmp_path / "of_loop_1.py").write_text(
+        "seen = {}\n\n"
+        "def words(completions, **kwargs):\n"
+        "    seen.update(kwargs, completions=completions)\n"
+        "    return [len(text.split()) for text in completions]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = UserReward("of_loop_1:words", 0.1)
+    scores = [0.5, 1.0, torch.nan, 0.0, 0.2, 0.4, 0.6, 0.8]
+    judge = Judge(scores)
+    context = Context(model, Roles(model.trainable), STEPS, judge, (reward,))
+    task = MaskCaptionMask(MaskCaptionMask.Options(), context)
+    assert task.weights == {"iou": 1.0, "caption_reward": 1.0, "words": 0.1}
+    rollout = roll(model, task, batch)
+    rewards, masks = (outcome := task.judge(rollout)).rewards, outcome.masks
+    captions = [batch.captions[row // 2] for row in range(8)]
+    assert judge.asked == list(zip(captions, rollout.texts))
+    parts, kept = meteor(captions, rollout.texts), [row for row in range(8) if row != 2]
+    expected = 0.25 * parts + 0.75 * torch.tensor(scores)
+    assert torch.equal(rewards["caption_reward"][kept], expected[kept])
+    assert all(rewards[name][2].isnan() for name in task.weights)
+    assert not any(rewards[name][kept].isnan().any() for name in task.weights)
+    assert rewards["words"][0] == len(rollout.texts[0].split())
+    seen = reward.function.__globals__["seen"]
+    names = {"completions", "prompts", "captions", "masks", "targets", "image_ids"}
+    assert set(seen) == names and all(len(values) == 8 for values in seen.values())
+    assert seen["captions"] == captions and seen["completions"] == rollout.texts
+    assert equal(seen["masks"], masks) and seen["targets"][7] is batch.masks[3]
+    assert seen["image_ids"] == [f"scene{row // 2}" for row in range(8)]
+
+
+@pytest.mark.parametrize("loop", [1, 2])
+def test_judging_writes_nothing_into_the_rollout(model, batch, loop):
+    task = task_of(model, loop, Roles(model.trainable))
+    rollout = roll(model, task, batch)
+    before = deepcopy(vars(rollout))
+    outcome = task.judge(rollout)
+    assert equal(vars(rollout), before) and set(vars(rollout)) == set(before)
+    assert all(values.device.type == "cpu" for values in outcome.rewards.values())
+    assert {values.shape for values in outcome.rewards.values()} == {(8,)}
+    again = task.judge(rollout)
+    assert equal(again, outcome)
+
+
+def test_its_prompts_are_about_the_regions(model, batch):
+    features = model.encode(batch)
+    prompts = task_of(model, 1).prompts(batch, features)
+    assert prompts.image == [0, 1, 2, 3]
+    assert equal(prompts.grids, [grid[None] for grid in batch.inputs.grids])

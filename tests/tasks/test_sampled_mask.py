@@ -1,0 +1,213 @@
+"""The sampled mask of loop 2: what is drawn, its policy term and its supervised one."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train.config import LossConfig
+from rl_train.draws import Draws
+from rl_train.objective import Reference, Totals
+from rl_train.rewards.iou import mask_spread
+from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss
+from rl_train.types import Outcome, Rollout
+from sa2va_hf.losses import mask_loss
+from tests.updates import (
+    ADVANTAGES,
+    SIGMA,
+    backward,
+    moved,
+    reached,
+    roll,
+    task_of,
+    work_of,
+)
+
+
+@pytest.fixture(scope="module")
+def model(policy):
+    return moved(policy())
+
+
+@pytest.fixture(scope="module")
+def rollout(scenes, prepare, model):
+    """4 rows about the first two scenes."""
+    two = prepare(scenes[:2], model.processor)
+    return roll(model, task_of(model, 2), two)
+
+
+# What is drawn
+
+
+def test_a_row_uses_its_normals_by_ordinal(model, images, batch):
+    """The k-th [SEG] of a row its k-th normals, wherever the row's words put it."""
+    seg, word, D = model.model.seg_id, 5, model.model.config.prompt_size
+    words = [
+        [seg, word, word, seg, word],
+        [word, seg, seg, word, word],
+        [word, word, word, word, seg],
+        [word, word, word, seg, word],
+    ]
+    ids, every = torch.tensor(words), torch.ones(4, 5, dtype=torch.bool)
+    width, generator = model.model.config.llm.hidden_size, torch.Generator().manual_seed(0)
+    rollout = Rollout(
+        batch,
+        images,
+        model.segment_prompts(images, [0, 1], batch.captions[:2]).repeat(2),
+        texts=["said"] * 4,
+        num_generations=2,
+        ids=ids,
+        logp=torch.zeros(4, 5),
+        valid=every,
+        stopped=every[:, 0],
+        hidden=torch.randn(4, 5, width, generator=generator),
+    )
+    draws, same = (Draws(0, 0, 1, [0, 1], 2) for _ in range(2))
+    for one in (draws, same):
+        one.uniforms(5)
+    drawn = SampledMask(model, 0.5, 0.0).draw(rollout, draws)
+    # Row 2's [SEG] is its last token and has no hidden state.
+    assert drawn.rows.tolist() == [0, 0, 1, 1, 3]
+    normals = {row: same.normals([row] * 2, D) for row in range(4)}
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
+    expected = torch.stack([normals[row][k] for row, k in places])
+    torch.testing.assert_close(drawn.offset, 0.5 * expected, atol=1e-5, rtol=0)
+    rows, mean = model.mask_embeddings(rollout)
+    assert torch.equal(rows, drawn.rows)
+    torch.testing.assert_close(drawn.z, mean + 0.5 * expected)
+    assert len(drawn.masks) == 4 and not drawn.masks[2].any()
+    assert [mask.shape for mask in drawn.masks] == [images.sizes[i] for i in (0, 0, 1, 1)]
+
+
+def test_without_sigma_the_mean_itself_is_drawn_and_no_number(model, rollout):
+    draws = Draws(0, 0, 1, [0, 1], 2)
+    drawn = SampledMask(model, 0.0, 0.1).draw(rollout, draws)
+    assert torch.equal(drawn.z, model.mask_embeddings(rollout)[1]) and drawn.logp is None
+    assert not drawn.offset.any()
+    assert torch.equal(draws.uniforms(1), Draws(0, 0, 1, [0, 1], 2).uniforms(1))
+
+
+def test_spread_by_hand(model):
+    """1 - IoU of pairs: of 4 and 2 of 4 pixels 1/2, with an empty one 1, of two empty ones 0."""
+    whole, half, none = torch.ones(2, 2) > 0, torch.tensor([[1, 1], [0, 0]]) > 0, torch.zeros(2, 2)
+    none = none > 0
+    assert mask_spread(torch.stack([whole, half])) == pytest.approx(0.5)
+    assert mask_spread(torch.stack([none, none])) == 0 == mask_spread(torch.stack([half, half]))
+    assert mask_spread(torch.stack([whole, half, none])) == pytest.approx((0.5 + 1 + 1) / 3)
+    drawn = DrawnMasks(torch.tensor([0, 0, 3]), [], None, None, None)
+    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, *[None] * 5, action=drawn)
+    curves = SampledMask(model, 0.5, 0.0).curves(rollout, Outcome({}, [whole, half, none, none]))
+    assert curves == dict(mask_spread=(0.5, 2), no_seg_frac=(2, 4), mask_sigma=(0.5, 1))
+
+
+# The policy term
+
+
+def test_the_latent_term_points_to_the_better_mask(rollout):
+    """Its gradient by the mean of a [SEG] is -A (z - mean) / (sigma^2 D) / M.
+
+    Good samples attract, bad ones repel.
+    """
+    drawn = rollout.action
+    mean = (drawn.z - drawn.offset).clone().requires_grad_()
+    m, d = mean.shape
+    a, every = ADVANTAGES[drawn.rows], torch.ones(m, dtype=torch.bool)
+
+    def term(reference):
+        config, totals = LossConfig(kl_coef=0.5), Totals(4, 1, m)
+        return latent_loss(mean, drawn, every, SIGMA, reference, a, every, totals, config)
+
+    loss, kl = term(mean.detach())
+    loss.backward()
+    expected = -a[:, None] * drawn.offset / (SIGMA**2 * d * m)
+    torch.testing.assert_close(mean.grad, expected, atol=1e-6, rtol=1e-3)
+    assert kl == 0
+    # a reference 2 sigma off in every dimension: KL 4 / 2 for each of the M
+    far, kl = term(mean.detach() + 2 * SIGMA)
+    assert kl.item() == pytest.approx(2 * m, rel=1e-4)
+    assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
+
+
+def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
+    """A micro-batch in which no row said [SEG] still gives a loss."""
+    ids = rollout.ids.clone()
+    ids[ids == model.model.seg_id] = 5
+    empty = torch.zeros(0, model.model.config.prompt_size)
+    action = DrawnMasks(torch.zeros(0, dtype=torch.long), [], empty, empty, torch.zeros(0))
+    silent = replace(rollout, ids=ids, action=action)
+    task = task_of(model, 2, mask_loss_coef=0.1)
+    grads, sums, loss = backward(model, work_of(model, task, silent))
+    assert sums["latent_loss"] == sums["mask_loss"] == 0 and sums["latent_kl"] == (0, 0)
+    assert loss == loss and sums["loss"] == sums["policy_loss"] == pytest.approx(loss, abs=1e-7)
+    assert reached(model, grads) == {"lora", "mlp1"}
+
+
+def test_what_the_reference_says_of_the_action(model, rollout):
+    """The means under the weights in use, row by row: by micro-batches the same as at once."""
+    task = task_of(model, 2)
+    with torch.no_grad():
+        rows = [slice(0, 1), slice(1, 4)]
+        parts = [task.action.parameters(rollout, r, model.score(rollout, r)) for r in rows]
+    sampled = model.mask_embeddings(rollout)[1]
+    torch.testing.assert_close(torch.cat(parts), sampled, atol=1e-3, rtol=0)
+    scored = torch.tensor([True, False, True, True])
+    assert task.action.count(rollout, scored) == (rollout.action.rows != 1).sum()
+
+
+# The mask term
+
+
+def test_every_sam2_weight_that_trains_can_get_a_gradient(model, rollout):
+    """All but the hypernetworks of mask tokens that did not win here."""
+    task = task_of(model, 2, mask_loss_coef=1.0)
+    grads, _, _ = backward(model, work_of(model, task, rollout, torch.zeros(4)))
+    silent = {n for n, g in grads.items() if model.group_of(n) == "sam2" and g.abs().max() == 0}
+    assert {
+        n.split("output_hypernetworks_mlps.")[-1].split(".")[0]
+        for n in silent
+        if "hypernetworks" in n
+    } < {"1", "2", "3"}
+    assert not {n for n in silent if "hypernetworks" not in n}
+
+
+def test_the_mask_term_is_of_the_sampled_masks(model, rollout):
+    """Those that the rollout was scored on, not those of the mean."""
+    drawn = rollout.action
+    image = [rollout.prompts.image[row] for row in drawn.rows.tolist()]
+    targets = [rollout.batch.masks[i] for i in image]
+    with torch.no_grad():
+        of_drawn, of_mean = (
+            mask_loss(model.decode_masks(rollout.features, image, z), targets).mean().item()
+            for z in (drawn.z, drawn.z - drawn.offset)
+        )
+    task = task_of(model, 2, mask_loss_coef=0.5)
+    _, sums, loss = backward(model, work_of(model, task, rollout, torch.zeros(4)))
+    assert sums["mask_loss"] == pytest.approx(of_drawn, rel=1e-3)
+    assert abs(of_drawn - of_mean) > 5e-3 * of_drawn
+    assert loss == pytest.approx(0.5 * of_drawn, rel=1e-3)
+
+
+def test_a_row_without_reward_has_neither_term(model, rollout):
+    """By hand: the terms of the scored rows alone, divided by their [SEG]."""
+    scored, task = torch.tensor([True, False, True, True]), task_of(model, 2, mask_loss_coef=1.0)
+    reference = Reference(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
+    work = work_of(model, task, rollout, torch.zeros(4), scored, reference)
+    _, sums, _ = backward(model, work, LossConfig(kl_coef=0.5))
+    drawn = rollout.action
+    kept = scored[drawn.rows]
+    assert sums["latent_kl"][1] == kept.sum() < len(drawn.rows)
+    assert sums["latent_kl"][0] == pytest.approx(0.5 * kept.sum().item(), rel=1e-2)
+    image = [rollout.prompts.image[row] for row in drawn.rows[kept].tolist()]
+    with torch.no_grad():
+        logits = model.decode_masks(rollout.features, image, drawn.z[kept])
+    expected = mask_loss(logits, [rollout.batch.masks[i] for i in image]).mean().item()
+    assert sums["mask_loss"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_its_state_is_sigma():
+    action, other = SampledMask(None, 1.25, 0.1), SampledMask(None, "auto", 0.1)
+    other.load_state_dict(action.state_dict())
+    assert other.sigma == 1.25
+    other.calibrate(SimpleNamespace(), 8)  # a number stays: neither model nor data are asked
+    assert other.sigma == 1.25

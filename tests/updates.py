@@ -1,0 +1,135 @@
+"""Rollouts of both loops on drawn scenes and one update's losses: what tests of the loss share."""
+
+import dataclasses
+
+import torch
+
+from rl_train.config import LossConfig
+from rl_train.draws import Draws
+from rl_train.objective import (
+    MicroBatchLoss,
+    Reference,
+    Totals,
+    Work,
+    micro_batches_of,
+    score_all,
+    step_totals,
+)
+from rl_train.roles import Roles
+from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
+from rl_train.tasks.protocol import Context
+
+GENERATIONS, STEPS, SIGMA = 2, 14, 0.3
+ADVANTAGES = torch.tensor([0.7, -0.7, -0.7, 0.7])  # of 2 scenes x GENERATIONS
+POLICY_ALONE = LossConfig(kl_coef=0.0)
+
+
+def moved(model):
+    """The policy, its LoRA's B no longer 0 (where no gradient would reach A)."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.trainable.items():
+            if ".lora_B." in name:
+                p += 0.01 * torch.randn(p.shape, generator=generator)
+    return model
+
+
+def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, **options):
+    """Loop 1's or 2's task with these options; without roles it can ask, not judge."""
+    kind = (MaskCaptionMask, CaptionMaskCaption)[loop - 1]
+    if loop == 2:
+        options = dict(mask_sigma=SIGMA, mask_loss_coef=0.0) | options
+    return kind(kind.Options(**options), Context(model, roles, max_new_tokens))
+
+
+def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, step=0):
+    """A rollout of the task on a batch, with its action, as the loop makes it."""
+    number = int(task.name[-1]) - 1
+    features, draws = (
+        model.encode(batch),
+        Draws(0, step, number, batch.index, num_generations),
+    )
+    prompts = task.prompts(batch, features)
+    uniforms = draws.uniforms(max_new_tokens)
+    rollout = model.sample(batch, features, prompts, num_generations, max_new_tokens, uniforms)
+    if task.action:
+        rollout.action = task.action.draw(rollout, draws)
+        assert len(set(rollout.action.rows.tolist())) > 1, "the demo model answers with [SEG]"
+    return rollout
+
+
+@torch.no_grad()
+def reference_of(model, task, rollout) -> Reference:
+    """What the weights in use say of a rollout."""
+    return score_all(model, task, rollout, len(rollout))
+
+
+def work_of(model, task, rollout, advantages=ADVANTAGES, scored=None, reference=None) -> Work:
+    """The rollout with these advantages, unequal rewards, and the weights in use as reference."""
+    reward = torch.arange(len(rollout)).float()
+    if scored is not None:
+        reward = torch.where(scored, reward, torch.nan)
+    reference = reference or reference_of(model, task, rollout)
+    return Work(task, rollout, None, reward, advantages, reference)
+
+
+def totals_by_hand(work: Work) -> Totals:
+    """Of a step of one rank with this rollout alone."""
+    rollout, scored = work.rollout, work.scored
+    actions = int(scored[rollout.action.rows].sum()) if work.task.action else 0
+    return Totals(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
+
+
+def backward(model, work: Work, config: LossConfig = POLICY_ALONE, micro_batch_size=4):
+    """({parameter: gradient}, statistics summed over micro-batches, loss) of one update."""
+    totals = step_totals([work], 1)[0][work.task.name]
+    assert totals == totals_by_hand(work)
+    loss_of = MicroBatchLoss(model, config, STEPS)
+    for p in model.trainable.values():
+        p.grad = None
+    sums, value = {}, 0.0
+    for w, rows, last in micro_batches_of([work], micro_batch_size):
+        loss, statistics = loss_of(w, rows, totals, last)
+        loss.backward()
+        value += loss.item()
+        for name, x in statistics.items():
+            x = tuple(map(float, x)) if isinstance(x, tuple) else float(x)
+            sums[name] = added(sums[name], x) if name in sums else x
+    gradients = {name: p.grad.clone() for name, p in model.trainable.items()}
+    for p in model.trainable.values():
+        p.grad = None
+    return gradients, sums, value
+
+
+def added(one, other):
+    """The sum of two numbers or of two (total, count)."""
+    return tuple(map(sum, zip(one, other))) if isinstance(one, tuple) else one + other
+
+
+def mean(statistic) -> float:
+    """The mean of a (total, count)."""
+    return statistic[0] / statistic[1]
+
+
+def reached(model, gradients) -> set[str]:
+    """The groups of trainables that a gradient reaches."""
+    return {model.group_of(name) for name, g in gradients.items() if g.abs().max() > 0}
+
+
+def largest_difference(a, b) -> float:
+    """Of two sets of tensors of the same names."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def equal(a, b) -> bool:
+    """Whether two nests of records, lists, dictionaries and tensors hold the same."""
+    if dataclasses.is_dataclass(a):
+        return type(a) is type(b) and equal(vars(a), vars(b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return a == b

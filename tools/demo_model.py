@@ -1,0 +1,158 @@
+"""The demo's tiny Sa2VA: configuration, tokenizer and random weights."""
+
+import numpy as np
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
+from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from tools.demo_scenes import WARM_START, caption, make_scene
+
+# Captions of the warm start by how much they say; those of the data for reinforcement learning are
+# all "full".
+DETAIL_ODDS = {"full": 0.25, "partial": 0.4, "vague": 0.35}
+QWEN2_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<img>",
+    "</img>",
+    "<IMG_CONTEXT>",
+    "[SEG]",
+    "<p>",
+    "</p>",
+    "<vp>",
+    "</vp>",
+]
+CONFIG = dict(
+    architectures=["Sa2VAChatModel"],
+    model_type="sa2va_chat",
+    template="phi3_chat",
+    ps_version="v2",
+    select_layer=-1,
+    force_image_size=224,
+    downsample_ratio=0.5,
+    dynamic_image_size=True,
+    use_thumbnail=True,
+    min_dynamic_patch=1,
+    max_dynamic_patch=1,
+    vision_config=dict(
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=256,
+        image_size=224,
+        patch_size=14,
+        layer_norm_eps=1e-6,
+        hidden_act="gelu",
+        qkv_bias=True,
+    ),
+    llm_config=dict(
+        architectures=["Qwen2ForCausalLM"],
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        max_position_embeddings=2048,
+        attention_dropout=0.0,
+    ),
+    sam2_config=dict(
+        image_size=256,
+        hidden_size=64,
+        mask_decoder_mlp_dim=128,
+        mask_decoder_heads=4,
+        memory_channels=64,
+        memory_layers=1,
+        memory_mlp_dim=64,
+        memory_fuser_dim=64,
+        backbone=dict(
+            hidden_size=24,
+            num_attention_heads=1,
+            blocks_per_stage=[1, 1, 2, 1],
+            embed_dim_per_stage=[24, 48, 96, 192],
+            num_attention_heads_per_stage=[1, 2, 4, 8],
+            window_size_per_stage=[8, 4, 8, 4],
+            global_attention_blocks=[3],
+            window_positional_embedding_background_size=[7, 7],
+        ),
+    ),
+)
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen2's pre-tokenisation, trained on the demo's texts.
+
+    As in the real tokenizer, `<|end|>` is plain text whose ids depend on what precedes it.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    rng = np.random.default_rng([seed, 9])
+    texts = []
+    for i in range(300):
+        scene = make_scene(seed, WARM_START, i)
+        texts += [
+            c + "<|end|>\n"
+            for k in scene.targets
+            for c in (caption(scene.objects[k], scene, rng, d) for d in DETAIL_ODDS)
+        ]
+    template = PROMPT_TEMPLATE["phi3_chat"]["INSTRUCTION"]
+    for wording in (DESCRIBE, *SEGMENT_WORDINGS):
+        question = "There are 1 part regions in the picture: region1.\n" + wording
+        texts += [template.replace("{input}", question)] * 20
+    texts += [answer + "<|end|>\n" for answer in SEGMENT_ANSWERS] * 20
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=640,
+            special_tokens=[],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        padding_side="left",
+    )
+
+
+def initialise(model: Sa2VAModel):
+    """Draw random weights at the scale of each layer's inputs.
+
+    transformers' fixed std of 0.02 suits widths of a thousand; at 64 it lets the signal vanish
+    within a few layers.
+    """
+    residual_ends = ("o_proj.weight", "down_proj.weight", "projection_layer.weight", "fc2.weight")
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            if name.endswith("bias"):
+                torch.nn.init.zeros_(parameter)
+        elif "embed" in name or "token" in name or "memory" in name and parameter.ndim != 4:
+            torch.nn.init.normal_(parameter, std=0.1)
+        else:
+            fan_in = parameter[0].numel() if "upscale_conv" not in name else parameter.shape[0]
+            scale = 0.5 if name.endswith(residual_ends) else 1.0
+            torch.nn.init.normal_(parameter, std=scale * fan_in**-0.5)
+    for layer in model.vision_model.encoder.layer:
+        torch.nn.init.ones_(layer.lambda_1)
+        torch.nn.init.ones_(layer.lambda_2)
