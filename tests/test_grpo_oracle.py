@@ -13,8 +13,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
-from sa2va_hf.tokenizer import load_tokenizer
 from rl_train.rewards.components import combine
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
 trl = pytest.importorskip("trl", reason="trl is not installed (extra: oracle)")

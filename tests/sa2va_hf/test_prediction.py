@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from sa2va_hf.tokenizer import load_tokenizer
 from rl_train.policies.segment_describe import answer, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
+from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.video import track
 from tools.make_demo import SHIPPED_CHECKPOINT
 

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from rl_train.data.text import phrase
-from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 
 
