@@ -4,12 +4,11 @@ checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
     ema.safetensors          the teacher's
-    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank;
-    weights_only config.json              the run's flags
+    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank
+    config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
     eval.json                its step, its score and its held-out metrics
-N = steps done. The reference is not stored: it is the base with a fresh LoRA, rebuilt from
---model_path.
+N = steps done. The reference is not stored: it is the base with a fresh LoRA.
 """
 
 import json
@@ -62,10 +61,14 @@ class RunState:
                 task.action.load_state_dict(state["tasks"][task.name])
 
 
+def step_of(folder: Path) -> int:
+    return int(NAME.search(folder.name)[1])
+
+
 def list_checkpoints(output_dir) -> list[Path]:
     """Complete checkpoints in order of their steps."""
     found = [p for p in Path(output_dir).glob("checkpoint_step_*") if NAME.search(p.name)]
-    return sorted(found, key=lambda p: int(NAME.search(p.name)[1]))
+    return sorted(found, key=step_of)
 
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
@@ -74,7 +77,7 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
     if not is_main:
         return
     write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, rng)
-    past = [p for p in list_checkpoints(output_dir) if int(NAME.search(p.name)[1]) <= state.step]
+    past = [p for p in list_checkpoints(output_dir) if step_of(p) <= state.step]
     for old in past[:-total_limit] if total_limit else ():
         shutil.rmtree(old)
 
@@ -144,11 +147,7 @@ def open_weights(path: Path):
 
 
 def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
-    """Copy trainables.safetensors or ema.safetensors into the parameters.
-
-    Raises:
-        ValueError: the file is damaged, or its names differ.
-    """
+    """Copy a file's weights into the parameters. Raises ValueError if damaged or of other names."""
     reader = open_weights(Path(folder) / file)
     if odd := set(reader.keys()) ^ set(parameters):
         raise ValueError(f"{folder}/{file}: names differ from what trains: {sorted(odd)[:5]}")

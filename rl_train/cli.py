@@ -80,47 +80,30 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
 
 
 def check_output_dir(config: Config, flags: dict):
-    """Check that --output_dir is free, or holds the run that --resume is to continue.
-
-    Raises:
-        ValueError: the folder cannot be written, or holds a run of other `flags`, or a run while
-            --resume was not given.
-    """
+    """Raise ValueError unless --output_dir is free or holds the run that --resume continues."""
     folder, resume = Path(config.run.output_dir), config.run.resume
     check_writable("--output_dir", folder)
     file = folder / "config.json"
     if file.is_file():
         if not resume:
             raise ValueError(
-                f"--output_dir {folder} already holds a run: pass --resume to continue it, or "
-                "another folder"
+                f"--output_dir {folder} already holds a run: pass --resume, or another"
             )
         check_same(file, flags, f"--output_dir {folder}")
     elif resume == "latest":
-        raise ValueError(
-            f"--resume: {file} does not exist, there is no run to continue in --output_dir"
-        )
+        raise ValueError(f"--resume: {file} does not exist, there is no run to continue")
 
 
 def check_same(file: Path, flags: dict, place: str):
     """Raise ValueError, beginning with `place`, if the run of config `file` had other flags."""
     before = read_json(file)
-    differing = sorted(
-        name
-        for name in flags
-        if name not in FREE_ON_RESUME and (name not in before or before[name] != flags[name])
-    )
+    absent = object()
+    fixed = sorted(set(flags) - FREE_ON_RESUME)
+    differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     if differing:
-        changes = (
-            f"--{name} was {before[name]}, now {flags[name]}"
-            if name in before
-            else f"--{name} did not exist then"
-            for name in differing
-        )
-        raise ValueError(f"{place} holds a run of another config: {', '.join(changes)}")
-    was, now = (
-        math.prod(values.get(name, 1) for name in PROMPTS_PER_STEP) for values in (before, flags)
-    )
+        pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
+        raise ValueError(f"{place} holds a run of another config: {', '.join(pairs)}")
+    was, now = (math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP) for run in (before, flags))
     if "world_size" in before and was != now:
         raise ValueError(
             f"{place} holds a run of {was} prompts a step, now {now}: --batch_size x "

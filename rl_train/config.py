@@ -60,15 +60,11 @@ class PolicyConfig:
     """model"""
 
     model_path: str = flag(help="Sa2VA checkpoint folder in the original layout")
-    dtype: str = flag(
-        "bfloat16", "of the frozen base; what trains is float32", choices=["float32", "bfloat16"]
-    )
+    dtype: str = flag("bfloat16", "of the frozen base", choices=["float32", "bfloat16"])
     max_tiles: int = flag(1, "tiles of an image: 1 = all of it at 448 px, .. 12", type=COUNT)
     temperature: float = flag(1.0, "of sampling and of every log-prob", type=POSITIVE)
     gradient_checkpointing: bool = flag(True, "recompute LLM layers in the backward pass")
-    shard_base: bool = flag(
-        False, "share a base that does not fit one GPU out over several processes (FSDP2)"
-    )
+    shard_base: bool = flag(False, "keep 1/R of a large base on each of R processes (FSDP2)")
     lora_r: int = flag(128, "rank of the LoRA on the LLM", type=COUNT)
     lora_alpha: int = flag(256, "its scale is alpha / r", type=COUNT)
     lora_dropout: float = flag(0.05, "recorded for supervised training; off during RL", type=SHARE)
@@ -80,9 +76,7 @@ class DataConfig:
 
     data_dir: str = flag(help="folder of training regions, or owner/name of a data set on the hub")
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
-    max_bad_fraction: float = flag(
-        0.01, "the run stops when a larger share of the data set cannot be used", type=SHARE
-    )
+    max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(
         None, "held-out regions; default: of --data_dir's last images in a fixed shuffle"
     )
@@ -110,15 +104,11 @@ class RewardConfig:
         "http://localhost:9100/v1", "OpenAI-compatible server; its key is OPENAI_API_KEY"
     )
     llm_judge_model: str = flag("meta-llama/Meta-Llama-3.1-8B-Instruct", "its name at that server")
-    llm_judge_mode: str = flag(
-        "score", "a rating of 0..10, a verdict A..E, or questions to answer", choices=MODES
-    )
+    llm_judge_mode: str = flag("score", "rating, verdict A..E or questions", choices=MODES)
     max_judge_failures: float = flag(
-        0.2, f"the run stops when more of the last {FAILURE_WINDOW} were not judged", type=SHARE
+        0.2, f"of the last {FAILURE_WINDOW} captions, above which the run stops", type=SHARE
     )
-    control: str = flag(
-        "none", "rewards that cannot teach: shuffled in each group, or constant", choices=CONTROLS
-    )
+    control: str = flag("none", "train on rewards that cannot teach", choices=CONTROLS)
     reward: list[str] = flag(
         [],
         "functions of your own, (completions, **kwargs) -> list of float or None, added to the "
@@ -151,13 +141,9 @@ class OptimConfig:
         None, "of text_hidden_fcs, which prompts SAM2; default --learning_rate", type=POSITIVE
     )
     weight_decay: float = flag(0.05, "of AdamW")
-    warmup_ratio: float = flag(
-        0.05, "share of updates with linear warm-up; then cosine to 0", type=SHARE_BELOW_1
-    )
+    warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=SHARE_BELOW_1)
     max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
-    ema_decay: float = flag(
-        0.999, "of the teacher; 0 = the policy teaches itself, 1 = the base does", type=SHARE
-    )
+    ema_decay: float = flag(0.999, "of the teacher; 0 = the policy, 1 = the base", type=SHARE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,9 +156,7 @@ class RunConfig:
     resume: str | None = flag(
         None, "from a checkpoint folder, or --output_dir's latest", nargs="?", const="latest"
     )
-    eval_steps: int = flag(
-        100, "steps between evaluations and pictures; 0 = only before and after", type=COUNT_OR_0
-    )
+    eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
     seed: int = flag(0, "of everything", type=SEED)
 
 

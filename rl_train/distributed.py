@@ -71,13 +71,10 @@ def all_sum(values: dict[str, float]) -> dict[str, float]:
 
 def raise_on_any_rank(faults: list[str]):
     """Raise FloatingPointError on all ranks, with every rank's faults, if any rank has one."""
-    found = [
-        f"rank {rank}: {fault}"
-        for rank, rank_faults in enumerate(gather_objects(faults))
-        for fault in rank_faults
-    ]
-    if found:
-        raise FloatingPointError("not finite: " + "; ".join(found[:20]))
+    of_ranks = enumerate(gather_objects(faults))
+    named = [f"rank {rank}: {fault}" for rank, mine in of_ranks for fault in mine]
+    if named:
+        raise FloatingPointError("not finite: " + "; ".join(named[:20]))
 
 
 class GradientAverage:
@@ -94,9 +91,8 @@ class GradientAverage:
     def __init__(self, module: torch.nn.Module, names: dict[str, torch.nn.Parameter]):
         self.module, self.names, self.own = module, names, []
         if dist.is_initialized():
-            self.module = DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            how = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
+            self.module = DistributedDataParallel(module, **how)
             self.module.register_comm_hook(None, self._reduce)
 
     def __call__(self, *args, last: bool):
@@ -105,8 +101,9 @@ class GradientAverage:
 
     def averaging(self, last: bool):
         """The context of a forward and backward: gradients are averaged in that of the last one."""
-        alone = self.module if isinstance(self.module, DistributedDataParallel) else None
-        return contextlib.nullcontext() if last or alone is None else alone.no_sync()
+        if last or not dist.is_initialized():
+            return contextlib.nullcontext()
+        return self.module.no_sync()
 
     def _reduce(self, _, bucket):
         norms = torch._foreach_norm(bucket.gradients())
@@ -117,10 +114,9 @@ class GradientAverage:
         """{name: norm of this rank's own gradient} of the last backward."""
         if not dist.is_initialized():
             return gradient_norms(self.names)
-        of_id = dict(self.own)
-        norms = torch.stack([of_id[id(p)] for p in self.names.values()]).tolist()
-        self.own = []
-        return dict(zip(self.names, norms))
+        of_id, self.own = dict(self.own), []
+        norms = torch.stack([of_id[id(p)] for p in self.names.values()])
+        return dict(zip(self.names, norms.tolist()))
 
 
 def gradient_norms(parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:

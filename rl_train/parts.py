@@ -66,13 +66,9 @@ def build_judge(config: Config) -> LLMJudge | None:
     flags = config.reward
     if not flags.use_llm_judge:
         return None
-    judge = LLMJudge(
-        flags.llm_judge_base_url,
-        flags.llm_judge_model,
-        flags.llm_judge_mode,
-        seed=config.run.seed,
-        cache_path=Path(config.run.output_dir) / "judge_cache.sqlite",
-    )
+    who = (flags.llm_judge_base_url, flags.llm_judge_model, flags.llm_judge_mode)
+    cache = Path(config.run.output_dir) / "judge_cache.sqlite"
+    judge = LLMJudge(*who, seed=config.run.seed, cache_path=cache)
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
@@ -89,17 +85,12 @@ def standing_memory(policy) -> dict[str, int]:
 
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
-    own_rate = config.prompt_learning_rate or config.learning_rate
-    rates = {
-        name: own_rate if policy.group_of(name) == "text_hidden_fcs" else config.learning_rate
-        for name in policy.trainable
-    }
-    groups = [
-        dict(params=[p for n, p in policy.trainable.items() if rates[n] == rate], lr=rate)
-        for rate in dict.fromkeys(rates.values())
-    ]
+    groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    for name, parameter in policy.trainable.items():
+        rate = rates.get(policy.group_of(name), config.learning_rate)
+        groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
     fused = policy.device.type == "cuda"
-    return torch.optim.AdamW(groups, weight_decay=config.weight_decay, fused=fused)
+    return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
 def calibrate(tasks, train_set, inputs, batch_size: int, max_new_tokens: int):

@@ -1,9 +1,8 @@
 """The frozen base shared out over the ranks (FSDP2, --shard_base), if it does not fit one GPU.
 
 Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a layer is gathered
-while it computes, forward and backward. What trains stays whole on every rank, and so do
-embeddings, lm_head and SAM2: roles, gradients, optimizer and checkpoints do not know of it, and
-results are those of a run without it.
+while it computes. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2:
+nobody else knows of it, and results are those of a run without it.
 
 A forward is thereby a collective, but ranks sample answers of different lengths and have different
 numbers of masks to describe. So before each forward of a sharded part all ranks say which part they

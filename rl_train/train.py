@@ -1,8 +1,8 @@
 """Train a policy by reinforcement learning in closed cycles.
 
-    bash run_rl_train.sh                                                   # the demo, on any
-    machine python -m rl_train.train --model_path M --data_dir D --output_dir O    # one process
-    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...       # eight GPUs
+    bash run_rl_train.sh                                                 # the demo, anywhere
+    python -m rl_train.train --model_path M --data_dir D --output_dir O  # one process
+    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...     # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
 whole step (DAPO); the reward is computed by an EMA teacher of the policy itself; a task may draw an
@@ -82,8 +82,7 @@ def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_nor
     """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
-        FloatingPointError: on all ranks, naming what was not finite on any of them; nothing has
-            been stepped.
+        FloatingPointError: on all ranks and before a step, naming what is not finite on any.
     """
     faults = tally.not_finite()
     norms = average.own_norms().items()
@@ -110,9 +109,8 @@ class EndOfStep:
     def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
         self.parts, self.log, self.evaluator = parts, log, evaluator
         self.start, main = parts.state.step, parts.ranks.is_main
-        self.progress = tqdm(
-            total=parts.max_steps, initial=self.start, desc="training", disable=not main
-        )
+        total = dict(total=parts.max_steps, initial=self.start)
+        self.progress = tqdm(**total, desc="training", disable=not main)
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
@@ -158,11 +156,8 @@ class EndOfStep:
         self.progress.set_postfix(means)
         self.progress.update()
         if parts.judge:
-            counts = (
-                sum(t.totals[failed_frac] for t in tallies),
-                sum(t.counts[failed_frac] for t in tallies),
-            )
-            parts.judge_failures.add(*counts)
+            failed = sum(t.totals[failed_frac] for t in tallies)
+            parts.judge_failures.add(failed, sum(t.counts[failed_frac] for t in tallies))
         parts.damaged.check()
 
 
@@ -191,16 +186,15 @@ def main(argv=None):
             parts = build(config, ranks)
         except ValueError as error:  # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
+        places = {
+            JudgeFailed: f"--llm_judge_base_url {config.reward.llm_judge_base_url}: ",
+            BadData: f"--data_dir {config.data.data_dir}: ",
+        }
         try:
             run(parts)
-        except (DamagedFile, BadReward) as error:
-            raise SystemExit(f"rl_train: {error}") from error
-        except JudgeFailed as error:
-            url = config.reward.llm_judge_base_url
-            raise SystemExit(f"rl_train: --llm_judge_base_url {url}: {error}") from error
-        except BadData as error:
+        except (DamagedFile, BadReward, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
-            raise SystemExit(f"rl_train: --data_dir {config.data.data_dir}: {sentence}") from error
+            raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
     finally:
         distributed.close()
 

@@ -292,8 +292,7 @@ class Sa2VAModel(nn.Module):
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             state[LM_HEAD] = state[LM_HEAD].clone()
         state = {
-            k: _own(v.detach().to("cpu", dtype))
-            for k, v in checkpoint_keys.to_original(state).items()
+            k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()
         }
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
@@ -303,8 +302,3 @@ class Sa2VAModel(nn.Module):
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
     """(B, L) position ids that count attended tokens, whatever side the padding is on."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
-
-
-def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, copied if it is a part of a larger one, as parameters become that a sampler has fused: safetensors refuses those."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -11,7 +11,8 @@ from pycocotools import mask as coco
 
 from rl_train import distributed, evaluation
 from rl_train.data import DATASETS
-from rl_train.evaluation import METRICS
+from rl_train.tasks import cycle_measures
+from rl_train.tasks.cycle_measures import METRICS
 from tests.data.test_refcoco import image_name, ref, write
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import evaluate, export
@@ -281,9 +282,9 @@ def test_an_output_that_cannot_be_written_is_told_before_measuring(
 
 def test_legacy_cleaner_changes_the_caption_score_alone(data, base, tmp_path, monkeypatch):
     """Here every caption begins with boilerplate, which the option cuts and nothing else does."""
-    describe = evaluation.describe
+    describe = cycle_measures.describe
     monkeypatch.setattr(
-        evaluation,
+        cycle_measures,
         "describe",
         lambda *args: ["The region shows " + text for text in describe(*args)],
     )

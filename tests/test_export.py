@@ -1,18 +1,18 @@
 """From a run's checkpoint to a folder in the original layout that computes what was trained."""
 
-import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from rl_train import checkpoint
+from rl_train.config import PolicyConfig
 from rl_train.policies.sa2va import build_policy
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
 from tools import export
+from tools.trained_policy import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +42,18 @@ def trained(tmp_path_factory):
 
 def outputs(model, batch, policy):
     """Logits of a description prompt with image and region; mask logits of a fixed embedding."""
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    prompts = policy.describe_prompts(images, [0, 1], list(batch.grids[:2]))
+    inputs = batch.inputs
+    prompts = policy.describe_prompts(policy.encode(batch), [0, 1], list(inputs.grids[:2]))
     ids = torch.tensor(prompts.ids[0])[None]
     logits = model(
         ids,
         torch.ones_like(ids),
-        pixel_values=batch.pixel_values[0],
-        prompt_masks=[batch.grids[:1]],
+        pixel_values=inputs.pixel_values[0],
+        prompt_masks=[inputs.grids[:1]],
         vp_overall_mask=torch.tensor([True]),
     ).logits
     hidden = torch.ones(1, model.config.llm.hidden_size)
-    masks = model.mask_logits(batch.sam_pixels[:1], model.text_hidden_fcs(hidden))
+    masks = model.mask_logits(inputs.sam_pixels[:1], model.text_hidden_fcs(hidden))
     return logits.detach(), masks.detach()
 
 
@@ -72,8 +72,14 @@ def test_exported_model_computes_what_was_trained(trained, tmp_path, batch, role
             "float32",
         ]
     )
-    flags = json.loads((trained / "config.json").read_text())
-    policy = build_policy(SimpleNamespace(**flags), torch.device("cpu"))
+    policy = load_policy(trained, role, None, torch.device("cpu"), dtype="float32")
+    weights = {name: parameter.detach().clone() for name, parameter in policy.trainable.items()}
+    checkpoint.load_weights(trained, policy.trainable, f"{file}.safetensors")
+    assert all(torch.equal(weights[name], p) for name, p in policy.trainable.items())
+    config = PolicyConfig(
+        model_path=str(policy.model.folder), dtype="float32", lora_r=4, lora_alpha=8
+    )
+    policy = build_policy(config, {policy.group_of(name) for name in weights}, 0, "cpu")
     untrained = outputs(policy.model, batch, policy)
     checkpoint.load_weights(trained, policy.trainable, f"{file}.safetensors")
     expected = outputs(policy.model, batch, policy)

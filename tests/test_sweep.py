@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_train.config import build_parser, parse_args
+from rl_train.cli import build_parser, parse
+from rl_train.tasks import TASKS
 from tests.runs import ROOT
 from tools import sweep
 
@@ -22,7 +23,7 @@ def test_the_arms_start_from_the_flags_of_the_launcher():
 @pytest.mark.parametrize("arm", sweep.ARMS)
 def test_every_arm_is_flags_that_the_run_knows(arm, tmp_path):
     line = sweep.command(arm, 3, tmp_path, tmp_path / "out", ["--max_steps", "7"])
-    args = build_parser().parse_args(line[3:])
+    args = build_parser(TASKS).parse_args(line[3:])
     assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
 
 
@@ -77,13 +78,8 @@ def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_othe
         (demo / name).mkdir(parents=True)
 
     def flags(seed, *extra):
-        return vars(
-            parse_args(
-                sweep.command("loop1", seed, demo, output / "loop1" / f"seed{seed}", list(extra))[
-                    3:
-                ]
-            )
-        )
+        folder = output / "loop1" / f"seed{seed}"
+        return parse(sweep.command("loop1", seed, demo, folder, list(extra))[3:]).flags
 
     finished(output / "loop1" / "seed0", [0.0], [0.1], [0.5] * 8, 120, flags(0))
     finished(output / "loop1" / "seed1", [0.0], None, [0.5] * 8, 120, flags(1))

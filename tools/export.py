@@ -54,6 +54,7 @@ def export(
         raise ValueError(f"--output {output} is not empty")
     policy = load_policy(folder, role, model_path, "cpu", dtype="float32")
     base = policy.model.folder
+    policy.engine.release()  # weights that it has taken over cannot be merged and saved
     policy.peft.merge_and_unload()
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left

@@ -133,7 +133,7 @@ def _attend(
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Attention of QUERIES queries over a stretch of the keys they share: a prompt's, or a row's."""
+    """Attention of QUERIES queries over a stretch of the keys they share: a prompt's or a row's."""
     PER: tl.constexpr = H // K  # query heads of a key-value head
     item, kv = tl.program_id(0), tl.program_id(1)
     blocks: tl.constexpr = (G * PER + QUERIES - 1) // QUERIES

@@ -1,11 +1,15 @@
-"""The parts of a decoder layer but attention, as differentiable functions of all tokens.
+"""The parts of a decoder layer as differentiable functions of packed tokens, without padding.
 
 A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. Linears of
 one input (`fused.FusedLinears`) share x, and their y's stand side by side.
 
-Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width, r LoRA rank,
-k linears of one input.
+Attention (m, H*D) is of heads [q, k, v] (m, H + 2K, D).
+
+Letters: m tokens of P sequences, S slots of each, C width, H query heads, K key-value heads,
+D head size, F MLP width, r LoRA rank, k linears of one input.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -123,3 +127,96 @@ class Rotate(torch.autograd.Function):
     def backward(ctx, d):
         cos, sin = ctx.saved_tensors
         return ctx.ops.rotate(d, cos, -sin, ctx.num_turned), None, None, None, None
+
+
+@dataclass
+class Runs:
+    """Tokens as runs: a prompt, or what was fed of a row, which sees its prompt too."""
+
+    num_slots: int  # S of each sequence
+    slots: torch.Tensor  # (m,) where each token is among the P*S slots
+    keys: torch.Tensor  # the tokens that the first run sees, the second, ..
+    query_ends: torch.Tensor  # (runs + 1,) int32, from 0
+    key_ends: torch.Tensor  # (runs + 1,) int32, from 0
+    longest: tuple[int, int]  # queries of a run, keys of a run
+
+
+def runs(part: torch.Tensor) -> Runs:
+    """The runs of `packing.Layout.part` (P, S)."""
+    many = int(part.max()) + 1
+    slots = (part >= 0).flatten().nonzero()[:, 0]
+    run = part.flatten()[slots] + slots // part.shape[1] * many
+    names, counts = (t.tolist() for t in run.unique_consecutive(return_counts=True))
+    at, keys, prompt = 0, [], None
+    for name, count in zip(names, counts):
+        own = torch.arange(at, at + count)
+        if name % many == 0:
+            prompt = own
+        keys.append(own if own is prompt else torch.cat([prompt, own]))
+        at += count
+    lengths = [len(seen) for seen in keys]
+    query_ends, key_ends = (
+        torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32)
+        for sizes in (counts, lengths)
+    )
+    keys, longest = torch.cat(keys).to(part.device), (max(counts), max(lengths))
+    return Runs(part.shape[1], slots, keys, query_ends, key_ends, longest)
+
+
+def split(heads, num_kv):
+    """q (m, H, D), k (m, K, D), v (m, K, D)."""
+    return heads.split_with_sizes([heads.shape[1] - 2 * num_kv, num_kv, num_kv], 1)
+
+
+def by_flash(x) -> bool:
+    """Whether flash attention takes such tensors."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+class Flash(torch.autograd.Function):
+    """By flash attention for runs of different length.
+
+    The keys of a prompt are repeated for its rows, but kept once.
+    """
+
+    @staticmethod
+    def forward(ctx, heads, num_kv, runs):
+        q, k, v = split(heads, num_kv)
+        k, v, ends = k[runs.keys], v[runs.keys], (runs.query_ends, runs.key_ends, *runs.longest)
+        # Behind the ends: no dropout, causal, no debugging mask.
+        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *ends, 0.0, True, False
+        )
+        ctx.save_for_backward(heads, out, sums, state, unused)
+        ctx.num_kv, ctx.runs = num_kv, runs
+        return out.flatten(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d):
+        (heads, out, sums, state, unused), runs = ctx.saved_tensors, ctx.runs
+        q, k, v = split(heads, ctx.num_kv)
+        k, v, ends = k[runs.keys], v[runs.keys], (runs.query_ends, runs.key_ends, *runs.longest)
+        dq, *d_kv = torch.ops.aten._flash_attention_backward(
+            d.reshape(out.shape), q, k, v, out, sums, *ends, 0.0, True, state, unused
+        )
+        d_heads = torch.empty_like(heads)
+        first, *parts = split(d_heads, ctx.num_kv)
+        first.copy_(dq)
+        for part, repeated in zip(parts, d_kv):  # up to G + 1 numbers add up, in float32
+            total = torch.zeros_like(part, dtype=torch.float32)
+            part.copy_(total.index_add_(0, runs.keys, repeated.float()))
+        return d_heads, None, None
+
+
+def dense_attention(heads, num_kv, runs, bias):
+    """The same over the padded sequences with a bias (P, 1, S, S): what flash does not know."""
+    q, k, v = (_padded(x, runs, len(bias)) for x in split(heads, num_kv))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
+
+
+def _padded(x, runs, num_prompts):
+    """(P, heads, S, D) of x (m, heads, D), 0 at the padding."""
+    slots = x.new_zeros(num_prompts * runs.num_slots, *x.shape[1:]).index_copy(0, runs.slots, x)
+    return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2)

@@ -5,19 +5,20 @@ the number of kernels. So linears that read one input are one matrix product tog
 LoRA A's (see `fused`), whose rows are refreshed at the start of each `generate`, and all that lies
 between two products is one kernel (attention: two; `decode_triton`; on the CPU `decode_torch`).
 
-Letters: P prompts, G samples each, N = P*G rows, L prompt length, T new tokens, m prompt tokens,
-C width, A axes of a position.
+Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, m prompt tokens,
+C width, V vocabulary, K key-value heads, D head size.
 """
 
 import torch
+import torch.nn.functional as F
 
 from rl_train.engine import forward
-from rl_train.engine.graph import Graph
 from rl_train.engine.packing import Shared, next_positions
-from rl_train.engine.tokens import Completions, Draws
+from rl_train.engine.tokens import BLOCK, Completions, Draws
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
+POLL = 2  # tokens between two looks at whether all rows are done, each a poll late
 
 
 class Decoder:
@@ -26,7 +27,7 @@ class Decoder:
     def __init__(self, fused):
         self.fused = fused
         self.slot_size = len(fused.layers) * 2 * fused.num_kv * fused.head_size  # numbers a token
-        self.graphs: dict[tuple, Graph] = {}
+        self.graphs: dict[tuple, "Graph"] = {}
         self._make_cache(0)
 
     def _make_cache(self, slots: int):
@@ -38,14 +39,14 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, num_prompts: int, length: int, draws: Draws) -> Graph:
+    def graph(self, num_prompts: int, length: int, draws: Draws) -> "Graph":
         """The graph that serves these sizes."""
         prompts = _round_up(num_prompts, 16)
         if num_prompts <= 16:
             prompts = 1 << (num_prompts - 1).bit_length()
         length, new = _round_up(length, PROMPT_SLOTS), _round_up(draws.max_new_tokens, NEW_SLOTS)
         sizes = prompts, draws.num_generations, length, new
-        key = (*sizes, draws.stop, draws.pad_id, draws.temperature, draws.greedy)
+        key = (*sizes, draws.stop, draws.pad_id, draws.temperature, draws.uniforms is None)
         if key not in self.graphs:
             slots = prompts * (length + draws.num_generations * new)
             if len(self.graphs) == MAX_GRAPHS:
@@ -75,6 +76,146 @@ class Decoder:
         ids, logp, valid, hidden = (buffer[:num_rows, :length].clone() for buffer in buffers)
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
         return Completions(ids, logp, valid, graph.done[:num_rows].clone(), hidden)
+
+
+class Graph:
+    """Buffers of one size, for N rows about P prompts, some of which may be empty.
+
+    On CUDA also the graph that decodes one token of all rows in them.
+
+    Args:
+        fused: `fused.FusedModel`; cache: numbers that hold at least all keys and values.
+        pool: CUDA graphs' memory pool, None on the CPU.
+        draws: of which stop, pad_id, temperature and whether there are uniforms count.
+    """
+
+    def __init__(
+        self, fused, cache, pool, num_prompts, num_generations, length, num_tokens, draws: Draws
+    ):
+        self.fused, self.num_generations = fused, num_generations
+        self.vocab, width = fused.head.weight.shape
+        self.stop, self.table = draws.stop, draws.stop and draws.stop.table  # its address is held
+        self.pad_id, self.temperature = draws.pad_id, draws.temperature
+        self.greedy = draws.uniforms is None
+        n, new = num_prompts * num_generations, cache.new_zeros
+        layers, kv, size = len(fused.layers), fused.num_kv, fused.head_size
+        of_prompts = (layers, 2, num_prompts, kv, length, size)
+        of_rows = (layers, 2, n, kv, num_tokens, size)
+        split = torch.Size(of_prompts).numel()
+        self.prefix = cache[:split].view(of_prompts)
+        self.suffix = cache[split : split + torch.Size(of_rows).numel()].view(of_rows)
+        self.pad = new(num_prompts, dtype=torch.int32)  # empty slots before each prompt
+        # Aligned for the product, ready for `inverse_cdf`.
+        self.logits = new(n, _round_up(self.vocab, BLOCK))
+        self.hiddens = new(n, num_tokens, width)
+        self.uniforms = new(n, num_tokens, dtype=torch.float64)
+        self.ids = new(n, num_tokens, dtype=torch.long)
+        self.logp = new(n, num_tokens, dtype=torch.float32)
+        self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
+        self.state, self.token, self.position = (new(n, dtype=torch.long) for _ in range(3))
+        self.step = new(1, dtype=torch.long)
+        angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
+        turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
+        self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
+        self.graph = self._capture(pool) if cache.is_cuda else None
+
+    def _capture(self, pool):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.advance()  # compiles kernels and makes workspaces
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: others pin memory.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.advance()
+        return graph
+
+    def load(self, cache, tokens, attention_mask, behind):
+        """Take over the keys and values of p prompts, at the end of the slots.
+
+        Args:
+            cache: of each layer its keys and values, (m, K, D) each.
+            tokens: (p, length) which of the m stand in each slot of the prompts.
+            attention_mask: (p, length); behind: (p,) position of the first token behind each.
+        """
+        p, length = attention_mask.shape
+        lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
+        self.pad.fill_(slots)[:p].copy_(slots - lengths)  # prompts that are not there are empty
+        for prefix, layer in zip(self.prefix, cache):
+            for target, source in zip(prefix, layer):
+                target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
+        rows = behind.repeat_interleave(self.num_generations)
+        self.position.zero_()[: len(rows)] = rows
+
+    def begin(self, hidden, uniforms):
+        """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
+        rows = slice(len(hidden) * self.num_generations)
+        if uniforms is not None:
+            self.uniforms[rows, : uniforms.shape[1]] = uniforms.to(self.uniforms)
+        for buffer in (self.step, self.state, self.valid, self.hiddens):
+            buffer.zero_()
+        self.done.fill_(True)[rows] = False
+        first = torch.zeros_like(self.hiddens[:, 0])
+        first[rows] = hidden.repeat_interleave(self.num_generations, 0)
+        self.sample(first)
+
+    def run(self, max_new_tokens: int):
+        """Decode until all rows are done, or max_new_tokens.
+
+        The host looks at the poll before the last: the device never waits.
+        """
+        polls = []
+        for t in range(1, max_new_tokens):
+            if self.graph is None:
+                if self.done.all():
+                    return
+                self.advance()
+                continue
+            self.graph.replay()
+            if t % POLL == 0:
+                flag, event = torch.empty(1, dtype=torch.bool, pin_memory=True), torch.cuda.Event()
+                flag.copy_(self.done.all(), non_blocking=True)
+                event.record()
+                polls.append((flag, event))
+                if len(polls) > 1:
+                    flag, event = polls.pop(0)
+                    event.synchronize()
+                    if flag:
+                        return
+
+    def advance(self):
+        """Feed the newest token, sample the next."""
+        hidden = self.forward()
+        self.hiddens.index_copy_(1, self.step, hidden[:, None])
+        self.step += 1
+        self.position += 1
+        self.sample(hidden)
+
+    def sample(self, hidden):
+        """Draw token `step` of each row from hidden (N, C) and write it down."""
+        padded = self.fused.padded_head
+        torch.mm(hidden, padded.t(), out=self.logits[:, : len(padded)])
+        self.fused.decode_ops.choose(self)
+
+    def forward(self):
+        """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""
+        layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
+        following = [norm for _, norm, _ in layers[1:]] + [final_norm]
+        angles = self.cos, self.sin, self.position
+        residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0][1].weight)
+        for (linears, norm, mlp_norm), next_norm, prefix, suffix in zip(
+            layers, following, self.prefix, self.suffix
+        ):
+            qkv, out, gate_up, down = linears
+            y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
+            q = ops.rotate_and_store(y, power, eps, qkv, *angles, *suffix, self.step)
+            y = ops.attend(q, *prefix, *suffix, self.pad, self.step)
+            x, power = ops.add(residual, y, out, mlp_norm.weight)
+            y = F.linear(x, gate_up.weight)
+            y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)
+            x, power = ops.add(residual, y, down, next_norm.weight)
+        return ops.normed(x, power, final_norm.variance_epsilon)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -129,7 +129,7 @@ def choose(rows):
     Rows that are done get the pad.
 
     Args:
-        rows: `graph.Graph`, of which it reads logits (N, at least V), of which vocab are tokens',
+        rows: `decode.Graph`, of which it reads logits (N, at least V), of which vocab are tokens',
             uniforms (N, T), step and how to draw; and writes token, ids, logp, valid, the stop
             text's state, done.
     """

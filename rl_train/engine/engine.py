@@ -141,22 +141,15 @@ class Engine:
 
     @torch.no_grad()
     def read(
-        self,
-        embeds,
-        attention_mask,
-        *,
-        num_last=1,
-        position_ids=None,
-        shared_prefix_lengths=None,
+        self, embeds, attention_mask, *, num_last=1, position_ids=None, shared_prefix_lengths=None
     ) -> torch.Tensor:
         """(P, num_last, C) hidden states at the end of prompts, without gradient.
 
         Args: see `generate`.
         """
         position_ids = positions(attention_mask) if position_ids is None else position_ids
-        fused = self.fused(embeds)
+        model, fused = self.language_model, self.fused(embeds)
         if fused is None:
-            model = self.language_model
             hidden = modules.hidden_states(model, embeds, attention_mask, position_ids)
             return hidden[:, -num_last:]
         shared = share(attention_mask, position_ids, shared_prefix_lengths)

@@ -13,8 +13,7 @@ K key-value heads, D head size.
 import torch
 from torch.autograd.function import once_differentiable
 
-from rl_train.engine.attention import Flash, by_flash, dense_attention, runs, split
-from rl_train.engine.blocks import MLP, AddNorm, Linear, Rotate
+from rl_train.engine import blocks
 
 
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:
@@ -27,15 +26,16 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         embeds: (P, S, C); layout: `packing.Layout`.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
-    places, ops = runs(layout.part), fused.forward_ops
+    places, ops = blocks.runs(layout.part), fused.forward_ops
     num_kv, size = fused.num_kv, fused.head_size
     with torch.autocast(embeds.device.type, enabled=False):
         fused.refresh()
         refreshes = fused.num_refreshes
-        position = layout.position_ids.flatten(1)[:, places.slots].t()  # (m, A)
+        position = layout.position_ids.flatten(1)[:, places.slots].t()  # (m, axes)
+        position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         turn = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        flash = by_flash(embeds)
+        flash = blocks.by_flash(embeds)
         bias = None if flash else layout.bias(embeds.dtype)
         residual = embeds.flatten(0, 1)[places.slots]  # (m, C)
         delta = torch.zeros_like(residual)
@@ -45,18 +45,20 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
                 "the LoRA was copied anew between a checkpointed forward and its backward"
             )
             qkv, out, gate_up, down = linears
-            residual, x = AddNorm.apply(residual, delta, norm, ops)
-            heads = Linear.apply(x, qkv, *qkv.sources).unflatten(1, (-1, size))  # (m, H + 2K, D)
-            heads = Rotate.apply(heads, *turn, num_kv, ops)
+            residual, x = blocks.AddNorm.apply(residual, delta, norm, ops)
+            heads = blocks.Linear.apply(x, qkv, *qkv.sources)
+            heads = heads.unflatten(1, (-1, size))  # (m, H + 2K, D)
+            heads = blocks.Rotate.apply(heads, *turn, num_kv, ops)
             if cache is not None:
-                cache.append([x.contiguous() for x in split(heads, num_kv)[1:]])
+                cache.append([x.contiguous() for x in blocks.split(heads, num_kv)[1:]])
             if flash:
-                x = Flash.apply(heads, num_kv, places)
+                x = blocks.Flash.apply(heads, num_kv, places)
             else:
-                x = dense_attention(heads, num_kv, places, bias)
-            delta = Linear.apply(x, out, *out.sources)
-            residual, x = AddNorm.apply(residual, delta, mlp_norm, ops)
-            return residual, MLP.apply(x, gate_up, down, ops, *gate_up.sources, *down.sources)
+                x = blocks.dense_attention(heads, num_kv, places, bias)
+            delta = blocks.Linear.apply(x, out, *out.sources)
+            residual, x = blocks.AddNorm.apply(residual, delta, mlp_norm, ops)
+            lora = *gate_up.sources, *down.sources
+            return residual, blocks.MLP.apply(x, gate_up, down, ops, *lora)
 
         for parts in fused.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
@@ -64,7 +66,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
                 residual, delta = _Checkpoint.apply(layer, parts, residual, delta, *lora)
             else:
                 residual, delta = layer(residual, delta, *parts)
-        hidden = AddNorm.apply(residual, delta, fused.final_norm, ops)[1]
+        hidden = blocks.AddNorm.apply(residual, delta, fused.final_norm, ops)[1]
         slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
         return slots.index_copy(0, places.slots, hidden).view(embeds.shape)
 

@@ -75,23 +75,28 @@ class FusedModel:
         aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
         self.padded_head = _joined([head.weight], aligning)
         self.embedding = model.embed_tokens.weight.data
-        self.layers = [
-            (
-                [FusedLinears(group) for group in _groups(layer)],
-                layer.input_layernorm,
-                layer.post_attention_layernorm,
-            )
-            for layer in model.layers
-        ]
+        self.layers, self.sources, self.targets = [], [], []
+        for layer in model.layers:
+            linears = [FusedLinears(group) for group in _groups(layer)]
+            self.layers.append((linears, layer.input_layernorm, layer.post_attention_layernorm))
+            self.sources += [source for one in linears for source in one.sources]
+            self.targets += [target for one in linears for target in one.targets]
         rotary = model.rotary_emb
         self.inv_freq, self.rope_scale = rotary.inv_freq.float(), rotary.attention_scaling
         # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
         # frequencies the first follows time, the second height, the third width.
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
+        self.num_axes = len(sections)
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        self.decode_ops, self.forward_ops = _ops(self.embedding, config, self.head_size)
+        # The parts of a decode step and of the forward that are no products.
+        self.decode_ops, self.forward_ops = decode_torch, forward_torch
+        if head.weight.is_cuda:
+            from rl_train.engine import decode_triton, forward_triton
+
+            if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
+                self.decode_ops, self.forward_ops = decode_triton, forward_triton
         self.num_refreshes, self.state = 0, _state(model)
 
     def check(self):
@@ -104,28 +109,14 @@ class FusedModel:
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
         self.num_refreshes += 1
-        fused = [linears for layer, _, _ in self.layers for linears in layer if linears.sources]
-        if fused:
-            torch._foreach_copy_(
-                [target for linears in fused for target in linears.targets],
-                [source.data for linears in fused for source in linears.sources],
-            )
+        if self.sources:
+            torch._foreach_copy_(self.targets, [source.data for source in self.sources])
 
     def release(self):
         """Give the model's parameters storage of their own. This object is then of no use."""
         for parameter in (self.head.weight, *self.model.parameters()):
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
-
-
-def _ops(weight, config, head_size):
-    """(parts of a decode step, parts of the forward): in Triton on CUDA for sizes that it takes."""
-    if weight.is_cuda:
-        from rl_train.engine import decode_triton, forward_triton
-
-        if decode_triton.fits(head_size, config.hidden_size, config.intermediate_size):
-            return decode_triton, forward_triton
-    return decode_torch, forward_torch
 
 
 def _state(model) -> tuple:
@@ -198,13 +189,8 @@ def _unsupported_loras(group) -> str | None:
     if loras and len(loras) < len(group):
         return "LoRA on some linears only of those that share an input"
     for lora in loras:
-        off = lora.merged or lora.disable_adapters
-        if (
-            off
-            or len(lora.active_adapters) != 1
-            or lora.lora_variant
-            or any(lora.lora_bias.values())
-        ):
+        plain = len(lora.active_adapters) == 1 and not lora.lora_variant
+        if not plain or lora.merged or lora.disable_adapters or any(lora.lora_bias.values()):
             return "LoRA that is merged, disabled, of more than one adapter, or not the plain kind"
     if len({(len(_lora(lora)[0]), _lora(lora)[2]) for lora in loras}) > 1:
         return "LoRA of different rank or scale on linears that share an input"

@@ -21,13 +21,10 @@ def positions(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def next_positions(position_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """(P,) position, on every axis, of the first token behind each prompt.
+    """(P,) position, on every axis, of the first token behind prompts (A, P, L), (P, L).
 
-    Text has one number on all axes, which goes on after the highest one of what precedes it. An
-    image has at least as many tokens as positions, so it is never above the number of tokens.
-
-    Args:
-        position_ids: (A, P, L); attention_mask: (P, L).
+    Text goes on after the highest number of what precedes it. An image has at least as many tokens
+    as positions, so this is never above the number of tokens.
     """
     return (position_ids * attention_mask).amax((0, 2)) + 1
 

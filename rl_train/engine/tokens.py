@@ -113,10 +113,6 @@ class Draws:
     temperature: float
     uniforms: torch.Tensor | None  # (N, max_new_tokens)
 
-    @property
-    def greedy(self) -> bool:
-        return self.uniforms is None
-
 
 def _automaton(texts: list[bytes]) -> np.ndarray:
     """(S, 256) next state; state 0 is the start, S-1 that behind a text, which is never left."""

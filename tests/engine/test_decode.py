@@ -95,7 +95,7 @@ def test_prompts_that_begin_alike_share_their_forward(engine, monkeypatch, token
 
 
 def test_an_optimizer_step_changes_what_is_drawn(monkeypatch):
-    """The matrices of the decoder hold a copy of the LoRA: it must be the newest, and each role's."""
+    """The matrices of the decoder hold a copy of the LoRA: it must be the newest, each role's."""
     model = tiny_llm()
     engine, inputs = Engine(model, pad_id=1), prompts(model)
     before, plain = both(engine, monkeypatch, *inputs)

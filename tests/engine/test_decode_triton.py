@@ -27,7 +27,10 @@ pytestmark = [
     ],
 )
 def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
-    """Each kernel against plain torch in float32, on the same numbers of `dtype`; one prompt is empty."""
+    """Each kernel against plain torch in float32, on the same numbers of `dtype`.
+
+    One prompt is empty.
+    """
     from rl_train.engine import decode_triton
 
     n, kv, size, inner, suffix = (
@@ -43,8 +46,23 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     def make(*shape):
         return (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
 
-    def lora_b(out):
-        return make(out, rank) if rank else None
+    def linears(*sizes, inner=0, bias=False):
+        out = sum(sizes)
+        return SimpleNamespace(
+            weight=make(out + rank, inner),
+            bias=make(out + len(sizes) * rank) if bias else None,
+            lora_b=make(out, rank) if rank else None,
+            scaling=2.0,
+            sizes=list(sizes),
+        )
+
+    def exactly(value):
+        """A copy, of `dtype` in float32."""
+        if isinstance(value, SimpleNamespace):
+            return SimpleNamespace(**{name: exactly(v) for name, v in vars(value).items()})
+        if not torch.is_tensor(value):
+            return value
+        return value.float().clone() if value.dtype == dtype else value.clone()
 
     step, pad = (
         torch.tensor([37], device="cuda"),
@@ -57,22 +75,13 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
     stored = make(n, kv, suffix, size), make(n, kv, suffix, size)
     cases = dict(
         embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
-        add=(
-            make(n, width),
-            make(n, inner),
-            make(width + rank, inner),
-            lora_b(width),
-            2.0,
-            make(width),
-        ),
+        add=(make(n, width), make(n, inner), linears(width, inner=inner), make(width)),
         normed=(make(n, width), power, 1e-6),
         rotate_and_store=(
             make(n, qkv + 3 * rank),
             power,
             1e-6,
-            make(qkv + 3 * rank) if rank else None,
-            lora_b(qkv),
-            2.0,
+            linears(heads * size, kv * size, kv * size, bias=rank > 0),
             make(100, size // 2),
             make(100, size // 2),
             position,
@@ -87,12 +96,11 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
             pad,
             step,
         ),
-        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, lora_b(2 * mlp), 2.0, mlp),
+        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, linears(mlp, mlp)),
     )
-    changed = dict(add=slice(0, 1), rotate_and_store=slice(9, 11))  # arguments that are written to
+    changed = dict(add=slice(0, 1), rotate_and_store=slice(7, 9))  # arguments that are written to
     for name, arguments in cases.items():
-        exact = [a.clone() if torch.is_tensor(a) else a for a in arguments]
-        exact = [a.float() if torch.is_tensor(a) and a.dtype == dtype else a for a in exact]
+        exact = [exactly(argument) for argument in arguments]
         results = []
         for ops, given in ((decode_torch, exact), (decode_triton, arguments)):
             found = getattr(ops, name)(*given)
@@ -109,7 +117,10 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])
 def test_triton_chooses_as_torch(dtype, vocab):
-    """The same token wherever the number lies inside a token's interval, never one that is no token or has no probability; same record."""
+    """The same token wherever the number lies inside a token's interval, and the same record.
+
+    Never one that is no token or has no probability.
+    """
     from rl_train.engine import decode_triton
 
     n, num_tokens, column, stops = 64, 3, 1, vocab // 4
@@ -122,7 +133,7 @@ def test_triton_chooses_as_torch(dtype, vocab):
     p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
     table = torch.arange(2, device="cuda").repeat(vocab, 1)
     table[stops : 2 * stops] = 1  # tokens that end the answer
-    stop = SimpleNamespace(found=1, eos_id=3, table=table)
+    stop = SimpleNamespace(stopped=1, eos_id=3, table=table)
     stop.step = lambda state, token: StopText.step(stop, state, token)
 
     def rows(uniforms, greedy=False, stop=stop):

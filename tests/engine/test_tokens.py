@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rl_train.engine.tokens import StopText, _token_bytes, inverse_cdf
-from rl_train.policies.sa2va import load_tokenizer
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tests.engine.tiny import DEMO
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(SHIPPED_CHECKPOINT)
+    return AutoTokenizer.from_pretrained(DEMO)
 
 
 def test_a_low_and_a_high_uniform_hit_the_ends():
-    # p = .2, .3, .5; cumulative .2, .5, 1: u below .2 is class 0, exactly .2 already class 1, .999 class 2
+    # p = .2, .3, .5; cumulative .2, .5, 1: u below .2 is class 0, exactly .2 already class 1
     logp = torch.tensor([[0.2, 0.3, 0.5]]).double().log().expand(5, -1)
     assert inverse_cdf(
         logp, torch.tensor([0.0, 0.19, 0.21, 0.49, 0.999999999]).double()
@@ -40,6 +40,15 @@ def test_frequencies_are_the_softmax():
 # The stop text
 
 
+def ends(stop, ids: list[int]) -> list[bool]:
+    """Does the answer end with each token?"""
+    state, done = stop.start(1), []
+    for token in ids:
+        state, ended = stop.step(state, torch.tensor([token]))
+        done.append(ended.item())
+    return done
+
+
 @pytest.mark.parametrize(
     "ending",
     ["dog<|end|>", "dog.<|end|>", "dog!<|end|>", 'dog"<|end|>', "[SEG].<|end|>", "<|end|>"],
@@ -48,23 +57,19 @@ def test_stop_text_after_any_character(tokenizer, ending):
     """The ids of <|end|> depend on what precedes it, so they are not searched for."""
     stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
     ids = tokenizer.encode(ending, add_special_tokens=False)
-    done = [stop(torch.tensor([ids[:t]])).item() for t in range(1, len(ids) + 1)]
-    assert done == [False] * (len(ids) - 1) + [True]
+    assert ends(stop, ids) == [False] * (len(ids) - 1) + [True]
 
 
 def test_eos_stops_too(tokenizer):
     stop = StopText(
         tokenizer, ["<|end|>"], len(tokenizer) + 9
     )  # more rows in the model than tokens
-    assert stop(
-        torch.tensor(
-            [[5, tokenizer.eos_token_id], [tokenizer.eos_token_id, 5], [5, len(tokenizer) + 3]]
-        )
-    ).tolist() == [True, False, False]
+    assert ends(stop, [5, tokenizer.eos_token_id, 5]) == [False, True, False]
+    assert ends(stop, [5, len(tokenizer) + 3]) == [False, False]
 
 
 def by_decoding(tokenizer, stop_texts, ids: list[int]) -> bool:
-    """The end by its definition: the newest token is EOS or completes a stop text in the decoded answer."""
+    """The end by its definition: the newest token is EOS or completes a stop text in the answer."""
 
     def found(some):
         return any(text in tokenizer.decode(some) for text in stop_texts)
@@ -78,7 +83,7 @@ def by_decoding(tokenizer, stop_texts, ids: list[int]) -> bool:
     ids=str,
 )
 def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
-    """Random ids among those that touch the stop texts, special tokens, and pieces that reach beyond the end."""
+    """Random ids: that touch the stop texts, special tokens, pieces that reach beyond the end."""
     stop = StopText(tokenizer, stop_texts, len(tokenizer) + 5)
     rng = np.random.default_rng(0)
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
@@ -87,7 +92,7 @@ def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
         for i, piece in enumerate(pieces)
         if set(piece) & set("".join(stop_texts)) or piece.startswith("<")
     ]
-    ends = 0
+    num_ends = 0
     for trial in range(150):
         pool = near if near and trial % 3 else range(len(tokenizer) + 5)
         ids = rng.choice(pool, 6).tolist()
@@ -99,15 +104,13 @@ def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
             ids += tokenizer.encode(
                 str(rng.choice(["\n", "|", "<", "end", ">>"])), add_special_tokens=False
             )
-        state = stop.start(1)
-        for t in range(1, len(ids) + 1):
-            state, done = stop.step(state, torch.tensor(ids[t - 1 : t]))
+        for t, done in enumerate(ends(stop, ids), 1):
             expected = by_decoding(tokenizer, stop_texts, ids[:t])
-            assert done.item() == expected, (ids[:t], tokenizer.decode(ids[:t]))
-            ends += expected
+            assert done == expected, (ids[:t], tokenizer.decode(ids[:t]))
+            num_ends += expected
             if expected:
                 break
-    assert ends > 20 or not stop_texts
+    assert num_ends > 20 or not stop_texts
 
 
 @pytest.mark.parametrize(
@@ -123,9 +126,7 @@ def test_stop_text_over_given_pieces(tokenizer, pieces):
     stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
     ids = tokenizer.convert_tokens_to_ids(pieces)
     assert None not in ids
-    assert [stop(torch.tensor([ids[:t]])).item() for t in range(1, len(ids) + 1)] == [False] * (
-        len(ids) - 1
-    ) + [True]
+    assert ends(stop, ids) == [False] * (len(ids) - 1) + [True]
 
 
 def test_every_byte_of_the_alphabet(tokenizer):

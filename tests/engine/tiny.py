@@ -1,6 +1,7 @@
 """What the engine's tests share: a tiny language model of random weights, prompts, both ways."""
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +10,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rl_train.engine import Engine, StopText, modules
 from rl_train.engine.tokens import draw
 
+DEMO = Path(__file__).parents[2] / "tools" / "demo_checkpoint"  # has a tokenizer
 SIZES = dict(
     vocab_size=300,
     hidden_size=64,
@@ -131,3 +133,30 @@ def assert_same(fast, plain):
         fast.hidden[:, :-1][fed], plain.hidden[:, :-1][fed], atol=1e-4, rtol=0
     )
     assert not fast.hidden[:, -1].any()
+
+
+def work(llm, prompt_length=7, num_tokens=6, lengths=(6, 2, 0, 1, 5)):
+    """What `Engine.score` takes: two prompts, the second shorter, of two and three rows."""
+    weight = llm.lm_head.weight
+    embeds, mask = prompts(llm, (prompt_length, prompt_length - 3))
+    random, vocab = torch.Generator().manual_seed(1), len(weight)
+    ids = torch.randint(vocab, (5, num_tokens), generator=random).to(weight.device)
+    valid = torch.arange(num_tokens) < torch.tensor(lengths)[:, None]
+    prompt = torch.tensor([0, 0, 1, 1, 1], device=weight.device)
+    return embeds.requires_grad_(), mask, prompt, ids, valid.to(weight.device)
+
+
+def scored(llm, way, checkpointing=False, engine=None, **sizes):
+    """(log-probs, entropy, {name: gradient of the LoRA, "embeds"}) of a weighted sum of logps."""
+    engine = engine or Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing)
+    embeds, *inputs = work(llm, **sizes)
+    half = llm.lm_head.weight.dtype == torch.bfloat16
+    with way(engine), torch.autocast(embeds.device.type, torch.bfloat16, enabled=half):
+        answers = engine.score(embeds, *inputs)
+    slope = make(*answers.logp.shape, dtype=torch.float32, device=embeds.device.type, seed=2)
+    (answers.logp * slope).sum().backward()
+    gradients = {name: p.grad for name, p in trained(llm).items()} | {"embeds": embeds.grad}
+    for parameter in llm.parameters():
+        parameter.grad = None
+    engine.release()
+    return answers.logp.detach(), answers.entropy, gradients

@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.policies.sa2va import load_tokenizer
-from rl_train.rollout import describe, sample
+from rl_train.policies.segment_describe import answer, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
+from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.video import track
 from tools.make_demo import SHIPPED_CHECKPOINT
 
@@ -49,33 +49,26 @@ def predict(built, **changes):
 
 
 def test_masks_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
-    rollout = sample(
-        built,
-        batch,
-        images,
-        built.segment_prompts(images, [0, 1, 2, 3], batch.captions),
-        1,
-        16,
-        mask_sigma=0.0,
-    )
-    for scene, text, mask in zip(scenes, rollout.texts, rollout.masks):
+    images = built.encode(batch)
+    prompts = built.segment_prompts(images, [0, 1, 2, 3], batch.captions)
+    texts = built.complete(images, prompts, 1, 16)[1]
+    masks = answer(built, images, [0, 1, 2, 3], batch.captions, 16).masks
+    for scene, text, mask in zip(scenes, texts, masks):
         result = predict(
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
         )
         assert result["prediction"] == text + "<|end|>"
-        (found,) = result["prediction_masks"]
-        assert found.dtype == bool and found.shape == (1, *mask.shape) and mask.any()
-        assert np.array_equal(found[0], mask.numpy())
+        (predicted,) = result["prediction_masks"]
+        assert predicted.dtype == bool and predicted.shape == (1, *mask.shape) and mask.any()
+        assert np.array_equal(predicted[0], mask.numpy())
 
 
 def test_captions_are_those_of_the_batched_form(built, scenes, batch):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
-    captions = describe(built, batch, images, [0, 1, 2, 3], batch.masks, 24)
+    images = built.encode(batch)
+    captions = describe(built, images, [0, 1, 2, 3], batch.masks, 24)
     for scene, caption, grid in zip(scenes, captions, batch.inputs.grids):
-        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(
-            bool
-        )  # of whole cells, where both grid rules agree
+        # Of whole cells, where both grid rules agree.
+        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(bool)
         result = predict(
             built,
             image=scene["image"],
@@ -127,7 +120,7 @@ def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
 def test_region_masks_of_any_dtype(built, batch, dtype):
-    images = built.encode_images(batch.inputs.pixel_values, batch.inputs.sam_pixels, batch.sizes)
+    images = built.encode(batch)
     prompts = built.describe_prompts(images, [0], list(batch.inputs.grids[:1]))
     ids, features = (
         torch.tensor(prompts.ids),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.engine.sampler import generate
+from rl_train.engine import Engine
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.modeling_sa2va import positions
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, region_grid, tile_grid
@@ -123,15 +123,8 @@ def test_greedy_tokens(original, recorded, features, x):
 
 
 def greedy(original, embeds, mask):
-    return generate(
-        original.language_model,
-        embeds,
-        mask,
-        num_generations=1,
-        max_new_tokens=12,
-        pad_id=0,
-        stop=None,
-    ).ids
+    engine = Engine(original.language_model, pad_id=0)
+    return engine.generate(embeds, mask, num_generations=1, max_new_tokens=12, stop=None).ids
 
 
 def test_left_padded_batch(original, recorded, image):

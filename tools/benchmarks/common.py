@@ -1,31 +1,62 @@
-"""What the benchmarks share: the clock, the ceilings of the device, a language model of random weights."""
+"""What the benchmarks share: their flags, the clock, the ceilings of the device, a random LLM."""
 
 import statistics
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
-from rl_train.policies.sa2va import LORA_TARGETS
+from rl_train.config import COUNT, flag
+from rl_train.files import read_json
+from rl_train.policies.lora import attach_lora, freeze_all_but
+from sa2va_hf import Sa2VAConfig
+from tools.random_checkpoint import ADDED, CONFIG_4B
+
+DEMO = Path(__file__).parents[1] / "demo_checkpoint"
+TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
+TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
+CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 
 
-def seconds(work, args) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    device: str = flag("cuda", "where")
+    rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
+    sizes: str = flag("4b", "of the model; tiny = to try the code on a CPU", choices=list(CONFIGS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings(Timed):
+    matmul_size: int = flag(8192, "side of the matrices whose product is the ceiling", type=COUNT)
+    copy_mib: int = flag(4096, "size of the copy that measures the bandwidth", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Ceilings):
+    num_generations: int = flag(8, "rows of each prompt", type=COUNT)
+    prompt_length: int = flag(400, "tokens", type=COUNT)
+    num_tokens: int = flag(128, "new tokens of each row", type=COUNT)
+    lora_r: int = flag(128, "rank", type=COUNT)
+
+
+def seconds(work, options: Timed) -> float:
     """Median over the rounds, of which one more comes first and is not counted."""
-    return seconds_in_turns({"": work}, args)[""]
+    return seconds_in_turns({"": work}, options)[""]
 
 
-def seconds_in_turns(works: dict, args) -> dict[str, float]:
-    """The same of several works, one round of each after the other."""
-    found = {name: [] for name in works}
-    for _ in range(args.rounds + 1):
+def seconds_in_turns(works: dict, options: Timed) -> dict:
+    """{name: `seconds`} of several works, one round of each after the other."""
+    times = {name: [] for name in works}
+    for _ in range(options.rounds + 1):
         for name, work in works.items():
-            synchronize(args.device)
+            synchronize(options.device)
             start = time.perf_counter()
             work()
-            synchronize(args.device)
-            found[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[1:]) for name, times in found.items()}
+            synchronize(options.device)
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(rounds[1:]) for name, rounds in times.items()}
 
 
 def synchronize(device):
@@ -37,47 +68,59 @@ def device_name(device) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
-def copy_bandwidth(args) -> float:
-    """Bytes a second, read and written ones together, of a copy of --copy_mib random bytes."""
-    source = torch.randint(256, (args.copy_mib * 2**20,), dtype=torch.uint8, device=args.device)
+def ceilings(options: Ceilings) -> tuple[float, float, dict]:
+    """(operations a second of a bf16 product, bytes a second of a copy, both to be printed).
+
+    Of square random matrices; of random bytes, read and written ones together.
+    """
+    side, how = options.matmul_size, dict(device=options.device, dtype=torch.bfloat16)
+    a, b = torch.randn(2, side, side, **how)
+    matmul = 10 * 2 * side**3 / seconds(lambda: [a @ b for _ in range(10)], options)
+    source = torch.randint(256, (options.copy_mib * 2**17,), device=options.device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), args)
+    bandwidth = 2 * source.nbytes / seconds(lambda: target.copy_(source), options)
+    words = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
+    return matmul, bandwidth, dict(device=device_name(options.device)) | words
 
 
-def matmul_rate(args) -> float:
-    """Operations a second of a bf16 product of two random square matrices of side --matmul_size."""
-    a, b = (
-        torch.randn(args.matmul_size, args.matmul_size, device=args.device, dtype=torch.bfloat16)
-        for _ in range(2)
-    )
-
-    def products():
-        for _ in range(10):
-            a @ b
-
-    return 10 * 2 * args.matmul_size**3 / seconds(products, args)
+def print_table(columns: dict[str, str], rows: dict[str, dict], **title):
+    """Print rows {name: {column: value}} by the formats of columns; what is missing as "-"."""
+    widths = {column: max(len(column), 8) + 2 for column in columns}
+    words = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in title.items()}
+    print(", ".join(f"{name} {value}" for name, value in words.items()))
+    print(" " * 20 + "".join(f"{column:>{width}}" for column, width in widths.items()))
+    for name, row in rows.items():
+        cells = {c: "-" if row.get(c) is None else format(row[c], columns[c]) for c in columns}
+        print(f"{name:20}" + "".join(f"{cells[c]:>{width}}" for c, width in widths.items()))
 
 
-def random_llm(config, lora_r: int, device) -> Qwen2ForCausalLM:
-    """A language model of random bf16 weights with a float32 LoRA on all linears, whose B is not zero."""
+def random_llm(options: Answers):
+    """An LLM of random bf16 weights with a float32 LoRA on all linears that does something."""
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            model = Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    get_peft_model(
-        model,
-        LoraConfig(
-            r=lora_r, lora_alpha=2 * lora_r, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"
-        ),
-    )  # in place
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-        if "lora_" in name:
-            parameter.data = parameter.data.float()
+    config = Sa2VAConfig(**CONFIGS[options.sizes]).llm
+    with torch.device(options.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    attach_lora(model, options.lora_r, 2 * options.lora_r)
+    start_lora(freeze_all_but(model, {"lora": "lora_"}))
+    return model.eval()
+
+
+def start_lora(trainable: dict[str, torch.nn.Parameter]):
+    """Give the LoRA's B, which are zero at first, a value."""
+    for name, parameter in trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    return model.eval()
+
+
+def random_prompts(num: int, config, options: Answers):
+    """(embeddings (num, L, C) in bf16, attention mask (num, L)) of prompts."""
+    size = (num, options.prompt_length)
+    embeds = torch.randn(*size, config.hidden_size, device=options.device, dtype=torch.bfloat16)
+    return embeds, torch.ones(size, dtype=torch.long, device=options.device)
+
+
+def free_sampling(num_tokens: int, pad_id: int, temperature: float | None = 1.0) -> dict:
+    """What transformers' `generate` needs to know to draw so many tokens (None: greedily)."""
+    length = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=pad_id)
+    drawn = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
+    return length | (dict(do_sample=False) if temperature is None else drawn)

@@ -1,245 +1,132 @@
-"""Forward and backward of the update's log-probs: the plain way against this project's, on one language model of random weights.
+"""Forward and backward of the update's log-probs: the plain way against this project's.
 
-Letters: P prompts, G rows of each, N = P*G rows, L prompt length, T completion tokens, V vocabulary.
+On one language model of random weights. Letters: P prompts, G rows of each, N = P*G rows, n of
+them, L prompt length, T completion tokens, V vocabulary.
 """
 
-import copy
-import gc
+from dataclasses import dataclass
 
 import torch
-from rl_train.engine.logprob import (
-    by_kernels,
-    by_modules,
-    follow,
-    hidden_states,
-    prepare_checkpointing,
-    score_answers,
-)
 
-from rl_train import grpo
-from sa2va_hf import Sa2VAConfig
-from tools.benchmarks.common import device_name, matmul_rate, random_llm, seconds_in_turns
-from tools.random_checkpoint import CONFIG_4B
+from rl_train.config import COUNT, flag
+from rl_train.engine import Engine
+from tools.benchmarks import common
+from tools.benchmarks.floor import LanguageModel
+from tools.benchmarks.trl_style import FullEngine
 
-VOCABULARY_SHARE = 10  # the smaller vocabulary is this many times smaller
+# In the last two rows share their prompt's forward; the last is the default.
+WAYS = ("plain", "and kernels", "and checkpoints")
+COLUMNS = dict(seconds=".3f", times_faster=".2f", share_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS |= dict(gradient_error=".2e", logp_error=".2e")
 
 
-def plain(model, embeds, mask, ids, num_generations):
-    """(N, T) log-probs and entropies by one full sequence per row, with the logits of the completions."""
-    length = embeds.shape[1]
-    embeds, mask = (
-        embeds.repeat_interleave(num_generations, 0),
-        mask.repeat_interleave(num_generations, 0),
-    )
-    hidden = hidden_states(
-        model, follow(model, embeds, ids), torch.cat([mask, torch.ones_like(ids)], dim=1)
-    )
-    logits = model.lm_head(hidden[:, length - 1 : -1])  # (N, T, V)
-    logp = grpo.token_logps_from_logits(logits, ids, 1.0)
-    with torch.no_grad():
-        return logp, grpo.entropy_from_logits(logits, 1.0)
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Answers):
+    """sizes"""
+
+    num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompts * self.num_generations
 
 
-def shared(how, gradient_checkpointing=False):
-    """The same as in training, with the model's modules or with kernels."""
+class MicroBatch:
+    """P random prompts, N random completions, the derivative of a loss by each log-prob."""
 
-    def way(model, embeds, mask, ids, num_generations):
-        prompt = torch.arange(len(ids), device=ids.device) // num_generations
-        answers = score_answers(
-            model,
-            embeds,
-            mask,
-            prompt,
-            ids,
-            torch.ones_like(ids, dtype=torch.bool),
-            pad_id=0,
-            temperature=1.0,
-            gradient_checkpointing=gradient_checkpointing,
-            how=how,
-        )
-        return answers.logp, answers.entropy
-
-    return way
-
-
-WAYS = {
-    "plain": plain,
-    "shared prompt": shared(by_modules),
-    "and kernels": shared(by_kernels),
-    "and checkpoints": shared(by_kernels, gradient_checkpointing=True),
-}  # the last one is the default
-
-
-class Work:
-    """One micro-batch: P prompts of random embeddings, N random completions, and the derivative of a loss by each log-prob."""
-
-    def __init__(self, model, args):
+    def __init__(self, model, options: Options):
         torch.manual_seed(0)
-        rows = args.num_prompts * args.num_generations
-        self.model, self.args = model, args
-        self.embeds = torch.randn(
-            args.num_prompts,
-            args.prompt_length,
-            model.config.hidden_size,
-            device=args.device,
-            dtype=torch.bfloat16,
-        )
+        self.model, self.group = model, options.num_generations
+        self.embeds, self.mask = common.random_prompts(options.num_prompts, model.config, options)
         self.embeds.requires_grad_()  # mlp1 trains
-        self.mask = torch.ones(
-            args.num_prompts, args.prompt_length, dtype=torch.long, device=args.device
-        )
-        self.ids = torch.randint(
-            model.config.vocab_size, (rows, args.num_tokens), device=args.device
-        )
-        self.slope = torch.randn(rows, args.num_tokens, device=args.device)
+        size = (options.num_rows, options.num_tokens)
+        self.ids = torch.randint(model.config.vocab_size, size, device=options.device)
+        self.slope = torch.randn(size, device=options.device)
+        self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
+        self.full = FullEngine(model, pad_id=0)
 
-    def __call__(self, way):
-        """Forward and backward; the gradients replace the last ones. Returns (logp (N, T), entropy (N, T))."""
-        for p in (self.embeds, *self.model.parameters()):
-            p.grad = None
-        with torch.autocast(
-            self.embeds.device.type, torch.bfloat16, enabled=self.embeds.dtype == torch.bfloat16
-        ):
-            logp, entropy = way(
-                self.model, self.embeds, self.mask, self.ids, self.args.num_generations
-            )
+    def run(self, way: str) -> torch.Tensor:
+        """(N, T) log-probs; their gradients replace the last ones."""
+        self.forget()
+        with torch.autocast(self.embeds.device.type, torch.bfloat16):
+            logp = self.plain() if way == "plain" else self.ours(way == "and checkpoints")
         logp.backward(self.slope)
-        return logp.detach(), entropy
+        return logp.detach()
+
+    def run_in_float32(self) -> torch.Tensor:
+        """The right answer: the plain way in float32, row by row. The model stays in float32."""
+        self.engine.release()
+        self.model.float()
+        self.embeds = self.embeds.detach().float().requires_grad_()
+        self.forget()
+        logps = []
+        for row, slope in enumerate(self.slope):
+            logps.append(self.plain(slice(row, row + 1)))
+            logps[-1].backward(slope[None])
+        return torch.cat(logps).detach()
+
+    def forget(self):
+        for parameter in (self.embeds, *self.model.parameters()):
+            parameter.grad = None
+
+    def ours(self, gradient_checkpointing: bool) -> torch.Tensor:
+        """(N, T) as in training."""
+        prompt = torch.arange(len(self.ids), device=self.ids.device) // self.group
+        valid = torch.ones_like(self.ids, dtype=torch.bool)
+        self.engine.gradient_checkpointing = gradient_checkpointing
+        return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
+
+    def plain(self, rows: slice = slice(None)) -> torch.Tensor:
+        """(n, T) by a full sequence per row, with the logits of the completions."""
+        prompts = (t.repeat_interleave(self.group, 0)[rows] for t in (self.embeds, self.mask))
+        ids = self.ids[rows]
+        return self.full.score(*prompts, None, ids, torch.ones_like(ids, dtype=torch.bool)).logp
 
     def gradient(self) -> torch.Tensor:
         """The LoRA's and, last, the prompts', as one vector on the CPU."""
         grads = [p.grad for p in self.model.parameters() if p.requires_grad] + [self.embeds.grad]
-        assert len(grads) > 1, "no LoRA trains"
-        return torch.cat([grad.flatten().float().cpu() for grad in grads])
+        return torch.cat([grad.flatten().double().cpu() for grad in grads])
 
-    def peak(self, way) -> float:
-        """GiB that forward and backward hold at their peak beyond weights and gradients; NaN where it is not counted."""
+    def peak(self, way: str) -> float:
+        """GiB that a run holds beyond weights and gradients; NaN where it is not counted."""
         if self.embeds.device.type != "cuda":
             return float("nan")
-        self(way)
+        self.run(way)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        self(way)
+        self.run(way)
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def difference(found, right) -> dict:
-    """Cosine and relative length of the difference of two vectors."""
-    found, right = found.double(), right.double()
-    return dict(
-        cosine=torch.cosine_similarity(found, right, dim=0).item(),
-        relative=((found - right).norm() / right.norm()).item(),
-    )
+def operations(model, options: Options) -> dict[str, float]:
+    """{way: operations that it cannot do without}, with attention where it is causal."""
+    costs, length, new = LanguageModel(model), options.prompt_length, options.num_tokens
+    answers, needed = options.num_rows * new, {}
+    for way in WAYS:
+        prompts = options.num_rows if way == "plain" else options.num_prompts
+        pairs = answers * (length + new / 2) + prompts * length**2 / 2
+        needed[way] = costs.forward(prompts * length + answers, pairs, answers, backward=True)
+    return needed
 
 
-def operations(model, args) -> dict:
-    """{way: floating-point operations that it cannot do without}: no gradient of frozen weights, attention where it is causal."""
-    layers = [layer for layer in model.model.layers]
-    base = sum(
-        p.numel()
-        for layer in layers
-        for n, p in layer.named_parameters()
-        if "lora_" not in n and p.ndim == 2
-    )
-    lora = sum(p.numel() for layer in layers for n, p in layer.named_parameters() if "lora_" in n)
-    heads = model.config.num_attention_heads * layers[0].self_attn.head_dim
-    rows, length, new = args.num_prompts * args.num_generations, args.prompt_length, args.num_tokens
-    head = 2 * 2 * rows * new * model.lm_head.weight.numel()
-
-    def count(tokens, pairs):
-        return (
-            2 * tokens * (2 * base + 3 * lora) + 14 * len(layers) * heads * pairs + head
-        )  # attention: 2 products, then 5
-
-    own = rows * new * (length + new / 2)
-    once = count(args.num_prompts * length + rows * new, own + args.num_prompts * length**2 / 2)
-    return dict.fromkeys(WAYS, once) | {
-        "plain": count(rows * (length + new), own + rows * length**2 / 2)
-    }
-
-
-def logprob_speeds(config, args) -> dict:
-    """Seconds, memory and gradients of both ways; their errors against float32; their memory with a smaller vocabulary."""
-    limit = matmul_rate(args)
-    model = random_llm(config, args.lora_r, args.device)
-    work, needed = Work(model, args), operations(model, args)
-    found = dict(
-        device=device_name(args.device),
-        matmul_tflops=limit / 1e12,
-        vocabulary=config.vocab_size,
-        ways={},
-    )
-    clocks = seconds_in_turns({name: lambda way=way: work(way) for name, way in WAYS.items()}, args)
-    outputs, gradients = {}, {}
-    for name, way in WAYS.items():
-        outputs[name], gradients[name] = work(way), work.gradient()
-        found["ways"][name] = dict(
-            seconds=clocks[name],
+def measure(options: Options) -> dict:
+    """Seconds and memory of all ways, and their errors against float32."""
+    limit, _, ceilings = common.ceilings(options)
+    batch = MicroBatch(common.random_llm(options), options)
+    needed, ways, logps, gradients = operations(batch.model, options), {}, {}, {}
+    runs = {way: lambda way=way: batch.run(way) for way in WAYS}
+    for name, seconds in common.seconds_in_turns(runs, options).items():
+        logps[name], gradients[name] = batch.run(name), batch.gradient()
+        ways[name] = dict(
+            seconds=seconds,
             tflop=needed[name] / 1e12,
-            share_of_ceiling=needed[name] / clocks[name] / limit,
-            peak_gib=work.peak(way),
+            share_of_ceiling=needed[name] / seconds / limit,
+            peak_gib=batch.peak(name),
         )
-    for name, way in found["ways"].items():
-        way["times_faster"] = clocks["plain"] / way["seconds"]
-        way["against_plain"] = difference(gradients[name], gradients["plain"])
-    # The right answer: the same weights in float32, layers recomputed in the backward to fit.
-    right = Work(model.float(), args)
-    right.embeds = work.embeds.detach().float().requires_grad_()
-    prepare_checkpointing(model)
-    logp, entropy = right(shared(by_modules, gradient_checkpointing=True))
-    for name in WAYS:
-        found["ways"][name] |= dict(
-            gradient_error=difference(gradients[name], right.gradient()),
-            logp_error=(outputs[name][0] - logp).abs().max().item(),
-            entropy_error=(outputs[name][1] - entropy).abs().max().item(),
-        )
-    del model, work, right, logp, entropy
-    gc.collect()
-    smaller = copy.deepcopy(config)
-    smaller.vocab_size = config.vocab_size // VOCABULARY_SHARE
-    work = Work(random_llm(smaller, args.lora_r, args.device), args)
-    for name, way in WAYS.items():
-        found["ways"][name]["peak_gib_smaller_vocabulary"] = work.peak(way)
-    show(found, args)
-    return found
-
-
-def measure(args) -> dict:
-    """See `logprob_speeds`."""
-    return logprob_speeds(Sa2VAConfig(**CONFIG_4B).llm, args)
-
-
-def show(found, args):
-    rows = args.num_prompts * args.num_generations
-    print(
-        f"{found['device']}, matrix product {found['matmul_tflops']:.0f} TFLOP/s; "
-        f"{rows} rows x ({args.prompt_length} + {args.num_tokens})"
-    )
-    print(
-        f"{'way':16} {'seconds':>8} {'faster':>7} {'TFLOP':>7} {'of ceiling':>10} {'peak GiB':>9} {'V/10':>7} {'cosine to plain':>15} "
-        f"{'gradient error':>15} {'logp error':>11}"
-    )
-    for name, way in found["ways"].items():
-        print(
-            f"{name:16} {way['seconds']:>8.3f} {way['times_faster']:>7.2f} {way['tflop']:>7.1f} {way['share_of_ceiling']:>10.1%} "
-            f"{way['peak_gib']:>9.2f} {way['peak_gib_smaller_vocabulary']:>7.2f} {way['against_plain']['cosine']:>15.6f} "
-            f"{way['gradient_error']['relative']:>15.2e} {way['logp_error']:>11.2e}"
-        )
-
-
-def add_arguments(parser):
-    parser.add_argument("--num_prompts", type=int, default=4, help="prompts in a batch")
-    parser.add_argument("--num_generations", type=int, default=8, help="rows of each prompt")
-    parser.add_argument("--prompt_length", type=int, default=400, help="tokens")
-    parser.add_argument("--num_tokens", type=int, default=128, help="of each row's completion")
-    parser.add_argument("--lora_r", type=int, default=128, help="rank")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="of each way, in turns; the median counts"
-    )
-    parser.add_argument(
-        "--matmul_size",
-        type=int,
-        default=8192,
-        help="side of the square matrices whose product is the ceiling",
-    )
-    parser.add_argument("--device", default="cuda", help="where")
+    logp, gradient = batch.run_in_float32(), batch.gradient()
+    for name, way in ways.items():
+        way["times_faster"] = ways["plain"]["seconds"] / way["seconds"]
+        way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
+        way["logp_error"] = (logps[name] - logp).abs().max().item()
+    common.print_table(COLUMNS, ways, **ceilings, num_rows=options.num_rows)
+    return ceilings | dict(ways=ways)

@@ -1,6 +1,7 @@
-"""Weak scaling: the same step on each of 1, 2, 4 .. processes of this host, one a GPU (gloo without one), and the gradients' exchange.
+"""Weak scaling: the same step on each of 1, 2, 4 .. processes of this host, one a GPU.
 
-One process runs alone, as the launcher starts it; several under torchrun. A step is as long as its slowest rank.
+One process runs alone, as the launcher starts it; several under torchrun (gloo without a GPU). A
+step is as long as its slowest rank.
 """
 
 import json
@@ -9,152 +10,84 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from rl_train import distributed
-from tools.benchmarks import work
-from tools.benchmarks.common import device_name, synchronize
+from rl_train.config import COUNT, flag
+from tools.benchmarks import common, work
 
-ALONE = (
-    "WORLD_SIZE",
-    "RANK",
-    "LOCAL_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # what a torchrun around this would hand down
-EXCHANGES = 10
+# What a torchrun around this would hand down.
+ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+COLUMNS = dict(seconds=".3f", efficiency=".1%", update=".3f", exchange_seconds=".4f")
+HANDED_DOWN = ("rounds", "warmup", "sizes", "prompt_length", "answer_tokens", "device")
 
 
-def measure(args) -> dict | None:
-    """{"runs": what `measure_rank` gives for each number of processes, "efficiency": {processes: time of the fewest / time of these}}."""
-    if args.worker:
-        return measure_rank(args)
-    counts = args.num_processes or [
-        n for n in (1, 2, 4, 8) if n <= max(1, torch.cuda.device_count())
-    ]
-    runs = [launch(args, count) for count in counts]
-    found = dict(
-        runs=runs,
-        efficiency={run["num_processes"]: runs[0]["seconds"] / run["seconds"] for run in runs},
+@dataclass(frozen=True, kw_only=True)
+class Options(work.Options):
+    """the step"""
+
+    num_processes: tuple = flag(
+        (), "one after the other; default 1, 2, 4, 8 while there are GPUs", type=COUNT, nargs="+"
     )
-    show(found)
-    return found
+    worker: bool = flag(False, "used by the command itself, for each process")
 
 
-def launch(args, count: int) -> dict:
+def measure(options: Options) -> dict | None:
+    """{"runs": those of `measure_rank`, "efficiency": {processes: the fewest's time / theirs}}."""
+    if options.worker:
+        return measure_rank(options)
+    at_most = max(1, torch.cuda.device_count())
+    counts = options.num_processes or [n for n in (1, 2, 4, 8) if n <= at_most]
+    runs = [launch(options, count) for count in counts]
+    efficiency = {run["num_processes"]: runs[0]["seconds"] / run["seconds"] for run in runs}
+    rows = {}
+    for run in runs:
+        count = run["num_processes"]
+        rows[f"{count} processes"] = run["phases"] | run | dict(efficiency=efficiency[count])
+    common.print_table(COLUMNS, rows, gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
+    return dict(runs=runs, efficiency=efficiency)
+
+
+def launch(options: Options, count: int) -> dict:
     """The figures of `count` processes, started anew."""
+    runner = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    environment = {n: v for n, v in os.environ.items() if n not in ALONE} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "scale.json"
-        options = ["--worker", "--output", str(output)]
-        for name in ("rounds", "warmup", "sizes", "prompt_length", "answer_tokens", "device"):
-            options += [f"--{name}", str(getattr(args, name))]
-        runner = (
-            []
-            if count == 1
-            else ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
-        )
-        environment = {name: value for name, value in os.environ.items() if name not in ALONE}
-        subprocess.run(
-            [
-                sys.executable,
-                *runner,
-                "-m",
-                "tools.benchmark",
-                "scale",
-                *options,
-                "--flags",
-                *args.flags,
-            ],
-            check=True,
-            env=environment | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-        )
+        command = [sys.executable, *(runner if count > 1 else [])]
+        command += ["-m", "tools.benchmark", "scale", "--worker", "--output", str(output)]
+        for name in HANDED_DOWN:
+            command += [f"--{name}", str(getattr(options, name))]
+        command += ["--flags", *options.flags]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
 
 
-def measure_rank(args) -> dict | None:
-    """On the first rank: seconds of a step by the slowest rank, by phase, and of the exchange; None on the others."""
+def measure_rank(options: Options) -> dict | None:
+    """On the first rank: seconds of a step by the slowest rank, and of the exchange; else None."""
     ranks = distributed.init()
     try:
-        w = work.build(args, ranks)
-        steps = []
-        for number in range(args.warmup + args.rounds):
-            if dist.is_initialized():
-                dist.barrier()
-            laps = w.step(number)
-            steps.append(distributed.gather_objects({phase: seconds for phase, seconds, _ in laps}))
-        steps = steps[args.warmup :]
-        exchange = exchange_seconds(w)
-        size = sum(p.nbytes for p in w.policy.trainable.values())
-        slowest = [
-            max(steps_of_ranks, key=lambda phases: sum(phases.values())) for steps_of_ranks in steps
-        ]
-        found = dict(
+        w = work.build(options, ranks)
+        of_ranks = distributed.gather_objects([dict(clock.seconds) for clock in w.run()])
+        steps = list(zip(*of_ranks))  # of each step the phases of all ranks
+        slowest = [max(step, key=lambda phases: sum(phases.values())) for step in steps]
+        gradients = torch.cat([torch.zeros_like(p).flatten() for p in w.policy.trainable.values()])
+        exchange = dist.all_reduce if dist.is_initialized() else torch.Tensor.zero_
+        exchange_seconds = common.seconds(lambda: exchange(gradients), options)
+        if not ranks.is_main:
+            return None
+        return dict(
             num_processes=ranks.world_size,
-            device=device_name(ranks.device),
+            device=common.device_name(ranks.device),
             seconds=statistics.median(sum(p.values()) for p in slowest),
-            rounds=[[sum(p.values()) for p in of_ranks] for of_ranks in steps],
+            rounds=[[sum(phases.values()) for phases in step] for step in steps],
             phases={phase: statistics.median(p[phase] for p in slowest) for phase in slowest[0]},
-            exchange_seconds=exchange,
-            exchanged_gigabytes=size / 1e9,
+            exchange_seconds=exchange_seconds,
+            exchanged_gigabytes=gradients.nbytes / 1e9,
         )
-        return found if ranks.is_main else None
     finally:
         distributed.close()
-
-
-def exchange_seconds(w: work.Work) -> float:
-    """Median seconds of `average_gradients` on gradients of every trainable."""
-    parameters, times = list(w.policy.trainable.values()), []
-    for _ in range(EXCHANGES + 1):
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        if dist.is_initialized():
-            dist.barrier()
-        synchronize(w.ranks.device)
-        start = time.perf_counter()
-        distributed.average_gradients(parameters)
-        synchronize(w.ranks.device)
-        times.append(time.perf_counter() - start)
-    assert all((parameter.grad == 1).all() for parameter in parameters), "the mean of ones"
-    return statistics.median(times[1:])
-
-
-def show(found):
-    print(
-        f"{'processes':>9} {'step s':>8} {'efficiency':>10} {'update s':>9} {'exchange s':>10}   "
-        f"{found['runs'][0]['exchanged_gigabytes']:.2f} GB exchanged"
-    )
-    for run in found["runs"]:
-        count = run["num_processes"]
-        print(
-            f"{count:>9} {run['seconds']:>8.3f} {found['efficiency'][count]:>10.1%} {run['phases']['update']:>9.3f} "
-            f"{run['exchange_seconds']:>10.4f}"
-        )
-    first, last = found["runs"][0]["phases"], found["runs"][-1]["phases"]
-    slower = Counter({phase: last[phase] - first[phase] for phase in first}).most_common(3)
-    print(
-        "what gets slower from the fewest to the most, s: "
-        + ", ".join(f"{phase} {seconds:+.3f}" for phase, seconds in slower)
-    )
-
-
-def add_arguments(parser):
-    parser.add_argument(
-        "--num_processes",
-        type=int,
-        nargs="+",
-        help="numbers of processes, one after the other; default 1, 2, 4, 8 as far "
-        "as there are GPUs",
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="steps; the median counts")
-    parser.add_argument("--warmup", type=int, default=2, help="steps before them")
-    parser.add_argument(
-        "--worker", action="store_true", help="used by the command itself, for each process"
-    )
-    work.add_arguments(parser)

@@ -1,286 +1,222 @@
-"""The work of every figure of a whole step: a model of random weights, one batch, and forced lengths.
+"""The work of every figure of a whole step: a model of random weights, one batch, forced lengths.
 
-Random weights never stop, never say [SEG], and find masks that are empty or whole. So that they do the work of trained ones, each
-answer goes on to its full length, the answers of loop 2 get a [SEG], and the masks that the teacher describes are replaced; all of it
-behind the project's own functions (`forced`), which have done their work by then.
+Random weights never stop, never say [SEG], and find masks that are empty or whole. So that they do
+the work of trained ones, each answer goes on to its full length, those with a mask get a [SEG], and
+the masks that the teacher describes are replaced, when the work for the real ones is done.
 
-Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens of an answer with a mask.
+Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens
+of an answer with a mask.
 """
 
 import argparse
 import itertools
-from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass
-from unittest.mock import patch
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from PIL import Image
 
-from rl_train import distributed, train
-from rl_train.config import parse_args
-from rl_train.parts import build_optimizer, build_tasks
-from rl_train.policies.sa2va import Policy, make_policy
-from rl_train.policies.sa2va_inputs import BatchInputs
+from rl_train import cli, distributed
+from rl_train.checkpoint import RunState
+from rl_train.config import COUNT, COUNT_OR_0, flag
+from rl_train.curves import Clock, Tally
+from rl_train.data.loader import Batches
+from rl_train.distributed import GradientAverage, Ranks
+from rl_train.draws import Draws
+from rl_train.grpo import combine, group_advantages
+from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
+from rl_train.objective import Work as TaskWork
+from rl_train.parts import build_optimizer, build_tasks, trained_groups
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import Roles
+from rl_train.tasks.protocol import Context
+from rl_train.train import update
 from rl_train.types import Batch
-from tools.random_checkpoint import ADDED, CONFIG_4B, random_model, tokenizer
+from sa2va_hf import Sa2VAProcessor
+from tools.benchmarks.common import CONFIGS, Timed, start_lora
+from tools.random_checkpoint import ADDED, random_model, tokenizer
 
-CONFIG_TINY = CONFIG_4B | dict(  # for the tests, on a CPU
-    vision_config=CONFIG_4B["vision_config"]
-    | dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32),
-    llm_config=CONFIG_4B["llm_config"]
-    | dict(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=96,
-        vocab_size=256 + 26 + 26**2 + 26**3 + len(ADDED),
-    ),
-    sam2_config=dict(
-        image_size=256,
-        hidden_size=64,
-        mask_decoder_mlp_dim=64,
-        mask_decoder_heads=4,
-        memory_channels=64,
-        memory_layers=1,
-        memory_mlp_dim=64,
-        memory_fuser_dim=64,
-        backbone=dict(
-            hidden_size=24,
-            num_attention_heads=1,
-            blocks_per_stage=[1, 1, 2, 1],
-            embed_dim_per_stage=[24, 48, 96, 192],
-            num_attention_heads_per_stage=[1, 2, 4, 8],
-            window_size_per_stage=[8, 4, 8, 4],
-            global_attention_blocks=[3],
-            window_positional_embedding_background_size=[7, 7],
-        ),
-    ),
-)
-CONFIGS = {"4b": CONFIG_4B, "tiny": CONFIG_TINY}
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
 HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
-SIGMA = 1.0  # --mask_sigma
-FIXED = dict(
-    teacher_answer="forced",
-    gradient_accumulation_steps=1,
-    num_iterations=1,
-    shard_base=False,
-    mask_sigma=SIGMA,
-    tasks=["mask_caption_mask", "caption_mask_caption"],
-    mask_to_caption_weight=1.0,
-    caption_to_mask_weight=1.0,
-)  # flags of the step
-LORA_B_STD = 0.01
+# Flags of rl_train.train that a measured step does not follow.
+FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
+FIXED += "mask_to_caption_weight caption_to_mask_weight"
+GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
+GIVEN += "--reward tools.benchmarks.work:order"
 SEG_AT = 2  # place of [SEG] in an answer
 
 
-class Order:
-    """A reward that differs between the rows of a group, so that there is something to learn whatever the masks are."""
+@dataclass(frozen=True, kw_only=True)
+class Options(Timed):
+    prompt_length: int = flag(400, "tokens (L)", type=COUNT)
+    answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
+    warmup: int = flag(2, "steps before those that count", type=COUNT_OR_0)
+    flags: tuple = flag(
+        (), "last: those of rl_train.train, likelihood share 0", type=str, nargs=argparse.REMAINDER
+    )
 
-    name, weight = "order", 1.0
 
-    def __call__(self, completions, **_) -> torch.Tensor:
-        return torch.arange(len(completions)) % 7 / 7
+def order(completions, **_) -> list[float]:
+    """A reward that differs between the rows of a group: something to learn, whatever the masks."""
+    return [row % 7 / 7 for row in range(len(completions))]
+
+
+class ForcedPolicy(Sa2VAPolicy):
+    """Sa2VA whose answers end only at their length, those with a mask at A tokens with a [SEG].
+
+    The end is looked for as ever, and never there.
+    """
+
+    def __init__(self, *parts, answer_tokens: int):
+        super().__init__(*parts)
+        self.answer_tokens = answer_tokens
+        self.stop.stopped = self.stop.eos_id = -1
+
+    def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
+        if prompts.grids is not None:  # asks for a caption
+            return super().complete(images, prompts, num_generations, max_new_tokens, uniforms)
+        length = self.answer_tokens
+        uniforms = None if uniforms is None else uniforms[:, :length]
+        done, texts = super().complete(images, prompts, num_generations, length, uniforms)
+        done.ids[:, SEG_AT] = self.model.seg_id
+        return done, texts
 
 
 @dataclass
 class Work:
-    """All that `train_step` takes, of random weights, and what is forced."""
+    """A run on one batch, again and again."""
 
-    args: argparse.Namespace  # of rl_train.train
-    ranks: distributed.Ranks
-    policy: Policy
-    roles: Roles
-    tasks: list
-    optimizer: torch.optim.Optimizer
-    scheduler: object
+    config: cli.Config
+    ranks: Ranks
+    state: RunState
+    average: GradientAverage
     batch: Batch
-    masks: list[torch.Tensor]  # N (H, W) bool, what loop 2 "finds"
-    prompt_length: int
-    answer_tokens: int
+    masks: list[torch.Tensor] | None  # N (H, W) bool that the teacher describes; None: those drawn
+    options: Options
+    scores_old: bool = False  # score what was sampled once more, as the old log-probs
+
+    @property
+    def policy(self) -> ForcedPolicy:
+        return self.state.policy
 
     @property
     def num_rows(self) -> int:
-        return self.args.batch_size * self.args.num_generations
+        return self.config.rollout.batch_size * self.config.rollout.num_generations
 
-    def step(self, number: int) -> list[tuple[str, float, int]]:
-        """One step by the training's own code: its laps, as in `train.Clock`, repeated phases numbered by loop."""
-        clock = train.Clock(self.ranks.device)
-        with forced(self):
-            done, _, norms = train.train_step(
-                self.args,
-                self.ranks,
-                self.policy,
-                self.roles,
-                self.tasks,
-                self.optimizer,
-                self.scheduler,
-                [self.batch],
-                number,
-                clock,
-            )
-        captions, answers = (w.rollout for w in done)
-        assert (
-            captions.ids.shape == (self.num_rows, self.args.max_completion_length)
-            and captions.valid.all()
-        ), "loop 1's lengths"
-        assert answers.ids.shape == (self.num_rows, self.answer_tokens) and answers.valid.all(), (
-            "loop 2's lengths"
-        )
-        assert (
-            len(answers.seg_rows) == self.num_rows
-            and len(answers.replies) == self.num_rows
-            and norms
-        ), "a part of the step did nothing"
-        times, seen = Counter(phase for phase, _, _ in clock.laps), Counter()
-        laps = []
-        for phase, seconds, peak in clock.laps:
-            seen[phase] += 1
-            laps.append((f"{phase}{seen[phase]}" if times[phase] > 1 else phase, seconds, peak))
-        return laps
+    def run(self) -> list[Clock]:
+        """The clocks of the steps that count, after those of the warm-up."""
+        steps = [self.step() for _ in range(self.options.warmup + self.options.rounds)]
+        return steps[self.options.warmup :]
 
+    def step(self, clock: Clock | None = None) -> Clock:
+        """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
+        state, optim, batch, work = self.state, self.config.optim, self.batch, []
+        policy, roles, rollouts = state.policy, state.roles, self.config.rollout
+        G, T = rollouts.num_generations, rollouts.max_completion_length
+        distributed.gather_objects(None)  # all ranks begin together
+        clock, tally = clock or Clock(policy.device), Tally()
+        features = policy.encode(batch)
+        clock("encode")
+        for number, task in enumerate(state.tasks):
+            draws = Draws(self.config.run.seed, state.step, number, batch.index, G)
+            prompts = task.prompts(batch, features)
+            with roles.use("policy"):
+                rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
+                if task.action:
+                    drawn = task.action.draw(rollout, draws)
+                    rollout.action = replace(drawn, masks=self.masks or drawn.masks)
+                clock(f"rollout{number + 1}")
+                if self.scores_old:
+                    rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
+                    clock(f"old{number + 1}")
+            outcome = task.judge(rollout)
+            reward = combine(outcome.rewards, task.weights)
+            advantages = group_advantages(reward, G).to(policy.device)
+            clock(f"teacher{number + 1}")
+            with roles.use("reference"):
+                reference = score_all(policy, task, rollout, optim.micro_batch_size)
+            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            clock(f"reference{number + 1}")
+        totals, _ = step_totals(work, self.ranks.world_size)
+        for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
+            with self.average.averaging(last):
+                loss, statistics = self.average(w, rows, totals[w.task.name], last=last)
+                loss.backward()
+            tally.add_update(w.task.name, statistics, on_policy=True)
+        update(state, self.average, tally, optim.max_grad_norm)
+        roles.update_teacher(optim.ema_decay)
+        clock("update")
+        state.step += 1
+        self._check(*work)
+        return clock
 
-@contextmanager
-def forced(work: Work):
-    """Let the answers of loop 2 be A tokens with a [SEG], and replace the masks that are found by them."""
-    engine = work.policy.engine
-    real_sample, real_generate = train.sample, engine.generate
-
-    def sample(policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma):
-        if mask_sigma is None:
-            return real_sample(
-                policy, batch, images, prompts, num_generations, max_new_tokens, random, mask_sigma
-            )
-        random = [numbers[:, : work.answer_tokens] for numbers in random]
-        found = real_sample(
-            policy, batch, images, prompts, num_generations, work.answer_tokens, random, mask_sigma
-        )
-        found.masks = work.masks
-        return found
-
-    def generate(*inputs, max_new_tokens, **how):
-        found = real_generate(*inputs, max_new_tokens=max_new_tokens, **how)
-        if max_new_tokens == work.answer_tokens:
-            found.ids[:, SEG_AT] = work.policy.model.seg_id
-        return found
-
-    with patch.object(train, "sample", sample), patch.object(engine, "generate", generate):
-        yield
+    def _check(self, captions: TaskWork, answers: TaskWork):
+        """Assert that the step was as long as it is said to be."""
+        lengths = self.config.rollout.max_completion_length, self.options.answer_tokens
+        for work, length in zip((captions, answers), lengths):
+            assert work.rollout.valid.shape == (self.num_rows, length) and work.rollout.valid.all()
+        assert len(answers.rollout.action.rows) == self.num_rows, "answers without [SEG]"
+        assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
 
 
-def build(options, ranks) -> Work:
-    """The work that `add_arguments` describes, on this rank."""
-    args = parse_args(
-        [
-            "--model_path",
-            ".",
-            "--data_dir",
-            ".",
-            "--output_dir",
-            "unused",
-            "--mask_sigma",
-            str(SIGMA),
-            "--likelihood_share",
-            "0",
-            *options.flags,
-        ]
+def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> Work:
+    """The work that the options describe, with `more` flags, on this rank."""
+    config = cli.parse([*GIVEN.split(), *more, *options.flags])
+    fixed = cli.parse(GIVEN.split()).flags
+    for name in FIXED.split():
+        if config.flags[name] != fixed[name]:
+            raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
+    model = random_model(sizes, ranks.device, config.run.seed)
+    policy = policy_class(
+        model,
+        Sa2VAProcessor(model.config, config.policy.max_tiles),
+        tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
+        config.policy,
+        trained_groups(config.tasks),
+        answer_tokens=options.answer_tokens,
     )
-    if options.answer_tokens >= args.max_completion_length:
-        raise ValueError(
-            f"--answer_tokens {options.answer_tokens}: must be below --max_completion_length {args.max_completion_length}"
-        )
-    for name, value in FIXED.items():
-        if getattr(args, name) != value:
-            raise ValueError(f"--{name} {getattr(args, name)}: a step is measured with {value}")
-    config = CONFIGS[options.sizes]
-    text = tokenizer(config["llm_config"]["vocab_size"] - len(ADDED))
-    policy = make_policy(args, random_model(config, ranks.device, args.seed), text)
-    policy.stop.stopped, policy.stop.eos_id = -1, -1  # is looked for as ever, and never there
-    for name, parameter in policy.trainable.items():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=LORA_B_STD)
-    roles = Roles(policy.trainable)
-    optimizer = build_optimizer(args, policy)
+    start_lora(policy.trainable)
+    roles, rewards = Roles(policy.trainable), tuple(load_user_rewards(config.reward.reward))
+    tasks = build_tasks(config.tasks, Context(policy, roles, tokens, user_rewards=rewards))
+    optimizer = build_optimizer(config.optim, policy)
+    state = RunState(policy, roles, tasks, optimizer, scheduler=None)
+    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
     cells = region_cells(policy, options.prompt_length)
-    index = [ranks.rank * args.batch_size + i for i in range(args.batch_size)]
-    masks = [mask_of(cells.roll(row)) for row in range(args.batch_size * args.num_generations)]
-    rng = torch.Generator().manual_seed(ranks.rank)
-    size, sam_size = policy.processor.image_size, policy.processor.sam_size
-    inputs = BatchInputs(
-        [torch.randn(1, 3, size, size, generator=rng) for _ in index],
-        torch.randint(256, (len(index), 3, sam_size, sam_size), dtype=torch.uint8, generator=rng),
-        torch.stack([cells] * len(index)),
-    )
-    batch = Batch(
-        index,
-        [mask_of(cells) for _ in index],
-        [caption_of(policy, options.prompt_length)] * len(index),
-        [f"image{i}" for i in index],
-        [],
-        inputs,
-    )
-    return Work(
-        args,
-        ranks,
-        policy,
-        roles,
-        build_tasks(args, policy, roles, SIGMA, None, (Order(),)),
-        optimizer,
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
-        batch,
-        [mask.to(ranks.device) for mask in masks],
-        options.prompt_length,
-        options.answer_tokens,
-    )
+    batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
+    work = Work(config, ranks, state, average, batch, None, options)
+    work.masks = [mask_of(cells.roll(row)).to(ranks.device) for row in range(work.num_rows)]
+    return work
+
+
+def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:
+    """`size` images of noise, each with the region `cells` and a caption of the same length."""
+    pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+    sample = dict(image=Image.fromarray(pixels), mask=mask_of(cells).numpy(), image_id="image")
+    samples = [sample | dict(caption=caption_of(policy, prompt_length))] * size
+    batch = Batches(samples, policy.inputs(policy.answer_tokens))[list(range(size))]
+    return replace(batch, index=[rank * size + i for i in range(size)])
 
 
 def region_cells(policy, length: int) -> torch.Tensor:
     """(g, g) bool region with which a prompt for its caption has `length` tokens."""
-    grid = policy.processor.grid_size
-    shortest = len(policy.prompts.describe(1, 1))
-    count = length - shortest + 1
-    if not 0 < count < grid * grid:
-        raise ValueError(
-            f"--prompt_length {length}: a prompt with a region has {shortest} to {shortest + grid * grid - 2} tokens"
-        )
-    return (torch.arange(grid * grid) < count).view(grid, grid)
+    grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(1, 1))
+    if not shortest <= length < shortest + grid * grid - 1:
+        raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
+    return (torch.arange(grid * grid) <= length - shortest).view(grid, grid)
 
 
 def mask_of(cells: torch.Tensor) -> torch.Tensor:
     """(H, W) bool mask that covers these cells (g, g)."""
-    return cells.repeat_interleave(HEIGHT // len(cells), 0).repeat_interleave(
-        WIDTH // len(cells), 1
-    )
+    rows = cells.repeat_interleave(HEIGHT // len(cells), 0)
+    return rows.repeat_interleave(WIDTH // len(cells), 1)
 
 
 def caption_of(policy, length: int) -> str:
     """A caption with which a prompt for its mask has `length` tokens."""
-    words, endless = [], itertools.cycle(WORDS)
-    while len(policy.prompts.segment(" ".join(words), 1)) < length:
-        words.append(next(endless))
-    assert len(policy.prompts.segment(" ".join(words), 1)) == length, (
-        "a word of more than one token"
-    )
-    return " ".join(words)
-
-
-def add_arguments(parser):
-    parser.add_argument(
-        "--sizes",
-        choices=CONFIGS,
-        default="4b",
-        help="of the model; tiny = to try the code on a CPU",
-    )
-    parser.add_argument("--prompt_length", type=int, default=400, help="tokens (L)")
-    parser.add_argument("--answer_tokens", type=int, default=8, help="of an answer with a mask (A)")
-    parser.add_argument("--device", default="cuda", help="where")
-    parser.add_argument(
-        "--flags",
-        nargs=argparse.REMAINDER,
-        default=[],
-        help="comes last: flags of rl_train.train, such as "
-        "--micro_batch_size 16; its defaults are B 4, G 8, T 128, LoRA r 128; --likelihood_share is 0 here, as no "
-        "alternative has that reward",
-    )
+    num_words = length + 1 - len(policy.prompts.segment(WORDS[0], 1))
+    caption = " ".join(itertools.islice(itertools.cycle(WORDS), num_words))
+    assert len(policy.prompts.segment(caption, 1)) == length, "a word of several tokens"
+    return caption

@@ -1,0 +1,162 @@
+"""What is drawn is the distribution that is scored, row by row, whatever else is in the batch."""
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config
+
+from rl_train.engine import Engine, StopText, modules
+from rl_train.engine.modules import follow, hidden_states
+from rl_train.engine.packing import positions
+from rl_train.engine.tokens import Draws
+from tests.engine.tiny import DEMO, ends_with, fast, prompts, slow, tiny_llm
+
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(tiny_llm(), pad_id=0, temperature=1.7)
+
+
+@pytest.fixture(params=[slow, fast])
+def way(request):
+    return request.param
+
+
+def uniforms(rows, steps=STEPS):
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(rows, steps, generator=generator, dtype=torch.float64)
+
+
+def generate(engine, way, inputs, num_generations=1, **how):
+    how = dict(max_new_tokens=STEPS, stop=None) | how
+    with way(engine):
+        return engine.generate(*inputs, num_generations=num_generations, **how)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+def test_sampled_log_probs_are_the_scored_ones(engine, way, temperature):
+    """Ragged prompts and answers: what sampling returns is what a full forward recomputes."""
+    engine.temperature = temperature
+    inputs = prompts(engine.language_model)
+    stop = ends_with(torch.arange(0, 300, 10))
+    drawn = generate(engine, way, inputs, 2, uniforms=uniforms(6), stop=stop)
+    assert drawn.valid.any(1).all() and drawn.stopped.any() and not drawn.valid.all()
+    prompt = torch.arange(3).repeat_interleave(2)
+    with torch.no_grad(), way(engine):
+        scored = engine.score(*inputs, prompt, drawn.ids, drawn.valid).logp
+    torch.testing.assert_close(scored, drawn.logp, atol=1e-4, rtol=0)
+    assert (drawn.logp[drawn.valid] < -1e-3).any()  # something was uncertain
+
+
+def test_greedy_is_argmax(engine, way):
+    embeds, mask = prompts(engine.language_model)
+    drawn, llm = generate(engine, way, (embeds, mask), max_new_tokens=6), engine.language_model
+    for t in range(drawn.ids.shape[1]):
+        with torch.no_grad():
+            longer = follow(llm, embeds, drawn.ids[:, :t])
+            seen = torch.cat([mask, torch.ones(3, t, dtype=mask.dtype)], 1)
+            logits = llm.lm_head(hidden_states(llm, longer, seen, positions(seen))[:, -1])
+        assert torch.equal(drawn.ids[:, t], logits.argmax(-1))
+
+
+def test_greedy_repeats_itself_over_generations(engine, way):
+    drawn = generate(engine, way, prompts(engine.language_model, (5,)), 3)
+    assert (drawn.ids == drawn.ids[:1]).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours(engine, way):
+    """The same uniforms give the same tokens alone, in company, and in another order."""
+    embeds, mask = prompts(engine.language_model)
+    numbers = uniforms(6)
+    together = generate(engine, way, (embeds, mask), 2, uniforms=numbers).ids
+    order = [2, 0, 1]
+    rows = [4, 5, 0, 1, 2, 3]
+    turned = generate(engine, way, (embeds[order], mask[order]), 2, uniforms=numbers[rows]).ids
+    alone = generate(engine, way, (embeds[1:2], mask[1:2]), 2, uniforms=numbers[2:4]).ids
+    assert torch.equal(together[rows], turned) and torch.equal(together[2:4], alone)
+    assert not torch.equal(together[0], together[1])  # rows of a prompt have numbers of their own
+
+
+def test_uniforms_need_their_shape(engine):
+    with pytest.raises(ValueError, match="expected \\(2, 16\\)"):
+        generate(engine, slow, prompts(engine.language_model, (5,)), 2, uniforms=uniforms(1))
+
+
+# Stopping
+
+
+class Script(torch.nn.Module):
+    """A language model that says `rows` (N lists of ids), whatever it hears.
+
+    Its logits are one-hot at the next scripted token.
+    """
+
+    def __init__(self, rows, vocab_size):
+        super().__init__()
+        self.rows, self.vocab_size, self.step = rows, vocab_size, 0
+        self.model, self.config = self._forward, Qwen2Config(num_hidden_layers=1)
+        self.embedding = torch.nn.Embedding(vocab_size, 1)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def lm_head(self, hidden):
+        logits = torch.zeros(len(self.rows), self.vocab_size)
+        for row, ids in enumerate(self.rows):
+            logits[row, ids[min(self.step, len(ids) - 1)]] = 50.0
+        self.step += 1
+        return logits
+
+    def _forward(self, inputs_embeds, past_key_values, attention_mask, **_):
+        class Out:
+            last_hidden_state = torch.zeros(len(inputs_embeds), inputs_embeds.shape[1], 1)
+
+        self.mask = attention_mask
+        return Out
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+def say(tokenizer, texts, steps=STEPS):
+    """(a scripted model, its completions), one prompt a row."""
+    stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    script, mask = Script(rows, len(tokenizer)), torch.ones(len(texts), 2, dtype=torch.long)
+    embeds, draws = torch.zeros(*mask.shape, 1), Draws(1, steps, stop, 0, 1.0, None)
+    return script, modules.generate(script, embeds, mask, positions(mask), draws)
+
+
+def test_each_row_stops_by_itself(tokenizer):
+    texts = [
+        "a cat<|end|> foo",
+        "a red dog.<|end|> foo foo",
+        "a very small cat in the picture and then no end at all in this",
+    ]
+    script, drawn = say(tokenizer, texts)
+    kept = [tokenizer.decode(ids[valid].tolist()) for ids, valid in zip(drawn.ids, drawn.valid)]
+    # Through the token that completes the stop text; the third was cut at the length limit.
+    assert kept[:2] == ["a cat<|end|>", "a red dog.<|end|>"]
+    assert drawn.stopped.tolist() == [True, True, False]
+    assert drawn.valid[2].all() and drawn.ids.shape == (3, STEPS)
+    for row in range(2):
+        end = int(drawn.valid[row].sum())
+        assert drawn.valid[row, :end].all() and not drawn.valid[row, end:].any()
+        assert (drawn.ids[row, end:] == 0).all() and (drawn.logp[row, end:] == 0).all()
+    # Nobody attends to a stopped row's padding.
+    assert torch.equal(script.mask[:, 2:].bool(), drawn.valid[:, :-1])
+
+
+def test_the_batch_ends_with_its_last_row(tokenizer):
+    _, drawn = say(tokenizer, ["a cat<|end|>", "a red dog.<|end|>"])
+    assert drawn.ids.shape[1] == int(drawn.valid.sum(1).max()) < STEPS
+    assert drawn.stopped.all()
+
+
+def test_stop_at_the_length_limit_is_not_truncated(tokenizer):
+    length = len(tokenizer.encode("a cat<|end|>", add_special_tokens=False))
+    assert say(tokenizer, ["a cat<|end|>"], steps=length)[1].stopped.tolist() == [True]
+    assert say(tokenizer, ["a cat<|end|>"], steps=length - 1)[1].stopped.tolist() == [False]

@@ -1,0 +1,94 @@
+"""Log-probs and entropies in chunks of the vocabulary are those of all logits at once."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train import grpo
+from rl_train.engine import head as head_module
+from rl_train.engine.head import token_logps
+
+
+@pytest.fixture
+def head():
+    random = torch.Generator().manual_seed(0)
+    return SimpleNamespace(
+        hidden=torch.randn(7, 6, generator=random),
+        weight=torch.randn(50, 6, generator=random),
+        ids=torch.randint(50, (7,), generator=random),
+        slope=torch.randn(7, generator=random),
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 100, 101, 150, 10**6])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_chunks_of_the_head_equal_all_logits(head, monkeypatch, chunk, temperature):
+    monkeypatch.setattr(head_module, "CHUNK", chunk)
+    hidden = head.hidden.clone().requires_grad_()
+    logits = (hidden @ head.weight.t())[None]
+    expected = grpo.token_logps_from_logits(logits, head.ids[None], temperature)[0]
+    (right,) = torch.autograd.grad(expected, hidden, head.slope)
+    logp, entropy = token_logps(hidden, head.weight, head.ids, temperature, 50)
+    (found,) = torch.autograd.grad(logp, hidden, head.slope)
+    torch.testing.assert_close(logp, expected)
+    torch.testing.assert_close(entropy, grpo.entropy_from_logits(logits, temperature)[0].detach())
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    assert not entropy.requires_grad
+
+
+def test_the_head_in_bf16_is_as_close_as_plain():
+    """bf16 logits and products, sums in float32.
+
+    Not further from the float64 truth than the plain way under autocast.
+    """
+    random = torch.Generator().manual_seed(2)
+    hidden = torch.randn(200, 64, generator=random).bfloat16()
+    weight = torch.randn(1000, 64, generator=random).bfloat16()
+    ids, slope = torch.randint(1000, (200,), generator=random), torch.randn(200, generator=random)
+
+    def gradient(function, dtype=None):
+        leaf = hidden.to(dtype or hidden.dtype).requires_grad_()
+        logp = function(leaf)
+        logp.backward(slope.to(logp.dtype))
+        return logp.detach().double(), leaf.grad.double()
+
+    def exactly(h):
+        every = torch.log_softmax(h @ weight.double().t() / 0.7, -1)
+        return every.gather(-1, ids[:, None])[:, 0]
+
+    def plainly(h):
+        logits = torch.nn.functional.linear(h, weight)
+        return grpo.token_logps_from_logits(logits[None], ids[None], 0.7)[0]
+
+    truth, right = gradient(exactly, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        logp, grad = gradient(lambda h: token_logps(h, weight, ids, 0.7, 1000)[0])
+        plain_logp, plain_grad = gradient(plainly)
+    assert (logp - truth).norm() < 1.01 * (plain_logp - truth).norm()
+    assert (grad - right).norm() < 1.1 * (plain_grad - right).norm()
+
+
+def test_rows_that_align_the_head_are_no_tokens(head):
+    hidden = head.hidden.clone().requires_grad_()
+    padded = torch.cat([head.weight, torch.zeros(14, 6)])
+    expected = token_logps(hidden, head.weight, head.ids, 0.7, 50)
+    found = token_logps(hidden, padded, head.ids, 0.7, 50)
+    torch.testing.assert_close(found, expected)
+    for f, e in zip(
+        *(torch.autograd.grad(out[0], hidden, head.slope) for out in (found, expected))
+    ):
+        torch.testing.assert_close(f, e)
+
+
+def test_no_tokens(head):
+    hidden = head.hidden[:0].requires_grad_()
+    logp, entropy = token_logps(hidden, head.weight, head.ids[:0], 1.0, 50)
+    assert logp.shape == entropy.shape == (0,)
+    logp.sum().backward()
+    assert hidden.grad.shape == (0, 6)
+
+
+def test_a_head_that_trains_is_refused(head):
+    with pytest.raises(AssertionError, match="frozen"):
+        token_logps(head.hidden, head.weight.requires_grad_(), head.ids, 1.0, 50)

@@ -1,0 +1,75 @@
+"""docs/adding_a_task.md: its class, saved as the page says, trains, and its reward function too."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, draw_data, rollouts, start, weights
+from tests.test_distributed import finish
+
+BLOCKS = re.findall(
+    r"```(\w+)\n(.*?)```", (ROOT / "docs" / "adding_a_task.md").read_text(), re.DOTALL
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the page's two files and drawn data."""
+    folder = tmp_path_factory.mktemp("page")
+    (kind, task), (shell, _), (_, reward) = BLOCKS
+    assert (kind, shell) == ("python", "bash")
+    (folder / "brief.py").write_text(task)
+    (folder / "my_rewards.py").write_text(reward)
+    draw_data(folder / "demo")
+    return folder
+
+
+def command(folder: Path) -> dict[str, str]:
+    """The flags of the page's command that are not of the run's folders."""
+    words = BLOCKS[1][1].split()
+    flags = dict(zip(words, words[1:]))
+    return {
+        name.removeprefix("--"): value
+        for name, value in flags.items()
+        if name in ("--tasks", "--brief_words")
+    }
+
+
+def test_the_page_trains_two_steps(folder, tmp_path):
+    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
+    run = start(
+        folder / "demo", tmp_path / "run", where, **command(folder), save_steps=1, max_steps=2
+    )
+    [output] = finish([run])
+    assert run.returncode == 0, output
+    lines = rollouts(tmp_path / "run")
+    assert {line["task"] for line in lines} == {"brief"} and {line["step"] for line in lines} == {
+        0,
+        1,
+    }
+    for line in lines:
+        words = len(line["completion"].split())
+        assert line["reward"] == pytest.approx(min(1, 8 / words) if words else 0, abs=1e-6)
+    before, after = (weights(tmp_path / "run", step) for step in (1, 2))
+    assert {name.split(".")[0] for name in after} == {"language_model", "mlp1"}
+    assert any((before[name] != after[name]).any() for name in after)
+
+
+def test_its_flags_are_in_the_help_and_checked(folder, tmp_path):
+    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
+    run = start(folder / "demo", tmp_path / "run", where, **command(folder), brief_weight=-1)
+    [output] = finish([run])
+    assert run.returncode == 2 and "--brief_weight" in output and "at least 0" in output
+
+
+def test_the_reward_function_is_added_and_logged(folder, tmp_path):
+    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
+    flags = dict(reward="my_rewards:num_words=0.2", tasks="mask_caption_mask", max_steps=1)
+    run = start(folder / "demo", tmp_path / "run", where, **flags)
+    [output] = finish([run])
+    assert run.returncode == 0, output
+    for line in rollouts(tmp_path / "run"):
+        words = min(len(line["completion"].split()) / 20, 1.0)
+        assert line["num_words"] == pytest.approx(words, abs=1e-6)
+        assert line["reward"] == pytest.approx(line["iou"] + 0.2 * words, abs=1e-5)

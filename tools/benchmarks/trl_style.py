@@ -1,0 +1,133 @@
+"""The same step as TRL would do it, by a policy and an engine of its own.
+
+`generate` of transformers; old and reference log-probs by a full forward each, of a sequence per
+row, with the vision encoder and the completions' logits as one tensor; a teacher in batches that
+answers for itself and encodes the image of every row.
+
+Letters: P prompts, G samples each, N = P*G rows, n rows of a forward, L prompt length, T completion
+tokens, C width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from rl_train import grpo
+from rl_train.engine import Completions, Engine
+from rl_train.policies.sa2va import Images, Prompts, Scores
+from rl_train.roles import Roles
+from rl_train.types import Batch
+from tools.benchmarks.common import free_sampling
+from tools.benchmarks.work import ForcedPolicy, Work, build
+
+
+@dataclass
+class ImagesOfBatch(Images):
+    """Features of images, whose vision every forward computes anew."""
+
+    batch: Batch
+
+
+@dataclass
+class FullAnswers:
+    """What one forward says of n rows."""
+
+    logp: torch.Tensor  # (n, T)
+    entropy: torch.Tensor  # (n, T)
+    hidden: torch.Tensor  # (n, T, C) at each token as input
+
+    def hidden_of(self, tokens) -> torch.Tensor:
+        """(m, C) hidden states of tokens (n, T) bool."""
+        return self.hidden[tokens]
+
+
+class FullEngine(Engine):
+    """Samples by transformers, each row with its prompt's cache; scores by one sequence per row.
+
+    Attributes:
+        hidden_tokens: answers of this length, those with a mask, come with their hidden states.
+    """
+
+    hidden_tokens = 0
+
+    def generate(
+        self, embeds, attention_mask, *, num_generations, max_new_tokens, uniforms=None, **_
+    ) -> Completions:
+        drawn, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
+        out = self.language_model.generate(
+            inputs_embeds=embeds,
+            attention_mask=attention_mask,
+            num_return_sequences=num_generations,
+            return_dict_in_generate=True,
+            output_logits=drawn,
+            output_hidden_states=with_hidden,
+            **free_sampling(max_new_tokens, self.pad_id, self.temperature if drawn else None),
+        )
+        ids = out.sequences
+        assert ids.shape == (len(embeds) * num_generations, max_new_tokens)
+        logp = torch.zeros(ids.shape, device=ids.device)
+        for t, logits in enumerate(out.logits if drawn else ()):
+            all_logps = torch.log_softmax(logits.float() / self.temperature, -1)
+            logp[:, t] = all_logps.gather(1, ids[:, t, None])[:, 0]
+        hidden = embeds.new_zeros(*ids.shape, embeds.shape[-1])
+        if with_hidden:
+            hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
+        valid = torch.ones_like(ids, dtype=torch.bool)
+        return Completions(ids, logp, valid, ~valid[:, 0], hidden)
+
+    def score(self, embeds, attention_mask, prompt, ids, valid, position_ids=None) -> FullAnswers:
+        model, length = self.language_model, embeds.shape[1]
+        answers = model.get_input_embeddings()(ids).to(embeds.dtype)
+        mask = torch.cat([attention_mask, torch.ones_like(ids)], dim=1)
+        both, place = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
+        how = dict(attention_mask=mask, position_ids=place, use_cache=False)
+        hidden = model.model(inputs_embeds=both, **how).last_hidden_state
+        logits = model.lm_head(hidden[:, length - 1 : -1])
+        logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
+        with torch.no_grad():
+            entropy = grpo.entropy_from_logits(logits, self.temperature)
+        return FullAnswers(logp, entropy, hidden[:, length:])
+
+
+class FullPolicy(ForcedPolicy):
+    """Sa2VA by the `FullEngine`; `roles` say which masks are the teacher's."""
+
+    roles: Roles
+
+    def __init__(self, *parts, **how):
+        super().__init__(*parts, **how)
+        model, temperature = self.model.language_model, self.engine.temperature
+        self.engine = FullEngine(model, pad_id=self.pad_id, temperature=temperature)
+        self.engine.hidden_tokens = self.answer_tokens
+
+    def encode(self, batch) -> ImagesOfBatch:
+        return ImagesOfBatch(**vars(super().encode(batch)), batch=batch)
+
+    def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
+        """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
+        tiles = torch.cat([images.batch.inputs.pixel_values[i] for i in prompts.image])
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            vision = self.model.vision_features(tiles.to(self.device))
+        each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
+        return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
+
+    def score_answers(self, images, prompts: Prompts, ids, valid) -> Scores:
+        with self.autocast():
+            embeds, mask = self.embed(images, prompts, ids.shape[1])
+            return Scores(self.engine.score(embeds, mask, None, ids, valid))
+
+    def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings):
+        """As Sa2VA's; of the teacher by SAM2's features of every row's own."""
+        if self.roles.active == "teacher":
+            pixels = images.batch.inputs.sam_pixels[image].to(self.device)
+            with torch.autocast(self.device.type, enabled=False):
+                images = replace(images, sam=self.model.sam_features(pixels))
+            image = list(range(len(image)))
+        return super().decode_masks(images, image, embeddings)
+
+
+def build_trl_style(options) -> Work:
+    """The work of `options`, done in TRL's way."""
+    work = build(options, None, FullPolicy, ["--teacher_answer", "sampled"])
+    work.policy.roles, work.scores_old = work.state.roles, True
+    return work
