@@ -9,7 +9,8 @@ import torch
 from rl_train import cli
 from rl_train.config import Config, flag_name
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.tasks import TASKS
+from rl_train.tasks import TASKS, CaptionMaskCaption
+from rl_train.tasks.protocol import Context
 from tests.runs import ROOT, complaint_of, draw_data, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -119,7 +120,9 @@ def test_values_that_depend_on_others(data, tmp_path):
         return cli.parse(flags(data, tmp_path, **changes))
 
     def share(**changes):
-        return parse(**changes).tasks["caption_mask_caption"].share
+        options = parse(**changes).tasks["caption_mask_caption"]
+        task = CaptionMaskCaption(options, Context(None, None, 8, judge=object()))
+        return task.weights.get("likelihood", 0)
 
     judge = dict(use_llm_judge="", use_llm_judge_loop2="")
     assert share() == 0.5 and share(**judge) == 0

@@ -1,4 +1,4 @@
-"""Damaged JSON and outputs that cannot be written are told in one sentence, and a check leaves nothing behind."""
+"""Damaged JSON, and outputs that cannot be written: one sentence; a check leaves nothing behind."""
 
 import pytest
 

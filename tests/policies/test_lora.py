@@ -1,4 +1,4 @@
-"""What every LoRA policy shares: what is attached, what trains, counts, padding, tokenizers."""
+"""What every LoRA policy shares: what is attached, what trains, counts, precision."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from rl_train.policies.lora import (
     attach_lora,
     autocast,
     freeze_all_but,
-    load_tokenizer,
     parameter_table,
 )
 
@@ -79,8 +78,3 @@ def test_autocast_is_for_a_bf16_base():
     for dtype in (torch.float32, torch.bfloat16):
         with autocast(torch.zeros(1, dtype=dtype)):
             assert linear(x).dtype == dtype
-
-
-def test_a_folder_without_tokenizer_is_named(tmp_path):
-    with pytest.raises(ValueError, match=f"--model_path {tmp_path}"):
-        load_tokenizer(tmp_path)

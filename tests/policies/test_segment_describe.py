@@ -53,12 +53,12 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     said = Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden)
     monkeypatch.setattr(model.engine, "generate", lambda *_, **__: said)
     masks = segment_sampled(model, images, [0, 0, 0], batch.captions[:3], 4)
-    found = answer(model, images, [0, 0, 0], batch.captions[:3], 4)
-    assert all_equal(masks, found.masks) and found.rows.tolist() == [0, 0, 1]
+    same, rows, means = answer(model, images, [0, 0, 0], batch.captions[:3], 4)
+    assert all_equal(masks, same) and rows.tolist() == [0, 0, 1]
     with torch.no_grad():
         of_seg = torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 2]])
         prompts = model.model.text_hidden_fcs(of_seg)
-    torch.testing.assert_close(found.means, prompts)
+    torch.testing.assert_close(means, prompts)
     first, second, third = row_masks(model, images, [0, 0, 0], [0, 1, 2], prompts)
     assert all_equal(masks, [first | second, third, first & False])
     assert not all_equal([first], [second])

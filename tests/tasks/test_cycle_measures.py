@@ -36,7 +36,7 @@ def measure_answers(monkeypatch):
 
         def answer(*_):
             found, rows = next(answered)
-            return SimpleNamespace(masks=found, rows=torch.tensor(rows, dtype=torch.long))
+            return found, torch.tensor(rows, dtype=torch.long), None
 
         monkeypatch.setattr(cycle_measures, "describe", lambda *_: next(described))
         monkeypatch.setattr(cycle_measures, "answer", answer)

@@ -1,0 +1,81 @@
+"""What flags do to a run: weights of loops, shares of rewards, controls, ends of the average."""
+
+import pytest
+import torch
+
+from tests.runs import curve, draw_data, events, on_one_core, parts_of, rollouts, run
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.mark.parametrize(
+    "off, left", [("mask_to_caption_weight", "loop2"), ("caption_to_mask_weight", "loop1")]
+)
+def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
+    output = run(data, tmp_path, max_steps=1, num_generations=4, **{off: 0})
+    tags = events(output).Tags()["scalars"]
+    assert {tag.split("/")[0] for tag in tags if tag.startswith("loop")} == {left}
+    assert {line["task"] for line in rollouts(output)} == {left}
+    assert curve(output, "total_loss") == curve(output, f"{left}/loss")
+    reached = {"lora", "mlp1"} | ({"text_hidden_fcs", "sam2"} if left == "loop2" else set())
+    assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
+
+
+@pytest.mark.parametrize("share", [0, 0.25, 1])
+def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, share):
+    lines = rollouts(
+        run(data, tmp_path, max_steps=1, tasks="caption_mask_caption", likelihood_share=share)
+    )
+    assert any(line["meteor"] for line in lines)
+    for line in lines:
+        assert ("likelihood" in line) == (share > 0)  # at share 0 nobody pays for it
+        assert line["reward"] == pytest.approx(
+            (1 - share) * line["meteor"] + share * line.get("likelihood", 0), abs=1e-6
+        )
+
+
+def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
+    """--control constant: no step is taken, though every row has a reward."""
+    built = parts_of(monkeypatch)
+    output = run(data, tmp_path, control="constant", weight_decay=0.5)
+    state = built[0].state
+    assert all(
+        torch.equal(parameter, state.roles.banks["reference"][n])
+        for n, parameter in state.policy.trainable.items()
+    )
+    assert not state.optimizer.state and {line["reward"] for line in rollouts(output)} == {1.0}
+    assert any(
+        line["iou"] != 1 for line in rollouts(output)
+    )  # the rewards as they were are still logged by name
+    for loop in ("loop1", "loop2"):
+        assert curve(output, f"{loop}/frac_zero_std") == {1: 1, 2: 1}
+    for tag in ("teacher/drift", "teacher/lag"):
+        assert curve(output, tag) == {1: 0, 2: 0}
+    updates = {
+        f"{loop}/{name}"
+        for loop in ("loop1", "loop2")
+        for name in ("loss", "kl_div", "entropy", "sampler_gap", "mask_loss", "latent_kl")
+    }
+    assert not {*updates, "total_loss"} & set(
+        events(output).Tags()["scalars"]
+    )  # nothing was computed: no 0 either
+
+
+@pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])
+def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
+    """0: the policy is its own teacher; 1: the teacher stays what the run started from."""
+    built = parts_of(monkeypatch)
+    output = run(data, tmp_path, ema_decay=decay, learning_rate=1e-3)
+    state = built[0].state
+    same = state.policy.trainable if twin == "policy" else state.roles.banks["reference"]
+    assert all(torch.equal(t, same[n]) for n, t in state.roles.banks["teacher"].items())
+    assert state.roles.distance("policy", "reference") > 1e-4
+    lag, drift = curve(output, "teacher/lag"), curve(output, "teacher/drift")
+    assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (
+        drift if twin == "policy" else lag
+    )[2] > 1e-4
