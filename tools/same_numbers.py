@@ -19,6 +19,9 @@ from pathlib import Path
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tools.demo_scenes import HELDOUT, TRAIN
+from tools.make_demo import write_split
+
 ROOT = Path(__file__).parents[1]
 FLAGS = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 16 "

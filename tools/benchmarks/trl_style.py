@@ -85,7 +85,7 @@ class FullEngine(Engine):
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
         with torch.no_grad():
-            entropy = grpo.entropy_from_logits(logits, self.temperature)
+            entropy = torch.distributions.Categorical(logits=logits / self.temperature).entropy()
         return FullAnswers(logp, entropy, hidden[:, length:])
 
 
