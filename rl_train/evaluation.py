@@ -40,9 +40,7 @@ class Measured:
     image_ids: list[str]
     references: list[str]  # true captions
     captions: list[str]  # of the regions
-    num_damaged: (
-        int  # samples that did not decode or fit and in whose place another one was measured
-    )
+    num_damaged: int  # stand-ins among them, for samples that did not decode or fit
 
 
 @torch.no_grad()
@@ -51,12 +49,11 @@ def evaluate(
 ) -> dict[str, Measured]:
     """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
 
-    Args:
-        names: the roles; roles: whose weights these are, or None for the weights in use.
+    The roles are `names`, their weights those of `roles`, or without it the weights in use.
     """
     inputs = policy.inputs(heldout.max_new_tokens)
-    how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     columns = {name: [] for name in names}
+    how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         features = policy.encode(batch)
@@ -121,15 +118,8 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
 
 def record(measured: Measured, flags: dict) -> dict:
     """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
-    summary = means(measured.values)
-    return dict(
-        flags=flags,
-        num_samples=len(measured.image_ids),
-        num_damaged=measured.num_damaged,
-        means=summary,
-        intervals={metric: bootstrap(rows_of(measured.values, metric)) for metric in summary},
-        values={name: values.tolist() for name, values in measured.values.items()},
-        image_ids=measured.image_ids,
-        references=measured.references,
-        captions=measured.captions,
-    )
+    summary, num_samples = means(measured.values), len(measured.image_ids)
+    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in summary}
+    head = dict(flags=flags, num_samples=num_samples, means=summary, intervals=intervals)
+    values = {name: values.tolist() for name, values in measured.values.items()}
+    return head | vars(measured) | dict(values=values)

@@ -43,11 +43,7 @@ def bootstrap(
 
 
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
-    """(after - before, low, high): a metric's paired difference with its 95 % interval.
-
-    Args:
-        before, after: `rows_of` the metric.
-    """
+    """(after - before, low, high) of a metric's `rows_of`, paired, with the 95 % interval."""
 
     def difference(pairs):
         return statistic(pairs[..., 1]) - statistic(pairs[..., 0])

@@ -57,7 +57,7 @@ class Log:
         """One JSON line per row; null is a reward that could not be obtained."""
         rollout, outcome = work.rollout, work.outcome
         for row, text in enumerate(rollout.texts):
-            i = rollout.sample_of_row[row]
+            i = row // rollout.num_generations
             line = dict(
                 step=step,
                 task=work.task.name,
@@ -112,26 +112,22 @@ def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
     Args:
         image: of the row's sample, in any size and shape: it is drawn in the mask's shape.
     """
-    batch, i = work.rollout.batch, work.rollout.sample_of_row[row]
+    batch, i = work.rollout.batch, row // work.rollout.num_generations
     height, width = batch.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
     image, masks = image.resize(size), work.outcome.masks
-    sides = [_overlay(image, batch.masks[i], REGION), _overlay(image, masks[row].cpu(), FOUND)]
     words = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
     if work.outcome.replies:
         words.append(f"teacher's reply: {work.outcome.replies[row]}")
-    reward, advantage = work.reward[row], work.advantages[row]
-    words.append(f"reward {reward:.3f}  advantage {advantage:+.2f}")
+    words.append(f"reward {work.reward[row]:.3f}  advantage {work.advantages[row]:+.2f}")
     lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
     canvas = Image.new("RGB", (2 * PICTURE_WIDTH + 8, size[1] + 18 * len(lines) + 8), "white")
-    canvas.paste(sides[0], (0, 0))
-    canvas.paste(sides[1], (PICTURE_WIDTH + 8, 0))
-    draw = ImageDraw.Draw(canvas)
+    canvas.paste(_overlay(image, batch.masks[i], REGION), (0, 0))
+    canvas.paste(_overlay(image, masks[row].cpu(), FOUND), (PICTURE_WIDTH + 8, 0))
+    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(FONT_SIZE)
     for k, line in enumerate(lines):
-        draw.text(
-            (4, size[1] + 4 + 18 * k), line, fill="black", font=ImageFont.load_default(FONT_SIZE)
-        )
+        draw.text((4, size[1] + 4 + 18 * k), line, fill="black", font=font)
     return np.array(canvas)
 
 

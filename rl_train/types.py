@@ -4,6 +4,7 @@ Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T 
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -28,6 +29,22 @@ class Batch:
         return [tuple(mask.shape) for mask in self.masks]
 
 
+class Inputs(Protocol):
+    """What turns samples into a model's inputs: `policy.inputs(..)`. Its copies run in workers.
+
+    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
+    """
+
+    def check(self, sample: dict):
+        """Raise DamagedSample if the sample does not fit the model."""
+
+    def prepare(self, sample: dict) -> object:
+        """What the model needs of one sample: the costly work."""
+
+    def collate(self, prepared: list) -> object:
+        """The model's inputs of a batch, from what `prepare` made of each sample."""
+
+
 @dataclass
 class Rollout:
     """N answers of a policy to the prompts of a batch, as they were sampled."""
@@ -47,13 +64,9 @@ class Rollout:
     def __len__(self):
         return len(self.texts)
 
-    @property
-    def sample_of_row(self) -> list[int]:
-        return [row // self.num_generations for row in range(len(self))]
-
     def of_rows(self, values: list) -> list:
         """The entry of each row's sample, of one list entry a sample."""
-        return [values[i] for i in self.sample_of_row]
+        return [values[row // self.num_generations] for row in range(len(self))]
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
+def planes(image: Image.Image) -> torch.Tensor:
+    """(3, H, W) uint8 of an RGB image, band by band: half the time of reordering its pixels."""
+    return torch.from_numpy(np.stack(image.split()))
+
+
 def tile_grid(
     width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1
 ) -> tuple[int, int]:
@@ -168,15 +173,12 @@ class Sa2VAProcessor:
 
         The last tile is the whole image, the one that regions refer to.
         """
-        return torch.stack([self._normalise(tile) for tile in self.tile_images(image)])
-
-    def _normalise(self, tile: Image.Image) -> torch.Tensor:
-        pixels = torch.from_numpy(np.array(tile)).permute(2, 0, 1).float() / 255
-        return (pixels - self._mean) / self._std
+        pixels = torch.stack([planes(tile) for tile in self.tile_images(image)]).float()
+        return pixels.div_(255).sub_(self._mean).div_(self._std)
 
     def region_grid(self, mask) -> torch.Tensor:
         """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""
-        mask = torch.as_tensor(np.asarray(mask)).bool()
+        mask = torch.as_tensor(mask).bool()
         grid = region_grid(
             mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
         )
@@ -184,5 +186,4 @@ class Sa2VAProcessor:
 
     def sam_image(self, image: Image.Image) -> torch.Tensor:
         """(3, 1024, 1024) uint8: the image resized (bicubic) whatever its aspect ratio."""
-        image = to_rgb(image).resize((self.sam_size, self.sam_size))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        return planes(to_rgb(image).resize((self.sam_size, self.sam_size)))

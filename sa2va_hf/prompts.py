@@ -73,7 +73,7 @@ class PromptBuilder:
         return self.ids(DESCRIBE, num_tiles, [num_cells])
 
     def segment(self, phrase: str, num_tiles: int) -> list[int]:
-        """Prompt ids that ask for the mask of `phrase`, in lower case and without special tokens."""
+        """Prompt ids that ask for the mask of `phrase` (lower case, without special tokens)."""
         return self.ids(SEGMENT.replace("{x}", phrase), num_tiles)
 
     def answer(self, caption: str) -> list[int]:

@@ -7,12 +7,12 @@ from tqdm import tqdm
 
 from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches
-from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.sa2va import TRAINABLE, Sa2VAPolicy
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_scenes import caption, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 

@@ -1,4 +1,7 @@
-"""docs/data.md: its ten lines work, and its reasons are those that the readers give; docs/real_run.md: how it holds out."""
+"""docs/data.md: its ten lines work, and its reasons are those that the readers give.
+
+docs/real_run.md: how it holds out.
+"""
 
 import re
 from pathlib import Path
@@ -6,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset, checks, images
+from rl_train.data import GraspAnyRegionDataset, images, masks
 from tools.gar_writer import write_gar
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
@@ -58,10 +61,10 @@ def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
 
 def test_reasons_are_named():
     for reason in (
-        checks.NO_MASK,
-        checks.BAD_MASK,
-        checks.EMPTY_MASK,
-        checks.LOST_MASK,
+        masks.NO_MASK,
+        masks.BAD_MASK,
+        masks.EMPTY_MASK,
+        masks.LOST_MASK,
         images.NO_IMAGE,
         images.BAD_HEADER,
         images.TRUNCATED,

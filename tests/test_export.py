@@ -42,18 +42,18 @@ def trained(tmp_path_factory):
 
 def outputs(model, batch, policy):
     """Logits of a description prompt with image and region; mask logits of a fixed embedding."""
-    images = policy.encode_images(batch.pixel_values, batch.sam_pixels, batch.sizes)
-    prompts = policy.describe_prompts(images, [0, 1], list(batch.grids[:2]))
+    inputs = batch.inputs
+    prompts = policy.describe_prompts(policy.encode(batch), [0, 1], list(inputs.grids[:2]))
     ids = torch.tensor(prompts.ids[0])[None]
     logits = model(
         ids,
         torch.ones_like(ids),
-        pixel_values=batch.pixel_values[0],
-        prompt_masks=[batch.grids[:1]],
+        pixel_values=inputs.pixel_values[0],
+        prompt_masks=[inputs.grids[:1]],
         vp_overall_mask=torch.tensor([True]),
     ).logits
     hidden = torch.ones(1, model.config.llm.hidden_size)
-    masks = model.mask_logits(batch.sam_pixels[:1], model.text_hidden_fcs(hidden))
+    masks = model.mask_logits(inputs.sam_pixels[:1], model.text_hidden_fcs(hidden))
     return logits.detach(), masks.detach()
 
 

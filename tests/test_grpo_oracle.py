@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
-from rl_train.policies.lora import load_tokenizer
+from rl_train.rewards.components import combine
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
 trl = pytest.importorskip("trl", reason="trl is not installed (extra: oracle)")
@@ -200,7 +201,7 @@ def test_advantages(trainer_of, scale):
             name: torch.tensor([torch.nan if value is None else value for value in values])
             for name, values in rewards.items()
         }
-        ours = grpo.group_advantages(grpo.combine(parts, REWARD_WEIGHTS), G, scale)
+        ours = grpo.group_advantages(combine(parts, REWARD_WEIGHTS), G, scale)
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
         assert expected[:G].abs().max() > 0.1
         print(f"{scale}: advantages within {(ours - expected).abs().max():.1e}")

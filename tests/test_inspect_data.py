@@ -1,4 +1,4 @@
-"""What is planted is what is found, by reading and by the tool; the contact sheet shows regions and captions."""
+"""What is planted is what is found, by reading and by the tool; what the contact sheet shows."""
 
 import json
 import re

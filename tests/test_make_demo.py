@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.tokenizer import load_tokenizer
 from tools import demo_warm_start
 from tools.make_demo import SHIPPED_CHECKPOINT
 

@@ -5,9 +5,9 @@ import json
 
 import torch
 
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import ROOT
 from tools.random_checkpoint import CONFIG_4B, SEG_LOGIT_STD, write
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from rl_train.draws import Draws
-from rl_train.policies.lora import load_tokenizer
 from rl_train.roles import Roles
 from sa2va_hf import Sa2VAModel
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 

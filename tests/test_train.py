@@ -1,21 +1,14 @@
 """The entry point, run as a user runs it, on the tiny checkpoint and drawn scenes."""
 
 import json
-from collections import Counter
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_train import parts, train
+from rl_train import train
 from rl_train.config import parse_args
-from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.distributed import Ranks
 from rl_train.evaluation import METRICS
-from rl_train.policies.sa2va import FLOAT32_MODULES
-from rl_train.tb import rollout_sums, scalars
 from tests.runs import distance, draw_data, flags, on_one_core, rollouts, run, weights
 from tools.evaluate import read_before
 
@@ -270,10 +263,6 @@ def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
     assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
 
 
-
-
-
-
 def test_evaluations_are_files_that_the_tool_compares_with(data, two_steps):
     assert sorted(file.name for file in (two_steps / "evaluation").iterdir()) == [
         "step_0.json",
@@ -362,8 +351,6 @@ def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
     assert [line["iou"] for line in turned] == [line["iou"] for line in plain]
 
 
-
-
 @pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])
 def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     """0: the policy is its own teacher; 1: the teacher stays what the run started from."""
@@ -377,27 +364,3 @@ def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (
         drift if twin == "policy" else lag
     )[2] > 1e-4
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

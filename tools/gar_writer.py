@@ -1,7 +1,7 @@
 """Writes regions with captions in the Arrow layout of the Grasp-Any-Region dataset.
 
-`{folder}/Fine-Grained-Dataset-Part1/data-000NN-of-000MM.arrow` with the columns image, mask_rle, conversations and
-catagory (the dataset's own spelling). `rl_train/data/gar.py` reads it back.
+`{folder}/Fine-Grained-Dataset-Part1/data-000NN-of-000MM.arrow` with the columns image, mask_rle,
+conversations and catagory (the dataset's own spelling). `rl_train/data/gar.py` reads it back.
 """
 
 import io
@@ -32,10 +32,11 @@ def write_gar(
     image_format: str = "PNG",
     ipc_format: str = "stream",
 ) -> list[Path]:
-    """The shards written, in order; rows are taken one shard at a time, so that `rows` may be a generator.
+    """The shards written, in order; `rows` may be a generator, of which one shard is held at once.
 
     Args:
-        rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or list of str).
+        rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
+            list of str).
         image_format: PNG or JPEG.
         ipc_format: "stream" or "file", the two Arrow IPC formats.
     """

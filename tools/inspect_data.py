@@ -1,8 +1,9 @@
-"""Look at a data set before training on it: what is kept and skipped, distributions, and a contact sheet.
+"""Look at a data set before training: what is kept and skipped, distributions, a contact sheet.
 
-    python -m tools.inspect_data --data_dir D [--dataset gar|dam] [--output sheet.png] [--num_workers 2]
+    python -m tools.inspect_data --data_dir D [--dataset gar|dam] [--output sheet.png]
 
-Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the regions are skipped or damaged.
+Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the
+regions are skipped or damaged.
 """
 
 import argparse
@@ -32,7 +33,7 @@ INK, REGION = (20, 20, 20), (255, 32, 96)
 
 
 class Measured(Dataset):
-    """Per sample what the table needs, measured in workers: (numbers of MEASURES, None) or (None, reason)."""
+    """Per sample, measured in workers: (numbers of MEASURES, None) or (None, why it is damaged)."""
 
     def __init__(self, dataset):
         self.dataset = dataset
@@ -67,7 +68,7 @@ MEASURES = (
 
 
 def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
-    """((n, 5) MEASURES of the samples that decode, {reason: number of those that do not}, indices of the former)."""
+    """((n, 5) MEASURES of the samples that decode, {reason: how many do not}, indices of n)."""
     loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
     numbers, damaged, good = [], Counter(), []
     each = (one for batch in loader for one in batch)
@@ -90,7 +91,8 @@ def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
         if name == "ignored_members"
     ]
     lines += [
-        f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had another size than their image",
+        f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had "
+        "another size than their image",
         f"{sum(report['skipped'].values()):9d} skipped",
     ]
     lines += [
@@ -131,7 +133,7 @@ def contact_sheet(samples: list[dict]) -> Image.Image:
 
 
 def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
-    """The image at most `side` pixels wide and high, with the border of the region drawn two pixels wide."""
+    """The image at most `side` pixels wide and high, the region's border drawn two pixels wide."""
     scale = side / max(image.size)
     size = tuple(max(1, round(n * scale)) for n in image.size)
     share = Image.fromarray(mask.astype(np.float32)).resize(

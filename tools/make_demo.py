@@ -4,7 +4,7 @@
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made anew
 
 Everything is drawn by code from --seed. The checkpoint, in the original layout, is warm-started by
-supervised training on the prompts and the encode rule of `rl_train.policies.sa2va_prompts` and
+supervised training on the prompts and the encode rule of `sa2va_hf.prompts` and
 `sa2va_hf.templates`, and stopped early: it captions sloppily (half of its training captions leave
 attributes out), and its `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for a
 moment only, so that it segments roughly: the room that the two loops of reinforcement learning
@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_model import CONFIG, initialise, make_tokenizer
 from tools.demo_scenes import HELDOUT, TRAIN, caption, make_scene
 from tools.demo_warm_start import WarmStart

@@ -1,9 +1,9 @@
-"""Write a GAR folder and a DAM folder of drawn scenes in which every edge case is planted at a known count.
+"""Write a GAR and a DAM folder of drawn scenes with every edge case planted at a known count.
 
     python -m tools.messy_data --output_dir /tmp/messy [--num_rows 2000]
 
-Prints what a correct reader must report of each: rows, kept, skipped by reason, damaged when decoded. `tools.inspect_data`
-must find the same.
+Prints what a correct reader must report of each: rows, kept, skipped by reason, damaged when
+decoded. `tools.inspect_data` must find the same.
 """
 
 import argparse
@@ -11,191 +11,31 @@ import base64
 import io
 import json
 import pickle
-import struct
 import tarfile
-import zlib
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from PIL import Image
 from pycocotools import mask as coco_mask
 
-from tools.demo_scenes import caption, make_scene
 from tools.gar_writer import INSTRUCTION, SCHEMA, encode_image, encode_mask
+from tools.messy_cases import Bomb, Planted, counted_cases, empty, good, plant, regions, runs_of
 
 RLE_TYPE = SCHEMA.field("mask_rle").type
-PER_CASE = 250  # one row in so many is a case's, plus 0 to 2 more
-
-
-def regions(seed: int):
-    """Yields endless (image, mask (H, W) bool, caption, shape) of drawn scenes."""
-    for i in range(1 << 30):
-        scene, rng = make_scene(seed, 11, i), np.random.default_rng([seed, 11, i, 1])
-        yield from (
-            (scene.image, obj.mask, caption(obj, scene, rng), obj.shape) for obj in scene.objects
-        )
-
-
-def good(image, mask, text) -> dict:
-    """A region as both layouts hold it: the encoded image, the run-length mask, the caption."""
-    return dict(image=encode_image(image, "JPEG"), rle=encode_mask(mask), caption=text)
-
-
-def empty(mask) -> np.ndarray:
-    return np.zeros_like(mask)
-
-
-def one_pixel(mask, scale: int = 1) -> np.ndarray:
-    """A mask `scale` times as large with one pixel set, which no smaller size keeps unless it is 1."""
-    found = np.zeros((mask.shape[0] * scale, mask.shape[1] * scale), dtype=bool)
-    found[0, 0] = True
-    return found
-
-
-def huge_png() -> bytes:
-    """A complete PNG file whose header says 50,000 x 50,000."""
-    chunks = (
-        b"IHDR" + struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0),
-        b"IDAT" + zlib.compress(b"\0"),
-        b"IEND",
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(c) - 4) + c + struct.pack(">I", zlib.crc32(c)) for c in chunks
-    )
-
-
-def bad_huffman(jpeg: bytes) -> bytes:
-    """The JPEG with its first Huffman table overwritten: header and end are good, decoding fails."""
-    at = jpeg.index(b"\xff\xc4") + 5
-    return jpeg[:at] + b"\xff" * 16 + jpeg[at + 16 :]
-
-
-def rotated_by_exif(image) -> bytes:
-    exif, file = Image.Exif(), io.BytesIO()
-    exif[0x0112] = 6
-    image.save(file, format="JPEG", exif=exif)
-    return file.getvalue()
-
-
-def runs_of(mask) -> dict:
-    """The mask with uncompressed counts."""
-    flat = mask.T.ravel()
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], flat])))
-    return {
-        "counts": np.diff(np.concatenate([[0], edges, [flat.size]])).tolist(),
-        "size": list(mask.shape),
-    }
-
-
-# name -> (the reason it is skipped for, or None; what is other than in a good region, of image i, mask m and caption c)
-CASES = {
-    "mask of twice the size": (
-        None,
-        lambda i, m, c: dict(rle=encode_mask(np.kron(m, np.ones((2, 2), dtype=bool)))),
-    ),
-    "region below a cell": (None, lambda i, m, c: dict(rle=encode_mask(one_pixel(m)))),
-    "full mask": (None, lambda i, m, c: dict(rle=encode_mask(~empty(m)))),
-    "EXIF orientation": (None, lambda i, m, c: dict(image=rotated_by_exif(i))),
-    "markers in the caption": (
-        None,
-        lambda i, m, c: dict(caption=f'<image>\n<Prompt0> "{c}" {{0}}\n[SEG]<IMG_CONTEXT>'),
-    ),
-    **{
-        f"{mode} image": (
-            None,
-            lambda i, m, c, mode=mode, kind=kind: dict(image=encode_image(i.convert(mode), kind)),
-        )
-        for mode, kind in (("L", "PNG"), ("RGBA", "PNG"), ("P", "PNG"), ("CMYK", "JPEG"))
-    },
-    "blank caption": ("blank caption", lambda i, m, c: dict(caption=" \n")),
-    "caption of markers": ("blank caption", lambda i, m, c: dict(caption="<image> [SEG]")),
-    "all-zero mask": ("empty mask", lambda i, m, c: dict(rle=encode_mask(empty(m)))),
-    "cut counts": (
-        "bad mask RLE",
-        lambda i, m, c: dict(rle=encode_mask(m) | {"counts": encode_mask(m)["counts"][:-1]}),
-    ),
-    "characters in counts": (
-        "bad mask RLE",
-        lambda i, m, c: dict(rle=encode_mask(m) | {"counts": "~~ ~"}),
-    ),
-    "counts of another size": (
-        "bad mask RLE",
-        lambda i, m, c: dict(rle=encode_mask(m) | {"size": [m.shape[0], m.shape[1] + 1]}),
-    ),
-    "mask of 10^10 pixels": (
-        "bad mask RLE",
-        lambda i, m, c: dict(rle=encode_mask(m) | {"size": [100_000, 100_000]}),
-    ),
-    "null counts": ("no mask", lambda i, m, c: dict(rle={"counts": None, "size": None})),
-    "null mask": ("no mask", lambda i, m, c: dict(rle=None)),
-    "pixel lost in resizing": (
-        "mask empty at the image's size",
-        lambda i, m, c: dict(rle=encode_mask(one_pixel(m, 10))),
-    ),
-    "no image": ("no image", lambda i, m, c: dict(image=None)),
-    "no image file": ("unreadable image header", lambda i, m, c: dict(image=b"<html>404</html>")),
-    "cut JPEG": ("truncated image", lambda i, m, c: dict(image=encode_image(i, "JPEG")[:-400])),
-    "cut PNG": ("truncated image", lambda i, m, c: dict(image=encode_image(i, "PNG")[:-400])),
-    "50,000 x 50,000 header": (
-        "image above 300000000 pixels",
-        lambda i, m, c: dict(image=huge_png()),
-    ),
-    "bad Huffman table": (
-        "damaged image",
-        lambda i, m, c: dict(image=bad_huffman(encode_image(i, "JPEG"))),
-    ),
-}
-
-
-class Planted:
-    """What a correct reader reports."""
-
-    def __init__(self):
-        self.rows, self.kept, self.resized, self.skipped, self.damaged = (
-            0,
-            0,
-            0,
-            Counter(),
-            Counter(),
-        )
-
-    def add(self, reason: str | None, resized: bool = False):
-        """One region: kept, or skipped for `reason`, or kept at first and found damaged."""
-        (self.damaged if reason == "damaged image" else self.skipped)[reason] += reason is not None
-        self.kept += reason in (None, "damaged image")
-        self.resized += resized
-
-    def report(self) -> dict:
-        return {
-            "rows": self.rows,
-            "kept": self.kept,
-            "skipped": {r: n for r, n in self.skipped.items() if n},
-            "resized_masks": self.resized,
-            "damaged": {r: n for r, n in self.damaged.items() if n},
-        }
-
-
-def counted_cases(num_rows: int):
-    """Names of CASES, each as often as it is planted."""
-    return [
-        name for k, name in enumerate(CASES) for _ in range(max(1, num_rows // PER_CASE) + k % 3)
-    ]
 
 
 def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
-    """Writes `num_rows` rows in six parts of different schemas; returns what a reader must report."""
+    """What a reader must report of `num_rows` rows, written in six parts of different schemas."""
     planted, source, rng = Planted(), regions(seed), np.random.default_rng(seed)
     each = max(4, num_rows // 100)
     write_relations(folder, source, each, planted)
     write_whole_images(folder, source, each, planted)
     write_other_counts(folder, source, each, planted)
-    rows = [_gar_row(*_plant(name, next(source), planted)) for name in counted_cases(num_rows)]
+    rows = [_gar_row(*plant(name, next(source), planted)) for name in counted_cases(num_rows)]
     rows += _own_gar_rows(folder, source, each, planted)
     rows += [
-        _gar_row(*_plant(None, region, planted))
+        _gar_row(*plant(None, region, planted))
         for region in islice(source, num_rows - planted.rows - len(rows))
     ]
     planted.rows += len(rows)
@@ -212,7 +52,10 @@ def write_messy_gar(folder: Path, num_rows: int, seed: int = 0) -> dict:
 
 
 def write_relations(folder: Path, source, num_rows: int, planted: Planted):
-    """Rows with a list of masks: two good ones, and by turns none, an empty one, null, a row of no mask at all."""
+    """Rows with a list of masks: two good ones, and by turns none, an empty one or null more.
+
+    Every fourth has no mask at all.
+    """
     rows = []
     for k in range(num_rows):
         image, mask, text, shape = next(source)
@@ -237,14 +80,14 @@ def write_whole_images(folder: Path, source, num_rows: int, planted: Planted):
     """Rows without a column of masks, of which some have no answer."""
     rows = []
     for k in range(num_rows):
-        row = _gar_row(*_plant(None if k % 3 else "blank caption", next(source), planted))
+        row = _gar_row(*plant(None if k % 3 else "blank caption", next(source), planted))
         rows.append({name: value for name, value in row.items() if name != "mask_rle"})
     planted.rows += len(rows)
     _write_shard(folder / "Whole" / "data-00000-of-00001.arrow", rows, SCHEMA.remove(1))
 
 
 def write_other_counts(folder: Path, source, num_rows: int, planted: Planted):
-    """Uncompressed counts and counts of bytes, every third one damaged, among extra columns in another order."""
+    """Uncompressed counts and counts of bytes, every third damaged, columns in another order."""
     for part, kind, encode in (
         ("Uncompressed", pa.list_(pa.int32()), runs_of),
         ("Bytes", pa.binary(), lambda m: coco_mask.encode(np.asfortranarray(m, dtype=np.uint8))),
@@ -300,7 +143,10 @@ def _own_gar_rows(folder: Path, source, num_each: int, planted: Planted) -> list
 
 
 def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
-    """Writes `num_rows` regions over four splits, one for each form of annotations; returns what a reader must report."""
+    """What a reader must report of `num_rows` regions, written as four splits.
+
+    Each has another form of annotations.
+    """
     planted, source = Planted(), regions(seed)
     names = counted_cases(num_rows)
     names = [names[k] for k in np.random.default_rng(seed).permutation(len(names))] + [None] * (
@@ -314,7 +160,7 @@ def write_messy_dam(folder: Path, num_rows: int, seed: int = 1) -> dict:
 
 
 def _write_split(folder: Path, names: list, source, planted: Planted):
-    """One split: a sample for each case, good regions of one image together in the split's own form."""
+    """One split: a sample for each case, in the split's own form."""
     (folder / "images").mkdir(parents=True)
     annotations = {"nothing": []}
     planted.rows += 1
@@ -326,7 +172,7 @@ def _write_split(folder: Path, names: list, source, planted: Planted):
         link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
         tar.addfile(link)
         for number, name in enumerate(names):
-            region, shape = _plant(name, next(source), planted)
+            region, shape = plant(name, next(source), planted)
             found = {"caption": region["caption"], "mask_rle": region["rle"]}
             name_of_list = ("regions", "items", "objects", "annotations", "list")[number % 5]
             forms = {
@@ -346,21 +192,6 @@ def _write_split(folder: Path, names: list, source, planted: Planted):
             _add_member(tar, f"{sample}.pickle", pickle.dumps(Bomb()))
     planted.rows += len(names)
     (folder / "annotations.json").write_text(json.dumps(annotations, ensure_ascii=False))
-
-
-class Bomb:
-    """Stops the process that unpickles it."""
-
-    def __reduce__(self):
-        return exit, (3,)
-
-
-def _plant(name: str | None, region: tuple, planted: Planted) -> tuple[dict, str]:
-    """(the region with case `name` in it, its shape), and counts it."""
-    image, mask, text, shape = region
-    reason, changes = CASES[name] if name else (None, lambda *args: {})
-    planted.add(reason, resized=name == "mask of twice the size")
-    return good(image, mask, text) | changes(image, mask, text), shape
 
 
 def _gar_row(region: dict, shape: str) -> dict:

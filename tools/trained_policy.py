@@ -5,7 +5,8 @@ from pathlib import Path
 from rl_train import checkpoint
 from rl_train.config import PolicyConfig
 from rl_train.files import read_json
-from rl_train.policies.sa2va import build_policy, groups_of
+from rl_train.policies.lora import groups_of
+from rl_train.policies.sa2va import TRAINABLE, build_policy
 
 FILES = dict(policy="trainables.safetensors", ema="ema.safetensors")  # of each role
 
@@ -30,7 +31,7 @@ def load_policy(
         raise ValueError(f"--model_path {base}: no such folder; the run started from {started}")
     lora = {name: flags[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
-    groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys())
+    groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)
     policy = build_policy(config, groups, max_new_tokens, device, shards)
     checkpoint.load_weights(folder, policy.trainable, FILES[role])
     return policy

@@ -1,4 +1,4 @@
-"""Datasets of regions with captions; each item is dict(image, mask, caption, category, image_id)."""
+"""Datasets of regions with captions; an item is dict(image, mask, caption, category, image_id)."""
 
 from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.errors import BadData, DamagedSample, DamagedSamples, check_bad_fraction

@@ -1,235 +1,129 @@
-"""The Describe-Anything dataset (nvidia/describe-anything-dataset): annotations.json beside images in tar files.
+"""Describe-Anything (nvidia/describe-anything-dataset): JSON beside images in tar files.
 
-`{root}/{SPLIT}/annotations.json` holds {sample_id: region | [region, ..] | {"regions" (or "items", "objects",
-"annotations", "list"): [..]} | {k: region}} with region = {"caption": .., "mask_rle": {"size": [H, W], "counts": ..}}.
-The image of sample `id` is the member `{id}.jpg` of one of `{root}/{SPLIT}/images/*.tar`, or the first frame
-`{id}.{t}.jpg` of a video (SAV). In the hub's form uncompressed Arrow shards `*.arrow` anywhere in the split stand in
-for the tar files, with `__key__` and a column `jpg` (or `{t}.jpg`). A `pickle` member or column is never opened.
+`{root}/{SPLIT}/annotations.json` holds {sample_id: region | [region, ..] | {"regions" (or "items",
+"objects", "annotations", "list"): [..]} | {k: region}} with region = {"caption": ..,
+"mask_rle": {"size": [H, W], "counts": ..}}. The image of sample `id` is the member `{id}.jpg` of
+one of `{root}/{SPLIT}/images/*.tar`, or the first frame `{id}.{t}.jpg` of a video (SAV). In the
+hub's form uncompressed Arrow shards `*.arrow` anywhere in the split stand in for the tar files,
+with `__key__` and a column `jpg` (or `{t}.jpg`). A `pickle` member or column is never opened.
 """
 
 import json
-import mmap
-from collections import Counter
+import re
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
-from rl_train.data.arrow import natural
-from rl_train.data.checks import LOST_MASK, check_rles, lost_at, number_images
-from rl_train.data.errors import DamagedSample
+from rl_train.data.arrow import IMAGE, check_columns, image_cells, map_shard, natural
 from rl_train.data.hub import resolve
-from rl_train.data.images import (
-    DAMAGED,
-    MAX_PIXELS,
-    NO_IMAGE,
-    check_image,
-    decode_image,
-    image_key,
-    map_file,
-)
-from rl_train.data.masks import compress_runs, decode_runs, is_int, resize_nearest, rle_runs
-from rl_train.data.packed import find_images
-from rl_train.data.text import clean_caption, is_blank
+from rl_train.data.images import NO_IMAGE, check_image, image_key, map_file
+from rl_train.data.masks import check_mask
+from rl_train.data.samples import Counts, number_images, read_sample
+from rl_train.data.text import is_blank
 
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
 REGION_FIELDS = {"caption", "mask_rle"}
-REGIONS_AT_ONCE = 2000  # that a scan holds in memory
+IMAGE_NAME = re.compile(r"(?:\./)*(.+)\.(?:jpe?g|png)", re.IGNORECASE | re.DOTALL)
+FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time of a video's frame
+BLOCK = 512  # of a tar file
 
 
 class DescribeAnythingDataset:
-    """The captioned regions of all splits below `root`; unusable ones are left out at the start and counted.
+    """The captioned regions of all splits below `root`, less those that opening finds unusable.
 
-    [i] -> dict(image PIL RGB, mask (H,W) bool of the image's size, caption str without special tokens, category "",
-    image_id str), as `GraspAnyRegionDataset`. image_id is "SPLIT/sample_id/k", with k the region's place in its list or
-    its key (0 for a lone region). Held in memory are positions in the files: captions and masks are read from
-    annotations.json on access, images from the tar files, both memory-mapped in each process.
+    [i] -> see `read_sample`; category "", image_id "SPLIT/sample_id/k", with k the region's place
+    in its list or its key (0 for a lone region).
+
+    Captions and masks are held as text in Arrow arrays, 1.4 KB a region, which workers share; as
+    Python objects they would be copied page by page into each.
 
     Args:
         root: folder of splits, one split's folder, or a hub name, see `resolve`.
         splits: names of folders to read; None reads all.
 
     Raises:
-        ValueError: no annotations.json, an unknown split, an unreadable file, or not one usable region.
-        DamagedSample: on access, an image that passed the checks of its header and end but does not decode.
+        ValueError: no annotations.json, an unknown split, an unreadable file, no usable region.
+        DamagedSample: on access, an image with a good header and end that does not decode.
     """
 
     def __init__(self, root, splits: list[str] | None = None):
-        self._files, self._maps = [], {}  # paths; number of file -> map, in each process
-        self._skipped, self._num_samples, self._num_resized, self._num_ignored = Counter(), 0, 0, 0
-        samples, regions, self._splits = [], [], _splits(resolve(root), splits)
-        for split, folder in enumerate(self._splits):
-            for sample, found in self._scan(split, folder):
-                regions += [(len(samples), k) for k in found]
-                samples.append(sample)
-        self._samples = np.array(samples, dtype=np.int64).reshape(
-            -1, 8
-        )  # split, annotation file, start, end, image file, start, end, key
-        self._regions = np.array(regions, dtype=np.int64).reshape(
-            -1, 2
-        )  # sample, place in its list
-        self._maps.clear()
-        if not regions:
+        self._files, self._counts, self._num_ignored = [], Counts(), 0
+        texts, places = [], []
+        for folder in find_splits(resolve(root), splits):
+            found = list(self._scan(folder))
+            texts.append(pa.array([text for text, _ in found], pa.large_string()))
+            places += [place for _, place in found]
+        # JSON of [image_id, caption, mask_rle]; (n, 4) int64 image's file, start, end, key
+        self._regions = pa.chunked_array(texts)
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 4)
+        if len(self) == 0:
             raise ValueError(f"--data_dir {root} holds no usable region: {self.report()}")
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_maps": {}}
-
     def __len__(self) -> int:
-        return len(self._regions)
+        return len(self._places)
 
     @property
     def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image, the same for all samples, of whatever split, that have a copy of it."""
-        return number_images(self._samples[self._regions[:, 0], 7])
+        """(n,) int64 number of each sample's image, the same wherever there is a copy of it."""
+        return number_images(self._places[:, 3])
 
     def report(self) -> dict:
-        """{"rows": samples read, "kept": regions, "skipped": {reason: regions or samples}, "resized_masks": of the kept, other
-        size than the image, "ignored_members": of tar files: links and names that lead out of the folder}."""
-        return {
-            "rows": self._num_samples,
-            "kept": len(self),
-            "skipped": dict(self._skipped),
-            "resized_masks": self._num_resized,
-            "ignored_members": self._num_ignored,
-        }
+        """See `Counts.report`; and "ignored_members", see `find_images`."""
+        return self._counts.report(len(self)) | {"ignored_members": self._num_ignored}
 
     def __getitem__(self, i: int) -> dict:
-        sample, place = self._regions[i].tolist()
-        split, annotation_file, *entry, image_file, start, end, _ = self._samples[sample].tolist()
-        [(sample_id, value)] = json.loads(
-            b"{%s}" % self._map(annotation_file)[slice(*entry)]
-        ).items()
-        k, region = regions_of(value)[place]
-        image_id = f"{self._splits[split].name}/{sample_id}/{k}"
-        try:
-            image = decode_image(self._map(image_file)[start:end])
-        except DAMAGED as error:
-            raise DamagedSample(image_id, "damaged image") from error
-        mask = decode_runs(*rle_runs(region["mask_rle"]))  # (H, W) of the RLE
-        if mask.shape != (image.height, image.width):
-            mask = resize_nearest(mask, image.height, image.width)  # (H, W) of the image
-        return {
-            "image": image,
-            "mask": mask,
-            "caption": clean_caption(region["caption"]),
-            "category": "",
-            "image_id": image_id,
-        }
+        file, start, end, _ = self._places[i].tolist()
+        image_id, caption, rle = json.loads(self._regions[i].as_py())
+        path = self._files[file]
+        return read_sample(lambda: map_file(path)[start:end], rle, caption, "", image_id)
 
-    def _add(self, path: Path) -> int:
-        """The number of a file from now on."""
-        self._files.append(path)
-        return len(self._files) - 1
-
-    def _map(self, file: int) -> mmap.mmap:
-        if file not in self._maps:
-            self._maps[file] = map_file(self._files[file])
-        return self._maps[file]
-
-    def _scan(self, split: int, folder: Path):
-        """Yields (row of `_samples`, places of its usable regions) of one split; counts the rest by reason."""
-        annotation_file = self._add(folder / "annotations.json")
+    def _scan(self, folder: Path):
+        """Yields (JSON text, place of the image) of a split's usable regions; counts the rest."""
         images, num_ignored = find_images(folder)
         self._num_ignored += num_ignored
-        numbers = {
-            file: self._add(file) for file in sorted({image[0] for image in images.values()})
-        }
-        waiting, num_regions = [], 0
-        for sample_id, start, end, value in read_entries(self._files[annotation_file]):
-            self._num_samples += 1
+        paths = sorted({path for path, _, _ in images.values()})
+        files = {path: (len(self._files) + k, map_file(path)) for k, path in enumerate(paths)}
+        self._files += paths
+        for sample_id, value in read_annotations(folder / "annotations.json").items():
+            self._counts.rows += 1
             regions = regions_of(value)
             if not regions:
-                self._skipped["no region"] += 1
+                self._counts.skipped["no region"] += 1
                 continue
-            image, size = (0, 0, 0, 0), NO_IMAGE
+            place, size = None, NO_IMAGE
             if sample_id in images:
-                file, *span = images[sample_id]
-                data = memoryview(self._map(numbers[file]))[slice(*span)]
-                image, size = (numbers[file], *span, image_key(data)), check_image(data)
-            waiting.append(
-                (
-                    (split, annotation_file, start, end, *image),
-                    size,
-                    [region for _, region in regions],
-                )
-            )
-            num_regions += len(regions)
-            if num_regions >= REGIONS_AT_ONCE:
-                yield from self._usable(waiting)
-                waiting, num_regions = [], 0
-        yield from self._usable(waiting)
-
-    def _usable(self, waiting: list[tuple]):
-        """Yields (row, places of usable regions) of (row, image size or reason, regions) triples, without those that have none."""
-        flat = [region for _, _, regions in waiting for region in regions]
-        reasons, sizes = (values.tolist() for values in check_rles(_rles(flat)))
-        at = 0
-        for row, size, regions in waiting:
-            usable = []
-            for place, region in enumerate(regions):
-                reason, mask_size = reasons[at], sizes[at]
-                at += 1
-                if is_blank(_caption(region)):
-                    reason = "blank caption"
-                elif isinstance(size, str):
-                    reason = size
-                elif reason is None and lost_at(size[::-1], mask_size, lambda: region["mask_rle"]):
-                    reason = LOST_MASK
-                if reason is None:
-                    self._num_resized += mask_size != [size[1], size[0]]
-                    usable.append(place)
-                else:
-                    self._skipped[reason] += 1
-            if usable:
-                yield row, usable
-        for mapping in self._maps.values():
-            mapping.madvise(mmap.MADV_DONTNEED)  # pages read so far
+                path, start, end = images[sample_id]
+                number, mapping = files[path]
+                data = memoryview(mapping)[start:end]
+                place, size = (number, start, end, image_key(data)), check_image(data)
+            for k, region in regions:
+                reason, resized = check_region(region, size)
+                if reason is not None:
+                    self._counts.skipped[reason] += 1
+                    continue
+                self._counts.resized_masks += resized
+                image_id = f"{folder.name}/{sample_id}/{k}"
+                yield json.dumps([image_id, region["caption"], region["mask_rle"]]), place
 
 
-def read_entries(path: Path):
-    """Yields (key, start, end, value) of each entry of a file that holds one JSON object; `"key": value` is at [start:end] of its bytes.
+def read_annotations(path: Path) -> dict:
+    """{sample_id: its value} of annotations.json. Raises ValueError, naming the file, if it cannot.
 
-    Raises:
-        ValueError: naming the file, which is not such a file.
+    The whole file is read at once: for 1.5 million regions (2.1 GB) that takes 5.2 GB and 31 s.
     """
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        decoder = json.JSONDecoder()
-        skip = json.decoder.WHITESPACE.match
-        shift = (
-            3 if path.open("rb").read(3) == b"\xef\xbb\xbf" else 0
-        )  # bytes before character `counted`,
-        counted, ascii_only = 0, text.isascii()  # less the number of characters
-        at = skip(text, 0).end()
-        if text[at : at + 1] != "{":
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
-        at = skip(text, at + 1).end()
-        separator = "}" if text[at : at + 1] == "}" else ","
-        while separator == ",":
-            start = at
-            key, at = decoder.raw_decode(text, at)
-            at = skip(text, at).end()
-            if not isinstance(key, str) or text[at : at + 1] != ":":
-                raise ValueError(f"key and colon expected at character {at}")
-            value, at = decoder.raw_decode(text, skip(text, at + 1).end())
-            if ascii_only:
-                yield key, start + shift, at + shift, value
-            else:
-                first = start + shift + len(text[counted:start].encode()) - (start - counted)
-                last = first + len(text[start:at].encode())
-                counted, shift = at, last - at
-                yield key, first, last, value
-            at = skip(text, at).end()
-            separator, at = text[at : at + 1], skip(text, at + 1).end()
-        if separator != "}":
-            raise ValueError(f"comma or brace expected at character {at}")
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a readable annotations.json: {error}") from error
+    return content
 
 
 def regions_of(value) -> list[tuple[str, object]]:
-    """(key or place, region) of the value of one sample, in any of its forms; empty if it has none of them."""
+    """(key or place, region) of one sample's value, in any of its forms; empty for any other."""
     if isinstance(value, dict) and not REGION_FIELDS & value.keys():
         value = next((value[name] for name in REGION_LISTS if name in value), value)
     if isinstance(value, dict):
@@ -237,61 +131,104 @@ def regions_of(value) -> list[tuple[str, object]]:
     return [(str(k), region) for k, region in enumerate(value)] if isinstance(value, list) else []
 
 
-def _splits(root: Path, names: list[str] | None) -> list[Path]:
-    """The split folders in natural order. Raises ValueError if there is none, or a name in `names` has none."""
-    folders = (
-        [root.resolve()]
-        if (root / "annotations.json").is_file()
-        else sorted(
-            (path.parent for path in root.glob("*/annotations.json")),
-            key=lambda folder: natural(folder.name),
-        )
-    )
+def check_region(region, image_size: tuple[int, int] | str) -> tuple[str | None, bool]:
+    """(why a region cannot be used or None, whether its mask's size is not that of its image).
+
+    image_size is (W, H), or why the image cannot be used.
+    """
+    caption = region.get("caption") if isinstance(region, dict) else None
+    if not isinstance(caption, str) or is_blank(caption):
+        return "blank caption", False
+    if isinstance(image_size, str):
+        return image_size, False
+    return check_mask(region.get("mask_rle"), image_size[::-1])
+
+
+def find_splits(root: Path, names: list[str] | None) -> list[Path]:
+    """The split folders in natural order. Raises ValueError if there is none, or none of a name."""
+    if (root / "annotations.json").is_file():
+        folders = [root.resolve()]
+    else:
+        folders = [path.parent for path in root.glob("*/annotations.json")]
+        folders.sort(key=lambda folder: natural(folder.name))
     if not folders:
-        raise ValueError(
-            f"--data_dir {root} holds no annotations.json, in it or in a folder of it."
-        )
+        raise ValueError(f"--data_dir {root} holds no annotations.json, nor does a folder in it.")
+    known = [folder.name for folder in folders]
     for name in names or []:
-        if name not in [folder.name for folder in folders]:
-            raise ValueError(
-                f"--data_dir {root} has no split {name!r}; it has {', '.join(folder.name for folder in folders)}."
-            )
+        if name not in known:
+            raise ValueError(f"--data_dir {root} has no split {name!r}; it has {', '.join(known)}.")
     return [folder for folder in folders if names is None or folder.name in names]
 
 
-def _caption(region) -> str | None:
-    caption = region.get("caption") if isinstance(region, dict) else None
-    return caption if isinstance(caption, str) else None
+def find_images(folder: Path) -> tuple[dict[str, tuple[Path, int, int]], int]:
+    """({id: (file, start, end)}: the bytes of each sample's image, number of tar members ignored).
+
+    `{id}.jpg`, else the first of `{id}.{t}.jpg`, in `{folder}/images/*.tar` and in the Arrow
+    shards below `folder`. Ignored are links and names that lead out of the folder.
+
+    Raises:
+        ValueError: naming a tar file or shard that is damaged or cut off.
+    """
+    best, num_ignored = {}, 0
+    for path in sorted(folder.glob("images/*.tar"), key=lambda path: natural(path.name)):
+        members, ignored = tar_members(path)
+        num_ignored += ignored
+        _keep_first(best, members, path)
+    for path in sorted(folder.rglob("*.arrow"), key=lambda path: natural(path.as_posix())):
+        _keep_first(best, _cells(path), path)
+    return {key: (path, start, end) for key, (_, path, start, end) in best.items()}, num_ignored
 
 
-def _rles(regions: list) -> pa.Array:
-    """The regions' masks as a column for `check_rles`; what is no run-length mask becomes one that it refuses."""
-    rles = [region.get("mask_rle") if isinstance(region, dict) else None for region in regions]
-    rles = [rle if isinstance(rle, dict) else {} for rle in rles]
-    return pa.StructArray.from_arrays(
-        [
-            pa.array([_counts(rle.get("counts")) for rle in rles], pa.large_string()),
-            pa.array([_size(rle.get("size")) for rle in rles], pa.list_(pa.int64())),
-        ],
-        ["counts", "size"],
-    )
+def tar_members(path: Path) -> tuple[list[tuple[str, int, int]], int]:
+    """([(name, start, end)] of a tar file's regular files, number of links and unsafe names)."""
+    members, num_ignored = [], 0
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                tar.members.clear()  # which would else hold every header
+                unsafe = member.name.startswith("/") or ".." in member.name.split("/")
+                if unsafe or not (member.isfile() or member.isdir()):
+                    num_ignored += 1
+                elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None:
+                    start = member.offset_data
+                    members.append((member.name, start, start + member.size))
+            tar.fileobj.seek(tar.offset)  # tarfile ends at a bad header as at the end
+            if tar.fileobj.read(BLOCK).strip(b"\0"):
+                raise tarfile.ReadError(f"bad header at byte {tar.offset}")
+    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path} is not a readable tar file: {error}") from error
+    if members and max(end for _, _, end in members) > path.stat().st_size:
+        raise ValueError(f"{path} is not a readable tar file: it is cut off")
+    return members, num_ignored
 
 
-def _counts(counts) -> str | None:
-    if isinstance(counts, list):
-        return (
-            compress_runs(counts)
-            if all(is_int(run) and 0 <= run <= MAX_PIXELS for run in counts)
-            else ""
-        )
-    return counts if counts is None or isinstance(counts, str) and counts.isascii() else ""
+def _cells(path: Path):
+    """Yields (`{__key__}.{column}`, start, end) of the image cells of an Arrow shard."""
+    table, mapping = map_shard(path, {"__key__": "text"})
+    base = pa.py_buffer(mapping).address
+    for name in filter(lambda name: IMAGE_NAME.fullmatch(f"0.{name}"), table.column_names):
+        check_columns(table, path, {name: ("bytes", IMAGE)})
+        for batch in table.select(["__key__", name]).to_batches():
+            for key, (data, _) in zip(batch["__key__"].to_pylist(), image_cells(batch[name])):
+                if key is None or data is None:
+                    continue
+                start = pa.py_buffer(data).address - base
+                if len(data) and not 0 <= start < len(mapping):
+                    raise ValueError(
+                        f"{path} is compressed, which its images must not be: write it without "
+                        "compression."
+                    )
+                yield f"{key}.{name}", start, start + len(data)
 
 
-def _size(size) -> list[int]:
-    return (
-        size
-        if isinstance(size, list)
-        and len(size) == 2
-        and all(is_int(n) and 0 < n <= MAX_PIXELS for n in size)
-        else [0, 0]
-    )
+def _keep_first(best: dict, members, path: Path):
+    """Put the images among `members` into `best`: {id: (time, path, start, end)}.
+
+    Of each the earliest, a plain name before all.
+    """
+    for name, start, end in members:
+        if match := IMAGE_NAME.fullmatch(name):
+            frame = FRAME.fullmatch(match[1])
+            for key, time in [(match[1], -1)] + ([(frame[1], int(frame[2]))] if frame else []):
+                if key not in best or time < best[key][0]:
+                    best[key] = (time, path, start, end)

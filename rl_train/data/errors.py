@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 class DamagedSample(ValueError):
-    """A sample that opening could not know to be bad: its image does not decode, or its caption does not fit the model."""
+    """A sample whose image does not decode or that does not fit the model; opening cannot know."""
 
     def __init__(self, image_id: str, reason: str):
         super().__init__(image_id, reason)
@@ -19,36 +19,26 @@ class BadData(ValueError):
 
 
 def check_bad_fraction(report: dict, num_damaged: int, limit: float):
-    """Check that at most the share `limit` of a data set is bad.
+    """Raise BadData, with the counts by reason, if more than the share `limit` of a set is bad.
 
-    Args:
-        report: a data set's `.report()`; num_damaged: samples found damaged since.
-
-    Raises:
-        BadData: names --max_bad_fraction, the share and the counts by reason.
+    Bad is what its `report` says was skipped and `num_damaged`, which turned out so since.
     """
-    reasons = dict(report["skipped"]) | (
-        {"damaged when decoded": num_damaged} if num_damaged else {}
-    )
+    reasons = dict(report["skipped"])
+    if num_damaged:
+        reasons["damaged when decoded"] = num_damaged
     bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
     if bad > limit * total:
-        counts = ", ".join(
-            f"{reason}: {count}"
-            for reason, count in sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-        )
+        most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
         raise BadData(
-            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction {limit:g}: {counts}"
+            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction "
+            f"{limit:g}: {', '.join(f'{reason}: {count}' for reason, count in most_first)}"
         )
 
 
 class DamagedSamples:
-    """The samples of a data set that a run has found damaged, each once; none are known at first.
+    """The samples of a data set that turned out damaged, each once; at first none.
 
-    Args:
-        report: the data set's `.report()`; limit: --max_bad_fraction.
-
-    Raises:
-        BadData: what opening skipped is more than the limit already.
+    Raises BadData if what opening skipped, of its `report`, is above --max_bad_fraction already.
     """
 
     def __init__(self, report: dict, limit: float):

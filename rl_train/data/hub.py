@@ -9,52 +9,49 @@ NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def resolve(data_dir) -> Path:
-    """The local folder of `data_dir`: itself if it is one, else the data set "owner/name", fetched into the hub's cache.
+    """The local folder of `data_dir`: itself if it is one, else that of the data set "owner/name",
+    fetched into the hub's cache.
 
-    A data set whose repository holds Arrow shards or annotations.json is taken as it is (`huggingface_hub`); any other
-    is loaded by `datasets`, which writes Arrow shards into its cache; its split "train" is taken.
+    A data set whose repository holds Arrow shards or annotations.json is taken as it is
+    (`huggingface_hub`); any other is loaded by `datasets`, which writes Arrow shards into its
+    cache; its split "train" is taken.
 
     Raises:
-        ValueError: names --data_dir; neither a folder nor a hub name, a missing library, or the fetch failed.
+        ValueError: names --data_dir; neither a folder nor a hub name, a missing library, or the
+            fetch failed.
     """
-    if Path(data_dir).is_dir():
-        return Path(data_dir)
-    if not NAME.fullmatch(str(data_dir)):
+    name = str(data_dir)
+    if Path(name).is_dir():
+        return Path(name)
+    if not NAME.fullmatch(name):
         raise ValueError(
-            f"--data_dir {data_dir} is neither a folder nor the name of a hub data set (owner/name)."
+            f"--data_dir {name} is neither a folder nor the name of a hub data set (owner/name)."
         )
     try:
         import datasets
         import huggingface_hub
     except ImportError as error:
         raise ValueError(
-            f"--data_dir {data_dir} is not a folder, and fetching it from the hub needs {error.name}: "
-            f"pip install -e '.[hub]', or give a folder."
+            f"--data_dir {name} is not a folder, and fetching it from the hub needs {error.name}: "
+            "pip install -e '.[hub]', or give a folder."
         ) from error
     try:
         folder = Path(
-            huggingface_hub.snapshot_download(
-                str(data_dir), repo_type="dataset", allow_patterns=PATTERNS
-            )
+            huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=PATTERNS)
         )
         if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
             return folder
-        loaded = datasets.load_dataset(str(data_dir), split="train")
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # connection, unknown name, no access, no such split
+        loaded = datasets.load_dataset(name, split="train")
+    except (OSError, ValueError, RuntimeError) as error:  # no connection, name, access or split
         raise ValueError(
-            f"--data_dir {data_dir} is not a folder here and could not be fetched from the hub; download it on a "
-            f"machine that reaches the hub and give its folder: {error}"
+            f"--data_dir {name} is not a folder here and could not be fetched from the hub; "
+            f"download it on a machine that reaches the hub and give its folder: {error}"
         ) from error
     if not loaded.cache_files:
-        raise ValueError(f"--data_dir {data_dir}: the hub data set holds no file.")
+        raise ValueError(f"--data_dir {name}: the hub data set holds no file.")
     # Links to this split's shards alone: the folder that they lie in holds those of every split.
-    folder = (
-        Path(datasets.config.HF_DATASETS_CACHE) / "train_splits" / str(data_dir).replace("/", "--")
-    )
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    folder = cache / "train_splits" / name.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     for k, file in enumerate(loaded.cache_files):
         link = folder / f"data-{k:05d}.arrow.{os.getpid()}"

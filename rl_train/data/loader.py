@@ -1,31 +1,13 @@
 """From dataset to batches: the same ones whatever the number of ranks or workers."""
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from rl_train.data.errors import BadData, DamagedSample
-from rl_train.types import Batch
+from rl_train.types import Batch, Inputs
 
 MAX_ATTEMPTS = 10  # samples that may stand in for a damaged one
-
-
-class Inputs(Protocol):
-    """What turns samples into a model's inputs: `policy.inputs`. Its copies run in the workers.
-
-    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
-    """
-
-    def check(self, sample: dict):
-        """Raise DamagedSample if the sample does not fit the model."""
-
-    def prepare(self, sample: dict) -> object:
-        """What the model needs of one sample: the costly work."""
-
-    def collate(self, prepared: list) -> object:
-        """The model's inputs of a batch, from what `prepare` made of each sample."""
 
 
 class Batches(Dataset):
@@ -42,27 +24,23 @@ class Batches(Dataset):
         self.dataset, self.inputs = dataset, inputs
 
     def __getitem__(self, indices: list[int]) -> Batch:
-        index, samples, prepared, damaged = [], [], [], []
-        for i in indices:
-            number, sample, replaced = self._undamaged(i)
-            index.append(number)
-            prepared.append(self.inputs.prepare(sample))
-            samples.append(sample)
-            damaged += replaced
+        index, samples, damaged = zip(*map(self._undamaged, indices))
         return Batch(
-            index,
+            list(index),
             pack([torch.from_numpy(sample["mask"]) for sample in samples]),
             [sample["caption"] for sample in samples],
             [sample["image_id"] for sample in samples],
-            damaged,
-            self.inputs.collate(prepared),
+            sum(damaged, []),
+            self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
         """(index, sample, damaged ones before it) of sample i or its first undamaged stand-in."""
         damaged = []
         for attempt in range(MAX_ATTEMPTS + 1):
-            index = i if attempt == 0 else self._stand_in(i, attempt)
+            index = i
+            if attempt > 0:
+                index = int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
             try:
                 sample = self.dataset[index]
                 self.inputs.check(sample)
@@ -73,9 +51,6 @@ class Batches(Dataset):
             f"{'; '.join(damaged)}; and {MAX_ATTEMPTS} other samples in their place were damaged "
             "too"
         )
-
-    def _stand_in(self, i: int, attempt: int) -> int:
-        return int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
 
 
 def pack(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

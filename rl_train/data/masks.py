@@ -1,82 +1,84 @@
-"""COCO run-length masks, decoded in numpy: a corrupt string is an error here, not a crash in C.
+"""COCO run-length masks, decoded in numpy: a corrupt string is an error here, where pycocotools'
+C code would read or write beyond its memory.
 
-Runs alternate background, foreground, background, .. down the columns (Fortran order) of an (H, W) mask.
-The compressed form is that of pycocotools' `rleFrString`: 6 bits a character (code - 48), 5 of them data, bit 0x20 =
-"continues", sign bit 0x10 in the last; from the fourth run on the difference to the run two before.
+Runs alternate background, foreground, background, .. down the columns (Fortran order) of an (H, W)
+mask. The compressed form is that of pycocotools' `rleFrString`: 6 bits a character (code - 48), 5
+of them data, bit 0x20 = "continues", sign bit 0x10 in the last; from the fourth run on the
+difference to the run two before.
 
-Letters: n strings, of C characters and R runs in all.
+Letters: C characters, R runs.
 """
 
 import numpy as np
 
 from rl_train.data.images import MAX_PIXELS
 
+NO_MASK, BAD_MASK, EMPTY_MASK = "no mask", "bad mask RLE", "empty mask"
+LOST_MASK = "mask empty at the image's size"
 MAX_CHARS = 7  # of one run: 35 bits hold any difference of two 32-bit runs
-BLOCK = 100_000  # characters decoded at once: their arrays stay in the processor's cache
+
+
+def check_mask(rle, image_size: tuple[int, int]) -> tuple[str | None, bool]:
+    """(why a mask cannot be used or None, whether its size is not that of its image (H, W))."""
+    if not isinstance(rle, dict) or rle.get("counts") is None:
+        return NO_MASK, False
+    try:
+        runs, height, width = rle_runs(rle)
+    except ValueError:
+        return BAD_MASK, False
+    if not runs[1::2].any():
+        return EMPTY_MASK, False
+    resized = (height, width) != image_size
+    smaller = image_size[0] < height or image_size[1] < width  # else no pixel can get lost
+    if smaller and not resize_nearest(decode_runs(runs, height, width), *image_size).any():
+        return LOST_MASK, True
+    return None, resized
+
+
+def decode_mask(rle: dict) -> np.ndarray:
+    """(H, W) bool. Raises ValueError, see `rle_runs`."""
+    return decode_runs(*rle_runs(rle))
 
 
 def rle_runs(rle: dict) -> tuple[np.ndarray, int, int]:
     """(runs (R,) int64, H, W) of {"counts": str, bytes or list of int, "size": [H, W]}.
 
     Raises:
-        ValueError: the size is not two positive integers of at most MAX_PIXELS pixels, or the runs do not decode to
-            non-negative numbers that sum to H*W.
+        ValueError: the size is not two positive integers of at most MAX_PIXELS pixels, or the runs
+            do not decode to non-negative numbers that sum to H*W.
     """
-    counts, size = rle["counts"], rle["size"]
-    if (
-        size is None
-        or len(size) != 2
-        or not all(is_int(n) and n >= 1 for n in size)
-        or size[0] * size[1] > MAX_PIXELS
-    ):
-        raise ValueError(f"size {size} is not [H, W] of at most {MAX_PIXELS} pixels")
-    if counts is None:
-        raise ValueError("counts are null")
+    counts, size = rle.get("counts"), rle.get("size")
+    if not isinstance(size, list) or [type(n) for n in size] != [int, int] or min(size) < 1:
+        raise ValueError(f"size {size} is not [H, W]")
+    height, width = size
+    if height * width > MAX_PIXELS:
+        raise ValueError(f"size {size} is above {MAX_PIXELS} pixels")
     if isinstance(counts, (str, bytes)):
-        code = _codes(
-            np.frombuffer(
-                counts.encode("utf-8") if isinstance(counts, str) else counts, dtype=np.uint8
-            )
-        )
-        offsets = np.array([0, len(code)])
-        if not _well_formed(code, offsets)[0]:
-            raise ValueError("counts are empty, cut off or hold what no run-length string has")
-        runs = _decompress(code, offsets)[0]
-    elif not all(is_int(run) and 0 <= run <= MAX_PIXELS for run in counts):
-        raise ValueError("a run is not a whole number of pixels")
-    else:
+        runs = decompress(counts.encode() if isinstance(counts, str) else counts)
+    elif isinstance(counts, list) and all(type(n) is int and 0 <= n <= MAX_PIXELS for n in counts):
         runs = np.array(counts, dtype=np.int64)
-    height, width = (int(n) for n in size)
+    else:
+        raise ValueError("counts are neither a string nor whole numbers of pixels")
     if (runs < 0).any() or runs.sum() != height * width:
         raise ValueError(f"runs sum to {runs.sum()}, not to {height}*{width}, or one is negative")
     return runs, height, width
 
 
-def foregrounds(chars: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """(n,) int64 pixels that n compressed masks set; -1 where `rle_runs` would raise.
-
-    Args:
-        chars: (C,) uint8, the strings one after the other; offsets: (n + 1,) int64, where each begins in it.
-        sizes: (n, 2) [H, W].
-    """
-    found, start = np.empty(len(sizes), dtype=np.int64), 0
-    np.empty(
-        1 << 20
-    )  # glibc keeps freed memory up to the largest block freed so far: 3 times as fast below
-    while start < len(found):
-        end = max(start + 1, np.searchsorted(offsets, offsets[start] + BLOCK, side="right") - 1)
-        found[start:end] = _foregrounds(
-            chars[offsets[start] : offsets[end]],
-            offsets[start : end + 1] - offsets[start],
-            sizes[start:end],
-        )
-        start = end
-    return found
-
-
-def foreground(runs: np.ndarray) -> int:
-    """Pixels that the runs (R,) set."""
-    return int(runs[1::2].sum())
+def decompress(counts: bytes) -> np.ndarray:
+    """(R,) int64 runs, of any sign, of a compressed string. Raises ValueError if it is damaged."""
+    code = np.frombuffer(counts, dtype=np.uint8) - np.uint8(48)  # (C,) wraps below "0"
+    if len(code) == 0 or code.max() > 63 or code[-1] & 0x20:
+        raise ValueError("counts are empty, cut off or hold what no run-length string has")
+    last = np.flatnonzero(code < 0x20)  # (R,) last character of each run
+    first = np.concatenate([[0], last[:-1] + 1])
+    length = last - first + 1
+    if length.max() > MAX_CHARS:
+        raise ValueError(f"a run has more than {MAX_CHARS} characters")
+    place = np.arange(len(code)) - np.repeat(first, length)  # (C,) of a character in its run
+    runs = np.add.reduceat((code & 0x1F).astype(np.int64) << 5 * place, first)
+    runs -= (code[last] & 0x10).astype(np.int64) << 5 * length - 4  # the sign
+    runs[1::2], runs[2::2] = np.cumsum(runs[1::2]), np.cumsum(runs[2::2])
+    return runs
 
 
 def decode_runs(runs: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -85,102 +87,8 @@ def decode_runs(runs: np.ndarray, height: int, width: int) -> np.ndarray:
     return flat.reshape(width, height).T  # (H, W)
 
 
-def compress_runs(runs: list[int]) -> str:
-    """The compressed form of runs, as pycocotools writes it."""
-    text = []
-    for i, run in enumerate(runs):
-        value, more = run - (runs[i - 2] if i > 2 else 0), True
-        while more:
-            five, value = value & 0x1F, value >> 5
-            more = value != (-1 if five & 0x10 else 0)
-            text.append(chr(48 + five + 0x20 * more))
-    return "".join(text)
-
-
 def resize_nearest(mask: np.ndarray, height: int, width: int) -> np.ndarray:
-    """`mask` at (height, width), each pixel taken from the nearest one of `mask` (pixel centres, as in PIL)."""
+    """The mask at (height, width), each pixel from its nearest one (by centres, as in PIL)."""
     rows = ((np.arange(height) + 0.5) * mask.shape[0] / height).astype(np.int64)
     cols = ((np.arange(width) + 0.5) * mask.shape[1] / width).astype(np.int64)
     return mask[rows[:, None], cols]
-
-
-def is_int(value) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _foregrounds(chars: np.ndarray, offsets: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """`foregrounds` of one block."""
-    code = _codes(chars)
-    in_range = ((sizes >= 1) & (sizes <= MAX_PIXELS)).all(1) & (sizes.prod(1) <= MAX_PIXELS)
-    good = _well_formed(code, offsets) & in_range  # (n,)
-    found = np.full(len(good), -1, dtype=np.int64)
-    if good.any():
-        lengths = np.diff(offsets)
-        if not good.all():
-            code, offsets = (
-                code[np.repeat(good, lengths)],
-                np.concatenate([[0], np.cumsum(lengths[good])]),
-            )
-        runs, first, odd = _decompress(code, offsets)
-        exact = (np.add.reduceat(runs, first) == sizes[good].prod(1)) & (
-            np.minimum.reduceat(runs, first) >= 0
-        )
-        found[good] = np.where(exact, np.add.reduceat(runs * odd, first), -1)
-    return found
-
-
-def _codes(chars: np.ndarray) -> np.ndarray:
-    return chars - np.uint8(48)  # (C,), wraps to 208 and more below "0"
-
-
-def _well_formed(code: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """(n,) bool: not empty, no character outside of the 64, no run of more than MAX_CHARS, not cut off."""
-    good = np.diff(offsets) > 0
-    good[good] = code[offsets[1:][good] - 1] & 0x20 == 0
-
-    def string_of(positions):
-        return np.searchsorted(offsets, positions, side="right") - 1
-
-    if code.max(initial=0) > 63:
-        good[string_of(np.flatnonzero(code > 63))] = False
-    last, length = _run_ends(code)
-    long = np.flatnonzero(length > MAX_CHARS)
-    strings = string_of(last[long])
-    begins = np.maximum(
-        last[long] - length[long] + 1, offsets[strings]
-    )  # a string that is cut off ends at its end
-    good[strings[last[long] - begins >= MAX_CHARS]] = False
-    return good
-
-
-def _decompress(code: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(runs (R,) int64 of any sign, first (n,): where each string's runs begin, odd (R,) bool: sets pixels) of n well-formed strings."""
-    last, length = _run_ends(code)
-    value = (
-        (code[last] & 0x1F).astype(np.int64) ^ 0x10
-    ) - 0x10  # the last character holds the sign
-    more = np.flatnonzero(length > 1)
-    for place in range(1, MAX_CHARS):
-        value[more] = value[more] << 5 | code[last[more] - place] & 0x1F
-        more = more[length[more] > place + 1]
-    first = np.searchsorted(last, offsets[:-1])
-    num_runs = np.diff(first, append=len(value))
-    odd = np.zeros(len(value) + 1, dtype=bool)
-    odd[1::2] = True  # of the number over all strings; now in its string:
-    odd = odd[:-1] ^ np.repeat(first % 2 == 1, num_runs)
-    sums = np.empty_like(value)  # of every second value from the start of all strings
-    sums[0::2], sums[1::2] = np.cumsum(value[0::2]), np.cumsum(value[1::2])
-    even_start = sums[first]  # differences begin behind run 0,
-    odd_start = np.where(first > 0, sums[first - 1], 0)  # and before run 1
-    runs = sums - np.where(odd, np.repeat(odd_start, num_runs), np.repeat(even_start, num_runs))
-    runs[first] = value[first]
-    return runs, first, odd
-
-
-def _run_ends(code: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """((R,) index of the last character of each run, (R,) its number of characters)."""
-    last = np.flatnonzero(code & 0x20 == 0)
-    length = last.copy()
-    length[1:] -= last[:-1]
-    length[:1] += 1
-    return last, length

@@ -2,41 +2,23 @@
 
 import re
 
-SPECIAL_TOKENS = (
-    "<img>",
-    "</img>",
-    "<IMG_CONTEXT>",
-    "[SEG]",
-    "<p>",
-    "</p>",
-    "<vp>",
-    "</vp>",
-    "<quad>",
-    "</quad>",
-    "<ref>",
-    "</ref>",
-    "<box>",
-    "</box>",
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|system|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
+SPECIAL_TOKENS = tuple(
+    "<img> </img> <IMG_CONTEXT> [SEG] <p> </p> <vp> </vp> <quad> </quad> <ref> </ref> <box> </box> "
+    "<|endoftext|> <|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|>".split()
 )
 
 
-def clean_caption(text: str, special_tokens: tuple[str, ...] = SPECIAL_TOKENS) -> str:
-    """`text` on one line without dataset markers (`<image>`, `<Prompt0>`) and without the strings of special tokens, in any case.
+def clean_caption(text: str) -> str:
+    """`text` on one line, without dataset markers (`<image>`, `<Prompt0>`) and special tokens.
 
-    A special token inside a caption would count as an image feature, a segmentation request or the end of the turn.
-    Everything else stays as it is, quotes and braces too. The result may be empty.
+    These in upper and lower case: inside a caption such a token would count as an image feature, a
+    segmentation request or the end of the turn. Everything else stays as it is, quotes and braces
+    too. The result may be empty.
     """
-    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in special_tokens])
+    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in SPECIAL_TOKENS])
 
-    def gap(found: re.Match) -> str:
-        following = found.string[found.end() : found.end() + 1]
+    def gap(match: re.Match) -> str:
+        following = match.string[match.end() : match.end() + 1]
         return "" if following and following in ".,;:!?" else " "  # "a dog [SEG]." -> "a dog."
 
     return " ".join(

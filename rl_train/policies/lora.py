@@ -1,16 +1,10 @@
-"""What every policy with a LoRA on its language model shares, as functions.
+"""What every policy with a LoRA on its language model shares, as functions."""
 
-Letters: P prompts, L their longest length.
-"""
-
-import contextlib
-import logging
 import re
 import warnings
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoTokenizer
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -19,25 +13,27 @@ def attach_lora(language_model, rank: int, alpha: int, dropout: float = 0.0, tar
     """The PEFT model of `language_model`, into which a fresh LoRA is injected in place (B = 0)."""
     size = dict(r=rank, lora_alpha=alpha, lora_dropout=dropout)
     lora = LoraConfig(**size, bias="none", target_modules=targets, task_type="CAUSAL_LM")
-    with warnings.catch_warnings():  # peft 0.21 asks by a name that transformers gives up
-        warnings.filterwarnings(
-            "ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning
-        )
+    given_up = "`is_gradient_checkpointing` is deprecated"  # by transformers; peft 0.21 asks for it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", given_up, FutureWarning)
         return get_peft_model(language_model, lora)
+
+
+def groups_of(names, patterns: dict[str, str]) -> list[str]:
+    """The groups of {group: regex} that parameters of these names belong to."""
+    return [group for group in patterns if any(re.search(patterns[group], n) for n in names)]
 
 
 def freeze_all_but(model, patterns: dict[str, str]) -> dict[str, torch.nn.Parameter]:
     """{name: parameter} of what trains, in float32: what a pattern of {group: regex} finds."""
     trainable = {}
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns.values()))
+        parameter.requires_grad_(bool(groups_of([name], patterns)))
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
             trainable[name] = parameter
-    empty = [
-        g for g, pattern in patterns.items() if not any(re.search(pattern, n) for n in trainable)
-    ]
-    assert not empty, f"trainable groups {empty} hold no parameter"
+    empty = set(patterns) - set(groups_of(trainable, patterns))
+    assert not empty, f"trainable groups {sorted(empty)} hold no parameter"
     return trainable
 
 
@@ -55,21 +51,5 @@ def parameter_table(model, trainable: dict, group_of) -> str:
 
 def autocast(weight: torch.Tensor):
     """bf16 autocast of float32 trainables over a bf16 base, one `weight` of which is given."""
-    if weight.dtype != torch.bfloat16:
-        return contextlib.nullcontext()
-    return torch.autocast(weight.device.type, torch.bfloat16)
-
-
-def load_tokenizer(path):
-    """The tokenizer in folder `path`, padding on the left. Raises ValueError if there is none."""
-    # transformers reads config.json too, does not know sa2va_chat and says so; the tokenizer does
-    # not depend on it.
-    logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--model_path {path}: no tokenizer could be loaded: {reason}") from error
-    if tokenizer.pad_token_id is None:
-        raise ValueError(f"--model_path {path}: the tokenizer has no pad token")
-    return tokenizer
+    over_bf16 = weight.dtype == torch.bfloat16
+    return torch.autocast(weight.device.type, torch.bfloat16, enabled=over_bf16)

@@ -4,8 +4,6 @@ Letters: B images, P prompts (each about one image), G samples each, N = P*G row
 T completion tokens, C LLM width, D prompt-embedding width, M [SEG] tokens in all rows.
 """
 
-import re
-
 import torch
 from PIL import Image
 
@@ -19,6 +17,7 @@ from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.prompts import PromptBuilder
+from sa2va_hf.tokenizer import load_tokenizer
 
 # What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
 # hypernetwork, the heads of IoU and object score, and other embeddings receive no gradient.
@@ -31,20 +30,16 @@ TRAINABLE = {
     r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
 }
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
-FLOAT32_MODULES = ["mlp1", "text_hidden_fcs"]
-FLOAT32_MODULES += [
-    f"grounding_encoder.{part}"
-    for part in ("mask_decoder", "prompt_encoder", "shared_image_embedding")
-]
+SAM2_MODULES = ("mask_decoder", "prompt_encoder", "shared_image_embedding")
+FLOAT32_MODULES = ["mlp1", "text_hidden_fcs", *(f"grounding_encoder.{m}" for m in SAM2_MODULES)]
 
 
 class Sa2VAPolicy:
     """Sa2VA with a LoRA, its tokenizer, its prompts, and the dictionary of what trains.
 
     Args:
-        model: `Sa2VAModel`, frozen base; processor: `Sa2VAProcessor`; tokenizer: Sa2VA's.
-        config: its LoRA, temperature (of sampling and scoring alike) and checkpointing are used.
-        groups: which of TRAINABLE train.
+        model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
+            alike) and checkpointing are used; groups: which of TRAINABLE train.
     """
 
     def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
@@ -53,9 +48,8 @@ class Sa2VAPolicy:
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id = tokenizer.pad_token_id
-        self.peft = lora.attach_lora(
-            model.language_model, config.lora_r, config.lora_alpha, config.lora_dropout
-        )
+        size = (config.lora_r, config.lora_alpha, config.lora_dropout)
+        self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
         self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
@@ -72,17 +66,13 @@ class Sa2VAPolicy:
         return self.model.device
 
     def group_of(self, name: str) -> str:
-        """The key of TRAINABLE that a trainable belongs to."""
-        return next(group for group, pattern in TRAINABLE.items() if re.search(pattern, name))
+        return lora.groups_of([name], TRAINABLE)[0]
 
     def autocast(self):
         return lora.autocast(self.model.language_model.lm_head.weight)
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
-        """SAM2's square image of one sample, for people to look at."""
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
-
-    # Inputs
 
     def inputs(self, max_new_tokens: int) -> Sa2VAInputs:
         """What prepares and collates samples; refuses those that leave no room for an answer."""
@@ -102,13 +92,10 @@ class Sa2VAPolicy:
         sam = self.model.sam_features(batch.inputs.sam_pixels.to(self.device))
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
-    def describe_prompts(
-        self, images: Images, image: list[int], grids: list[torch.Tensor]
-    ) -> Prompts:
+    def describe_prompts(self, images: Images, image: list[int], grids) -> Prompts:
         """Prompts that ask for a caption of region grids[p] (g, g) bool of image[p]."""
-        ids = [
-            self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in zip(image, grids)
-        ]
+        asked = [(images.tiles[i], int(grid.sum())) for i, grid in zip(image, grids)]
+        ids = [self.prompts.describe(num_tiles, num_cells) for num_tiles, num_cells in asked]
         return Prompts(ids, list(image), [grid[None] for grid in grids])
 
     def segment_prompts(self, images: Images, image: list[int], captions: list[str]) -> Prompts:
@@ -120,8 +107,6 @@ class Sa2VAPolicy:
         """(embeds (P, L, C), attention mask (P, L)) of prompts: see `sa2va_hf.batches.embed`."""
         return batches.embed(self.model, images, prompts, self.pad_id, num_tokens)
 
-    # Sampling and scoring
-
     @torch.no_grad()
     def complete(
         self, images: Images, prompts: Prompts, num_generations, max_new_tokens, uniforms=None
@@ -129,31 +114,22 @@ class Sa2VAPolicy:
         """(G completions of each prompt, their N texts), by uniforms (N, T) or else greedily."""
         with self.autocast():
             embeds, attention = self.embed(images, prompts)
-            completions = self.engine.generate(
-                embeds,
-                attention,
-                num_generations=num_generations,
-                max_new_tokens=max_new_tokens,
-                stop=self.stop,
-                uniforms=uniforms,
-                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
-            )
+            shared = shared_prefix_lengths(self.model, images, prompts)
+            sizes = dict(num_generations=num_generations, max_new_tokens=max_new_tokens)
+            how = dict(stop=self.stop, uniforms=uniforms, shared_prefix_lengths=shared)
+            completions = self.engine.generate(embeds, attention, **sizes, **how)
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
 
     def sample(
         self, batch, features: Images, prompts, num_generations, max_new_tokens, uniforms=None
     ) -> Rollout:
-        """G answers to each of B prompts, one for each sample of the batch: see `complete`."""
         done, texts = self.complete(features, prompts, num_generations, max_new_tokens, uniforms)
         rows = prompts.repeat(num_generations)
         return Rollout(batch, features, rows, texts, num_generations, **vars(done))
 
     def score(self, rollout: Rollout, rows: slice = slice(None)) -> Answers:
-        """Log-probs of the sampled tokens of `rows` by a forward over image, prompt and answer.
-
-        Carries gradient. Neighbouring rows of one prompt share its forward.
-        """
+        """As the protocol says; neighbouring rows of one prompt share its forward."""
         prompts = rollout.prompts.select(range(len(rollout))[rows])
         return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
 
@@ -178,20 +154,13 @@ class Sa2VAPolicy:
         """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
         ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
         valid = mask.bool()
-        hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)
-        before = hidden[:, :-1]  # of each token
+        before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(before[valid], ids[valid])
         sums = torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1)
         return sums / valid.sum(1)
 
-    # Masks
-
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """(n, T) bool: [SEG] tokens that were fed back as input.
-
-        A [SEG] that is the very last token of a row has no hidden state of its own and is dropped,
-        as in the original.
-        """
+        """(n, T) bool: [SEG] tokens but a row's very last, which has no hidden state (original)."""
         return fed(valid) & (ids == self.model.seg_id)
 
     @torch.no_grad()
@@ -208,32 +177,11 @@ class Sa2VAPolicy:
         with self.autocast():
             return self.model.text_hidden_fcs(hidden).float()
 
-    def decode_masks(
-        self, images: Images, image: list[int], embeddings: torch.Tensor
-    ) -> torch.Tensor:
+    def decode_masks(self, images: Images, image: list[int], embeddings) -> torch.Tensor:
         """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m]."""
         with self.autocast():
             image = torch.tensor(image, device=self.device, dtype=torch.long)
             return self.model.decode_masks(images.sam, image, embeddings)
-
-
-def groups_of(names) -> list[str]:
-    """The keys of TRAINABLE that parameters of these names belong to."""
-    return [
-        group for group, pattern in TRAINABLE.items() if any(re.search(pattern, n) for n in names)
-    ]
-
-
-def check_context(config: Sa2VAConfig, max_tiles: int, max_new_tokens: int):
-    """Raise ValueError, naming the flags, if the longest prompt leaves no room for an answer."""
-    tiles = max_tiles + (max_tiles > 1)  # and the thumbnail
-    longest = (tiles + 1) * config.tokens_per_tile + max_new_tokens  # the largest region: a tile's
-    if longest > config.llm.max_position_embeddings:
-        raise ValueError(
-            f"--max_tiles {max_tiles} with --max_completion_length {max_new_tokens}: {longest} "
-            "tokens and the text do not fit the model's context of "
-            f"{config.llm.max_position_embeddings}"
-        )
 
 
 def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shards=None):
@@ -241,10 +189,21 @@ def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shar
 
     Args:
         shards: `sharding.Shards` if the base is to be shared out over the ranks.
+
+    Raises:
+        ValueError: the longest prompt leaves no room for an answer; names the flags.
     """
-    check_context(Sa2VAConfig.from_pretrained(config.model_path), config.max_tiles, max_new_tokens)
+    published, tiles = Sa2VAConfig.from_pretrained(config.model_path), config.max_tiles
+    context = published.llm.max_position_embeddings
+    of_image = tiles + (tiles > 1) + 1  # in tiles: with the thumbnail and the largest region
+    longest = of_image * published.tokens_per_tile + max_new_tokens
+    if longest > context:
+        raise ValueError(
+            f"--max_tiles {tiles} with --max_completion_length {max_new_tokens}: {longest} tokens "
+            f"and the text do not fit the model's context of {context}"
+        )
     dtype = getattr(torch, config.dtype)
     load = shards.load if shards else Sa2VAModel.from_pretrained
     model = load(config.model_path, dtype=dtype, device=device)
     processor = Sa2VAProcessor(model.config, config.max_tiles)
-    return Sa2VAPolicy(model, processor, lora.load_tokenizer(config.model_path), config, groups)
+    return Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups)

@@ -11,17 +11,8 @@ from sa2va_hf.prompts import PromptBuilder
 
 
 @dataclass
-class PreparedSample:
-    """One sample; t tiles of S x S pixels, g x g cells."""
-
-    tiles: torch.Tensor  # (t, 3, S, S) float32
-    sam_image: torch.Tensor  # (3, 1024, 1024) uint8
-    grid: torch.Tensor  # (g, g) bool region cells
-
-
-@dataclass
 class BatchInputs:
-    """B samples."""
+    """B samples; t tiles of S x S pixels, g x g cells."""
 
     pixel_values: list[torch.Tensor]  # (t, 3, S, S) float32 tiles of each
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
@@ -53,17 +44,12 @@ class Sa2VAInputs:
                 f"the context of {self.context}",
             )
 
-    def prepare(self, sample: dict) -> PreparedSample:
-        return PreparedSample(
-            self.processor.tiles(sample["image"]),
-            self.processor.sam_image(sample["image"]),
-            self.processor.region_grid(sample["mask"]),
-        )
+    def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
+        """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""
+        image, grid = sample["image"], self.processor.region_grid(sample["mask"])
+        return self.processor.tiles(image), self.processor.sam_image(image), grid
 
-    def collate(self, prepared: list[PreparedSample]) -> BatchInputs:
-        tiles = torch.cat([sample.tiles for sample in prepared])  # one storage, see `loader.pack`
-        return BatchInputs(
-            list(tiles.split([len(sample.tiles) for sample in prepared])),
-            torch.stack([sample.sam_image for sample in prepared]),
-            torch.stack([sample.grid for sample in prepared]),
-        )
+    def collate(self, prepared: list[tuple[torch.Tensor, ...]]) -> BatchInputs:
+        tiles, sam_pixels, grids = zip(*prepared)
+        pixel_values = torch.cat(tiles).split(list(map(len, tiles)))  # one storage: `loader.pack`
+        return BatchInputs(list(pixel_values), torch.stack(sam_pixels), torch.stack(grids))

@@ -4,32 +4,24 @@ Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] t
 answers, D prompt-embedding width, H W an image's own size.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from rl_train.policies.sa2va import Sa2VAPolicy
 from sa2va_hf.batches import Images
-from sa2va_hf.processing_sa2va import region_grid, upsample_masks
+from sa2va_hf.processing_sa2va import upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
 
 
-@dataclass
-class MaskAnswers:
-    """Answers to P segmentation prompts."""
+def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
+    """(`row_masks`, p of each [SEG] (M,), prompt embeddings (M, D)) for captions[p] in image[p].
 
-    masks: list[torch.Tensor]  # P (H, W) bool, the union of an answer's, empty without [SEG]
-    rows: torch.Tensor  # (M,) the answer of each [SEG]
-    means: torch.Tensor  # (M, D) their prompt embeddings
-
-
-def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens) -> MaskAnswers:
-    """The model's own greedy answers (not forced ones) to captions[p] in image[p]."""
+    Of the model's own greedy answers, not forced ones.
+    """
     prompts = policy.segment_prompts(images, image, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    return MaskAnswers(row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means)
+    return row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means
 
 
 @torch.no_grad()
@@ -38,8 +30,7 @@ def row_masks(
 ) -> list[torch.Tensor]:
     """(H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
-    Args:
-        image: the image of each row; seg_rows: the row of each prompt embedding (M, D).
+    Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
     """
     masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
     if seg_rows:
@@ -70,7 +61,7 @@ def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_ne
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
-        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens).masks
+        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens)[0]
     return masks
 
 
@@ -81,7 +72,7 @@ def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) 
     asked = [p for p, mask in enumerate(masks) if mask.any()]
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
-        grids = [_grid(policy, masks[p]) for p in chunk]
+        grids = [policy.processor.region_grid(masks[p]) for p in chunk]
         prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
         for p, text in zip(chunk, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
@@ -102,7 +93,7 @@ def caption_likelihood(
     questions = {}  # {question: its rows and their grid}
     for p, mask in enumerate(masks):
         if mask.any():
-            grid = _grid(policy, mask).cpu()
+            grid = policy.processor.region_grid(mask).cpu()
             key = (image[p], captions[p], grid.numpy().tobytes())
             questions.setdefault(key, []).append((p, grid))
     likelihood = torch.zeros(len(masks))
@@ -116,9 +107,3 @@ def caption_likelihood(
         for question, value in zip(chunk, values):
             likelihood[[p for p, _ in question]] = value
     return likelihood
-
-
-def _grid(policy: Sa2VAPolicy, mask: torch.Tensor) -> torch.Tensor:
-    """(g, g) bool cells of a mask (H, W), by the rule of the training's regions."""
-    processor = policy.processor
-    return region_grid(mask[None], processor.grid_size, processor.image_size, processor.rule)[0]

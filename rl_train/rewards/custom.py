@@ -19,26 +19,34 @@ class BadReward(ValueError):
     """A function of the user's own returned what are no rewards; the sentence names --reward."""
 
 
-def load_reward(spec: str) -> Callable:
-    """Return the function that "module:function" names.
+def load_named(flag: str, spec: str, kind: str, is_kind: Callable) -> object:
+    """Return the object of the user's own that "module:name" names.
 
     What the module raises while it is imported passes through.
 
+    Args:
+        kind: what it must be, for the sentence; is_kind: whether an object is that.
+
     Raises:
-        ValueError: another form, no such module or function; names --reward and the spec.
+        ValueError: another form, no such module or object; names the flag and the spec.
     """
     module_name, _, name = spec.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ValueError(f"--reward {spec}: must be module:function, such as my_rewards:num_words")
+        raise ValueError(f"{flag} {spec}: must be module:{kind}, such as my_module:my_{kind}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if f"{module_name}.".startswith(f"{error.name}."):
-            raise ValueError(f"--reward {spec}: there is no module {error.name}") from error
+            raise ValueError(f"{flag} {spec}: there is no module {error.name}") from error
         raise
-    if not callable(vars(module).get(name)):
-        raise ValueError(f"--reward {spec}: the module {module_name} has no function {name}")
+    if not is_kind(vars(module).get(name)):
+        raise ValueError(f"{flag} {spec}: the module {module_name} has no {kind} {name}")
     return vars(module)[name]
+
+
+def load_reward(spec: str) -> Callable:
+    """Return the function that "module:function" names. Raises ValueError as `load_named`."""
+    return load_named("--reward", spec, "function", callable)
 
 
 class UserReward:
@@ -78,8 +86,7 @@ class UserReward:
         What the function raises passes through.
 
         Args:
-            kwargs: lists of N entries that the function may use, such as prompts, captions,
-                image_ids, masks, targets.
+            kwargs: lists of N entries that the function may use; see `user_components`.
 
         Raises:
             BadReward: not N values, or one that is neither a finite number nor None (or NaN).
@@ -118,7 +125,18 @@ def load_user_rewards(texts: list[str]) -> list[UserReward]:
 
 
 def user_components(
-    rewards: Sequence[UserReward], completions: list[str], **kwargs
+    rewards: Sequence[UserReward], rollout, prompts, masks, targets, **more
 ) -> dict[str, torch.Tensor]:
-    """Return {name: (N,)} of the user's rewards of N completions; see `UserReward.__call__`."""
-    return {reward.name: reward(completions, **kwargs) for reward in rewards}
+    """Return {name: (N,)} of the user's rewards of a rollout of N rows.
+
+    They are called with the completions and lists of N prompts (the questions), captions (the true
+    ones), image_ids, masks (judged), targets (the regions), and what else `more` names; masks and
+    targets are (H, W) bool.
+
+    Args:
+        rollout: of `rl_train.types`.
+    """
+    kwargs = dict(prompts=prompts, masks=masks, targets=targets, **more)
+    kwargs["captions"] = rollout.of_rows(rollout.batch.captions)
+    kwargs["image_ids"] = rollout.of_rows(rollout.batch.image_ids)
+    return {reward.name: reward(rollout.texts, **kwargs) for reward in rewards}

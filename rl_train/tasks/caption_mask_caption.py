@@ -45,26 +45,18 @@ class CaptionMaskCaption:
             prompt = ("text_hidden_fcs",) if self.mask_sigma != 0 or self.mask_loss_coef else ()
             return ("lora", "mlp1", *prompt, *(("sam2",) if self.mask_loss_coef else ()))
 
-        @property
-        def share(self) -> float:
-            """--likelihood_share with its default."""
-            if self.likelihood_share is not None:
-                return self.likelihood_share
-            return 0.0 if self.use_llm_judge_loop2 else 0.5
-
     def __init__(self, options: Options, context: Context):
-        self.context, self.weight, share = context, options.weight, options.share
-        if options.use_llm_judge_loop2 and (not context.judge or share == 1):
-            raise ValueError(
-                "--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge available"
-                if share < 1
-                else "--use_llm_judge_loop2: --likelihood_share 1 leaves the judge no share"
-            )
-        self.llm_judge = context.judge if options.use_llm_judge_loop2 else None
+        self.context, self.weight, judged = context, options.weight, options.use_llm_judge_loop2
+        share = options.likelihood_share
+        if share is None:
+            share = 0.0 if judged else 0.5
+        if judged and share == 1:
+            raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
+        if judged and not context.judge:
+            raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+        self.llm_judge = context.judge if judged else None
         self.action = SampledMask(context.policy, options.mask_sigma, options.mask_loss_coef)
-        parts = (
-            {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if self.llm_judge else {"meteor": 1.0}
-        )
+        parts = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if judged else {"meteor": 1.0}
         self.weights = {name: (1 - share) * part for name, part in parts.items() if share < 1}
         self.weights |= {"likelihood": share} if share else {}
         self.weights |= {reward.name: reward.weight for reward in context.user_rewards}
@@ -78,37 +70,25 @@ class CaptionMaskCaption:
         """{"meteor", "iou" and, unless its share is 0, "likelihood": (N,)} of the sampled masks.
 
         METEOR of the teacher's caption of each mask against the prompt's caption, and the
-        likelihood that the teacher gives the prompt's caption as a description of it; an empty mask
-        scores 0 without asking the teacher. The IoU with the region is a measurement that the
-        reward does not see.
-
-        The reward is (1 - share) "meteor" + share "likelihood", share = --likelihood_share. With
-        --use_llm_judge_loop2 0.25 "meteor" + 0.75 "judge", the judge's score of the same pair,
-        stands for METEOR. Where the judge gives NaN the row is not scored at all. The user's own
-        rewards follow, each by its name; they are called with lists of N prompts, captions (the
-        prompts' ones), image_ids, replies (the teacher's captions), masks (sampled) and targets
-        (the regions), masks being (H, W) bool.
+        likelihood that the teacher gives the prompt's caption as a description of it. The IoU with
+        the region is a measurement that the reward does not see. With --use_llm_judge_loop2 "judge"
+        scores the same pair as METEOR; where it gives NaN the row is not scored at all. The user's
+        own rewards see the sampled masks and the teacher's replies: see `user_components`.
         """
-        policy, tokens = self.context.policy, self.context.max_new_tokens
+        context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks
         question = (policy, rollout.features, rollout.prompts.image, masks)
         rewards = {}
-        with self.context.roles.use("teacher"):
-            replies = describe(*question, tokens)
+        with context.roles.use("teacher"):
+            replies = describe(*question, context.max_new_tokens)
             if "likelihood" in self.weights:
-                rewards["likelihood"] = caption_likelihood(*question, captions, tokens)
+                likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
+                rewards["likelihood"] = likelihood
         targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
-        rewards |= user_components(
-            self.context.user_rewards,
-            rollout.texts,
-            prompts=[SEGMENT.replace("{x}", phrase(text)) for text in captions],
-            captions=captions,
-            replies=replies,
-            masks=masks,
-            targets=targets,
-            image_ids=rollout.of_rows(rollout.batch.image_ids),
-        )
+        prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]
+        common = (context.user_rewards, rollout, prompts, masks, targets)
+        rewards |= user_components(*common, replies=replies)
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
             rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())

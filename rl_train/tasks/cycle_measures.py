@@ -25,10 +25,8 @@ METRICS = {
     "no_seg": "guard: true captions answered without [SEG]",
 }
 SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
-PARTS = {
-    "seg_ciou": ("seg_intersection", "seg_union"),
-    "seg_p50": ("seg_iou",),
-}  # measures behind a metric of another name
+# Measures behind a metric of another name.
+PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
@@ -39,25 +37,22 @@ def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     captions = describe(policy, images, rows, targets, max_new_tokens)
-    cycle = mask_iou(
-        answer(policy, images, rows, captions, max_new_tokens).masks, targets, 1.0
-    ).cpu()
-    direct = answer(policy, images, rows, batch.captions, max_new_tokens)
-    replies = describe(policy, images, rows, direct.masks, max_new_tokens)
-    with_seg = set(direct.rows.tolist())
+    cycle_masks, *_ = answer(policy, images, rows, captions, max_new_tokens)
+    cycle = mask_iou(cycle_masks, targets, 1.0).cpu()
+    masks, seg_rows, _ = answer(policy, images, rows, batch.captions, max_new_tokens)
+    replies = describe(policy, images, rows, masks, max_new_tokens)
+    with_seg = set(seg_rows.tolist())
     return dict(
         cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
         cycle_meteor=meteor(batch.captions, replies).tolist(),
-        seg_iou=mask_iou(direct.masks, targets, 1.0).tolist(),
-        seg_intersection=[
-            (mask & target).sum().item() for mask, target in zip(direct.masks, targets)
-        ],
-        seg_union=[(mask | target).sum().item() for mask, target in zip(direct.masks, targets)],
+        seg_iou=mask_iou(masks, targets, 1.0).tolist(),
+        seg_intersection=[(mask & target).sum().item() for mask, target in zip(masks, targets)],
+        seg_union=[(mask | target).sum().item() for mask, target in zip(masks, targets)],
         caption_meteor=meteor(batch.captions, captions).tolist(),
         caption_words=[len(tokenize(text)) for text in captions],
         caption_repeats=[repeats(text) for text in captions],
         caption_digits=[has_digit(text) for text in captions],
-        mask_whole=[is_whole(mask) for mask in direct.masks],
+        mask_whole=[is_whole(mask) for mask in masks],
         no_seg=[row not in with_seg for row in rows],
         image_id=batch.image_ids,
         reference=batch.captions,

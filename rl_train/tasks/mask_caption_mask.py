@@ -44,47 +44,31 @@ class MaskCaptionMask:
     def judge(self, rollout: Rollout) -> Outcome:
         """{"iou": (N,)} of the region and what the teacher finds, at the image's own size.
 
-        An empty caption scores 0 without asking the teacher; a teacher that answers without [SEG]
-        (--teacher_answer sampled) gives 0.
-
-        With --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
+        An empty caption scores 0 without asking the teacher, an answer without [SEG] does too. With
+        --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
         true one, counts beside it; its parts "meteor" and "judge" are measurements. Where the judge
-        gives NaN the row is not scored, by IoU neither. The user's own rewards follow, each by its
-        name; they are called with lists of N prompts, captions (the true ones), image_ids, masks
-        (the teacher's) and targets (the regions), masks being (H, W) bool.
+        gives NaN the row is not scored, by IoU neither. The user's own rewards see the teacher's
+        masks: see `user_components`.
         """
-        targets = [m.to(self.context.policy.device) for m in rollout.of_rows(rollout.batch.masks)]
-        masks = self._found(rollout, targets)
-        captions, judge = rollout.of_rows(rollout.batch.captions), self.context.judge
-        rewards = {"iou": mask_iou(masks, targets).cpu()} | user_components(
-            self.context.user_rewards,
-            rollout.texts,
-            prompts=[DESCRIBE] * len(rollout),
-            captions=captions,
-            masks=masks,
-            targets=targets,
-            image_ids=rollout.of_rows(rollout.batch.image_ids),
-        )
-        if judge:
-            parts = dict(meteor=meteor(captions, rollout.texts))
-            parts["judge"] = judge.score(captions, rollout.texts)
-            reward = METEOR_WEIGHT * parts["meteor"] + JUDGE_WEIGHT * parts["judge"]
-            rewards |= parts | {"caption_reward": reward}
-            rewards = without_rows(rewards, self.weights, parts["judge"].isnan())
-        return Outcome(rewards, masks)
-
-    def _found(self, rollout: Rollout, targets: list[torch.Tensor]) -> list[torch.Tensor]:
-        """N (H, W) bool: what the teacher finds by each caption."""
-        policy, masks = self.context.policy, [torch.zeros_like(target) for target in targets]
+        context, policy = self.context, self.context.policy
+        captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
+        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image[row] for row in asked]
-        texts = [rollout.texts[row] for row in asked]
-        with self.context.roles.use("teacher"):
+        question = (policy, rollout.features, image, [rollout.texts[row] for row in asked])
+        with context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
-                found = segment(policy, rollout.features, image, texts)
+                answers = segment(*question)
             else:
-                tokens = self.context.max_new_tokens
-                found = segment_sampled(policy, rollout.features, image, texts, tokens)
-        for row, mask in zip(asked, found):
+                answers = segment_sampled(*question, context.max_new_tokens)
+        for row, mask in zip(asked, answers):
             masks[row] = mask
-        return masks
+        rewards = {"iou": mask_iou(masks, targets).cpu()}
+        rewards |= user_components(context.user_rewards, rollout, prompts, masks, targets)
+        if context.judge:
+            rewards["meteor"] = meteor(captions, rollout.texts)
+            rewards["judge"] = judged = context.judge.score(captions, rollout.texts)
+            rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * judged
+            rewards = without_rows(rewards, self.weights, judged.isnan())
+        return Outcome(rewards, masks)

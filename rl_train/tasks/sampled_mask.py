@@ -9,6 +9,7 @@ Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -55,7 +56,6 @@ class SampledMask:
             print0(f"--mask_sigma auto: {self.sigma:.3g}")
 
     def draw(self, rollout: Rollout, draws: Draws) -> DrawnMasks:
-        """The masks of a rollout's answers, around the embeddings of the weights in use."""
         rows, mean = self.policy.mask_embeddings(rollout)
         z, logp = mean, None
         if self.sigma > 0:
@@ -66,7 +66,6 @@ class SampledMask:
         return DrawnMasks(rows, masks, z, z - mean, logp)
 
     def parameters(self, rollout: Rollout, rows: slice, scores) -> torch.Tensor:
-        """(M, D) means of the embeddings of the [SEG] in `rows`, by the weights in use."""
         return self.policy.scored_mask_embeddings(scores, rollout.ids[rows], rollout.valid[rows])
 
     def loss(self, work, rows: slice, scores, totals, config) -> tuple[list, dict]:
@@ -75,43 +74,32 @@ class SampledMask:
         Each [SEG] is one action whose log-ratio is the mean over the D dimensions; both terms are
         divided by the number of [SEG] tokens of the step, `totals.actions`.
         """
-        drawn, terms, zero = work.rollout.action, [], scores.logp.new_zeros(())
+        rollout, drawn, terms = work.rollout, work.rollout.action, []
         pick = (drawn.rows >= rows.start) & (drawn.rows < rows.stop)
         segs = drawn.rows[pick]  # (m,) rows of these [SEG]
-        scored = work.scored[segs]
+        scored, zero = work.scored[segs], scores.logp.new_zeros(())
         sums = dict(latent_loss=zero, latent_kl=(zero, zero), mask_loss=zero)
-        if len(segs) and (self.sigma > 0 or self.mask_loss_coef):
-            mean = self.parameters(work.rollout, rows, scores)
-            if self.sigma > 0:
-                ref_mean = work.reference.action[pick]
-                term, kl = latent_loss(
-                    mean,
-                    drawn,
-                    pick,
-                    self.sigma,
-                    ref_mean,
-                    work.advantages[segs],
-                    scored,
-                    totals,
-                    config,
-                )
-                terms.append(term)
-                sums |= dict(latent_loss=term.detach(), latent_kl=(kl, scored.sum()))
-            if self.mask_loss_coef:
-                term = self.supervised(work.rollout, segs, mean + drawn.offset[pick], scored)
-                term = term / totals.actions
-                terms.append(self.mask_loss_coef * term)
-                sums |= dict(mask_loss=term.detach())
+        if not len(segs) or not (self.sigma > 0 or self.mask_loss_coef):
+            return terms, sums
+        mean = self.parameters(rollout, rows, scores)
+        if self.sigma > 0:
+            reference, advantages = work.reference.action[pick], work.advantages[segs]
+            term, kl = latent_loss(
+                mean, drawn, pick, self.sigma, reference, advantages, scored, totals, config
+            )
+            terms.append(term)
+            sums |= dict(latent_loss=term.detach(), latent_kl=(kl, scored.sum()))
+        if self.mask_loss_coef:
+            image = [rollout.prompts.image[row] for row in segs.tolist()]
+            z = mean + drawn.offset[pick]
+            logits = self.policy.decode_masks(rollout.features, image, z)
+            regions = [rollout.batch.masks[i] for i in image]
+            term = (mask_loss(logits, regions) * scored).sum() / totals.actions
+            terms.append(self.mask_loss_coef * term)
+            sums |= dict(mask_loss=term.detach())
         return terms, sums
 
-    def supervised(self, rollout, segs, z, scored) -> torch.Tensor:
-        """Sum of `mask_loss` of embeddings z (m, D) of the rows segs (m,), where scored (m,)."""
-        image = [rollout.prompts.image[row] for row in segs.tolist()]
-        logits = self.policy.decode_masks(rollout.features, image, z)
-        return (mask_loss(logits, [rollout.batch.masks[i] for i in image]) * scored).sum()
-
     def count(self, rollout: Rollout, scored: torch.Tensor) -> int:
-        """[SEG] tokens in the scored rows (N,) bool, on the CPU."""
         return int(scored[rollout.action.rows.cpu()].sum())
 
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
@@ -119,10 +107,8 @@ class SampledMask:
         G = rollout.num_generations
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
-        curves = dict(
-            mask_spread=(sum(map(mask_spread, groups)), len(groups)),
-            no_seg_frac=(no_seg, len(rollout)),
-        )
+        spread = sum(map(mask_spread, groups))
+        curves = dict(mask_spread=(spread, len(groups)), no_seg_frac=(no_seg, len(rollout)))
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:
@@ -139,18 +125,10 @@ def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, 
         mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
             of the `drawn` these are; advantages: (m,); scored: (m,) bool.
     """
-    logp = gaussian_logp(drawn.z[pick], mean, sigma)  # (m,)
-    loss, _ = grpo_loss(
-        logp[:, None],
-        drawn.logp[pick][:, None],
-        None,
-        advantages,
-        scored[:, None],
-        clip_range=config.clip_range,
-        clip_range_high=config.clip_range_high,
-        loss_type="bnpo",
-        num_tokens=totals.actions,
-    )
+    logp, old_logp = gaussian_logp(drawn.z[pick], mean, sigma), drawn.logp[pick]  # (m,)
+    one_token = (logp[:, None], old_logp[:, None], None, advantages, scored[:, None])
+    clip = dict(clip_range=config.clip_range, clip_range_high=config.clip_range_high)
+    loss, _ = grpo_loss(*one_token, **clip, loss_type="bnpo", num_tokens=totals.actions)
     kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
     return loss + config.kl_coef * kl / totals.actions, kl.detach()
 
@@ -165,35 +143,29 @@ def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
     Raises:
         ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
     """
-    drawn = []  # (features, image of each row, mean, its masks, noise)
+    drawn = []  # (decoder, mean, noise) of each batch
     for batch in batches:
         features = policy.encode(batch)
-        answers = answer(policy, features, list(range(len(batch))), batch.captions, max_new_tokens)
-        if len(answers.rows):
-            rows = answers.rows
-            first = torch.cat([rows.new_ones(1, dtype=torch.bool), rows[1:] != rows[:-1]])
-            image = rows[first].repeat_interleave(SIGMA_SAMPLES).tolist()
-            mean = answers.means[first].repeat_interleave(SIGMA_SAMPLES, 0)
-            draws = Draws(
-                0, 0, 0, [batch.index[row] for row in rows[first].tolist()], SIGMA_SAMPLES
-            )
+        asked = (range(len(batch)), batch.captions)
+        _, rows, means = answer(policy, features, *asked, max_new_tokens)
+        if len(rows):
+            first = rows.diff(prepend=rows[:1] - 1) > 0
+            image = rows[first].tolist()
+            mean = means[first].repeat_interleave(SIGMA_SAMPLES, 0)
+            draws = Draws(0, 0, 0, [batch.index[i] for i in image], SIGMA_SAMPLES)
             draws.uniforms(1)
             noise = draws.normals(list(range(len(mean))), mean.shape[1]).to(mean.device)
-            masks = policy.decode_masks(features, image, mean) > 0
-            drawn.append((features, image, mean, masks, noise))
+            image = [i for i in image for _ in range(SIGMA_SAMPLES)]
+            drawn.append((partial(policy.decode_masks, features, image), mean, noise))
     if not drawn:
-        raise ValueError(
-            "--mask_sigma auto: the model answered no caption with [SEG], give a number"
-        )
+        raise ValueError("--mask_sigma auto: no caption was answered with [SEG], give a number")
+    masks = [decode(mean) > 0 for decode, mean, _ in drawn]
 
     def agreement(sigma):
-        ious = [
-            mask_iou(policy.decode_masks(features, image, mean + sigma * noise) > 0, masks, 1.0)
-            for features, image, mean, masks, noise in drawn
-        ]
-        return torch.cat(ious).mean().item()
+        noisy = [decode(mean + sigma * noise) > 0 for decode, mean, noise in drawn]
+        return torch.cat([mask_iou(*pair, 1.0) for pair in zip(noisy, masks)]).mean().item()
 
-    scale = torch.cat([mean for _, _, mean, _, _ in drawn]).std().log2().item()
+    scale = torch.cat([mean for _, mean, _ in drawn]).std().log2().item()
     low, high = scale - 6, scale + 4
     ends = agreement(2**low), agreement(2**high)
     if not ends[0] > SIGMA_IOU > ends[1]:

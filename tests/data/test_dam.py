@@ -1,58 +1,16 @@
-"""The Describe-Anything reader on splits written here: every form of annotations, hostile tar files, the hub's form."""
+"""The Describe-Anything reader on splits written here: every form of annotations."""
 
-import gzip
-import io
 import json
-import pickle
-import tarfile
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from PIL import Image
-from torch.utils.data import DataLoader
 
-from rl_train.data import DATASETS, DamagedSample, DescribeAnythingDataset
-from rl_train.data.dam import read_entries
+from rl_train.data import DamagedSample, DescribeAnythingDataset
+from rl_train.data.dam import read_annotations
 from rl_train.data.masks import rle_runs
+from tests.data.dam_splits import IMAGES, MASK, PNGS, H, W, region, samples, write
 from tools.gar_writer import encode_image, encode_mask
-from tools.messy_data import Bomb, bad_huffman, huge_png
-
-W, H = 40, 30
-MASK = np.zeros((H, W), dtype=bool)
-MASK[5:20, 10:35] = True
-IMAGES = [
-    Image.fromarray(np.random.default_rng(i).integers(0, 256, (H, W, 3), dtype=np.uint8))
-    for i in range(3)
-]
-PNGS = [encode_image(image) for image in IMAGES]
-
-
-def region(text="A cup.", mask=MASK, **changes):
-    return {"caption": text, "mask_rle": encode_mask(mask)} | changes
-
-
-def add(tar, name, data=b"", **changes):
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    for key, value in changes.items():
-        setattr(member, key, value)
-    tar.addfile(member, io.BytesIO(data))
-
-
-def write(folder, annotations, members, tar="000.tar"):
-    (folder / "images").mkdir(parents=True, exist_ok=True)
-    (folder / "annotations.json").write_text(
-        annotations if isinstance(annotations, str) else json.dumps(annotations)
-    )
-    with tarfile.open(folder / "images" / tar, "w") as file:
-        for name, data in members:
-            add(file, name, data)
-    return folder / "images" / tar
-
-
-def samples(dataset):
-    return [(dataset[i]["image_id"], dataset[i]["caption"]) for i in range(len(dataset))]
+from tools.messy_cases import bad_huffman, huge_png
 
 
 def test_every_form_of_annotations(tmp_path):
@@ -192,85 +150,6 @@ def test_what_only_decoding_shows_raises_with_id(tmp_path):
         DescribeAnythingDataset(tmp_path)[0]
 
 
-def test_first_frame_of_a_video(tmp_path):
-    write(
-        tmp_path / "SAV",
-        {"v.1": region(), "v": region(), "w": region()},
-        [
-            ("./v.10.jpg", PNGS[1]),
-            ("v.2.jpg", PNGS[0]),
-            ("v.1.png", PNGS[2]),
-            ("w.0.jpg", PNGS[1]),
-            ("w.jpg", PNGS[0]),
-        ],
-    )
-    dataset = DescribeAnythingDataset(tmp_path)
-    seen = {
-        dataset[i]["image_id"]: [
-            np.array_equal(dataset[i]["image"], image) for image in IMAGES
-        ].index(True)
-        for i in range(3)
-    }
-    assert seen == {
-        "SAV/v.1/0": 2,
-        "SAV/v/0": 2,
-        "SAV/w/0": 0,
-    }  # a plain name before any frame, frame 1 before 2 and 10
-
-
-def test_hostile_members_are_ignored_and_counted_and_nothing_is_unpickled(tmp_path):
-    path = write(
-        tmp_path / "SAV",
-        {name: region() for name in ("a", "../b", "/c", "d", "e", "f")},
-        [("a.png", PNGS[0]), ("a.pickle", pickle.dumps(Bomb()))],
-    )
-    with tarfile.open(path, "a") as tar:
-        add(tar, "../b.png", PNGS[0])
-        add(tar, "x/../../b.png", PNGS[0])
-        add(tar, "/c.png", PNGS[0])
-        add(tar, "d.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")
-        add(tar, "e.png", type=tarfile.LNKTYPE, linkname="a.png")
-        add(tar, "f.png", type=tarfile.FIFOTYPE)
-        add(tar, "folder", type=tarfile.DIRTYPE)
-    dataset = DescribeAnythingDataset(tmp_path)
-    assert samples(dataset) == [("SAV/a/0", "A cup.")]
-    assert dataset.report() == {
-        "rows": 6,
-        "kept": 1,
-        "skipped": {"no image": 5},
-        "resized_masks": 0,
-        "ignored_members": 6,
-    }
-
-
-def test_readers_import_no_pickle():
-    import rl_train.data.dam
-    import rl_train.data.packed
-
-    for module in (rl_train.data.dam, rl_train.data.packed):
-        assert "pickle" not in vars(module)
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "header", "empty", "gzip"])
-def test_unreadable_tar_is_named(tmp_path, damage):
-    path = write(
-        tmp_path / "SAV", {"a": region(), "b": region()}, [("a.png", PNGS[0]), ("b.png", PNGS[1])]
-    )
-    whole = path.read_bytes()
-    at = whole.index(b"b.png")
-    path.write_bytes(
-        {
-            "cut": whole[: at + 600],
-            "garbage": b"garbage" * 200,
-            "header": whole[:at] + b"\xff" * 512 + whole[at + 512 :],
-            "empty": b"",
-            "gzip": gzip.compress(whole),
-        }[damage]
-    )
-    with pytest.raises(ValueError, match=f"{path} is not a readable tar file"):
-        DescribeAnythingDataset(tmp_path)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -298,17 +177,20 @@ def test_unreadable_annotations_are_named(tmp_path, text):
 @pytest.mark.parametrize(
     "ensure_ascii, start", [(True, ""), (False, ""), (False, "\ufeff"), (True, "\ufeff")]
 )
-def test_entries_are_found_again_by_their_bytes(tmp_path, ensure_ascii, start):
+def test_annotations_in_any_encoding_of_json(tmp_path, ensure_ascii, start):
     values = {"a": ["é", {"x": "\U0001f600"}], "ключ": 3, 'q"\\': "}", "": {}}
     path = tmp_path / "annotations.json"
     path.write_bytes((start + json.dumps(values, ensure_ascii=ensure_ascii, indent=1)).encode())
-    data, entries = path.read_bytes(), list(read_entries(path))
-    assert {key: value for key, _, _, value in entries} == values
-    assert [json.loads(b"{%s}" % data[first:last]) for _, first, last, _ in entries] == [
-        {key: value} for key, value in values.items()
-    ]
+    assert read_annotations(path) == values
     path.write_text(" { } ")
-    assert list(read_entries(path)) == []
+    assert read_annotations(path) == {}
+
+
+def test_captions_and_ids_of_any_characters(tmp_path):
+    """Half a surrogate pair too, which no text file can hold but \\ud83d in JSON is."""
+    text = 'Ein "Ёлка" \U0001f600 \ud83d.'
+    write(tmp_path / "LVIS", {"ключ": {'k"': region(text)}}, [("ключ.png", PNGS[0])])
+    assert samples(DescribeAnythingDataset(tmp_path)) == [('LVIS/ключ/k"', text)]
 
 
 def test_splits(tmp_path):
@@ -336,23 +218,6 @@ def test_splits(tmp_path):
         DescribeAnythingDataset(tmp_path / "other")
 
 
-def test_image_of_a_later_tar_and_workers(tmp_path):
-    write(tmp_path / "SAV", {}, [(f"{i}.png", PNGS[i]) for i in range(2)], tar="2.tar")
-    write(
-        tmp_path / "SAV", {str(i): region() for i in range(3)}, [("2.png", PNGS[2])], tar="10.tar"
-    )
-    dataset = DATASETS["dam"](tmp_path)
-    assert [np.array_equal(dataset[i]["image"], IMAGES[i]) for i in range(3)] == [True] * 3
-    blob = pickle.dumps(dataset)
-    assert len(blob) < 3000 and samples(pickle.loads(blob)) == samples(dataset)
-
-    def collate(items):
-        return [(item["image_id"], np.asarray(item["image"]).sum()) for item in items]
-
-    alone = list(DataLoader(dataset, batch_size=1, collate_fn=collate))
-    assert list(DataLoader(dataset, batch_size=1, collate_fn=collate, num_workers=2)) == alone
-
-
 def test_samples_of_one_picture_share_its_number(tmp_path):
     """COCO's pictures are in several splits."""
     write(
@@ -366,59 +231,3 @@ def test_samples_of_one_picture_share_its_number(tmp_path):
         [("d.png", PNGS[0]), ("e.png", PNGS[2])],
     )
     assert DescribeAnythingDataset(tmp_path).images.tolist() == [0, 0, 1, 0, 1, 2]
-
-
-IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-
-
-@pytest.mark.parametrize("kind", [IMAGE_TYPE, pa.binary(), pa.large_binary()])
-def test_hub_form_in_arrow(tmp_path, kind):
-    def cell(data):
-        return {"bytes": data, "path": None} if kind == IMAGE_TYPE else data
-
-    (tmp_path / "SAV").mkdir()
-    (tmp_path / "SAV" / "annotations.json").write_text(
-        json.dumps({str(i): region() for i in range(4)})
-    )
-    schema = pa.schema(
-        [
-            ("__key__", pa.string()),
-            ("jpg", kind),
-            ("0.jpg", kind),
-            ("1.jpg", kind),
-            ("pickle", pa.binary()),
-        ]
-    )
-    rows = [
-        {"__key__": "0", "jpg": cell(PNGS[0])},
-        {
-            "__key__": "1",
-            "1.jpg": cell(PNGS[0]),
-            "0.jpg": cell(PNGS[1]),
-            "pickle": pickle.dumps(Bomb()),
-        },
-        {"__key__": "2"},
-        {"__key__": None, "jpg": cell(PNGS[0])},
-    ]
-    with pa.ipc.new_stream(str(tmp_path / "SAV" / "data-00000-of-00001.arrow"), schema) as writer:
-        writer.write_table(pa.Table.from_pylist(rows, schema=schema), max_chunksize=1)
-    dataset = DescribeAnythingDataset(tmp_path)
-    assert samples(dataset) == [("SAV/0/0", "A cup."), ("SAV/1/0", "A cup.")] and dataset.report()[
-        "skipped"
-    ] == {"no image": 2}
-    assert all(np.array_equal(dataset[i]["image"], IMAGES[i]) for i in range(2))
-
-
-def test_hub_form_that_is_compressed_or_of_another_type_is_named(tmp_path):
-    (tmp_path / "SAV").mkdir()
-    (tmp_path / "SAV" / "annotations.json").write_text(json.dumps({"0": region()}))
-    path = tmp_path / "SAV" / "data-0.arrow"
-    for kind, value, options, message in (
-        (pa.binary(), PNGS[0] * 20, pa.ipc.IpcWriteOptions(compression="zstd"), "is compressed"),
-        (pa.int64(), 3, None, "column 'jpg' holds int64"),
-    ):
-        table = pa.table({"__key__": pa.array(["0"]), "jpg": pa.array([value], kind)})
-        with pa.ipc.new_stream(str(path), table.schema, options=options) as writer:
-            writer.write_table(table)
-        with pytest.raises(ValueError, match=f"{path}.*{message}"):
-            DescribeAnythingDataset(tmp_path)

@@ -1,4 +1,4 @@
-"""Names of hub data sets become folders; the hub itself is a fake here, `datasets` is the real one."""
+"""Names of hub data sets become folders; the hub is a fake here, `datasets` is the real one."""
 
 import sys
 
@@ -135,7 +135,8 @@ def test_no_network(monkeypatch, error):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(
         ValueError,
-        match="--data_dir owner/name is not a folder here and could not be fetched from the hub; download it",
+        match="--data_dir owner/name is not a folder here and could not be fetched from the hub; "
+        "download it",
     ):
         GraspAnyRegionDataset("owner/name")
 

@@ -1,4 +1,5 @@
-"""The RefCOCO reader on files written here: splits, both pickles, every form of mask, and a pickle that would run a program."""
+"""The RefCOCO reader on files written here: splits, both pickles, every form of mask, and a pickle
+that would run a program."""
 
 import json
 import os
@@ -11,10 +12,10 @@ from pycocotools import mask as coco
 from torch.utils.data import DataLoader
 
 from rl_train.data.errors import DamagedSample
-from rl_train.data.masks import rle_runs
-from rl_train.data.refcoco import RefCOCODataset, decode_segmentation
+from rl_train.data.masks import decode_mask, rle_runs
+from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from tools.gar_writer import encode_image, encode_mask
-from tools.messy_data import bad_huffman
+from tools.messy_cases import bad_huffman
 
 W, H = 40, 30
 BOX, OVERLAP = (
@@ -63,7 +64,10 @@ def write_image(path, size=(W, H), data=None):
 def write(
     root, segmentations, refs, name="refcoco", images=(1,), of_image=None, protocol=2, by="unc"
 ):
-    """instances.json and refs; annotation k + 1 has segmentations[k] and lies in image 1, or in of_image[k + 1]."""
+    """instances.json and refs; annotation k + 1 has segmentations[k].
+
+    It lies in image 1, or in of_image[k + 1].
+    """
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     annotations = [
@@ -159,7 +163,7 @@ def test_polygons_are_pycocotools(tmp_path):
     polygon = [3.2, 4.7, 31.9, 2.1, 22.4, 27.8, -2.0, 18.5]
     expected = coco.decode(coco.merge(coco.frPyObjects([polygon], H, W)))
     assert (
-        np.array_equal(decode_segmentation([polygon], H, W), expected.astype(bool))
+        np.array_equal(decode_mask(encode_segmentation([polygon], H, W)), expected.astype(bool))
         and 0 < expected.sum() < H * W
     )
 

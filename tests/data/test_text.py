@@ -30,7 +30,3 @@ def test_every_special_token_goes():
 
 def test_long_runs_take_no_time():
     assert clean_caption("a" + " " * 100_000 + "<vp> " * 100_000 + "b") == "a b"
-
-
-def test_own_list_of_tokens():
-    assert clean_caption("a <extra> [SEG]", special_tokens=("<extra>",)) == "a [SEG]"

@@ -10,13 +10,13 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine.modules import follow
-from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.segment_describe import describe
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
 from rl_train.tasks.protocol import Context
 from sa2va_hf.batches import Images
 from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 

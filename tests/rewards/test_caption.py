@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from rl_train.grpo import combine
 from rl_train.rewards import caption_reward, meteor
 from rl_train.rewards.caption import without_rows
+from rl_train.rewards.components import combine
 from rl_train.rewards.meteor import legacy_clean
 
 REFERENCES, CAPTIONS = ["a red dog"] * 4, ["a red dog", "a dog", "", "sky"]

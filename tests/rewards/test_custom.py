@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from rl_train.curves import Tally, curves
 from rl_train.rewards import UserReward, load_reward
-from rl_train.rewards.custom import RESERVED, BadReward
-from tests.test_train import TAGS
+from rl_train.rewards.custom import BadReward
 
 MODULE = """
 import numpy as np
@@ -129,8 +129,10 @@ def test_faults_of_the_users_code_pass_through():
 
 
 def test_names_of_our_curves_are_taken():
-    with pytest.raises(ValueError, match="--reward user_rewards:loss: the name loss is taken"):
-        UserReward("user_rewards:loss")
-    assert {"iou", "meteor", "judge", "caption_reward"} | {
-        tag.split("/")[1] for tag in TAGS if tag.startswith("loop")
-    } <= RESERVED
+    tally = Tally()
+    tally.updates, tally.sums["loop1/loss"] = 1, 0.5
+    tally.mean("loop1/reward/words", 6, 2)
+    assert curves([tally], {"loop1": 1.0})["loop1/words"] == 3
+    tally.mean("loop1/reward/loss", 6, 2)
+    with pytest.raises(BadReward, match="--reward: loss is a curve of the project"):
+        curves([tally], {"loop1": 1.0})

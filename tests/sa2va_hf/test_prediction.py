@@ -5,10 +5,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.segment_describe import answer, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
+from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.video import track
 from tools.make_demo import SHIPPED_CHECKPOINT
 
@@ -58,18 +58,17 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
         )
         assert result["prediction"] == text + "<|end|>"
-        (found,) = result["prediction_masks"]
-        assert found.dtype == bool and found.shape == (1, *mask.shape) and mask.any()
-        assert np.array_equal(found[0], mask.numpy())
+        (predicted,) = result["prediction_masks"]
+        assert predicted.dtype == bool and predicted.shape == (1, *mask.shape) and mask.any()
+        assert np.array_equal(predicted[0], mask.numpy())
 
 
 def test_captions_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode(batch)
     captions = describe(built, images, [0, 1, 2, 3], batch.masks, 24)
     for scene, caption, grid in zip(scenes, captions, batch.inputs.grids):
-        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(
-            bool
-        )  # of whole cells, where both grid rules agree
+        # Of whole cells, where both grid rules agree.
+        whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(bool)
         result = predict(
             built,
             image=scene["image"],

@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from rl_train.data.text import phrase
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 
 
@@ -19,8 +19,8 @@ from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
 def test_prompts_follow_the_template(template, before, after):
     prompts = PromptBuilder(load_tokenizer(CHECKPOINT), template, tokens_per_tile=2)
     image = "<img><IMG_CONTEXT><IMG_CONTEXT></img>"
-    cells = "<IMG_CONTEXT>" * 3
-    region = f"\nThere are 1 part regions in the picture: region1<vp>{cells}</vp>.\n"
+    region = "\nThere are 1 part regions in the picture: region1<vp>"
+    region += "<IMG_CONTEXT><IMG_CONTEXT><IMG_CONTEXT></vp>.\n"
     assert prompts.text(DESCRIBE, 1, [3]) == f"{before}{image}{region}{DESCRIBE}{after}"
     assert (
         prompts.tokenizer.decode(prompts.segment(phrase("A {Red} dog."), 1))
@@ -29,7 +29,8 @@ def test_prompts_follow_the_template(template, before, after):
 
 
 def test_ids_are_those_of_the_text():
-    """Though the image's tokens are put in after encoding: of several tiles, with any region."""
+    """Though the image's tokens are put in after encoding: of several tiles, with regions as large
+    as the image, or none."""
     prompts = PromptBuilder(load_tokenizer(CHECKPOINT), "phi3_chat", tokens_per_tile=4)
     for how in (
         (DESCRIBE, 1, [3]),
@@ -44,7 +45,8 @@ def test_ids_are_those_of_the_text():
 
 
 def test_an_answer_is_encoded_as_in_the_supervised_training():
-    """phi3_chat's answer ends in its suffix, one piece with it; vicuna's without one in EOS."""
+    """phi3_chat's answer ends in its suffix, which is one piece with it; vicuna's, which has none,
+    in EOS."""
     tokenizer = load_tokenizer(CHECKPOINT)
     for template in ("phi3_chat", "vicuna"):
         prompts = PromptBuilder(tokenizer, template, tokens_per_tile=2)
@@ -60,7 +62,7 @@ def test_an_answer_is_encoded_as_in_the_supervised_training():
 
 def test_lower_case_makes_no_special_token():
     """A sampled caption that shouts them would else end the turn in the teacher's prompt."""
-    assert phrase("A <IMG> dog <|END|>\n<|Assistant|> [seg].") == "a dog."[:-1]
+    assert phrase("A <IMG> dog <|END|>\n<|Assistant|> [seg].") == "a dog"
 
 
 def test_vicuna_runs(tmp_path, monkeypatch):

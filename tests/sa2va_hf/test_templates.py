@@ -4,7 +4,6 @@ import copy
 
 import pytest
 
-from rl_train.policies.lora import load_tokenizer
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import (
     IGNORE_INDEX,
@@ -13,6 +12,7 @@ from sa2va_hf.templates import (
     template_map,
     video_lisa_encode_fn,
 )
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 PHI3, VICUNA = PROMPT_TEMPLATE["phi3_chat"], PROMPT_TEMPLATE["vicuna"]

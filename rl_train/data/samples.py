@@ -1,0 +1,54 @@
+"""What every reader does alike: make a sample, count what it read, number the images."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rl_train.data.errors import DamagedSample
+from rl_train.data.images import DAMAGED, decode_image
+from rl_train.data.masks import decode_mask, resize_nearest
+from rl_train.data.text import clean_caption
+
+
+@dataclass
+class Counts:
+    """What opening a data set read."""
+
+    rows: int = 0
+    skipped: Counter = field(default_factory=Counter)  # {reason: regions, or rows without any}
+    resized_masks: int = 0  # of the kept regions, of another size than their image
+
+    def report(self, num_kept: int) -> dict:
+        """The counts by name, and the number of regions "kept"."""
+        return {"kept": num_kept, **vars(self), "skipped": dict(self.skipped)}
+
+
+def read_sample(read, rle: dict | None, caption: str, category: str, image_id: str) -> dict:
+    """dict(image PIL RGB, mask (H, W) bool of its size, caption, category, image_id: all str).
+
+    The caption is cleaned of special tokens; a mask of another size than its image is resized to
+    it by nearest pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
+
+    Args:
+        read: function that returns the encoded image; rle: None = the whole image is the region.
+
+    Raises:
+        DamagedSample: the image does not decode.
+    """
+    try:
+        image = decode_image(read())
+    except DAMAGED as error:
+        raise DamagedSample(image_id, "damaged image") from error
+    size = (image.height, image.width)
+    mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
+    if mask.shape != size:
+        mask = resize_nearest(mask, *size)
+    text = clean_caption(caption)
+    return dict(image=image, mask=mask, caption=text, category=category, image_id=image_id)
+
+
+def number_images(keys: np.ndarray) -> np.ndarray:
+    """(n,) int64 number of each sample's image, by first appearance, from the image keys (n,)."""
+    _, first, image = np.unique(keys, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[image]
