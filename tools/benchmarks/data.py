@@ -14,10 +14,10 @@ from rl_train.config import COUNT, COUNT_OR_0, flag
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
 from rl_train.data.loader import StepSampler, train_loader
-from rl_train.policies.lora import load_tokenizer
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
+from sa2va_hf.tokenizer import load_tokenizer
 from tools.benchmarks.common import DEMO
 from tools.gar_writer import encode_image, write_gar
 
