@@ -1,6 +1,6 @@
 """Every flag of a run but the tasks' own, its help beside it, as small frozen configs.
 
-What computes is given the one config that concerns it, never all flags. Tasks declare theirs so too.
+What computes is given the one config that concerns it, never all flags. Tasks declare theirs alike.
 """
 
 import argparse
