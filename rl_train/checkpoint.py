@@ -8,7 +8,7 @@ checkpoint_step_N/
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
     eval.json                its step, its score and its held-out metrics
-N = steps done. The reference is not stored: it is the base with a fresh LoRA.
+The reference is not stored: it is the base with a fresh LoRA.
 """
 
 import json
@@ -61,14 +61,11 @@ class RunState:
                 task.action.load_state_dict(state["tasks"][task.name])
 
 
-def step_of(folder: Path) -> int:
-    return int(NAME.search(folder.name)[1])
-
-
 def list_checkpoints(output_dir) -> list[Path]:
     """Complete checkpoints in order of their steps."""
-    found = [p for p in Path(output_dir).glob("checkpoint_step_*") if NAME.search(p.name)]
-    return sorted(found, key=step_of)
+    folders = Path(output_dir).glob("checkpoint_step_*")
+    steps = {int(NAME.search(p.name)[1]): p for p in folders if NAME.search(p.name)}
+    return [steps[step] for step in sorted(steps)]
 
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
@@ -76,15 +73,15 @@ def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bo
     rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return
-    write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, rng)
-    past = [p for p in list_checkpoints(output_dir) if step_of(p) <= state.step]
+    new = Path(output_dir) / f"checkpoint_step_{state.step}"
+    write(new, state, flags, rng)
+    past = list_checkpoints(output_dir)
+    past = past[: past.index(new) + 1]  # without later ones of a run that was resumed earlier
     for old in past[:-total_limit] if total_limit else ():
         shutil.rmtree(old)
 
 
-def save_if_best(
-    output_dir, state: RunState, flags: dict, metrics: dict[str, float], is_main: bool
-):
+def save_if_best(output_dir, state: RunState, flags: dict, metrics: dict, is_main: bool):
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
@@ -118,10 +115,10 @@ def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | 
         shutil.rmtree(replaced)
 
 
-def find(resume: str, output_dir) -> Path | None:
-    """The folder that --resume means, or None if "latest" finds a run without a checkpoint yet."""
-    if resume == "latest":
-        found = list_checkpoints(output_dir)
+def find(resume: str | None, output_dir) -> Path | None:
+    """The folder that --resume means, if any; "latest" may find a run without a checkpoint yet."""
+    if resume in (None, "latest"):
+        found = list_checkpoints(output_dir) if resume else []
         return found[-1] if found else None
     if not (Path(resume) / "training_state.pt").is_file():
         raise ValueError(f"--resume {resume}: it has no training_state.pt, it is no checkpoint")

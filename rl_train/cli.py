@@ -21,12 +21,9 @@ PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  
 
 def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl_train.train",
-        allow_abbrev=False,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Reinforcement learning by closed cycles; one process per GPU (torchrun).",
-    )
+    description = "Reinforcement learning by closed cycles; one process per GPU (torchrun)."
+    how = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m rl_train.train", description=description, **how)
     add_tasks_flag(parser)
     for part in PARTS.values():
         add_flags(parser, part)
@@ -36,13 +33,8 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
 
 
 def add_tasks_flag(parser):
-    parser.add_argument(
-        "--tasks",
-        nargs="+",
-        default=list(TASKS),
-        metavar="TASK",
-        help=f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)",
-    )
+    known = f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)"
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=known)
 
 
 def parse(argv=None) -> Config:

@@ -1,15 +1,13 @@
 """Every flag of a run but the tasks' own, its help beside it, as small frozen configs.
 
-A config is a frozen dataclass whose fields are made by `flag`. What computes is given the one
-config that concerns it, never all flags; the tasks declare theirs in the same way
-(`rl_train.tasks`).
+What computes is given the one config that concerns it, never all flags. Tasks declare theirs alike.
 """
 
 import argparse
 import dataclasses
 import math
-import types
 from dataclasses import dataclass
+from types import UnionType
 
 from rl_train.data import DATASETS
 from rl_train.grpo import LOSS_TYPES
@@ -20,12 +18,7 @@ REQUIRED = dataclasses.MISSING
 
 
 def flag(default=REQUIRED, help: str = "", *, name: str | None = None, **options):
-    """A field of a config that is a flag of the command line.
-
-    Args:
-        name: of the flag, by default the field's.
-        options: of `argparse.add_argument`, beside what the field's type says.
-    """
+    """A field that is a flag, of `name` or its own, with more `options` of argparse."""
     metadata = dict(help=help, name=name, options=options)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
@@ -77,9 +70,7 @@ class DataConfig:
     data_dir: str = flag(help="folder of training regions, or owner/name of a data set on the hub")
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
-    eval_data_dir: str | None = flag(
-        None, "held-out regions; default: of --data_dir's last images in a fixed shuffle"
-    )
+    eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
     eval_samples: int = flag(64, "held-out regions in an evaluation", type=COUNT)
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
 
@@ -97,12 +88,8 @@ class RolloutConfig:
 class RewardConfig:
     """rewards"""
 
-    use_llm_judge: bool = flag(
-        False, "add 0.25 METEOR + 0.75 LLM judge of the sampled caption to loop 1's reward"
-    )
-    llm_judge_base_url: str = flag(
-        "http://localhost:9100/v1", "OpenAI-compatible server; its key is OPENAI_API_KEY"
-    )
+    use_llm_judge: bool = flag(False, "ask one; loop 1's reward gains 0.25 METEOR + 0.75 judge")
+    llm_judge_base_url: str = flag("http://localhost:9100/v1", "OpenAI-compatible server")
     llm_judge_model: str = flag("meta-llama/Meta-Llama-3.1-8B-Instruct", "its name at that server")
     llm_judge_mode: str = flag("score", "rating, verdict A..E or questions", choices=MODES)
     max_judge_failures: float = flag(
@@ -110,10 +97,7 @@ class RewardConfig:
     )
     control: str = flag("none", "train on rewards that cannot teach", choices=CONTROLS)
     reward: list[str] = flag(
-        [],
-        "functions of your own, (completions, **kwargs) -> list of float or None, added to the "
-        "reward of each loop and logged by name",
-        metavar="MODULE:FUNCTION[=WEIGHT]",
+        [], "functions of your own (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )
 
 
@@ -153,9 +137,7 @@ class RunConfig:
     output_dir: str = flag(help="receives config.json, TensorBoard logs, rollouts and checkpoints")
     save_steps: int = flag(100, "steps between checkpoints; the last is always saved", type=COUNT)
     save_total_limit: int = flag(3, "checkpoints kept, oldest removed; 0 = all", type=COUNT_OR_0)
-    resume: str | None = flag(
-        None, "from a checkpoint folder, or --output_dir's latest", nargs="?", const="latest"
-    )
+    resume: str | None = flag(None, "from a folder or the latest", nargs="?", const="latest")
     eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
     seed: int = flag(0, "of everything", type=SEED)
 
@@ -178,16 +160,11 @@ class Config:
 PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)}
 
 
-def flag_name(field: dataclasses.Field) -> str:
-    return field.metadata["name"] or field.name
-
-
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
     """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
     group = parser.add_argument_group(title or config.__doc__)
     for field in dataclasses.fields(config):
-        optional = isinstance(field.type, types.UnionType)
-        kind = field.type.__args__[0] if optional else field.type
+        kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
         if kind is bool:
             options = dict(action=argparse.BooleanOptionalAction if field.default else "store_true")
         elif kind == list[str]:
@@ -198,10 +175,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None =
             options["default"] = field.default
         options["required"] = REQUIRED is field.default is field.default_factory
         options |= field.metadata["options"]
-        group.add_argument(f"--{flag_name(field)}", help=field.metadata["help"], **options)
+        name = field.metadata["name"] or field.name
+        group.add_argument(f"--{name}", help=field.metadata["help"], **options)
 
 
 def read_flags(args: argparse.Namespace, config: type):
     """The config that the parsed flags say."""
-    values = {field.name: getattr(args, flag_name(field)) for field in dataclasses.fields(config)}
-    return config(**values)
+    names = {
+        field.name: field.metadata["name"] or field.name for field in dataclasses.fields(config)
+    }
+    return config(**{field: getattr(args, name) for field, name in names.items()})

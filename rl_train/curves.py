@@ -1,7 +1,4 @@
-"""The curves of a step: what each rank counts, and the numbers that all of them together make.
-
-Names are TRL's where TRL has them. Letters: N rows of a rollout.
-"""
+"""The curves of a step, by TRL's names: what each rank counts, and what all of them make."""
 
 import math
 import time
@@ -72,11 +69,7 @@ class Tally:
 
 
 def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
-    """{curve: number} of a step, from the tallies of all ranks and the tasks' loss weights.
-
-    Raises:
-        BadReward: a user's reward has the name of a curve.
-    """
+    """{curve: number} of a step, from the tallies of all ranks and the tasks' loss weights."""
     totals, counts, sums, points = Counter(), Counter(), Counter(), dict(tallies[0].points)
     for tally in tallies:
         totals.update(tally.totals)

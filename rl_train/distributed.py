@@ -1,7 +1,4 @@
-"""Ranks, the few collectives of a step, and gradients by DistributedDataParallel.
-
-Nothing else but `train`, `sharding`, `checkpoint` and the loader knows that there are ranks.
-"""
+"""Ranks, the few collectives of a step, and gradients by DistributedDataParallel."""
 
 import contextlib
 import os
@@ -89,7 +86,7 @@ class GradientAverage:
     """
 
     def __init__(self, module: torch.nn.Module, names: dict[str, torch.nn.Parameter]):
-        self.module, self.names, self.own = module, names, []
+        self.module, self.names, self.own = module, names, {}
         if dist.is_initialized():
             how = dict(broadcast_buffers=False, gradient_as_bucket_view=True)
             self.module = DistributedDataParallel(module, **how)
@@ -107,15 +104,14 @@ class GradientAverage:
 
     def _reduce(self, _, bucket):
         norms = torch._foreach_norm(bucket.gradients())
-        self.own += zip(map(id, bucket.parameters()), norms)
+        self.own |= zip(map(id, bucket.parameters()), norms)
         return allreduce_hook(dist.group.WORLD, bucket)
 
     def own_norms(self) -> dict[str, float]:
         """{name: norm of this rank's own gradient} of the last backward."""
         if not dist.is_initialized():
             return gradient_norms(self.names)
-        of_id, self.own = dict(self.own), []
-        norms = torch.stack([of_id[id(p)] for p in self.names.values()])
+        norms = torch.stack([self.own[id(p)] for p in self.names.values()])
         return dict(zip(self.names, norms.tolist()))
 
 

@@ -5,11 +5,7 @@ import torch
 
 
 class Draws:
-    """The random numbers of N = B*G rows, drawn in this order: uniforms for tokens, then normals.
-
-    Args:
-        task: its number in the run; indices: the B samples' positions in the data set.
-    """
+    """Random numbers of N = B*G rows of samples `indices`: uniforms for tokens, then normals."""
 
     def __init__(self, seed: int, step: int, task: int, indices: list[int], num_generations: int):
         self.generators = [

@@ -1,7 +1,4 @@
-"""Held-out evaluation: samples measured by all ranks together, for one role or several.
-
-Letters: n samples of the held-out dataset, in its order.
-"""
+"""Held-out evaluation: n samples, in their order, measured by all ranks together."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -65,11 +62,7 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluations of a run: measured, logged, written to a file, and compared for checkpoint_best.
-
-    Args:
-        flags: for the files; start: the step that the run goes on from.
-    """
+    """Evaluations of a run that goes on from step `start`: measured, logged, and the best kept."""
 
     def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, start: int):
         self.heldout, self.ranks, self.flags, self.start = heldout, ranks, flags, start

@@ -73,12 +73,6 @@ def token_logps_from_logits(
     return logp.gather(-1, ids[..., None])[..., 0]
 
 
-def entropy_from_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """(N, T) float32 entropy in nats of softmax(logits / temperature), logits (N, T, V)."""
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    return -(logp.exp() * logp).sum(-1)
-
-
 def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
     """Schulman's k3 estimate of KL(policy || reference) at the policy's samples, d = ref - logp."""
     difference = ref_logp - logp
@@ -120,8 +114,7 @@ def grpo_loss(
         clip_range_high and A > 0); ratio_max, the largest |rho - 1|.
 
     Raises:
-        ValueError: unknown loss_type, dr_grpo without max_completion_length, kl_coef without
-            ref_logp.
+        ValueError: unknown loss_type, or one of max_completion_length and ref_logp is missing.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
@@ -170,9 +163,6 @@ def grpo_loss(
 def _row_mean(values, valid):
     """(N,) mean over valid tokens; a row without any counts 0."""
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
-
-
-# The latent action of loop 2: z ~ N(e, sigma^2 I) over SAM2's prompt embedding.
 
 
 def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Tensor:

@@ -44,10 +44,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Totals:
-    """Divisors of a step, equal on all ranks: counts over all ranks, divided by their number.
+    """Divisors of a step: counts over all ranks, divided by their number.
 
-    With them the mean over ranks of the sums over micro-batches is what one process computes on the
-    joined batch.
+    So the ranks' mean of sums over micro-batches is what one process computes on the joined batch.
     """
 
     rows: float
@@ -110,12 +109,9 @@ class MicroBatchLoss(nn.Module):
     def forward(self, work: Work, rows: slice, totals: Totals, last: bool):
         """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
 
-        Of the step's `last` micro-batch the loss holds every trainable, so that each has a
-        gradient.
-
-        Returns:
-            statistics: {name: detached}; a pair is a total and its count, a single number adds up
-            to the step's value over micro-batches; sampler_gap is a maximum.
+        Of the step's `last` micro-batch it holds every trainable, so that each has a gradient. Of
+        the statistics {name: detached} a pair is a total and its count, a single number adds up to
+        the step's value; sampler_gap is a maximum.
         """
         scores = self.policy.score(work.rollout, rows)
         loss, statistics = self._text(work, rows, scores, totals)

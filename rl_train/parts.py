@@ -93,16 +93,6 @@ def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
-def calibrate(tasks, train_set, inputs, batch_size: int, max_new_tokens: int):
-    """Let each action look at a few training samples, the same on all ranks."""
-    generator = torch.Generator().manual_seed(0)
-    few = torch.randperm(len(train_set), generator=generator)[:CALIBRATION_SAMPLES].tolist()
-    for task in tasks:
-        if task.action:
-            loader = eval_loader(Subset(train_set, few), inputs, batch_size, 0)
-            task.action.calibrate(loader, max_new_tokens)
-
-
 def print_sizes(policy, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
@@ -142,13 +132,17 @@ def build(config: Config, ranks: Ranks) -> Parts:
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     state = RunState(policy, roles, tasks, optimizer, schedule)
-    resume = checkpoint.find(config.run.resume, output_dir) if config.run.resume else None
-    if resume:
+    if resume := checkpoint.find(config.run.resume, output_dir):
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
         checkpoint.load(resume, state, output_dir, ranks.rank)
     else:
-        calibrate(tasks, train_set, policy.inputs(tokens), prompts, tokens)
+        order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
+        few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
+        for task in tasks:
+            if task.action:
+                loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
+                task.action.calibrate(loader, tokens)
     sampler.start = state.step
     if ranks.is_main:  # last, so that bad input uses up no folder
         write_json(Path(output_dir) / "config.json", flags, indent=2)

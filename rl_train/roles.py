@@ -8,10 +8,9 @@ COPIES = ("teacher", "reference")
 
 
 class Roles:
-    """Three roles of one model.
+    """Three roles of one model, whose own parameters are the policy.
 
-    The model's own parameters are the policy. Teacher and reference are float32 copies; `use(name)`
-    points the parameters at a copy for the length of a `with` block, without moving a byte.
+    Teacher and reference are float32 copies, at which `use(name)` points the parameters.
 
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).

@@ -4,14 +4,12 @@ Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a
 while it computes. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2:
 nobody else knows of it, and results are those of a run without it.
 
-A forward is thereby a collective, but ranks sample answers of different lengths and have different
-numbers of masks to describe. So before each forward of a sharded part all ranks say which part they
-need next; the highest that any of them named is run by all, by those that did not name it on a
-dummy input, after which they ask again. A rank that has nothing left until the ranks meet in
+A forward is thereby a collective, but ranks sample answers of different lengths. So before each
+forward of a sharded part all ranks say which part they need next; the highest that any named is run
+by all, by the others on a dummy input, after which they ask again. A rank that has none left until
 another collective says so by `join`, which `distributed` calls before each of its own. Forwards
-with gradient are equally many on all ranks as it is (same rows, same micro-batches), so that
-backwards are in step. A part is called whole, `vision_model(..)` or `language_model.model(..)`; its
-layers never by themselves.
+with gradient are equally many on all ranks, so that backwards are in step. A part is called whole,
+`vision_model(..)` or `language_model.model(..)`; its layers never by themselves.
 """
 
 from functools import partial
@@ -40,7 +38,7 @@ class Shards:
             raise ValueError("--shard_base: one process has nobody to share with, start several")
         self.ranks, self.parts, self.in_dummy = ranks, [], False
 
-    def load(self, path, dtype: torch.dtype, device) -> Sa2VAModel:
+    def load(self, path, dtype, device) -> Sa2VAModel:
         """`Sa2VAModel.from_pretrained`, of which this rank keeps its share of the layers."""
         model = Sa2VAModel.blank(path, dtype)
         self.split(model)

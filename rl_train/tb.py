@@ -21,11 +21,8 @@ FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
 class Log:
     """TensorBoard events, pictures and rollouts of a run; on other ranks only rollouts.
 
-    Args:
-        start: steps already done; lines and points beyond it, left by a killed run, are dropped.
-
-    Raises:
-        DamagedFile: one of the lines that are there cannot be read; the file stays as it is.
+    Lines and points beyond the step `start`, left by a killed run, are dropped. Raises DamagedFile
+    if one of the lines cannot be read; the file stays as it is.
     """
 
     def __init__(self, output_dir, ranks, start: int):
@@ -56,20 +53,16 @@ class Log:
     def rollouts(self, step: int, work: Work):
         """One JSON line per row; null is a reward that could not be obtained."""
         rollout, outcome = work.rollout, work.outcome
+        image_ids, captions = map(
+            rollout.of_rows, (rollout.batch.image_ids, rollout.batch.captions)
+        )
         for row, text in enumerate(rollout.texts):
-            i = row // rollout.num_generations
-            line = dict(
-                step=step,
-                task=work.task.name,
-                image_id=rollout.batch.image_ids[i],
-                caption=rollout.batch.captions[i],
-                completion=text,
-                reward=_number(work.reward[row]),
-                advantage=round(work.advantages[row].item(), 4),
-            )
-            rewards = {name: _number(values[row]) for name, values in outcome.rewards.items()}
-            reply = {"reply": outcome.replies[row]} if outcome.replies else {}
-            self.jsonl.write(json.dumps(line | rewards | reply, ensure_ascii=False) + "\n")
+            line = dict(step=step, task=work.task.name, image_id=image_ids[row])
+            line |= dict(caption=captions[row], completion=text, reward=_number(work.reward[row]))
+            line["advantage"] = round(work.advantages[row].item(), 4)
+            line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
+            line |= {"reply": outcome.replies[row]} if outcome.replies else {}
+            self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
         self.jsonl.flush()
 
     def pictures(self, step: int, work: Work, policy, count: int = 3):

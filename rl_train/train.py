@@ -101,10 +101,7 @@ def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_nor
 
 
 class EndOfStep:
-    """What is seen and kept of each step: curves, rollouts, evaluations, checkpoints.
-
-    A step that could learn nothing has no curves of the update.
-    """
+    """What is seen and kept of each step: curves, rollouts, evaluations, checkpoints."""
 
     def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
         self.parts, self.log, self.evaluator = parts, log, evaluator
@@ -152,8 +149,7 @@ class EndOfStep:
         points["teacher/lag"] = state.roles.distance("teacher", "policy")
         self.log.scalars(points, state.step)
         names = [task.name for task in state.tasks]
-        means = {name: f"{points.get(f'{name}/reward_mean', math.nan):.3f}" for name in names}
-        self.progress.set_postfix(means)
+        self.progress.set_postfix({name: points.get(f"{name}/reward_mean") for name in names})
         self.progress.update()
         if parts.judge:
             failed = sum(t.totals[failed_frac] for t in tallies)

@@ -60,7 +60,7 @@ def test_the_step_is_the_trainings():
     mine.masks = None
     mine.step()
     state = theirs.state
-    parts = Parts(theirs.config, {}, theirs.ranks, state, *[None] * 4, max_steps=1)
+    parts = Parts(theirs.config, {}, theirs.ranks, state, *[None] * 6, max_steps=1)
 
     def end_of_step(state, *_):
         state.step += 1

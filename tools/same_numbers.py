@@ -19,6 +19,9 @@ from pathlib import Path
 from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tools.demo_scenes import HELDOUT, TRAIN
+from tools.make_demo import write_split
+
 ROOT = Path(__file__).parents[1]
 FLAGS = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 16 "
@@ -84,11 +87,8 @@ def main(argv=None):
         data = args.before / "data" if args.before else Path(folder) / "data"
         before = args.before / "run" if args.before else Path(folder) / "before"
         if not before.exists():
-            draw = (
-                f"from tools.make_demo import *; from pathlib import Path; d = Path({str(data)!r})"
-            )
-            draw += "; write_split(d / 'train', 0, TRAIN, 60); write_split(d / 'heldout', 0, HELDOUT, 8)"
-            subprocess.run([sys.executable, "-c", draw], cwd=ROOT, check=True)
+            write_split(data / "train", 0, TRAIN, 60)
+            write_split(data / "heldout", 0, HELDOUT, 8)
             tree = Path(folder) / "tree"
             subprocess.run(
                 ["git", "worktree", "add", "-q", "--detach", tree, args.revision],

@@ -1,7 +1,4 @@
-"""Who answers: one file for each family of models, and what all of them share (`lora`).
-
-The loop knows a policy by this protocol; a task also knows what its own family can be asked.
-"""
+"""Who answers: one file for each family of models, and `lora`, which all of them share."""
 
 from typing import Protocol
 
@@ -10,15 +7,8 @@ import torch
 from rl_train.types import Batch, Rollout
 
 
-class Scores(Protocol):
-    """What one forward says of n rows."""
-
-    logp: torch.Tensor  # (n, T) with gradient, 0 where not valid
-    entropy: torch.Tensor  # (n, T) detached, 0 where not valid
-
-
 class Policy(Protocol):
-    """A model with its tokenizer and prompts, and what of it trains."""
+    """What the loop knows of a policy; a task also knows what its own family can be asked."""
 
     model: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
@@ -38,8 +28,8 @@ class Policy(Protocol):
     ) -> Rollout:
         """G answers to each prompt, by `uniforms` (N, T); without them greedily."""
 
-    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Scores:
-        """Log-probs of sampled tokens by a full forward over image, prompt and answer."""
+    def score(self, rollout: Rollout, rows: slice = slice(None)):
+        """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward."""
 
     def picture(self, batch: Batch, sample: int):
         """The PIL image of one sample, for people to look at."""

@@ -32,7 +32,6 @@ class Action(Protocol):
         """{curve: (total, count)} of a rollout's actions."""
 
     def state_dict(self) -> dict: ...
-
     def load_state_dict(self, state: dict): ...
 
 

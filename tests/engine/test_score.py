@@ -42,7 +42,7 @@ def plain(engine, embeds, mask, prompt, ids, valid):
     hidden = hidden_states(llm, follow(llm, embeds[prompt], ids), mask, positions(mask))
     logits = llm.lm_head(hidden[:, length - 1 : -1])
     logp = grpo.token_logps_from_logits(logits, ids, TEMPERATURE)
-    entropy = grpo.entropy_from_logits(logits, TEMPERATURE).detach()
+    entropy = torch.distributions.Categorical(logits=logits / TEMPERATURE).entropy().detach()
     return logp, entropy, hidden[:, length:][fed(valid)]
 
 

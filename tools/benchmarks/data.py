@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 from PIL import Image
-from rl_train.policies.sa2va_prompts import PromptBuilder
 from torch.utils.data import DataLoader, Dataset
 
 from rl_train.config import COUNT, COUNT_OR_0, flag
@@ -17,6 +16,7 @@ from rl_train.data.images import decode_image
 from rl_train.data.loader import StepSampler, train_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.benchmarks.common import DEMO
 from tools.gar_writer import encode_image, write_gar
@@ -70,7 +70,8 @@ def make_rows(num: int, width: int, height: int) -> list[dict]:
 
     for _ in range(num):
         image = Image.blend(blobs(160), Image.blend(blobs(20), blobs(4), 0.25), 0.4)
-        mask = np.asarray(blobs(160))[..., 0] > 160
+        region = np.asarray(blobs(160))[..., 0]
+        mask = region > region.mean()
         rows.append(dict(image=image, mask=mask, caption=CAPTION, category="cup"))
     return rows
 
@@ -102,7 +103,6 @@ def measure(options: Options) -> dict:
             speeds.append((speed(least, options), speed(ours, options)))
     ratios = [ours / least for least, ours in speeds]
     loader = dict(
-        num_workers=workers,
         image=f"{options.width}x{options.height}",
         jpeg_bytes=round(statistics.mean(map(len, bare.jpegs))),
         loader_samples_per_second=statistics.median(ours for _, ours in speeds),

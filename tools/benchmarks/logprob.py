@@ -47,7 +47,8 @@ class MicroBatch:
 
     def run(self, way: str) -> torch.Tensor:
         """(N, T) log-probs; their gradients replace the last ones."""
-        self.forget()
+        self.model.zero_grad()
+        self.embeds.grad = None
         with torch.autocast(self.embeds.device.type, torch.bfloat16):
             logp = self.plain() if way == "plain" else self.ours(way == "and checkpoints")
         logp.backward(self.slope)
@@ -58,16 +59,12 @@ class MicroBatch:
         self.engine.release()
         self.model.float()
         self.embeds = self.embeds.detach().float().requires_grad_()
-        self.forget()
+        self.model.zero_grad()
         logps = []
         for row, slope in enumerate(self.slope):
             logps.append(self.plain(slice(row, row + 1)))
             logps[-1].backward(slope[None])
         return torch.cat(logps).detach()
-
-    def forget(self):
-        for parameter in (self.embeds, *self.model.parameters()):
-            parameter.grad = None
 
     def ours(self, gradient_checkpointing: bool) -> torch.Tensor:
         """(N, T) as in training."""

@@ -14,9 +14,9 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine import Completions, Engine
-from rl_train.policies.sa2va import Images, Prompts, Scores
 from rl_train.roles import Roles
 from rl_train.types import Batch
+from sa2va_hf.batches import Images, Prompts
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.work import ForcedPolicy, Work, build
 
@@ -85,7 +85,7 @@ class FullEngine(Engine):
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
         with torch.no_grad():
-            entropy = grpo.entropy_from_logits(logits, self.temperature)
+            entropy = torch.distributions.Categorical(logits=logits / self.temperature).entropy()
         return FullAnswers(logp, entropy, hidden[:, length:])
 
 
@@ -111,10 +111,10 @@ class FullPolicy(ForcedPolicy):
         each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
         return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
 
-    def score_answers(self, images, prompts: Prompts, ids, valid) -> Scores:
+    def score_answers(self, images, prompts: Prompts, ids, valid) -> FullAnswers:
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
-            return Scores(self.engine.score(embeds, mask, None, ids, valid))
+            return self.engine.score(embeds, mask, None, ids, valid)
 
     def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings):
         """As Sa2VA's; of the teacher by SAM2's features of every row's own."""

@@ -23,13 +23,15 @@ from rl_train.curves import Clock, Tally
 from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
-from rl_train.grpo import combine, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
-from rl_train.parts import build_optimizer, build_tasks, trained_groups
+from rl_train.parts import build_optimizer
 from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.components import combine
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import Roles
+from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
@@ -106,8 +108,8 @@ class Work:
 
     def run(self) -> list[Clock]:
         """The clocks of the steps that count, after those of the warm-up."""
-        steps = [self.step() for _ in range(self.options.warmup + self.options.rounds)]
-        return steps[self.options.warmup :]
+        first = self.options.warmup
+        return [self.step() for _ in range(first + self.options.rounds)][first:]
 
     def step(self, clock: Clock | None = None) -> Clock:
         """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
@@ -175,12 +177,13 @@ def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> W
         Sa2VAProcessor(model.config, config.policy.max_tiles),
         tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
         config.policy,
-        trained_groups(config.tasks),
+        sorted({group for asked in config.tasks.values() for group in asked.trains}),
         answer_tokens=options.answer_tokens,
     )
     start_lora(policy.trainable)
     roles, rewards = Roles(policy.trainable), tuple(load_user_rewards(config.reward.reward))
-    tasks = build_tasks(config.tasks, Context(policy, roles, tokens, user_rewards=rewards))
+    context = Context(policy, roles, tokens, user_rewards=rewards)
+    tasks = [load_task(name)(asked, context) for name, asked in config.tasks.items()]
     optimizer = build_optimizer(config.optim, policy)
     state = RunState(policy, roles, tasks, optimizer, scheduler=None)
     average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
