@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_train import cli
-from rl_train.config import Config, flag_name
+from rl_train.config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks import TASKS, CaptionMaskCaption
 from rl_train.tasks.protocol import Context
@@ -32,6 +32,11 @@ def complaint(data, tmp_path, capsys):
 def config_classes() -> list[type]:
     """The classes of configs of which a command line is made."""
     return [kind for kind in Config.__annotations__.values() if dataclasses.is_dataclass(kind)]
+
+
+def flag_name(field: dataclasses.Field) -> str:
+    """The flag of a config's field."""
+    return field.metadata["name"] or field.name
 
 
 # The command line
