@@ -16,6 +16,7 @@ FREE_ON_RESUME = {
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size"),
 }
+PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
 
 
@@ -23,12 +24,13 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
     description = "Reinforcement learning by closed cycles; one process per GPU (torchrun)."
     how = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser("python -m rl_train.train", description=description, **how)
+    parser = argparse.ArgumentParser(PROGRAM, description=description, **how)
     add_tasks_flag(parser)
     for part in PARTS.values():
         add_flags(parser, part)
-    for name, task in tasks.items():
-        add_flags(parser, task.Options, f"task {name}")
+    options = {task.Options: name for name, task in tasks.items()}  # one may inherit another's
+    for kind, name in options.items():
+        add_flags(parser, kind, f"task {name}")
     return parser
 
 
@@ -39,14 +41,14 @@ def add_tasks_flag(parser):
 
 def parse(argv=None) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     add_tasks_flag(parser)
     names = parser.parse_known_args(argv)[0].tasks
     try:
         tasks = TASKS | {name: load_task(name) for name in names}
         parser = build_parser(tasks)
         return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
-    except ValueError as error:
+    except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
 
 

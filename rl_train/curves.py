@@ -60,10 +60,9 @@ class Tally:
             elif not name.endswith("/sampler_gap"):
                 self.sums[name] += value.item()
             elif on_policy:
-                self.maxima[name] = max(self.maxima.get(name, 0.0), value.item())
+                self.maxima[name] = max(value.item(), self.maxima.get(name, 0.0))  # or NaN
 
     def not_finite(self) -> list[str]:
-        """The names of what is not finite."""
         values = {**self.totals, **self.sums, **self.maxima}
         return [name for name, value in values.items() if not math.isfinite(value)]
 

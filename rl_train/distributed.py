@@ -94,7 +94,7 @@ class GradientAverage:
 
     def __call__(self, *args, last: bool):
         """What the module returns, of the step's `last` micro-batch or of one before it."""
-        return self.module(*args, last)
+        return self.module(*args, last and dist.is_initialized())
 
     def averaging(self, last: bool):
         """The context of a forward and backward: gradients are averaged in that of the last one."""
@@ -110,6 +110,8 @@ class GradientAverage:
     def own_norms(self) -> dict[str, float]:
         """{name: norm of this rank's own gradient} of the last backward."""
         if not dist.is_initialized():
+            for parameter in (p for p in self.names.values() if p.grad is None):
+                parameter.grad = torch.zeros_like(parameter)
             return gradient_norms(self.names)
         norms = torch.stack([self.own[id(p)] for p in self.names.values()])
         return dict(zip(self.names, norms.tolist()))

@@ -19,8 +19,6 @@ from rl_train.types import Outcome, Rollout
 
 @dataclass
 class Reference:
-    """What the reference says of a rollout."""
-
     logp: torch.Tensor  # (N, T)
     action: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
 
@@ -109,7 +107,7 @@ class MicroBatchLoss(nn.Module):
     def forward(self, work: Work, rows: slice, totals: Totals, last: bool):
         """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
 
-        Of the step's `last` micro-batch it holds every trainable, so that each has a gradient. Of
+        With `last` it holds every trainable, as DistributedDataParallel wants it of a backward. Of
         the statistics {name: detached} a pair is a total and its count, a single number adds up to
         the step's value; sampler_gap is a maximum.
         """

@@ -79,7 +79,6 @@ class Roles:
         return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.banks.items()}
 
     def load_state_dict(self, state):
-        """Fill the banks. Raises ValueError if a name is missing or unexpected."""
         for role, bank in self.banks.items():
             if odd := set(state[role]) ^ set(bank):
                 raise ValueError(f"{role} bank: names differ: {sorted(odd)[:5]}")

@@ -44,8 +44,7 @@ class Log:
             for name, value in values.items():
                 self.writer.add_scalar(name, value, step)
 
-    def hparams(self, flags: dict):
-        """The run's flags, as text (hparams events would open a run of their own)."""
+    def hparams(self, flags: dict):  # as text: hparams events would open a run of their own
         if self.writer:
             text = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
             self.writer.add_text("hparams", text, 0)

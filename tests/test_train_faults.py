@@ -176,13 +176,3 @@ def test_a_reward_of_the_users_own_named_like_a_curve_ends_the_run(
         run(data, tmp_path / "run", **how)
     assert "\n" not in str(stopped.value)
     assert not list((tmp_path / "run").glob("checkpoint_step_*"))
-
-
-def test_its_name_is_refused_though_the_first_step_learns_nothing(data, tmp_path, monkeypatch):
-    """Not only at the step whose update first has a curve of that name."""
-    (tmp_path / "users_still.py").write_text(
-        "def loss(completions, **kwargs):\n    return [0.5] * len(completions)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SystemExit, match="^rl_train: --reward.*loss"):
-        run(data, tmp_path / "run", reward="users_still:loss", control="constant", max_steps=1)

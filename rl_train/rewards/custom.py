@@ -140,3 +140,10 @@ def user_components(
     kwargs["captions"] = rollout.of_rows(rollout.batch.captions)
     kwargs["image_ids"] = rollout.of_rows(rollout.batch.image_ids)
     return {reward.name: reward(rollout.texts, **kwargs) for reward in rewards}
+
+
+def with_components(ours: dict[str, torch.Tensor], users: dict[str, torch.Tensor]) -> dict:
+    """Return both together. Raises BadReward if one of the user's has a name of ours."""
+    if taken := sorted(ours.keys() & users):
+        raise BadReward(f"--reward: {taken[0]} is a component of the task, rename the function")
+    return ours | users

@@ -7,7 +7,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
-from rl_train.rewards.custom import user_components
+from rl_train.rewards.custom import user_components, with_components
 from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
@@ -86,10 +86,11 @@ class CaptionMaskCaption:
                 rewards["likelihood"] = likelihood
         targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
-        prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]
-        common = (context.user_rewards, rollout, prompts, masks, targets)
-        rewards |= user_components(*common, replies=replies)
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
+        prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]
+        common = (context.user_rewards, rollout, prompts, masks, targets)
+        rewards = with_components(rewards, user_components(*common, replies=replies))
+        if self.llm_judge:
             rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())
         return Outcome(rewards, masks, replies)

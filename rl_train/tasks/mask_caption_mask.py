@@ -9,7 +9,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.segment_describe import segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
-from rl_train.rewards.custom import user_components
+from rl_train.rewards.custom import user_components, with_components
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
@@ -65,10 +65,12 @@ class MaskCaptionMask:
         for row, mask in zip(asked, answers):
             masks[row] = mask
         rewards = {"iou": mask_iou(masks, targets).cpu()}
-        rewards |= user_components(context.user_rewards, rollout, prompts, masks, targets)
         if context.judge:
             rewards["meteor"] = meteor(captions, rollout.texts)
             rewards["judge"] = judged = context.judge.score(captions, rollout.texts)
             rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * judged
+        common = (context.user_rewards, rollout, prompts, masks, targets)
+        rewards = with_components(rewards, user_components(*common))
+        if context.judge:
             rewards = without_rows(rewards, self.weights, judged.isnan())
         return Outcome(rewards, masks)
