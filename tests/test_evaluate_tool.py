@@ -247,7 +247,7 @@ def test_bad_input(data, base, trained, tmp_path):
 def test_number_out_of_range(data, capsys, name, value):
     with pytest.raises(SystemExit):
         evaluate.main(flags(data, **{name: value}))
-    assert f"error: --{name} {value}: must be at least " in capsys.readouterr().err
+    assert f"error: argument --{name}: {value}: must be at least " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["config.json", "trainables.safetensors", "ema.safetensors"])

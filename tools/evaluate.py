@@ -111,6 +111,11 @@ def build_measured_policy(args, ranks):
                 f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many"
             )
         folder, base = base, Path(read_json(base / "config.json")["model_path"])
+        if not base.is_dir():
+            raise ValueError(
+                f"--model_path {folder}: the run started from {base}, which is no folder here; "
+                "give the base as --model_path and this folder as --checkpoint"
+            )
     if folder is None and args.role == "ema":
         raise ValueError(
             f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher"

@@ -3,7 +3,7 @@
 A decode step reads every weight once and computes almost nothing, so what it costs beyond that is
 the number of kernels. So linears that read one input are one matrix product together with their
 LoRA A's (see `fused`), whose rows are refreshed at the start of each `generate`, and all that lies
-between two products is one kernel (attention: two; `decode_triton`; on the CPU `decode_torch`).
+between two products is one kernel (attention: two; `decode_triton`, or its twin `decode_torch`).
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, m prompt tokens,
 C width, V vocabulary, K key-value heads, D head size.
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from rl_train.engine import forward
 from rl_train.engine.packing import Shared, next_positions
-from rl_train.engine.tokens import BLOCK, Completions, Draws
+from rl_train.engine.tokens import BLOCK, Completions, Sampling
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
@@ -39,7 +39,7 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, num_prompts: int, length: int, draws: Draws) -> "Graph":
+    def graph(self, num_prompts: int, length: int, draws: Sampling) -> "Graph":
         """The graph that serves these sizes."""
         prompts = _round_up(num_prompts, 16)
         if num_prompts <= 16:
@@ -57,7 +57,7 @@ class Decoder:
         return self.graphs[key]
 
     def generate(
-        self, embeds, attention_mask, position_ids, shared: Shared, draws: Draws
+        self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
     ) -> Completions:
         """See `Engine.generate`; shared: the layout of the prompts."""
         num_rows = len(embeds) * draws.num_generations
@@ -90,7 +90,7 @@ class Graph:
     """
 
     def __init__(
-        self, fused, cache, pool, num_prompts, num_generations, length, num_tokens, draws: Draws
+        self, fused, cache, pool, num_prompts, num_generations, length, num_tokens, draws: Sampling
     ):
         self.fused, self.num_generations = fused, num_generations
         self.vocab, width = fused.head.weight.shape

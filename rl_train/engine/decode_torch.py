@@ -1,6 +1,6 @@
 """The parts of a decode step in plain torch.
 
-For the CPU, and what `decode_triton` is tested against.
+For sizes that `decode_triton` does not fit, and what it is tested against.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
 slots, C width, F MLP width, r LoRA rank, k linears of one input, V vocabulary.

@@ -14,7 +14,7 @@ from rl_train.engine.decode import Decoder
 from rl_train.engine.fused import FusedModel, unsupported
 from rl_train.engine.head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, share
-from rl_train.engine.tokens import Completions, Draws, StopText
+from rl_train.engine.tokens import Completions, Sampling, StopText
 
 
 @dataclass
@@ -107,7 +107,7 @@ class Engine:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
         position_ids = positions(attention_mask) if position_ids is None else position_ids
         stop, numbers = stop and stop.to(embeds.device), (self.pad_id, self.temperature)
-        draws = Draws(num_generations, max_new_tokens, stop, *numbers, uniforms)
+        draws = Sampling(num_generations, max_new_tokens, stop, *numbers, uniforms)
         prompts = embeds, attention_mask, position_ids
         if self.fused(embeds) is None:
             return modules.generate(self.language_model, *prompts, draws)

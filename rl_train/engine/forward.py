@@ -3,7 +3,7 @@
 Written for the update, where eager modules spend more time on copies than on products: LoRA layers
 cast their input to float32 and back, and each operation between two products reads and writes all
 tokens. Here linears of one input are one product (see `fused`), LoRA's B adds to its output in
-place, what lies between the products is one kernel (`forward_triton`; on the CPU `forward_torch`),
+place, what lies between the products is one kernel (`forward_triton`, or its twin `forward_torch`),
 and a layer keeps its input twice, [q, k, v], attention's output and [gate, up].
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,

@@ -1,6 +1,6 @@
 """The parts of the training forward that are not matrix products, in plain torch.
 
-For the CPU, and what `forward_triton` is tested against.
+For sizes that `forward_triton` does not fit, and what it is tested against.
 
 Letters: m tokens, C width, H query heads, K key-value heads, D head size, F MLP width.
 """

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from rl_train.engine.packing import next_positions
-from rl_train.engine.tokens import Completions, Draws, draw
+from rl_train.engine.tokens import Completions, Sampling, draw
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _of_transformers(position_ids):
 
 
 @torch.no_grad()
-def generate(language_model, embeds, attention_mask, position_ids, draws: Draws) -> Completions:
+def generate(language_model, embeds, attention_mask, position_ids, draws: Sampling) -> Completions:
     """See `Engine.generate`; a token at a time, with the cache of transformers."""
     num_generations, stop = draws.num_generations, draws.stop
     num_rows = len(embeds) * num_generations

@@ -103,7 +103,7 @@ class StopText:
 
 
 @dataclass(frozen=True)
-class Draws:
+class Sampling:
     """What to draw: see `Engine.generate`."""
 
     num_generations: int

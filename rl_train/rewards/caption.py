@@ -37,7 +37,7 @@ def without_rows(
 ) -> dict[str, Tensor]:
     """Return `rewards` with the components `names` NaN at `rows` (N,) bool.
 
-    `grpo.combine` leaves NaN components out of a row's sum; with all weighted components NaN the
-    row itself is not scored.
+    `components.combine` leaves NaN components out of a row's sum; with all weighted components NaN
+    the row itself is not scored.
     """
     return rewards | {name: torch.where(rows, torch.nan, rewards[name]) for name in names}

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, Qwen2Config
 from rl_train.engine import Engine, StopText, modules
 from rl_train.engine.modules import follow, hidden_states
 from rl_train.engine.packing import positions
-from rl_train.engine.tokens import Draws
+from rl_train.engine.tokens import Sampling
 from tests.engine.tiny import DEMO, ends_with, fast, prompts, slow, tiny_llm
 
 STEPS = 16
@@ -126,7 +126,7 @@ def say(tokenizer, texts, steps=STEPS):
     stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     script, mask = Script(rows, len(tokenizer)), torch.ones(len(texts), 2, dtype=torch.long)
-    embeds, draws = torch.zeros(*mask.shape, 1), Draws(1, steps, stop, 0, 1.0, None)
+    embeds, draws = torch.zeros(*mask.shape, 1), Sampling(1, steps, stop, 0, 1.0, None)
     return script, modules.generate(script, embeds, mask, positions(mask), draws)
 
 

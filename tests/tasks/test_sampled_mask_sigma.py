@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train import parts
+from rl_train.data.loader import eval_loader
 from rl_train.rewards import mask_iou
 from rl_train.tasks.sampled_mask import SIGMA_IOU, calibrate_sigma
 from tests.updates import STEPS, task_of
@@ -48,7 +48,8 @@ def test_sigma_is_the_same_number_whatever_the_batch(policy, scenes):
     def found(seed=0, batch_size=2, mask_sigma="auto"):
         model = policy(seed=seed)
         tasks = [task_of(model, 1), task_of(model, 2, mask_sigma=mask_sigma)]
-        parts.calibrate(tasks, scenes, model.inputs(STEPS), batch_size, STEPS)
+        loader = eval_loader(scenes, model.inputs(STEPS), batch_size, 0)
+        tasks[1].action.calibrate(loader, STEPS)
         assert tasks[0].action is None  # nothing to draw
         return tasks[1].action.sigma
 
