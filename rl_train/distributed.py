@@ -108,7 +108,7 @@ class GradientAverage:
         return allreduce_hook(dist.group.WORLD, bucket)
 
     def own_norms(self) -> dict[str, float]:
-        """{name: norm of this rank's own gradient} of the last backward."""
+        """{name: norm of this rank's own gradient}; alone, one that no term reached becomes 0."""
         if not dist.is_initialized():
             for parameter in (p for p in self.names.values() if p.grad is None):
                 parameter.grad = torch.zeros_like(parameter)

@@ -40,7 +40,7 @@ def train(parts: Parts, loader, end_of_step):
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
-    average = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
+    objective = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= parts.max_steps:
             break
@@ -69,23 +69,23 @@ def train(parts: Parts, loader, end_of_step):
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
             for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
-                with average.averaging(last):
-                    loss, statistics = average(w, rows, totals[w.task.name], last=last)
+                with objective.averaging(last):
+                    loss, statistics = objective(w, rows, totals[w.task.name], last=last)
                     loss.backward()  # gradients add up over rows and tasks
                 tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
-            update(state, average, tally, optim.max_grad_norm)
+            update(state, objective, tally, optim.max_grad_norm)
             roles.update_teacher(optim.ema_decay)
         end_of_step(state, work, tally, clock)
 
 
-def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_norm: float):
+def update(state: RunState, objective: GradientAverage, tally: Tally, max_grad_norm: float):
     """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
     Raises:
         FloatingPointError: on all ranks and before a step, naming what is not finite on any.
     """
     faults = tally.not_finite()
-    norms = average.own_norms().items()
+    norms = objective.own_norms().items()
     faults += [
         f"gradient of {name} (norm {norm})" for name, norm in norms if not math.isfinite(norm)
     ]
@@ -101,7 +101,7 @@ def update(state: RunState, average: GradientAverage, tally: Tally, max_grad_nor
 
 
 class EndOfStep:
-    """What is seen and kept of each step: curves, rollouts, evaluations, checkpoints."""
+    """What ends a step: the schedule, and curves, rollouts, evaluations, checkpoints of it."""
 
     def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
         self.parts, self.log, self.evaluator = parts, log, evaluator

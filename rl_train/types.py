@@ -1,4 +1,4 @@
-"""The records that rooms hand to each other.
+"""The records that data, policies and tasks hand to each other.
 
 Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T tokens, C LLM width.
 """

@@ -1,4 +1,4 @@
-"""Who answers: one file for each family of models, and `lora`, which all of them share."""
+"""Who answers: the protocol, a family of models by its name, and `lora`, which all share."""
 
 from typing import Protocol
 
