@@ -1,7 +1,6 @@
 """The loss of some rows of a rollout: clipped policy term, KL to the reference, the task's own.
 
-Letters: N rows of a rollout, n of a micro-batch, T completion tokens, M actions beside the text, D
-their parameters.
+Letters: N rows of a rollout, n of a micro-batch, T tokens, M actions, D their parameters.
 """
 
 from collections import Counter

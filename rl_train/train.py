@@ -81,8 +81,7 @@ def train(parts: Parts, loader, end_of_step):
 def update(state: RunState, objective: GradientAverage, tally: Tally, max_grad_norm: float):
     """Clip the averaged gradients and step; the norms before clipping go to the tally.
 
-    Raises:
-        FloatingPointError: on all ranks and before a step, naming what is not finite on any.
+    Raises FloatingPointError, on all ranks and before a step, naming what is not finite on any.
     """
     faults = tally.not_finite()
     norms = objective.own_norms().items()

@@ -134,6 +134,12 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
     return (pixels.float() / 255 - mean) / std
 
 
+def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
+    """(.., 3, S, S) float32 of uint8 pixels, ImageNet-normalised."""
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return pixels.float().div_(255).sub_(mean).div_(std)
+
+
 class Sa2VAProcessor:
     """Turns PIL images and masks into the tensors that `Sa2VAModel` takes.
 
@@ -149,8 +155,6 @@ class Sa2VAProcessor:
         self.image_size, self.grid_size = config.image_size, config.grid_size
         self.sam_size = config.sam2.image_size
         self.rule = "area" if self.max_tiles == 1 else "nearest"
-        self._mean = torch.tensor(IMAGENET_MEAN).view(3, 1, 1)
-        self._std = torch.tensor(IMAGENET_STD).view(3, 1, 1)
 
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
         """The tiles in row-major order; then, if there is more than one, the thumbnail."""
@@ -173,8 +177,11 @@ class Sa2VAProcessor:
 
         The last tile is the whole image, the one that regions refer to.
         """
-        pixels = torch.stack([planes(tile) for tile in self.tile_images(image)]).float()
-        return pixels.div_(255).sub_(self._mean).div_(self._std)
+        return normalise_tiles(self.tile_pixels(image))
+
+    def tile_pixels(self, image: Image.Image) -> torch.Tensor:
+        """(tiles, 3, S, S) uint8, which `normalise_tiles` makes `tiles` of."""
+        return torch.stack([planes(tile) for tile in self.tile_images(image)])
 
     def region_grid(self, mask) -> torch.Tensor:
         """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""

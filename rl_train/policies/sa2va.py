@@ -1,7 +1,7 @@
 """Sa2VA as a policy: what trains, what it is given, how its answers are sampled and scored.
 
-Letters: B images, P prompts (each about one image), G samples each, N = P*G rows, L prompt length,
-T completion tokens, C LLM width, D prompt-embedding width, M [SEG] tokens in all rows.
+Letters: B images, P prompts, G samples each, N = P*G rows, M [SEG] in them, L prompt length, T
+tokens, C LLM width, D prompt-embedding width.
 """
 
 import torch
@@ -83,9 +83,7 @@ class Sa2VAPolicy:
     def encode(self, batch: Batch) -> Images:
         """Vision and SAM2 features of a batch's images.
 
-        Without autocast, as the original's inference in bfloat16: all of it is frozen in one dtype,
-        and layer norms that go to float32 and back cost a sixth of the time for features .43 % off
-        float32's instead of .50 % (H200, demo model).
+        Without autocast, as in the original's inference: frozen, in one dtype (and a sixth faster).
         """
         tiles = batch.inputs.pixel_values
         vision = self.model.vision_features(torch.cat(tiles).to(self.device))

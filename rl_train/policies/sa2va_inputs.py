@@ -7,6 +7,7 @@ import torch
 from rl_train.data.errors import DamagedSample
 from rl_train.data.text import phrase
 from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import PromptBuilder
 
 
@@ -14,9 +15,14 @@ from sa2va_hf.prompts import PromptBuilder
 class BatchInputs:
     """B samples; t tiles of S x S pixels, g x g cells."""
 
-    pixel_values: list[torch.Tensor]  # (t, 3, S, S) float32 tiles of each
+    tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each: a quarter of what would else travel
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
     grids: torch.Tensor  # (B, g, g) bool region cells
+
+    @property
+    def pixel_values(self) -> list[torch.Tensor]:
+        """(t, 3, S, S) float32 tiles of each, normalised."""
+        return [normalise_tiles(tiles) for tiles in self.tiles]
 
 
 @dataclass
@@ -29,10 +35,9 @@ class Sa2VAInputs:
     max_new_tokens: int  # of an answer
 
     def check(self, sample: dict):
-        """Raise DamagedSample if the caption leaves no room for an answer in the context.
+        """Raise DamagedSample if the caption's prompt, with the most tiles, leaves no room.
 
-        A caption fits if its segmentation prompt, about an image of the most tiles, leaves room:
-        of all prompts only this one holds a whole caption. What fits does not depend on the image.
+        Of all prompts only this one holds a whole caption. What fits does not depend on the image.
         """
         tiles = self.processor.max_tiles
         length = len(self.prompts.segment(phrase(sample["caption"]), tiles + (tiles > 1)))
@@ -47,9 +52,9 @@ class Sa2VAInputs:
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
         """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""
         image, grid = sample["image"], self.processor.region_grid(sample["mask"])
-        return self.processor.tiles(image), self.processor.sam_image(image), grid
+        return self.processor.tile_pixels(image), self.processor.sam_image(image), grid
 
     def collate(self, prepared: list[tuple[torch.Tensor, ...]]) -> BatchInputs:
         tiles, sam_pixels, grids = zip(*prepared)
-        pixel_values = torch.cat(tiles).split(list(map(len, tiles)))  # one storage: `loader.pack`
-        return BatchInputs(list(pixel_values), torch.stack(sam_pixels), torch.stack(grids))
+        tiles = torch.cat(tiles).split(list(map(len, tiles)))  # one storage: `loader.pack`
+        return BatchInputs(list(tiles), torch.stack(sam_pixels), torch.stack(grids))

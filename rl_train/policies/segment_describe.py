@@ -1,7 +1,6 @@
 """What a role of Sa2VA is asked: segment captions, describe masks, rate a description.
 
-Greedy, without gradient, by the weights in use. Letters: P questions, M [SEG] tokens in their
-answers, D prompt-embedding width, H W an image's own size.
+Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embedding width.
 """
 
 import torch
