@@ -79,8 +79,8 @@ def test_column_t_is_the_token_t(model, images, prompts, answers):
 
 
 def test_the_image_matters(model, images, prompts, answers, batch):
-    blank = [torch.zeros_like(p) for p in batch.inputs.pixel_values]
-    blanked = model.encode(replace(batch, inputs=replace(batch.inputs, pixel_values=blank)))
+    blank = [torch.zeros_like(p) for p in batch.inputs.tiles]
+    blanked = model.encode(replace(batch, inputs=replace(batch.inputs, tiles=blank)))
     valid = answers[1]
     assert (
         score(model, images, prompts, answers).logp - score(model, blanked, prompts, answers).logp

@@ -179,7 +179,7 @@ def test_features_of_part_of_a_batch_are_those_of_the_whole(model, images, batch
         masks=batch.masks[:1],
         inputs=replace(
             batch.inputs,
-            pixel_values=batch.inputs.pixel_values[:1],
+            tiles=batch.inputs.tiles[:1],
             sam_pixels=batch.inputs.sam_pixels[:1],
             grids=batch.inputs.grids[:1],
         ),

@@ -105,7 +105,8 @@ class FullPolicy(ForcedPolicy):
 
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
-        tiles = torch.cat([images.batch.inputs.pixel_values[i] for i in prompts.image])
+        pixel_values = images.batch.inputs.pixel_values
+        tiles = torch.cat([pixel_values[i] for i in prompts.image])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             vision = self.model.vision_features(tiles.to(self.device))
         each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
