@@ -4,8 +4,7 @@
 row, with the vision encoder and the completions' logits as one tensor; a teacher in batches that
 answers for itself and encodes the image of every row.
 
-Letters: P prompts, G samples each, N = P*G rows, n rows of a forward, L prompt length, T completion
-tokens, C width.
+Letters: P prompts, G samples each, N = P*G rows, n of a forward, L prompt length, T tokens, C width.
 """
 
 from dataclasses import dataclass, replace
@@ -105,8 +104,8 @@ class FullPolicy(ForcedPolicy):
 
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
-        pixel_values = images.batch.inputs.pixel_values
-        tiles = torch.cat([pixel_values[i] for i in prompts.image])
+        normalised = images.batch.inputs.pixel_values
+        tiles = torch.cat([normalised[i] for i in prompts.image])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             vision = self.model.vision_features(tiles.to(self.device))
         each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
