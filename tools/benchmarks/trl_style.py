@@ -4,7 +4,7 @@
 row, with the vision encoder and the completions' logits as one tensor; a teacher in batches that
 answers for itself and encodes the image of every row.
 
-Letters: P prompts, G samples each, N = P*G rows, n of a forward, L prompt length, T tokens, C width.
+Letters: P prompts, G samples, N = P*G rows, n of a forward, L prompt length, T tokens, C width.
 """
 
 from dataclasses import dataclass, replace
