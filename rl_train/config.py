@@ -17,9 +17,12 @@ from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default=REQUIRED, help: str = "", *, name: str | None = None, **options):
-    """A field that is a flag, of `name` or its own, with more `options` of argparse."""
-    metadata = dict(help=help, name=name, options=options)
+def flag(default=REQUIRED, help: str = "", *, name=None, only_one_of=None, **options):
+    """A field that is a flag, of `name` or its own, with more `options` of argparse.
+
+    Of the flags with the same `only_one_of` a command line may give one.
+    """
+    metadata = dict(help=help, name=name, only_one_of=only_one_of, options=options)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -127,7 +130,18 @@ class OptimConfig:
     weight_decay: float = flag(0.05, "of AdamW")
     warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=SHARE_BELOW_1)
     max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
-    ema_decay: float = flag(0.999, "of the teacher; 0 = the policy, 1 = the base", type=SHARE)
+    ema_half_life: float = flag(
+        0.1,
+        "share of the run's updates after which half of a change has reached the teacher",
+        only_one_of="teacher",
+        type=POSITIVE,
+    )
+    ema_decay: float | None = flag(
+        None,
+        "of the teacher, instead of a half-life; 0 = the policy, 1 = the base",
+        only_one_of="teacher",
+        type=SHARE,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +176,7 @@ PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is
 
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
     """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
-    group = parser.add_argument_group(title or config.__doc__)
+    group, exclusive = parser.add_argument_group(title or config.__doc__), {}
     for field in dataclasses.fields(config):
         kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
         if kind is bool:
@@ -176,7 +190,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None =
         options["required"] = REQUIRED is field.default is field.default_factory
         options |= field.metadata["options"]
         name = field.metadata["name"] or field.name
-        group.add_argument(f"--{name}", help=field.metadata["help"], **options)
+        place, choice = group, field.metadata["only_one_of"]
+        if choice:
+            place = exclusive[choice] = (
+                exclusive.get(choice) or group.add_mutually_exclusive_group()
+            )
+        place.add_argument(f"--{name}", help=field.metadata["help"], **options)
 
 
 def read_flags(args: argparse.Namespace, config: type):

@@ -22,7 +22,7 @@ from rl_train.rewards import LLMJudge
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import Roles
+from rl_train.roles import Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
@@ -46,6 +46,15 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+
+    def teacher_decay(self, iteration: int) -> float:
+        """The teacher's decay at an update of the step in progress; all updates before it count,
+        as in the learning rate's schedule, also those of steps in which nothing was learnt."""
+        optim = self.config.optim
+        if optim.ema_decay is not None:
+            return optim.ema_decay
+        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
+        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):

@@ -74,7 +74,7 @@ def train(parts: Parts, loader, end_of_step):
                     loss.backward()  # gradients add up over rows and tasks
                 tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
             update(state, objective, tally, optim.max_grad_norm)
-            roles.update_teacher(optim.ema_decay)
+            roles.update_teacher(parts.teacher_decay(iteration))
         end_of_step(state, work, tally, clock)
 
 
@@ -110,8 +110,10 @@ class EndOfStep:
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
+        num_iterations = self.parts.config.optim.num_iterations
         tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        for _ in range(self.parts.config.optim.num_iterations):
+        tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
+        for _ in range(num_iterations):
             state.scheduler.step()  # by time, also where nothing was learnt
         clock("update")
         state.step += 1

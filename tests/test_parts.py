@@ -38,6 +38,19 @@ def test_learning_rate_schedule():
     assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
 
 
+def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
+    """Those before the step too, whether they were done, skipped or done before a resume."""
+    changes = dict(max_steps=50, num_iterations=2, ema_half_life=0.2)
+    built = parts.build(cli.parse(flags(data, tmp_path, **changes)), ALONE)
+    assert [built.teacher_decay(i) for i in (0, 1)] == [1 / 2, 2 / 3]
+    built.state.step = 3
+    assert [built.teacher_decay(i) for i in (0, 1)] == [7 / 8, 8 / 9]
+    built.state.step = 49
+    assert built.teacher_decay(0) ** 20 == pytest.approx(0.5)  # .2 of 100 updates
+    given = parts.build(cli.parse(flags(data, tmp_path / "given", ema_decay=0)), ALONE)
+    assert given.teacher_decay(0) == 0
+
+
 @pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
 def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
     config = cli.parse(flags(data, tmp_path, learning_rate=1e-4, prompt_learning_rate=rate))

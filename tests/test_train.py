@@ -45,7 +45,13 @@ TAGS = (
         f"perf/{phase}_seconds"
         for phase in ("step", "encode", "rollout", "teacher", "reference", "update")
     }
-    | {"perf/rollout_tokens_per_second", "data/damaged", "teacher/drift", "teacher/lag"}
+    | {
+        "perf/rollout_tokens_per_second",
+        "data/damaged",
+        "teacher/drift",
+        "teacher/lag",
+        "teacher/decay",
+    }
 )
 
 

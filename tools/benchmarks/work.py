@@ -147,7 +147,7 @@ class Work:
                 loss.backward()
             tally.add_update(w.task.name, statistics, on_policy=True)
         update(state, self.average, tally, optim.max_grad_norm)
-        roles.update_teacher(optim.ema_decay)
+        roles.update_teacher(0.999)
         clock("update")
         state.step += 1
         self._check(*work)
