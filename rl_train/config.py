@@ -74,7 +74,16 @@ class DataConfig:
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
-    eval_samples: int = flag(64, "held-out regions in an evaluation", type=COUNT)
+    eval_samples: int = flag(
+        64,
+        "held-out regions in an evaluation: always the same ones, spread over images",
+        type=COUNT,
+    )
+    shared_images: str = flag(
+        "refuse",
+        "that are in --data_dir and --eval_data_dir: refuse, or drop from what is trained on",
+        choices=["refuse", "drop"],
+    )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
 
 

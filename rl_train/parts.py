@@ -126,8 +126,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
+    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
+        print0(f"--shared_images drop: {shared} of these regions are not trained on")
     groups = {group for options in config.tasks.values() for group in options.trains}
     policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)
