@@ -12,8 +12,8 @@ from pycocotools import mask as coco
 from torch.utils.data import DataLoader
 
 from rl_train.data.errors import DamagedSample
-from rl_train.data.masks import decode_mask, rle_runs
 from rl_train.data.images import image_key
+from rl_train.data.masks import decode_mask, rle_runs
 from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from tools.gar_writer import encode_image, encode_mask
 from tools.messy_cases import bad_huffman
