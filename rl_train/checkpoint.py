@@ -7,7 +7,7 @@ checkpoint_step_N/
     training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
-    eval.json                its step, its score and its held-out metrics
+    eval.json                its step, its score and its held-out metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 """
 

@@ -10,7 +10,8 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
 
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
-of processes write the same file.
+of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
+mean and std of the original's inference code (`predict_forward`'s rounded_normalisation).
 """
 
 import argparse
