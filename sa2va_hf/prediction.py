@@ -15,27 +15,24 @@ from .video import track
 MAX_NEW_TOKENS = 2048
 LLM_FRAMES = 5  # of a video the LLM sees and the language embedding prompts; later ones are tracked
 MASKS_AT_ONCE = 32  # a runaway answer may hold hundreds of [SEG]
-STOP_TAIL = 16  # tokens of the decoded tail in which a stop word must show
 
 
 class StopWords(StoppingCriteria):
     """Ends each row by itself where its decoded text, without line breaks, ends in a stop word.
 
-    (The original looks at row 0 alone and stops the whole batch with it.)
+    (The original looks at row 0 alone and stops the whole batch with it.) In training
+    `rl_train.engine.StopText` computes the same.
     """
 
     def __init__(self, tokenizer, words: list[str]):
         self.tokenizer, self.words = tokenizer, tuple(words)
 
     def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
-        tails = [
-            self.tokenizer.decode(row[-STOP_TAIL:].tolist()).replace("\r", "").replace("\n", "")
-            for row in input_ids
+        texts = [
+            self.tokenizer.decode(row).replace("\r", "").replace("\n", "")
+            for row in input_ids.tolist()
         ]
-        return torch.tensor(
-            [bool(self.words) and tail.endswith(self.words) for tail in tails],
-            device=input_ids.device,
-        )
+        return torch.tensor([text.endswith(self.words) for text in texts], device=input_ids.device)
 
 
 @torch.no_grad()
