@@ -13,9 +13,9 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from rl_train.files import check_writable
+from sa2va_hf.loading import stored_dtype
 from tools.trained_policy import load_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -65,17 +65,6 @@ def export(
     if output.exists():
         output.rmdir()
     unfinished.rename(output)
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype of the LLM's embedding in the safetensors of `folder`."""
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():
-                if key.startswith("language_model.") and key.endswith("norm.weight"):
-                    return names[reader.get_slice(key).get_dtype()]
-    raise ValueError(f"{folder} holds no safetensors with a language model")
 
 
 def main(argv=None):
