@@ -171,8 +171,9 @@ def test_share_of_judge_failures(complaint, share):
     assert "--max_judge_failures" in complaint(max_judge_failures=share)
 
 
-def test_judge_of_loop_2_needs_a_judge(complaint):
-    sentence = complaint(use_llm_judge_loop2="")
+def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):
+    """Told before the model, of which there is none here, is read."""
+    sentence = complaint(use_llm_judge_loop2="", model_path=tmp_path)
     assert "--use_llm_judge_loop2" in sentence and "needs --use_llm_judge," in sentence
 
 

@@ -14,11 +14,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from rl_train import checkpoint
 from rl_train.files import check_writable, read_json
 from rl_train.tasks.cycle_measures import SCORES, score
+from sa2va_hf.loading import stored_dtype
 from tools.trained_policy import load_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -99,17 +99,6 @@ def preferred_role(folder: Path) -> str:
         f"--role auto: {role}, by the mean of {' and '.join(SCORES)} on held-out samples: {words}"
     )
     return role
-
-
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype of the LLM's embedding in the safetensors of `folder`."""
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():
-                if key.startswith("language_model.") and key.endswith("norm.weight"):
-                    return names[reader.get_slice(key).get_dtype()]
-    raise ValueError(f"{folder} holds no safetensors with a language model")
 
 
 def main(argv=None):

@@ -52,8 +52,7 @@ class CaptionMaskCaption:
             share = 0.0 if judged else 0.5
         if judged and share == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
-        if judged and not context.judge:
-            raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+        assert context.judge or not judged, "the command line refuses this"
         self.llm_judge = context.judge if judged else None
         self.action = SampledMask(context.policy, options.mask_sigma, options.mask_loss_coef)
         parts = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if judged else {"meteor": 1.0}

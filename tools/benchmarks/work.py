@@ -73,7 +73,7 @@ class ForcedPolicy(Sa2VAPolicy):
     def __init__(self, *parts, answer_tokens: int):
         super().__init__(*parts)
         self.answer_tokens = answer_tokens
-        self.stop.stopped = self.stop.eos_id = -1
+        self.stop.stopped, self.stop.eos_id = self.stop.table.shape[1], -1  # beyond all states
 
     def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
         if prompts.grids is not None:  # asks for a caption
