@@ -107,8 +107,9 @@ class SampledMask:
         return int(scored[rollout.action.rows.cpu()].sum())
 
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
-        """{curve: (total, count)}: how far a group's masks lie apart, rows without and with too many
-        [SEG], sigma.
+        """{curve: (total, count)}: how far a group's masks lie apart, [SEG] of none or many, sigma.
+
+        capped_frac: rows with more [SEG] than are decoded.
         """
         G = rollout.num_generations
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
