@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rl_train.parts import standing_memory
+from rl_train.memory import standing_memory
 from tools import benchmark
 from tools.benchmarks import decode, floor, step, work
 from tools.benchmarks.common import random_llm

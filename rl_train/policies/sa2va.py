@@ -163,14 +163,14 @@ class Sa2VAPolicy:
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: the [SEG] that are decoded, the first `max_masks` of each row."""
-        seg = self._said_seg(ids, valid)
+        seg = self.said_seg(ids, valid)
         return seg & (seg.cumsum(1) <= self.max_masks)
 
     def capped(self, completed: Rollout | Completions) -> torch.Tensor:
         """(N,) bool: rows that say more [SEG] than are decoded."""
-        return self._said_seg(completed.ids, completed.valid).sum(1) > self.max_masks
+        return self.said_seg(completed.ids, completed.valid).sum(1) > self.max_masks
 
-    def _said_seg(self, ids, valid):
+    def said_seg(self, ids, valid):
         """(n, T) bool: [SEG] tokens but a row's very last, which has no hidden state (original)."""
         return fed(valid) & (ids == self.model.seg_id)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from rl_train.config import COUNT, COUNT_OR_0, flag
-from rl_train.parts import GIB, standing_memory
+from rl_train.memory import GIB, standing_memory
 from tools.benchmarks import work
 from tools.benchmarks.common import device_name, print_table
 
