@@ -58,6 +58,9 @@ class PolicyConfig:
     model_path: str = flag(help="Sa2VA checkpoint folder in the original layout")
     dtype: str = flag("bfloat16", "of the frozen base", choices=["float32", "bfloat16"])
     max_tiles: int = flag(1, "tiles of an image: 1 = all of it at 448 px, .. 12", type=COUNT)
+    max_masks_per_answer: int = flag(
+        8, "[SEG] that are decoded; further ones stay text", type=COUNT
+    )
     temperature: float = flag(1.0, "of sampling and of every log-prob", type=POSITIVE)
     gradient_checkpointing: bool = flag(True, "recompute LLM layers in the backward pass")
     shard_base: bool = flag(False, "keep 1/R of a large base on each of R processes (FSDP2)")

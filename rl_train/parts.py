@@ -15,7 +15,7 @@ from rl_train.data import DATASETS, DamagedSamples
 from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
-from rl_train.files import write_json
+from rl_train.memory import GIB, standing_memory
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
@@ -28,7 +28,6 @@ from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
-GIB = 2**30
 
 
 @dataclass
@@ -46,6 +45,7 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    announced: str = ""  # memory of the worst step, if that was measured
 
     def teacher_decay(self, iteration: int) -> float:
         """The teacher's decay at an update of the step in progress; all updates before it count,
@@ -82,14 +82,6 @@ def build_judge(config: Config) -> LLMJudge | None:
     if faults:
         raise ValueError(faults[0])
     return judge
-
-
-def standing_memory(policy) -> dict[str, int]:
-    """{part: bytes} that a run holds on each GPU whatever its batch."""
-    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
-    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
-    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
-    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
 
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
@@ -155,7 +147,5 @@ def build(config: Config, ranks: Ranks) -> Parts:
                 loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
                 task.action.calibrate(loader, tokens)
     sampler.start = state.step
-    if ranks.is_main:  # last, so that bad input uses up no folder
-        write_json(Path(output_dir) / "config.json", flags, indent=2)
     watched = (judge, FailureWindow(config.reward.max_judge_failures), damaged)
     return Parts(config, flags, ranks, state, *watched, train_set, heldout, sampler, max_steps)

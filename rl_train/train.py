@@ -12,11 +12,12 @@ action beside the text and add terms of its own to the loss. See docs/algorithm.
 import math
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from rl_train import checkpoint, cli, distributed
+from rl_train import checkpoint, cli, distributed, memory
 from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, curves
 from rl_train.data import BadData
@@ -24,7 +25,7 @@ from rl_train.data.loader import steps, train_loader
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
-from rl_train.files import DamagedFile
+from rl_train.files import DamagedFile, write_json
 from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
@@ -35,12 +36,17 @@ from rl_train.statistics import before_after_table
 from rl_train.tb import Log
 
 
-def train(parts: Parts, loader, end_of_step):
-    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+def train(parts: Parts, loader, end_of_step, average=None):
+    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
+
+    Args:
+        average: in place of `GradientAverage`.
+    """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
-    objective = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
+    average = average or GradientAverage
+    objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= parts.max_steps:
             break
@@ -161,6 +167,8 @@ class EndOfStep:
 def run(parts: Parts):
     """Measure, train, measure again, and print both."""
     config, state, start = parts.config, parts.state, parts.state.step
+    if parts.ranks.is_main:  # only now, so that bad input uses up no folder
+        write_json(Path(config.run.output_dir) / "config.json", parts.flags, indent=2)
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
     heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
@@ -177,10 +185,11 @@ def run(parts: Parts):
 
 def main(argv=None):
     config = cli.parse(argv)
-    ranks = distributed.init()
+    ranks, parts = distributed.init(), None
     try:
         try:
             parts = build(config, ranks)
+            parts.announced = memory.announce(parts, train)
         except ValueError as error:  # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
         places = {
@@ -192,6 +201,10 @@ def main(argv=None):
         except (DamagedFile, BadReward, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
+    except RuntimeError as error:
+        if not memory.is_exhaustion(error):
+            raise
+        raise SystemExit(f"rl_train: {memory.sentence(error, config, ranks, parts)}") from error
     finally:
         distributed.close()
 

@@ -5,6 +5,7 @@ import torch
 
 from rl_train import cli, parts
 from rl_train.distributed import Ranks
+from rl_train.memory import standing_memory
 from rl_train.policies.sa2va import FLOAT32_MODULES
 from tests.runs import draw_data, flags, on_one_core
 
@@ -75,7 +76,7 @@ def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups
 def test_memory_that_a_run_holds(policy):
     """Roles cost banks of the trainables, not copies of the model."""
     model = policy(groups=("lora", "mlp1"), dtype=torch.bfloat16)
-    sizes = parts.standing_memory(model)
+    sizes = standing_memory(model)
     trainable = 4 * sum(p.numel() for p in model.trainable.values())
     assert sizes["trainable weights"] == sizes["gradients"] == trainable
     assert sizes["optimizer"] == sizes["teacher and reference"] == 2 * trainable

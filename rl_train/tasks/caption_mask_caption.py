@@ -83,7 +83,7 @@ class CaptionMaskCaption:
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
                 rewards["likelihood"] = likelihood
-        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
