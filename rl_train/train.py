@@ -25,7 +25,7 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
-from rl_train.grpo import group_advantages
+from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
 from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
 from rl_train.parts import Parts, build
 from rl_train.rewards.components import combine, control_rewards
@@ -39,6 +39,7 @@ def train(parts: Parts, loader, end_of_step):
     """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
+    scale = ADVANTAGE_SCALES[config.loss.loss_type]
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     objective = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
@@ -60,10 +61,12 @@ def train(parts: Parts, loader, end_of_step):
                 reward = combine(outcome.rewards, task.weights)  # (N,)
                 control = (config.reward.control, (seed, state.step, number), batch.index)
                 reward = control_rewards(reward, G, *control)
-                advantages = group_advantages(reward, G).to(policy.device)  # (N,)
+                advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
-                with roles.use("reference"):
-                    reference = score_all(policy, task, rollout, optim.micro_batch_size)  # (N, T)
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):  # (N, T)
+                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
                 work.append(Work(task, rollout, outcome, reward, advantages, reference))
                 clock("reference")
         totals, learnable = step_totals(work, parts.ranks.world_size)

@@ -28,7 +28,7 @@ LOOP = (
     "digits_frac whole_mask_frac"
 ).split()
 LOOP2 = (
-    "meteor likelihood mask_spread no_seg_frac latent_kl latent_loss mask_loss mask_sigma"
+    "meteor likelihood mask_spread no_seg_frac latent_joint_kl latent_loss mask_loss mask_sigma"
 ).split()
 TAGS = (
     {f"loop1/{tag}" for tag in LOOP}

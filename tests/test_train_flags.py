@@ -59,7 +59,7 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     updates = {
         f"{loop}/{name}"
         for loop in ("loop1", "loop2")
-        for name in ("loss", "kl_div", "entropy", "sampler_gap", "mask_loss", "latent_kl")
+        for name in ("loss", "kl_div", "entropy", "sampler_gap", "mask_loss", "latent_joint_kl")
     }
     assert not {*updates, "total_loss"} & set(
         events(output).Tags()["scalars"]
