@@ -5,7 +5,7 @@ Letters: N rows of a rollout, n of a micro-batch, T tokens, M actions, D their p
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -33,11 +33,21 @@ class Work:
     reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
     advantages: torch.Tensor  # (N,)
     reference: Reference | None  # None if --kl_coef is 0
+    not_finite: list[str] = field(default_factory=list)  # outputs of the model, by name
 
     @property
     def scored(self) -> torch.Tensor:
         """(N,) bool, False where the reward is missing: such rows leave the loss."""
         return ~self.reward.isnan().to(self.advantages.device)
+
+    def faults(self) -> list[str]:
+        """What is not finite of the rollout and of what was said of it. NaN rewards are fine."""
+        names = list(self.not_finite)
+        if self.reference and not self.reference.logp.isfinite().all():
+            names.append("the reference's log-probs")
+        if self.reward.isinf().any():
+            names.append("rewards")
+        return [f"{self.task.name}: {name}" for name in names]
 
     @cached_property
     def _first(self) -> torch.Tensor:
@@ -84,7 +94,10 @@ def score_all(policy, task, rollout: Rollout, micro_batch_size: int) -> Referenc
 
 
 def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bool]:
-    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ)."""
+    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ).
+
+    Raises FloatingPointError, on all ranks, if any rollout of any has `faults`.
+    """
     counts = Counter(learnable=0)
     for w in work:
         name, scored = w.task.name, ~w.reward.isnan()
@@ -93,12 +106,25 @@ def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bo
         counts[name, "tokens"] += int(w.rollout.valid[w.scored].sum())
         actions = w.task.action.count(w.rollout, scored) if w.task.action else 0
         counts[name, "actions"] += actions
-    total = distributed.all_sum(counts)
+    total = distributed.all_sum(counts, [fault for w in work for fault in w.faults()])
     mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
     kinds = ("rows", "tokens", "actions")
     names = dict.fromkeys(w.task.name for w in work)
     totals = {name: Totals(**{kind: mean[name, kind] for kind in kinds}) for name in names}
     return totals, total["learnable"] > 0
+
+
+@torch.no_grad()
+def check_answers(policy, work: list[Work], size: int):
+    """Raise FloatingPointError, on all ranks, if the newest weights' log-probs are not finite.
+
+    Of each task's first `size` rows: it keeps weights that an update has spoilt out of checkpoints.
+    """
+    faults = []
+    for w in work:
+        if not policy.score(w.rollout, slice(0, size)).logp.isfinite().all():
+            faults.append(f"{w.task.name}: log-probs after the update")
+    distributed.raise_on_any_rank(faults)
 
 
 class MicroBatchLoss(nn.Module):

@@ -26,7 +26,14 @@ from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile
 from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
-from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
+from rl_train.objective import (
+    MicroBatchLoss,
+    Work,
+    check_answers,
+    micro_batches_of,
+    score_all,
+    step_totals,
+)
 from rl_train.parts import Parts, build
 from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
@@ -67,7 +74,8 @@ def train(parts: Parts, loader, end_of_step):
                 if config.loss.kl_coef:
                     with roles.use("reference"):  # (N, T)
                         reference = score_all(policy, task, rollout, optim.micro_batch_size)
-                work.append(Work(task, rollout, outcome, reward, advantages, reference))
+                faults = policy.not_finite()
+                work.append(Work(task, rollout, outcome, reward, advantages, reference, faults))
                 clock("reference")
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
@@ -128,6 +136,7 @@ class EndOfStep:
                 self.log.pictures(state.step, w, state.policy)
             self.evaluator(state, self.log)
         if last or state.step % run.save_steps == 0:
+            check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
             flags, main = self.parts.flags, self.parts.ranks.is_main
             checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
         if last:
@@ -190,6 +199,11 @@ def main(argv=None):
         }
         try:
             run(parts)
+        except FloatingPointError as error:
+            saved = checkpoint.list_checkpoints(config.run.output_dir)
+            where = f"the last checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+            steps = f"after {parts.state.step} steps"
+            raise SystemExit(f"rl_train: {error}, {steps}; {where}") from error
         except (DamagedFile, BadReward, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
