@@ -129,6 +129,23 @@ def test_the_latent_term_points_to_the_better_mask(rollout):
     assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
 
 
+def test_the_latent_has_a_window_and_a_kl_weight_of_its_own(model, rollout):
+    """A ratio of exp(-.1), inside the text's window; a reference 1 sigma off, KL 1 / 2."""
+    drawn = rollout.action
+    later = replace(rollout, action=replace(drawn, logp=drawn.logp + 0.1))
+    reference = Reference(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
+    num_bad = int((ADVANTAGES[drawn.rows] < 0).sum())
+    assert 0 < num_bad < len(drawn.rows)
+    losses = {}
+    for clip_range, weight, clipped in ((0.2, 1.0, 0), (0.05, 1.0, num_bad), (0.2, 3.0, 0)):
+        task = task_of(model, 2, latent_clip_range=clip_range, latent_kl_weight=weight)
+        work = work_of(model, task, later, reference=reference)
+        _, sums, losses[clip_range, weight] = backward(model, work, LossConfig(kl_coef=0.5))
+        assert sums["latent_clip_frac"] == (clipped, len(drawn.rows))
+    more = losses[0.2, 3.0] - losses[0.2, 1.0]
+    assert more == pytest.approx(2 * 0.5 * 0.5, rel=1e-2)
+
+
 def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
     """A micro-batch in which no row said [SEG] still gives a loss."""
     ids = rollout.ids.clone()
