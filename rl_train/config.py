@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import UnionType
 
 from rl_train.data import DATASETS
-from rl_train.grpo import LOSS_TYPES
+from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
 from rl_train.rewards.components import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
@@ -120,10 +120,29 @@ class RewardConfig:
 class LossConfig:
     """loss"""
 
-    loss_type: str = flag("dapo", "how token losses are averaged", choices=LOSS_TYPES)
-    clip_range: float = flag(0.2, "ratio clip, lower side (and upper by default)", type=POSITIVE)
-    clip_range_high: float | None = flag(None, "ratio clip, upper side", type=POSITIVE)
-    kl_coef: float = flag(0.02, "weight of the KL to the frozen reference", type=WEIGHT)
+    loss_type: str = flag(
+        "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSS_TYPES
+    )
+    clip_range: float | None = flag(
+        None,
+        "ratio clip, lower side; default 0.2, of gspo {} and {} above. Without effect while the "
+        "ratio is 1: at --num_iterations 1, but for --dtype bfloat16's rounding".format(
+            *CLIP_RANGES["gspo"]
+        ),
+        type=POSITIVE,
+    )
+    clip_range_high: float | None = flag(
+        None, "ratio clip, upper side; default --clip_range", type=POSITIVE
+    )
+    kl_coef: float = flag(
+        0.02, "weight of the KL to the frozen reference, which is not asked at 0", type=WEIGHT
+    )
+
+    @property
+    def clip(self) -> dict[str, float]:
+        """The ratio's window, as `grpo_loss` takes it."""
+        low, high = clip_window(self.loss_type, self.clip_range, self.clip_range_high)
+        return dict(clip_range=low, clip_range_high=high)
 
 
 @dataclass(frozen=True, kw_only=True)

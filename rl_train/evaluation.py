@@ -10,7 +10,7 @@ from tqdm import tqdm
 from rl_train import checkpoint
 from rl_train.config import RunConfig
 from rl_train.data.loader import eval_loader
-from rl_train.distributed import Ranks, gather_objects
+from rl_train.distributed import Ranks, gather_objects, raise_on_any_rank
 from rl_train.files import write_json
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
@@ -47,9 +47,11 @@ def evaluate(
     """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
+
+    Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
     inputs = policy.inputs(heldout.max_new_tokens)
-    columns = {name: [] for name in names}
+    columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
@@ -57,6 +59,8 @@ def evaluate(
         for name in names:
             with roles.use(name) if roles else nullcontext():
                 columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+            faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
+    raise_on_any_rank(sorted(faults))
     size = len(heldout.dataset)
     return {name: _merged(gather_objects(mine), size) for name, mine in columns.items()}
 

@@ -117,8 +117,8 @@ def _choose(
         tl.store(done + row, over | (after >= stopped_state) | (chosen == eos))
 
 
-def choose(rows):
-    logits, stop, n = rows.logits, rows.stop, len(rows.logits)
+def choose(rows, logits):
+    stop, n = rows.stop, len(logits)
     num_blocks = triton.cdiv(rows.vocab, BLOCK)
     tops = logits.new_empty(n, num_blocks, dtype=torch.float32)
     sums = logits.new_empty(n, num_blocks, dtype=torch.float64)
