@@ -116,8 +116,8 @@ def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | 
 
 
 def find(resume: str | None, output_dir) -> Path | None:
-    """The folder that --resume means, if any; "latest" may find a run without a checkpoint yet."""
-    if resume in (None, "latest"):
+    """The folder that --resume means, if any; there may be a run without a checkpoint yet."""
+    if resume in (None, "latest", "auto"):
         found = list_checkpoints(output_dir) if resume else []
         return found[-1] if found else None
     if not (Path(resume) / "training_state.pt").is_file():

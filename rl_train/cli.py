@@ -2,10 +2,13 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
+from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
+from rl_train.distributed import SENTENCE, restarted
 from rl_train.files import check_writable, read_json
 from rl_train.tasks import TASKS, load_task
 
@@ -18,6 +21,16 @@ FREE_ON_RESUME = {
 }
 PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
+
+
+def run_program(main):
+    """Run `main`; print the sentence that it may end with, and exit with status 2."""
+    try:
+        main()
+    except SystemExit as stopped:
+        if not isinstance(stopped.code, str):
+            raise
+        sys.exit(print(stopped.code, file=sys.stderr) or SENTENCE)
 
 
 def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
@@ -55,6 +68,8 @@ def parse(argv=None) -> Config:
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
     chosen = f"--tasks {' '.join(args.tasks)}"
+    if restarted() and (args.resume in (None, "latest") or list_checkpoints(args.output_dir)):
+        args.resume = "auto"  # not from a folder that lies before what has been done since
     parts = {name: read_flags(args, part) for name, part in PARTS.items()}
     options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
     active = {name: option for name, option in options.items() if option.weight > 0}

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
+from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
@@ -110,7 +111,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
-    distributed.gather_objects(None)  # nobody goes on before the folder is known to be free
+    resume = checkpoint.find(config.run.resume, output_dir)
+    agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = tuple(load_user_rewards(config.reward.reward))
     judge = build_judge(config)
@@ -119,6 +121,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
     train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = {group for options in config.tasks.values() for group in options.trains}
     policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)
@@ -132,7 +135,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     state = RunState(policy, roles, tasks, optimizer, schedule)
-    if resume := checkpoint.find(config.run.resume, output_dir):
+    if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
         checkpoint.load(resume, state, output_dir, ranks.rank)
@@ -143,7 +146,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
             if task.action:
                 loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
                 task.action.calibrate(loader, tokens)
+                first = distributed.gather_objects(task.action.state_dict())[0]
+                task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
+    agree_on_weights(state, ranks)
     if ranks.is_main:  # last, so that bad input uses up no folder
         write_json(Path(output_dir) / "config.json", flags, indent=2)
     watched = (judge, FailureWindow(config.reward.max_judge_failures), damaged)

@@ -174,13 +174,14 @@ def run(parts: Parts):
 
 
 def main(argv=None):
-    config = cli.parse(argv)
     ranks = distributed.init()
     try:
         try:
-            parts = build(config, ranks)
+            with distributed.stop_together():
+                config = cli.parse(argv)
+                parts = build(config, ranks)
         except ValueError as error:  # the user's input: one sentence, no traceback
-            raise SystemExit(f"rl_train: {error}") from error
+            raise SystemExit(distributed.once_a_machine(f"rl_train: {error}")) from error
         places = {
             JudgeFailed: f"--llm_judge_base_url {config.reward.llm_judge_base_url}: ",
             BadData: f"--data_dir {config.data.data_dir}: ",
@@ -195,4 +196,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_program(main)
