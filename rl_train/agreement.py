@@ -74,7 +74,7 @@ def _feed(whole, value):
         _feed(whole, f"{value.dtype}{tuple(value.shape)}")
         whole.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, dict):
-        _feed(whole, [part for item in value.items() for part in item])
+        _feed(whole, ["by name", *value.items()])
     elif isinstance(value, (list, tuple)):
         _feed(whole, f"{len(value)} parts")
         for part in value:

@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from rl_train.distributed import PATIENCE, RESTARTS, SENTENCE
 
 FINAL = (os.EX_TEMPFAIL, SENTENCE)  # 75, 2
+PROGRAM = ["-m", "rl_train.train"]
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER = 20  # seconds in which ranks end by the fault of one; torchrun kills the rest after 30
 HINTS = {
@@ -62,7 +63,7 @@ def arguments(attempt: int, nproc: int, nnodes: int, argv: list[str]) -> list[st
     port = free_port() if nnodes == 1 else int(os.environ.get("MASTER_PORT", 29500)) + attempt
     where = dict(nproc_per_node=nproc, nnodes=nnodes, node_rank=os.environ.get("NODE_RANK", 0))
     where |= dict(master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), master_port=port)
-    return [f"--{n}={value}" for n, value in where.items()] + ["-m", "rl_train.train", *argv]
+    return [f"--{n}={value}" for n, value in where.items()] + [*PROGRAM, *argv]
 
 
 def free_port() -> int:
@@ -84,27 +85,28 @@ def children() -> list[int]:
     return found
 
 
-def first_failure(failures: dict[int, ProcessFailure]) -> int:
-    """The rank whose end explains that of the others.
+def explain(failures: dict[int, ProcessFailure]) -> tuple[int, str]:
+    """(exit status of the rank whose end explains that of the others, a sentence about it).
 
-    One that ended on purpose, else one that was killed, else the first. torchrun ends the others by
-    SIGTERM, and by SIGKILL who does not heed it.
+    It is one that ended on purpose, else one that was killed, else the first. torchrun ends the
+    others by SIGTERM, and by SIGKILL who does not heed it.
     """
     begin = min(failure.timestamp for failure in failures.values())
+    late = [r for r, failure in failures.items() if failure.timestamp - begin > TOGETHER]
 
     def order(rank):
         status = failures[rank].exitcode
         on_purpose, killed = status in FINAL, status < 0 and status != -signal.SIGTERM
-        late = failures[rank].timestamp - begin > TOGETHER
-        return late, not on_purpose, not killed, failures[rank].timestamp, status < 0, rank
+        time = failures[rank].timestamp
+        return rank in late, not on_purpose, not killed, time, status < 0, rank
 
-    return min(failures, key=order)
-
-
-def how_it_ended(rank: int, status: int) -> str:
-    if status > 0:
-        return f"rank {rank} ended with status {status}, for the reason that it gives above"
-    return f"rank {rank} was killed by signal {-status}{HINTS.get(-status, '')}"
+    rank = min(failures, key=order)
+    status = failures[rank].exitcode
+    how = f"ended with status {status}, for the reason that it gives above"
+    if status < 0:
+        how = f"was killed by signal {-status}{HINTS.get(-status, '')}"
+    hung = f"; rank {', '.join(map(str, late))} hung and was killed" if late else ""
+    return status, f"rl_train: rank {rank} {how}{hung}"
 
 
 def main():
@@ -114,7 +116,7 @@ def main():
     nproc = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
     nnodes = int(os.environ.get("NNODES", 1))
     if nproc == nnodes == 1 and not own.max_restarts:
-        os.execv(sys.executable, [sys.executable, "-m", "rl_train.train", *argv])
+        os.execv(sys.executable, [sys.executable, *PROGRAM, *argv])
     signals = []  # received so far
 
     def forward(number, _):
@@ -134,11 +136,9 @@ def main():
         failures = agent.failures()
         if not failures:
             return
-        rank = first_failure(failures)
-        status = failures[rank].exitcode
+        status, sentence = explain(failures)
         if status in FINAL:
             sys.exit(status)
-        sentence = f"rl_train: {how_it_ended(rank, status)}"
         if signals or attempt == own.max_restarts:
             print(sentence, file=sys.stderr)
             sys.exit(status if status > 0 else 128 - status)
