@@ -42,7 +42,7 @@ class Fault:
     sentence: str
 
 
-class Stopped(ValueError):
+class Refused(ValueError):
     """Raised on all ranks: one of them said a Fault."""
 
 
@@ -80,7 +80,7 @@ def print0(*parts):
 
 
 def gather_objects(value) -> list:
-    """`value` of every rank, in rank order. Raises Stopped on all if one says a Fault."""
+    """`value` of every rank, in rank order. Raises Refused on all if one says a Fault."""
     if not dist.is_initialized():
         return [value]
     for prepare in before_meeting:
@@ -94,13 +94,13 @@ def gather_objects(value) -> list:
     if ranks_of:
         named = [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in ranks_of.items()]
         alike = all(said == values[0] for said in values)
-        raise Stopped(values[0].sentence if alike else "; ".join(named))
+        raise Refused(values[0].sentence if alike else "; ".join(named))
     return values
 
 
 @contextlib.contextmanager
 def stop_together():
-    """A context that ends on all ranks with Stopped if a ValueError or argparse ends it on one.
+    """A context that ends on all ranks with Refused if a ValueError or argparse ends it on one.
 
     The others hear of it at their next `gather_objects`, which must therefore be the only kind of
     collective in there, and its end.
@@ -108,7 +108,7 @@ def stop_together():
     try:
         yield
     except (ValueError, SystemExit) as error:
-        if isinstance(error, Stopped) or not dist.is_initialized() or is_help(error):
+        if isinstance(error, Refused) or not dist.is_initialized() or is_help(error):
             raise
         if isinstance(error, SystemExit):
             error = error.__context__ or "the command line is wrong"  # argparse has said it

@@ -13,6 +13,7 @@ Environment: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
 import argparse
+import logging
 import os
 import signal
 import socket
@@ -127,6 +128,8 @@ def main():
         if not ranks:  # between two attempts, or while machines wait for each other
             sys.exit(128 + number)
 
+    # It warns that it has no signal handlers, and repeats what `explain` says.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     for number in FORWARDED:
         signal.signal(number, forward)
     for attempt in range(own.max_restarts + 1):
