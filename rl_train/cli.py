@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
-from rl_train.files import check_writable, read_json
+from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
@@ -79,6 +79,7 @@ def check_output_dir(config: Config, flags: dict):
     check_writable("--output_dir", folder)
     file = folder / "config.json"
     if file.is_file():
+        claim(folder).close()  # refused before a model is loaded
         if not resume:
             raise ValueError(
                 f"--output_dir {folder} already holds a run: pass --resume, or another"
