@@ -8,8 +8,8 @@ from pathlib import Path
 from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
-from rl_train.distributed import SENTENCE, restarted
-from rl_train.files import check_writable, read_json
+from rl_train.distributed import SENTENCE, Refused, once_a_machine, restarted, stop_together
+from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
@@ -65,6 +65,15 @@ def parse(argv=None) -> Config:
         parser.error(str(error))
 
 
+def parse_together(argv=None) -> Config:
+    """`parse`, of which a fault on one rank ends all. The next collective is `gather_objects`."""
+    try:
+        with stop_together():
+            return parse(argv)
+    except Refused as error:
+        raise SystemExit(once_a_machine(f"rl_train: {error}")) from error
+
+
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
     chosen = f"--tasks {' '.join(args.tasks)}"
@@ -94,6 +103,7 @@ def check_output_dir(config: Config, flags: dict):
     check_writable("--output_dir", folder)
     file = folder / "config.json"
     if file.is_file():
+        claim(folder).close()  # refused before a model is loaded
         if not resume:
             raise ValueError(
                 f"--output_dir {folder} already holds a run: pass --resume, or another"

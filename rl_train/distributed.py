@@ -14,6 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from rl_train.files import CannotWrite
+
 # That ranks wait for one which does not come to a collective, before they end the run: one may load
 # a model from a slow disk, write a checkpoint or evaluate meanwhile.
 PATIENCE = timedelta(minutes=30)
@@ -100,14 +102,14 @@ def gather_objects(value) -> list:
 
 @contextlib.contextmanager
 def stop_together():
-    """A context that ends on all ranks with Refused if a ValueError or argparse ends it on one.
+    """A context that ends on all ranks with Refused if bad input or a bad disk ends it on one.
 
     The others hear of it at their next `gather_objects`, which must therefore be the only kind of
     collective in there, and its end.
     """
     try:
         yield
-    except (ValueError, SystemExit) as error:
+    except (ValueError, CannotWrite, SystemExit) as error:
         if isinstance(error, Refused) or not dist.is_initialized() or is_help(error):
             raise
         if isinstance(error, SystemExit):

@@ -14,6 +14,7 @@ from rl_train.distributed import Ranks, gather_objects
 from rl_train.files import write_json
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
+from rl_train.stops import Stops
 from rl_train.tasks.cycle_measures import SCORES, measure
 
 BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
@@ -42,11 +43,17 @@ class Measured:
 
 @torch.no_grad()
 def evaluate(
-    policy, heldout: HeldOut, ranks: Ranks, names=("policy",), roles: Roles | None = None
+    policy,
+    heldout: HeldOut,
+    ranks: Ranks,
+    names=("policy",),
+    roles: Roles | None = None,
+    stops: Stops | None = None,
 ) -> dict[str, Measured]:
     """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
+    Empty if a signal has asked any rank to stop, which then leaves after its batch.
     """
     inputs = policy.inputs(heldout.max_new_tokens)
     columns = {name: [] for name in names}
@@ -57,6 +64,10 @@ def evaluate(
         for name in names:
             with roles.use(name) if roles else nullcontext():
                 columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+        if stops and stops.asked:
+            break
+    if stops and stops.agree(gather_objects(stops.asked)):
+        return {}
     size = len(heldout.dataset)
     return {name: _merged(gather_objects(mine), size) for name, mine in columns.items()}
 
@@ -64,9 +75,9 @@ def evaluate(
 class Evaluator:
     """Evaluations of a run that goes on from step `start`: measured, logged, and the best kept."""
 
-    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, start: int):
-        self.heldout, self.ranks, self.flags, self.start = heldout, ranks, flags, start
-        self.folder, self.keep_best = Path(config.output_dir), config.eval_steps > 0
+    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, stops: Stops):
+        self.heldout, self.ranks, self.flags, self.stops = heldout, ranks, flags, stops
+        self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
         self.measured = {}  # {step: values of the policy}
 
     def base(self, state: checkpoint.RunState, log):
@@ -74,25 +85,34 @@ class Evaluator:
         self._measure(0, state, ("reference",), log)
 
     def __call__(self, state: checkpoint.RunState, log):
-        """Measure policy and teacher as they are."""
-        metrics = self._measure(state.step, state, ("policy", "teacher"), log)
-        if self.keep_best:
-            metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
-            checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+        """Measure policy and teacher as they are. A signal leaves the step without measures."""
+        self._measure(state.step, state, ("policy", "teacher"), log)
 
-    def _measure(self, step: int, state, names: tuple[str, ...], log) -> dict[str, float]:
-        """The metrics of the first of the roles `names`."""
-        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles)
+    def due(self, step: int) -> bool:
+        return self.eval_steps > 0 and step % self.eval_steps == 0
+
+    def missing(self, step: int) -> bool:
+        """Whether the measures of a step are due, but a signal has kept a run from them."""
+        return step > 0 and self.due(step) and not self._file(step).is_file()
+
+    def _file(self, step: int) -> Path:
+        return self.folder / "evaluation" / f"step_{step}.json"
+
+    def _measure(self, step: int, state, names: tuple[str, ...], log):
+        """Log the roles `names`; keep the first one's measures, and the state if they are best."""
+        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles, self.stops)
+        if not found:
+            return
         first, last = (found[names[i]] for i in (0, -1))
         self.measured[step] = first.values
-        metrics, file = means(first.values), self.folder / "evaluation" / f"step_{step}.json"
-        if step > self.start or not file.is_file():  # else the resumed run has logged its points
-            log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
-            teacher = means(last.values)
-            log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
-        if self.ranks.is_main:
-            write_json(file, record(first, self.flags))
-        return metrics
+        metrics, teacher = means(first.values), means(last.values)
+        log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
+        log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
+        if step and self.eval_steps:
+            metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
+            checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+        if self.ranks.is_main:  # last: it says that the step is done
+            write_json(self._file(step), record(first, self.flags))
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:

@@ -16,7 +16,7 @@ from rl_train.data import DATASETS, DamagedSamples
 from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
-from rl_train.files import write_json
+from rl_train.files import claim, write_json, writing
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
@@ -47,6 +47,7 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    claim: object  # of the output folder, as long as it lives
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -134,7 +135,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
-    state = RunState(policy, roles, tasks, optimizer, schedule)
+    failures = FailureWindow(config.reward.max_judge_failures)
+    watched = dict(judge_failures=failures, damaged=damaged)
+    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched)
     if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
@@ -150,7 +153,22 @@ def build(config: Config, ranks: Ranks) -> Parts:
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
     agree_on_weights(state, ranks)
-    if ranks.is_main:  # last, so that bad input uses up no folder
-        write_json(Path(output_dir) / "config.json", flags, indent=2)
-    watched = (judge, FailureWindow(config.reward.max_judge_failures), damaged)
-    return Parts(config, flags, ranks, state, *watched, train_set, heldout, sampler, max_steps)
+    claimed = begin(config, flags, state.step) if ranks.is_main else None
+    distributed.gather_objects(None)  # nobody goes on if the folder has been taken meanwhile
+    sets = (train_set, heldout, sampler)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps, claimed)
+
+
+def begin(config: Config, flags: dict, start: int):
+    """The claim on the output folder, which from now on holds this run, going on from `start`.
+
+    Last, so that bad input uses up no folder.
+    """
+    folder = Path(config.run.output_dir)
+    check_output_dir(config, flags)  # again: another run may have begun in the meantime
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    claimed = claim(folder)
+    checkpoint.tidy(folder, start, config.run.save_total_limit)
+    write_json(folder / "config.json", flags, indent=2)
+    return claimed
