@@ -125,7 +125,7 @@ def main():
         ranks = children()
         for rank in ranks:
             os.kill(rank, number)
-        if not ranks:  # between two attempts, or while machines wait for each other
+        if not ranks and len(signals) == 1:  # between two attempts, or other machines awaited
             sys.exit(128 + number)
 
     # It warns that it has no signal handlers, and repeats what `explain` says.

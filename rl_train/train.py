@@ -2,7 +2,7 @@
 
     bash run_rl_train.sh                                                 # the demo, anywhere
     python -m rl_train.train --model_path M --data_dir D --output_dir O  # one process
-    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...     # eight GPUs
+    NPROC=8 bash run_rl_train.sh --model_path M ...                      # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
 whole step (DAPO); the reward is computed by an EMA teacher of the policy itself; a task may draw an
