@@ -111,9 +111,11 @@ def explain(failures: dict[int, ProcessFailure]) -> tuple[int, str]:
 
 
 def main():
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser("rl_train.launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--max_restarts", type=int, default=0)
     own, argv = parser.parse_known_args()
+    if own.max_restarts < 0:
+        parser.error(f"--max_restarts {own.max_restarts}: must be at least 0")
     nproc = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
     nnodes = int(os.environ.get("NNODES", 1))
     if nproc == nnodes == 1 and not own.max_restarts:

@@ -160,6 +160,13 @@ def test_machines_meet_at_the_address_and_at_another_port_each_time(monkeypatch)
     assert "--master_port=9" not in launch.arguments(2, 8, 1, [])
 
 
+def test_restarts_are_not_fewer_than_none(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launch", "--max_restarts", "-1"])
+    with pytest.raises(SystemExit) as stopped:
+        launch.main()
+    assert stopped.value.code == 2 and "--max_restarts -1: must be" in capsys.readouterr().err
+
+
 def test_a_rank_started_again_says_so(monkeypatch):
     assert not distributed.restarted()
     for name in distributed.RESTARTS:
