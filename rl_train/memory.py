@@ -116,7 +116,8 @@ def worst_step(parts, train) -> dict[str, float]:
         more = adam_to_come(state) + accumulated * held_bytes(work)
         for phase in clock.seconds:
             buckets = gradients if dist.is_initialized() and phase != "update" else 0
-            peaks[phase] = clock.peaks.get(phase, 0.0) + (more + buckets) / GIB
+            peak = clock.peaks.get(phase)
+            peaks[phase] = 0.0 if peak is None else peak + (more + buckets) / GIB
 
     batch = worst_batch(policy, policy.inputs(tokens), config.rollout.batch_size)
     device = policy.device
