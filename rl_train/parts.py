@@ -22,7 +22,7 @@ from rl_train.rewards import LLMJudge
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import Roles
+from rl_train.roles import Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
@@ -46,6 +46,15 @@ class Parts:
     sampler: StepSampler
     max_steps: int
     announced: str = ""  # memory of the worst step, if that was measured
+
+    def teacher_decay(self, iteration: int) -> float:
+        """The teacher's decay at an update of the step in progress; all updates before it count,
+        as in the learning rate's schedule, also those of steps in which nothing was learnt."""
+        optim = self.config.optim
+        if optim.ema_decay is not None:
+            return optim.ema_decay
+        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
+        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -109,8 +118,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
+    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
+        print0(f"--shared_images drop: {shared} of these regions are not trained on")
     groups = {group for options in config.tasks.values() for group in options.trains}
     policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)

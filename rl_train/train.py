@@ -26,8 +26,15 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.files import DamagedFile, write_json
-from rl_train.grpo import group_advantages
-from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
+from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
+from rl_train.objective import (
+    MicroBatchLoss,
+    Work,
+    check_answers,
+    micro_batches_of,
+    score_all,
+    step_totals,
+)
 from rl_train.parts import Parts, build
 from rl_train.rewards.components import combine, control_rewards
 from rl_train.rewards.custom import BadReward
@@ -44,6 +51,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
     """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
+    scale = ADVANTAGE_SCALES[config.loss.loss_type]
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = average or GradientAverage
     objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
@@ -66,11 +74,14 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 reward = combine(outcome.rewards, task.weights)  # (N,)
                 control = (config.reward.control, (seed, state.step, number), batch.index)
                 reward = control_rewards(reward, G, *control)
-                advantages = group_advantages(reward, G).to(policy.device)  # (N,)
+                advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
-                with roles.use("reference"):
-                    reference = score_all(policy, task, rollout, optim.micro_batch_size)  # (N, T)
-                work.append(Work(task, rollout, outcome, reward, advantages, reference))
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):  # (N, T)
+                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                faults = policy.not_finite()
+                work.append(Work(task, rollout, outcome, reward, advantages, reference, faults))
                 clock("reference")
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
@@ -80,7 +91,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
                     loss.backward()  # gradients add up over rows and tasks
                 tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
             update(state, objective, tally, optim.max_grad_norm)
-            roles.update_teacher(optim.ema_decay)
+            roles.update_teacher(parts.teacher_decay(iteration))
         end_of_step(state, work, tally, clock)
 
 
@@ -116,8 +127,10 @@ class EndOfStep:
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
+        num_iterations = self.parts.config.optim.num_iterations
         tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        for _ in range(self.parts.config.optim.num_iterations):
+        tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
+        for _ in range(num_iterations):
             state.scheduler.step()  # by time, also where nothing was learnt
         clock("update")
         state.step += 1
@@ -131,6 +144,7 @@ class EndOfStep:
                 self.log.pictures(state.step, w, state.policy)
             self.evaluator(state, self.log)
         if last or state.step % run.save_steps == 0:
+            check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
             flags, main = self.parts.flags, self.parts.ranks.is_main
             checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
         if last:
@@ -196,6 +210,11 @@ def main(argv=None):
         }
         try:
             run(parts)
+        except FloatingPointError as error:
+            saved = checkpoint.list_checkpoints(config.run.output_dir)
+            where = f"the last checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+            steps = f"after {parts.state.step} steps"
+            raise SystemExit(f"rl_train: {error}, {steps}; {where}") from error
         except (DamagedFile, BadReward, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error

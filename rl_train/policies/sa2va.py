@@ -14,6 +14,7 @@ from rl_train.config import PolicyConfig
 from rl_train.data.text import phrase
 from rl_train.engine import Answers, Completions, Engine, StopText
 from rl_train.engine.packing import fed
+from rl_train.finite import Watch
 from rl_train.policies import lora
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
@@ -58,6 +59,7 @@ class Sa2VAPolicy:
             model.get_submodule(name).float()
         self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
         model.eval()
+        self.watch = Watch()
         self.engine = Engine(
             model.language_model,
             pad_id=self.pad_id,
@@ -68,6 +70,9 @@ class Sa2VAPolicy:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def not_finite(self) -> list[str]:
+        return self.watch.take()
 
     def group_of(self, name: str) -> str:
         return lora.groups_of([name], TRAINABLE)[0]
@@ -120,6 +125,7 @@ class Sa2VAPolicy:
             sizes = dict(num_generations=num_generations, max_new_tokens=max_new_tokens)
             how = dict(stop=self.stop, uniforms=uniforms, shared_prefix_lengths=shared)
             completions = self.engine.generate(embeds, attention, **sizes, **how)
+        self.watch("log-probs of sampled answers", completions.logp)
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
 
@@ -158,6 +164,7 @@ class Sa2VAPolicy:
         valid = mask.bool()
         before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(before[valid], ids[valid])
+        self.watch("log-probs of given answers", logp)
         sums = torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1)
         return sums / valid.sum(1)
 
@@ -199,7 +206,7 @@ class Sa2VAPolicy:
             with self.autocast():
                 return self.model.decode_masks(images.sam, image[some], embeddings[some])
 
-        return by_chunks(decode, len(image))
+        return self.watch("mask logits", by_chunks(decode, len(image)))
 
 
 def by_chunks(compute, num_masks: int) -> torch.Tensor:

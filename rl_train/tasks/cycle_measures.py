@@ -24,9 +24,17 @@ METRICS = {
     "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
     "no_seg": "guard: true captions answered without [SEG]",
 }
-SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
+# Whose mean decides which checkpoint is the best, and which role of it: both against the data set's
+# own masks and captions. The cycles are what the rewards raise, also where captioner and segmenter
+# agree on a language that nobody else understands.
+SCORES = ("seg_iou", "caption_meteor")
 # Measures behind a metric of another name.
 PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
+
+
+def score(metrics: dict[str, float]) -> float:
+    """The mean of SCORES."""
+    return sum(metrics[name] for name in SCORES) / len(SCORES)
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
