@@ -57,13 +57,17 @@ def standing_memory(policy) -> dict[str, int]:
 # Before the first step
 
 
+class TooLarge(ValueError):
+    """The worst step would not fit; the sentence names the flags to lower."""
+
+
 def announce(parts, train) -> str:
     """What the worst step takes, in words, of the rank where it is most; "" on the CPU.
 
     Args: see `worst_step`.
 
     Raises:
-        ValueError: a GPU has less. Where that shows in the step itself, it runs out of memory.
+        TooLarge: a GPU has less. (Or memory ends in the step itself.)
     """
     device = parts.ranks.device
     if device.type != "cuda":
@@ -78,7 +82,7 @@ def announce(parts, train) -> str:
     if most > least:
         phase = max(peaks, key=peaks.get)
         todo = remedy(phase, parts.config, is_resumed=parts.state.step > 0)
-        raise ValueError(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
+        raise TooLarge(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
     return announced
 
 
@@ -113,7 +117,8 @@ def worst_step(parts, train) -> dict[str, float]:
         once.step += 1
         gradients = standing_memory(policy)["gradients"]
         accumulated = config.optim.gradient_accumulation_steps - 1  # batches held beside this one
-        more = adam_to_come(state) + accumulated * held_bytes(work)
+        more = adam_to_come(state) + policy.engine.bytes_to_come()
+        more += accumulated * held_bytes(work)
         for phase in clock.seconds:
             buckets = gradients if dist.is_initialized() and phase != "update" else 0
             peak = clock.peaks.get(phase)

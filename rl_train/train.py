@@ -179,6 +179,7 @@ class EndOfStep:
 def run(parts: Parts):
     """Measure, train, measure again, and print both."""
     config, state, start = parts.config, parts.state, parts.state.step
+    parts.announced = memory.announce(parts, train)
     if parts.ranks.is_main:  # only now, so that bad input uses up no folder
         write_json(Path(config.run.output_dir) / "config.json", parts.flags, indent=2)
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
@@ -201,7 +202,6 @@ def main(argv=None):
     try:
         try:
             parts = build(config, ranks)
-            parts.announced = memory.announce(parts, train)
         except ValueError as error:  # the user's input: one sentence, no traceback
             raise SystemExit(f"rl_train: {error}") from error
         places = {
@@ -215,7 +215,7 @@ def main(argv=None):
             where = f"the last checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
             steps = f"after {parts.state.step} steps"
             raise SystemExit(f"rl_train: {error}, {steps}; {where}") from error
-        except (DamagedFile, BadReward, *places) as error:
+        except (DamagedFile, BadReward, memory.TooLarge, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
     except RuntimeError as error:

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl_train import memory, train
+from rl_train import cli, memory, train
+from rl_train.distributed import Ranks
 from rl_train.memory import worst_step
 from rl_train.objective import MicroBatchLoss
 from rl_train.policies import segment_describe, worst_case
@@ -65,8 +67,8 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(MicroBatchLoss, "forward", updating)
     monkeypatch.setattr("rl_train.tasks.caption_mask_caption.describe", describing)
     monkeypatch.setattr(Sa2VAPolicy, "segment_prompts", segmenting)
-    monkeypatch.setattr(train, "run", lambda parts: None)
     announced = announcing_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(train, "run", lambda parts: memory.announce(parts, train.train))
     run(data, tmp_path, batch_size=2, num_generations=3, micro_batch_size=4, **TINY)
     assert [list(peaks) for peaks in announced] == [
         ["encode", "rollout", "teacher", "reference", "update"]
@@ -115,6 +117,47 @@ def assert_same(one: Path, other: Path):
         a, b = weights(one, 2, file), weights(other, 2, file)
         assert all(torch.equal(a[name], b[name]) for name in a | b)
     assert rollouts(one) == rollouts(other)
+
+
+def test_what_does_not_fit_is_said_before_the_first_step(data, tmp_path, monkeypatch):
+    """Of two GPUs the one with less, and the other's peak."""
+    peaks = dict(encode=5.0, update=30.0)
+    config, ranks = cli.parse(flags(data, tmp_path)), Ranks(0, 1, torch.device("cuda", 0))
+    parts = SimpleNamespace(ranks=ranks, config=config, state=SimpleNamespace(step=0))
+    monkeypatch.setattr(memory, "worst_step", lambda *_: peaks)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * memory.GIB, 80 * memory.GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * memory.GIB)
+    monkeypatch.setattr(memory, "gather_objects", lambda mine: [mine, (29.0, 40.0)])
+    with pytest.raises(memory.TooLarge) as stopped:
+        memory.announce(parts, None)
+    assert str(stopped.value) == (
+        "out of GPU memory in update of the worst step: at most 30.0 GiB announced, a GPU has "
+        "24.0; lower --micro_batch_size or --max_masks_per_answer or --max_completion_length"
+    )
+    peaks["update"] = 23.0
+    monkeypatch.setattr(memory, "gather_objects", lambda mine: [mine, (22.0, 40.0)])
+    assert memory.announce(parts, None) == "at most 23.0 GiB announced, a GPU has 24.0"
+
+
+def test_what_is_still_to_come_is_counted(policy):
+    """Adam's two states until they are there; a storage that records share once."""
+    model = policy()
+    optimizer = torch.optim.AdamW(model.trainable.values(), lr=0.0)
+    state = SimpleNamespace(policy=model, optimizer=optimizer)
+    weights = sum(4 * p.numel() for p in model.trainable.values())
+    assert memory.adam_to_come(state) == 2 * weights
+    for p in model.trainable.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert memory.adam_to_come(state) == 0
+    on_gpu, on_cpu = FakeTensor(torch.zeros(1000)), torch.zeros(1000)
+    assert memory.held_bytes([dict(a=on_gpu), (on_gpu, on_cpu, None, "text")]) == 4000
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True
 
 
 # When there is none left
