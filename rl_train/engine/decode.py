@@ -126,7 +126,7 @@ class Graph:
     @property
     def nbytes(self) -> int:
         """Bytes of its own, without the cache that all share."""
-        buffers = self.logits, self.hiddens, self.uniforms, self.ids, self.logp, self.valid
+        buffers = self.hiddens, self.uniforms, self.ids, self.logp, self.valid
         return sum(buffer.nbytes for buffer in buffers)
 
     def _capture(self, pool):
