@@ -182,7 +182,9 @@ class RunConfig:
     output_dir: str = flag(help="receives config.json, TensorBoard logs, rollouts and checkpoints")
     save_steps: int = flag(100, "steps between checkpoints; the last is always saved", type=COUNT)
     save_total_limit: int = flag(3, "checkpoints kept, oldest removed; 0 = all", type=COUNT_OR_0)
-    resume: str | None = flag(None, "from a folder or the latest", nargs="?", const="latest")
+    resume: str | None = flag(
+        None, "from a folder or the latest; auto: from the latest if any", nargs="?", const="latest"
+    )
     eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
     seed: int = flag(0, "of everything", type=SEED)
 

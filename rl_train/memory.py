@@ -9,11 +9,12 @@ import dataclasses
 import gc
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rl_train.checkpoint import RunState, list_checkpoints
+from rl_train.checkpoint import RunState, how_to_go_on
 from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
 from rl_train.distributed import Ranks, gather_objects, print0
@@ -57,17 +58,13 @@ def standing_memory(policy) -> dict[str, int]:
 # Before the first step
 
 
-class TooLarge(ValueError):
-    """The worst step would not fit; the sentence names the flags to lower."""
-
-
 def announce(parts, train) -> str:
     """What the worst step takes, in words, of the rank where it is most; "" on the CPU.
 
     Args: see `worst_step`.
 
     Raises:
-        TooLarge: a GPU has less. (Or memory ends in the step itself.)
+        ValueError: a GPU has less. (Or memory ends in the step itself.)
     """
     device = parts.ranks.device
     if device.type != "cuda":
@@ -81,8 +78,8 @@ def announce(parts, train) -> str:
     print0(f"peak memory of the worst step that the flags allow, GiB: {words}; {announced}")
     if most > least:
         phase = max(peaks, key=peaks.get)
-        todo = remedy(phase, parts.config, is_resumed=parts.state.step > 0)
-        raise TooLarge(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
+        todo = remedy(phase, parts.config)
+        raise ValueError(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
     return announced
 
 
@@ -221,21 +218,21 @@ def sentence(error: RuntimeError, config: Config, ranks: Ranks, parts=None) -> s
     when = "before the first step" if parts is None else f"in step {parts.state.step + 1}"
     if "worst_step" in calls:
         when = "in the worst step that the flags allow, tried before the first"
-    saved = list_checkpoints(config.run.output_dir)
     words = [
         f"out of GPU memory on rank {ranks.rank}, {when}, in {phase}",
-        remedy(phase, config, is_resumed=bool(saved)),
+        remedy(phase, config),
         *([parts.announced] if parts and parts.announced else []),
-        f"--resume goes on from {saved[-1]}" if saved else "there is no checkpoint yet",
+        how_to_go_on(config.run.output_dir),
     ]
     return "; ".join(words)
 
 
-def remedy(phase: str, config: Config, is_resumed: bool) -> str:
-    """What to change about the memory of a phase; of a run that is resumed not every flag may."""
+def remedy(phase: str, config: Config) -> str:
+    """What to change about the memory of a phase: flags with which a run that has begun resumes."""
     if phase == "start":
         return "the model itself does not fit: share it out by --shard_base"
-    flags = [flag for flag in REMEDIES[phase] if not is_resumed or flag in FREE_ON_RESUME]
+    has_begun = (Path(config.run.output_dir) / "config.json").is_file()
+    flags = [flag for flag in REMEDIES[phase] if not has_begun or flag in FREE_ON_RESUME]
     words = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
     if "batch_size" in flags:
         words += " (and raise --gradient_accumulation_steps)"

@@ -170,7 +170,10 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
 
 def test_training_state_is_plain_data(whole):
     state = training_state(whole, 4)
-    assert set(state) == {"step", "optimizer", "scheduler", "tasks", "rng"} and state["step"] == 4
+    assert set(state) == {"step", "optimizer", "scheduler", "tasks", "watched", "rng"}
+    assert state["step"] == 4 and state["watched"] == dict(
+        judge_failures=dict(steps=[]), damaged=dict(names=[])
+    )
     assert len(state["rng"]) == 1 and state["tasks"] == {"loop2": {"sigma": 4.0}}
 
 
