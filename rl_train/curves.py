@@ -21,6 +21,7 @@ class Tally:
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.points: dict[str, float] = {}  # numbers that are equal on all ranks
+        self.stop: str | None = None  # the signal that asked this rank to stop
 
     def mean(self, name: str, total, count):
         self.totals[name] += float(total)

@@ -29,7 +29,7 @@ LOOP = (
 ).split()
 LOOP2 = (
     "meteor likelihood mask_spread no_seg_frac latent_joint_kl latent_clip_frac latent_loss "
-    "mask_loss mask_sigma"
+    "mask_loss mask_sigma capped_frac"
 ).split()
 TAGS = (
     {f"loop1/{tag}" for tag in LOOP}
@@ -46,7 +46,13 @@ TAGS = (
         f"perf/{phase}_seconds"
         for phase in ("step", "encode", "rollout", "teacher", "reference", "update")
     }
-    | {"perf/rollout_tokens_per_second", "data/damaged", "teacher/drift", "teacher/lag"}
+    | {
+        "perf/rollout_tokens_per_second",
+        "data/damaged",
+        "teacher/drift",
+        "teacher/lag",
+        "teacher/decay",
+    }
 )
 
 

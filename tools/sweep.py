@@ -30,7 +30,7 @@ from rl_train.statistics import bootstrap, rows_of
 DEMO = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
     "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
-    "--ema_decay 0.95 --kl_coef 0.02"
+    "--kl_coef 0.02"
 )
 SHORT = (
     "--no-gradient_checkpointing --likelihood_share 1 --num_workers 0 --max_steps 120 "

@@ -114,7 +114,7 @@ def _choose(
     if STOPS:
         after = tl.load(table + chosen * num_states + tl.load(state + row))
         tl.store(state + row, after)
-        tl.store(done + row, over | (after == stopped_state) | (chosen == eos))
+        tl.store(done + row, over | (after >= stopped_state) | (chosen == eos))
 
 
 def choose(rows, logits):

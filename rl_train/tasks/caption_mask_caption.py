@@ -63,8 +63,7 @@ class CaptionMaskCaption:
             share = 0.0 if judged else 0.5
         if judged and share == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
-        if judged and not context.judge:
-            raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+        assert context.judge or not judged, "the command line refuses this"
         self.llm_judge = context.judge if judged else None
         how = (options.mask_sigma, options.mask_loss_coef)
         latent = (options.latent_clip_range, options.latent_kl_weight)
@@ -97,7 +96,7 @@ class CaptionMaskCaption:
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
                 rewards["likelihood"] = likelihood
-        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)

@@ -16,7 +16,7 @@ import torch
 from rl_train.distributed import gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
-from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.segment_describe import answer, row_masks
 from rl_train.rewards.iou import mask_iou, mask_spread
 from rl_train.types import Outcome, Rollout
@@ -111,9 +111,13 @@ class SampledMask:
         if self.mask_loss_coef:
             image = [rollout.prompts.image[row] for row in segs.tolist()]
             z = mean + drawn.offset[pick]
-            logits = self.policy.decode_masks(rollout.features, image, z)
             regions = [rollout.batch.masks[i] for i in image]
-            term = (mask_loss(logits, regions) * scored).sum() / totals.actions
+
+            def losses(some):
+                logits = self.policy.decode_masks(rollout.features, image[some], z[some])
+                return mask_loss(logits, regions[some])
+
+            term = (by_chunks(losses, len(image)) * scored).sum() / totals.actions
             terms.append(self.mask_loss_coef * term)
             sums |= dict(mask_loss=term.detach())
         return terms, sums
@@ -122,12 +126,20 @@ class SampledMask:
         return int(scored[rollout.action.rows.cpu()].sum())
 
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
-        """{curve: (total, count)}: how far a group's masks lie apart, rows without [SEG], sigma."""
+        """{curve: (total, count)}: how far a group's masks lie apart, [SEG] of none or many, sigma.
+
+        capped_frac: rows with more [SEG] than are decoded.
+        """
         G = rollout.num_generations
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
         spread = sum(map(mask_spread, groups))
-        curves = dict(mask_spread=(spread, len(groups)), no_seg_frac=(no_seg, len(rollout)))
+        capped = self.policy.capped(rollout).sum()
+        curves = dict(
+            mask_spread=(spread, len(groups)),
+            no_seg_frac=(no_seg, len(rollout)),
+            capped_frac=(capped, len(rollout)),
+        )
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:

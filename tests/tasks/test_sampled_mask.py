@@ -96,9 +96,13 @@ def test_spread_by_hand(model):
     assert mask_spread(torch.stack([none, none])) == 0 == mask_spread(torch.stack([half, half]))
     assert mask_spread(torch.stack([whole, half, none])) == pytest.approx((0.5 + 1 + 1) / 3)
     drawn = DrawnMasks(torch.tensor([0, 0, 3]), [], None, None, None)
-    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, *[None] * 5, action=drawn)
+    ids = torch.full((4, 12), 5)
+    ids[2, :10] = model.model.seg_id  # of which 8 are decoded
+    said = dict(ids=ids, logp=None, valid=ids > 0, stopped=None, hidden=None, action=drawn)
+    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, **said)
     curves = SampledMask(model, 0.5, 0.0).curves(rollout, Outcome({}, [whole, half, none, none]))
-    assert curves == dict(mask_spread=(0.5, 2), no_seg_frac=(2, 4), mask_sigma=(0.5, 1))
+    shares = dict(no_seg_frac=(2, 4), capped_frac=(1, 4))
+    assert curves == dict(mask_spread=(0.5, 2), mask_sigma=(0.5, 1)) | shares
 
 
 # The policy term
