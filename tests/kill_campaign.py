@@ -2,6 +2,8 @@
 
     python -m tests.kill_campaign --kills 100            # one process
     python -m tests.kill_campaign --kills 20 --ranks 2   # two by gloo, of which one is killed
+    python -m tests.kill_campaign --kills 0 --stops 20   # SIGTERM, SIGINT, SIGUSR1 to one rank
+    python -m tests.kill_campaign --kills 0 --full 20    # a disk that is full (root: mounts tmpfs)
 
 Every trial is compared with the run that nobody disturbed: weights, EMA, optimizer, best
 checkpoint, rollouts, every TensorBoard point and picture, the list of files. Each run is a fork of
@@ -13,9 +15,11 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -29,6 +33,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 from rl_train import checkpoint, evaluation, events, files, statistics, tb, train
+from rl_train.stops import SIGNALS, STATUS
 from tests.runs import draw_data, flags
 
 PHASES = ("start", "evaluation", "step", "log", "checkpoint")
@@ -163,6 +168,10 @@ def rank_environments(number: int) -> list[dict[str, str]]:
     return [place | dict(RANK=str(r), LOCAL_RANK=str(r)) for r in range(number)]
 
 
+def mount(*words):
+    subprocess.run(["mount", *map(str, words)], check=True)
+
+
 def points(output: Path) -> dict[str, list]:
     """{tag: [(step, value), ..]} of all scalars but times, and of pictures, as written."""
     sizes = dict(scalars=0, images=0, tensors=0)
@@ -227,16 +236,16 @@ class Campaign:
         pids = fork_run(*self._here(self.whole), operation=2**31)
         assert set(ended(pids)) == {0}, Path(f"{self.whole}.log0").read_text()
         self.seconds, self.operations = time.monotonic() - begin, self.board[1]
+        # In pages: what it takes with one checkpoint more, which is removed at the end.
+        sizes = [-(-p.stat().st_size // 4096) for p in self.whole.rglob("*") if p.is_file()]
+        self.size, self.stopped = int(1.2 * sum(sizes)), Counter()
 
     def _here(self, output: Path):
         return self.data, output, self.board, rank_environments(self.ranks)
 
     def trial(self, operation: int = 0, torn: bool = False):
         """One run that is killed once at an operation, or 1 to 3 times at random, and resumed."""
-        output = self.root / "trial"
-        shutil.rmtree(output, ignore_errors=True)
-        for log in self.root.glob("trial.log*"):
-            log.unlink()
+        output = self._fresh()
         if operation:
             self._killed(fork_run(*self._here(output), operation, torn), victim=0)
         else:
@@ -246,13 +255,58 @@ class Campaign:
                 victim = self.random.randrange(self.ranks)
                 os.kill(pids[victim], signal.SIGKILL)
                 self._killed(pids, victim)
+        self._finish(output, f"operation {operation}{' torn' * torn}" if operation else "random")
+
+    def stop(self):
+        """One run that a signal asks to stop at a random moment, and the resumed one."""
+        output = self._fresh()
+        pids = fork_run(*self._here(output))
+        time.sleep(self.random.uniform(0, self.seconds))
+        number = self.random.choice(SIGNALS)
+        self.last = self.board.phase
+        os.kill(self.random.choice(pids), number)
+        statuses = set(ended(pids))
+        early = self.last == "start" and statuses <= {STATUS, 1, -number}  # it had nothing to save
+        if not early and statuses not in ({STATUS}, {0}):
+            self.failures.append(f"{number.name} ({self.last}): ended {statuses}")
+        self.stopped[f"{self.last} {sorted(statuses)}"] += 1
+        self._finish(output, number.name)
+
+    def full(self):
+        """One run on a disk that becomes full, and the resumed one after there is room again."""
+        output = self._fresh()
+        output.mkdir()
+        room = self.random.randint(1, self.size)
+        mount("-t", "tmpfs", "-o", f"size={room * 4}k", "none", output)
+        try:
+            statuses = ended(fork_run(*self._here(output)))
+            log = Path(f"{output}.log0").read_text()
+            said = re.findall("^rl_train: .*", log, re.MULTILINE)
+            if "Traceback" in log or statuses[0] == 0 or len(said) != 1:
+                self.failures.append(f"{room * 4} KiB: ended {statuses}: {log[-1500:]}")
+            else:
+                place = said[0].split(" cannot be written")[0].split("/")[-1]
+                self.stopped[re.sub(r"\d+", "N", place)] += 1
+            mount("-o", "remount,size=1g", output)
+            self._finish(output, f"{room * 4} KiB, {said}")
+        finally:
+            subprocess.run(["umount", output], check=True)
+
+    def _finish(self, output, words):
+        """Resume a run to its end and compare it."""
         statuses = ended(fork_run(*self._here(output)))
-        words = f"operation {operation}{' torn' * torn}" if operation else "random"
         if set(statuses) != {0}:
             text = Path(f"{output}.log0").read_text()[-1500:]
             self.failures.append(f"{words} ({self.last}): resume ended {statuses}: {text}")
         elif found := differences(self.whole, output):
             self.failures.append(f"{words} ({self.last}): {found}")
+
+    def _fresh(self) -> Path:
+        output = self.root / "trial"
+        shutil.rmtree(output, ignore_errors=True)
+        for log in self.root.glob("trial.log*"):
+            log.unlink()
+        return output
 
     def _killed(self, pids, victim):
         begin = time.monotonic()
@@ -271,6 +325,8 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--full", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -283,11 +339,15 @@ def main():
         while campaign.kills < args.kills:
             campaign.trial()
             print(campaign.kills, dict(campaign.moments), len(campaign.failures), flush=True)
-    print(
-        f"{campaign.kills} kills, by moment {dict(campaign.moments)}; other ranks ended within "
-        f"{campaign.slowest:.1f} s; {len(campaign.failures)} trials differ"
-    )
-    print("\n".join(campaign.failures))
+        for _ in range(args.stops):
+            campaign.stop()
+            print(dict(campaign.stopped), len(campaign.failures), flush=True)
+        for _ in range(args.full):
+            campaign.full()
+            print(dict(campaign.stopped), len(campaign.failures), flush=True)
+    print(f"kills by moment: {dict(campaign.moments)}; ranks ended within {campaign.slowest:.1f} s")
+    print(f"stops: {dict(campaign.stopped)}")
+    raise SystemExit("\n".join(campaign.failures) or None)
 
 
 if __name__ == "__main__":
