@@ -22,7 +22,7 @@ if [ $# -eq 0 ]; then
     export NPROC=1
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 \
-        --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02 \
+        --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --kl_coef 0.02 \
         --no-gradient_checkpointing --num_workers 1 --max_steps 160 --eval_samples 128 --eval_steps 80 --save_steps 40 --resume auto
 fi
 

@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -132,16 +133,20 @@ def is_help(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
-def all_sum(values: dict[str, float]) -> dict[str, float]:
-    """Sums over ranks; every rank passes the same names."""
-    of_ranks = gather_objects(dict(values))
+def all_sum(values: dict[str, float], faults: Sequence[str] = ()) -> dict[str, float]:
+    """Sums over ranks; every rank passes the same names. With faults as `raise_on_any_rank`."""
+    of_ranks, faults = zip(*gather_objects((dict(values), faults)))
+    _raise_not_finite(faults)
     return {name: sum(mine[name] for mine in of_ranks) for name in values}
 
 
-def raise_on_any_rank(faults: list[str]):
+def raise_on_any_rank(faults: Sequence[str]):
     """Raise FloatingPointError on all ranks, with every rank's faults, if any rank has one."""
-    of_ranks = enumerate(gather_objects(faults))
-    named = [f"rank {rank}: {fault}" for rank, mine in of_ranks for fault in mine]
+    _raise_not_finite(gather_objects(faults))
+
+
+def _raise_not_finite(of_ranks: Sequence[Sequence[str]]):
+    named = [f"rank {rank}: {fault}" for rank, mine in enumerate(of_ranks) for fault in mine]
     if named:
         raise FloatingPointError("not finite: " + "; ".join(named[:20]))
 

@@ -91,6 +91,14 @@ def test_nothing_left_to_hold_out(complaint):
     assert "--eval_samples 60" in complaint(eval_data_dir=None, eval_samples=60)
 
 
+def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
+    train = str(data / "train")
+    sentence = complaint(eval_data_dir=train)
+    assert f"--eval_data_dir {train} share images" in sentence and "--shared_images" in sentence
+    assert "--data_dir holds 0 samples" in complaint(eval_data_dir=train, shared_images="drop")
+    assert "--shared_images drop: 60 of these regions" in capsys.readouterr().out
+
+
 # The output folder
 
 
