@@ -11,16 +11,6 @@ class NoReply(RuntimeError):
     """The server gave no reply; the sentence says why."""
 
 
-async def _leave_long_refusals(response):
-    """Close, unread, what the client would read to its end though it is no reply.
-
-    The client reads the body of an error (and of a redirection) whole.
-    """
-    length = response.headers.get("Content-Length", "")
-    if not response.is_success and not (length.isdecimal() and int(length) <= MAX_REFUSAL):
-        await response.aclose()
-
-
 class JudgeClient:
     """What is asked of one model: a connection for a while, `async with client.connect() as ask`.
 
@@ -74,7 +64,7 @@ class Connection:
         self.replies = self.lost = 0
 
     async def __aenter__(self) -> "Connection":
-        library, hooks = self.client.openai, {"response": [_leave_long_refusals]}
+        library, hooks = self.client.openai, {"response": [self._leave_long_refusals]}
         # The client's own retries are off, those of `__call__` are the only ones; a compressed
         # body could grow beyond its limit in one piece.
         self.api = library.AsyncOpenAI(
@@ -89,6 +79,19 @@ class Connection:
 
     async def __aexit__(self, *_):
         await self.api.close()
+
+    async def _leave_long_refusals(self, response):
+        """Close, unread, what the client would read to its end though it is no reply.
+
+        That is the body of an error or of a redirection.
+        """
+        length = response.headers.get("Content-Length", "")
+        if response.is_success or length.isdecimal() and int(length) <= MAX_REFUSAL:
+            return
+        await response.aclose()
+        if response.is_redirect:
+            reason = f"redirected, with a body of more than {MAX_REFUSAL} bytes or of unknown size"
+            raise self.client.openai.APIConnectionError(message=reason, request=response.request)
 
     async def __call__(self, chat: list[dict[str, str]], max_tokens: int) -> str:
         """Return the body of the server's reply to a chat.
