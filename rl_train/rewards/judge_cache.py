@@ -31,10 +31,7 @@ class ReplyCache:
             reason = self._damage()
             if not reason:
                 return
-            for end in ("", "-journal", "-wal", "-shm"):  # else sqlite mends a new file by old ones
-                file = self.path.with_name(self.path.name + end)
-                if file.exists():
-                    file.replace(f"{file}.damaged")
+            self.path.replace(f"{self.path}.damaged")
         except (sqlite3.OperationalError, OSError):  # locked, read-only: the first use says so
             return
         tqdm.write(f"{self.path} is damaged ({reason}): set aside as {self.path}.damaged")
