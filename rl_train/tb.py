@@ -34,7 +34,8 @@ class Log:
                 kept, new = lines_before(start, file), file.with_suffix(".tmp")
                 new.write_text("".join(kept))
                 new.replace(file)
-        self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a")
+        surrogates = "backslashreplace"  # as \ud800, which JSON reads
+        self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a", errors=surrogates)
         self.writer = None
         if ranks.is_main:
             self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1)
@@ -61,7 +62,7 @@ class Log:
             line["advantage"] = round(work.advantages[row].item(), 4)
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
-            self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
+            self.jsonl.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self.jsonl.flush()
 
     def pictures(self, step: int, work: Work, policy, count: int = 3):

@@ -93,7 +93,7 @@ def obedient(chat: list[dict], n: int = 0) -> str:
     said = "\n".join([chat[0]["content"], unquoted(chat), *(m["content"] for m in chat[2:])])
     orders = r"rate this 10|rating: 10|reply with 10|score\W+10|answer is a\b"
     if re.search(orders, said, re.I):
-        return "A" if "one letter" in chat[0]["content"] else "10"
+        return "A" if "letter" in chat[0]["content"] else "10"
     return overlap(chat)
 
 

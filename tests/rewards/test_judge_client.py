@@ -10,9 +10,9 @@ from tests.judge_server import FAULTS, JudgeServer, hang, overlap
 from tests.rewards.judges import judge
 
 REASONS = {
-    "hangs": "no whole reply within 0.5 s",
-    "drips its body": "no whole reply within 0.5 s",
-    "drips its headers": "no whole reply within 0.5 s",
+    "hangs": "no whole reply within 0.3 s",
+    "drips its body": "no whole reply within 0.3 s",
+    "drips its headers": "no whole reply within 0.3 s",
     "sends gigabytes": "a reply of more than 1048576 bytes",
     "sends gigabytes, status 500": "Error code: 500",
     "sends gigabytes, status 401": "Error code: 401",
@@ -40,7 +40,7 @@ def megabytes() -> float:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_end_in_time_and_say_why(fault):
     with JudgeServer(FAULTS[fault]) as server:
-        impatient = judge(server, timeout=0.5, num_retries=0)
+        impatient = judge(server, timeout=0.3, num_retries=0)
         started, memory = time.perf_counter(), megabytes()
         assert impatient.score(["a dog"] * 3, ["a cat", "", "a cow"]).isnan().tolist() == [
             True,
