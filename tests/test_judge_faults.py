@@ -5,13 +5,15 @@ JUDGE_FAULTS=all python -m pytest tests/test_judge_faults.py -s  # every fault, 
 
 import functools
 import os
+import re
 import time
 
 import pytest
 
 from rl_train.rewards import LLMJudge
 from tests.judge_server import FAULTS, JudgeServer, overlap
-from tests.runs import complaint_of, draw_data, flags, on_one_core, rollouts, run
+from tests.runs import complaint_of, draw_data, flags, on_one_core, rollouts, run, start
+from tests.test_distributed import finish, rank_environments
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 MANY = os.environ.get("JUDGE_FAULTS") == "all"
@@ -90,3 +92,43 @@ def test_a_judge_that_fails_now_and_then_stops_nothing(data, tmp_path, fault):
         lines = rollouts(run(data, tmp_path / "run", max_steps=4, num_generations=8, **judge))
         assert len(lines) == 4 * 32 and sum(line["judge"] is None for line in lines) < 40
         assert sum(line["judge"] is not None for line in lines) > 80
+
+
+@pytest.mark.skipif(not MANY, reason="two processes of many seconds: JUDGE_FAULTS=all")
+def test_one_ranks_judge_that_fails_stops_all_ranks(data, tmp_path):
+    """Rank 1 reaches its judge by a proxy, which refuses all but the first request."""
+    refusing = JudgeServer(lambda chat, n: "1" if n == 0 else (401, "{}"))
+    with JudgeServer() as judge, refusing as proxy:
+        others = [{}, dict(http_proxy=proxy.url, no_proxy="", NO_PROXY="")]
+        processes = [
+            start(
+                data,
+                tmp_path,
+                environment | other,
+                batch_size=1,
+                num_generations=8,
+                max_steps=500,
+                llm_judge_base_url=judge.url,
+                use_llm_judge="",
+                use_llm_judge_loop2="",
+            )
+            for environment, other in zip(rank_environments(), others)
+        ]
+        outputs = finish(processes, 300)
+    url, failed = judge.url, []
+    for process, output in zip(processes, outputs):
+        assert process.returncode == 1 and "Traceback" not in output
+        found = re.findall(
+            rf"^rl_train: --llm_judge_base_url {url}: the LLM judge failed on (\d+) of the last "
+            r"(\d+) captions, more than --max_judge_failures 0.2 ",
+            output,
+            re.M,
+        )
+        failed += found
+    assert failed[0] == failed[1] and len(failed) == 2
+    assert 40 < int(failed[0][0]) <= 0.7 * int(failed[0][1])
+    assert re.search(
+        r"step 1: the LLM judge failed on \d+ of \d+ captions: Error code: 401", outputs[0]
+    )
+    lines = rollouts(tmp_path)
+    assert any(line["judge"] for line in lines) and any(line["judge"] is None for line in lines)
