@@ -19,7 +19,7 @@ class JudgeClient:
     Args:
         base_url: of the server's API; model: name that the server knows.
         timeout: seconds that an attempt may take from connecting to the last byte of the body,
-            however the bytes come.
+            however the bytes come. A name server that hangs may add its own limit at the end.
         num_workers: requests at a time.
         backoff: seconds before the second attempt, twice as many before each further one.
 
