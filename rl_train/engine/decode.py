@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import forward
+from rl_train.engine.head import product
 from rl_train.engine.packing import Shared, next_positions
-from rl_train.engine.tokens import BLOCK, Completions, Sampling
+from rl_train.engine.tokens import Completions, Sampling
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
@@ -105,8 +106,6 @@ class Graph:
         self.prefix = cache[:split].view(of_prompts)
         self.suffix = cache[split : split + torch.Size(of_rows).numel()].view(of_rows)
         self.pad = new(num_prompts, dtype=torch.int32)  # empty slots before each prompt
-        # Aligned for the product, ready for `inverse_cdf`.
-        self.logits = new(n, _round_up(self.vocab, BLOCK))
         self.hiddens = new(n, num_tokens, width)
         self.uniforms = new(n, num_tokens, dtype=torch.float64)
         self.ids = new(n, num_tokens, dtype=torch.long)
@@ -194,9 +193,8 @@ class Graph:
 
     def sample(self, hidden):
         """Draw token `step` of each row from hidden (N, C) and write it down."""
-        padded = self.fused.padded_head
-        torch.mm(hidden, padded.t(), out=self.logits[:, : len(padded)])
-        self.fused.decode_ops.choose(self)
+        logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
+        self.fused.decode_ops.choose(self, logits)
 
     def forward(self):
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""

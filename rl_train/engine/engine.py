@@ -73,6 +73,11 @@ class Engine:
             self._fused.release()
         self._fused = self._decoder = None
 
+    def forget(self):
+        """Free the sampler's cache and graphs, which its next use makes anew."""
+        if self._fused is not None:
+            self._decoder = Decoder(self._fused)
+
     @torch.no_grad()
     def generate(
         self,

@@ -145,7 +145,7 @@ def test_processes_share_a_cache(tmp_path):
             for _ in range(3)
         ]
         assert [
-            (process.communicate(timeout=60)[1], process.returncode) for process in processes
+            (process.communicate(timeout=180)[1], process.returncode) for process in processes
         ] == [("", 0)] * 3
         before = len(server.chats)
         assert 60 <= before <= 180
