@@ -61,7 +61,7 @@ def test_a_judge_that_fails_from_the_first_step_on_stops_the_run(data, tmp_path,
         argv = judged_flags(data, tmp_path / "run", server, max_steps=500, num_generations=8)
         sentence, said, seconds = stop(capsys, argv)
         # 4 calls in the 2 steps of 32 captions each: 2 s, then .5 s each
-        assert 2 <= len(rollouts(tmp_path / "run")) / 32 <= 3 and seconds < 60
+        assert 2 <= len(rollouts(tmp_path / "run")) / 32 <= 3 and seconds < 300
         assert sentence.startswith(
             f"rl_train: --llm_judge_base_url {server.url}: the LLM judge failed on "
         )
@@ -78,7 +78,7 @@ def test_a_judge_that_fails_at_the_start_is_refused(data, tmp_path, capsys, faul
     with JudgeServer(FAULTS[fault]) as server:
         sentence, _, seconds = stop(capsys, judged_flags(data, tmp_path / "run", server))
         assert f"--llm_judge_base_url {server.url}: the judge " in sentence
-        assert "cannot be asked there" in sentence and seconds < 5
+        assert "cannot be asked there" in sentence and seconds < 15
         assert not (tmp_path / "run").exists()
 
 

@@ -47,7 +47,7 @@ def test_faults_end_in_time_and_say_why(fault):
             False,
             True,
         ]
-        assert time.perf_counter() - started < 2.5 and megabytes() - memory < 100
+        assert time.perf_counter() - started < 10 and megabytes() - memory < 100
         assert impatient.take_counts() == {"failed": 2, "asked": 2}
         assert impatient.take_reasons() == {REASONS[fault]: 2} and not impatient.reasons
         told = impatient.fault()
@@ -61,14 +61,14 @@ def test_retries_share_one_deadline_at_the_start():
     with JudgeServer(hang) as server:
         started = time.perf_counter()
         assert "no whole reply within 1 s" in judge(server, timeout=1.0).fault()
-        assert time.perf_counter() - started < 2.5
+        assert time.perf_counter() - started < 3.5
 
 
 @pytest.mark.parametrize("mode", ["score", "qa"])
 def test_a_call_ends_in_time_and_keeps_what_it_has(mode):
     def behaviour(chat, n):
         if "slow" in chat[1]["content"]:
-            time.sleep(5)
+            time.sleep(30)
         return overlap(chat)
 
     captions = ["a red dog", "a slow red dog", "a red dog"]
@@ -77,7 +77,7 @@ def test_a_call_ends_in_time_and_keeps_what_it_has(mode):
         patient = judge(server, mode, timeout=60, max_seconds=1.5)
         started = time.perf_counter()
         scores = patient.score(references, captions)
-        assert time.perf_counter() - started < 3.5
+        assert time.perf_counter() - started < 10
         assert scores.isnan().tolist() == [False, True, True] and scores[0] == 1
         assert patient.take_reasons() == {"a step waits 1.5 s at most": 2}
         assert patient.take_counts() == {"failed": 2, "asked": 3}
@@ -99,8 +99,10 @@ def test_a_silent_judge_is_asked_less_until_it_answers():
     values = [one.score(["a dog"], [text]).item() for text in ("a cat", "a cow")]
     assert values[0] == pytest.approx(0.8) and math.isnan(values[1]) and one.silent
     with JudgeServer(hang) as server:  # silence costs one timeout a call, however many are asked
-        many = judge(server, timeout=0.5, num_workers=2, max_seconds=1)
-        for most in (1, 0.5):
+        many = judge(server, timeout=0.5, num_workers=2, max_seconds=2)
+        seconds = []
+        for _ in range(2):
             started = time.perf_counter()
             assert many.score(["a dog"] * 9, list("abcdefghi")).isnan().all()
-            assert most <= time.perf_counter() - started < most + 1
+            seconds.append(time.perf_counter() - started)
+        assert seconds[0] >= 2 > seconds[1] >= 0.5
