@@ -45,7 +45,7 @@ HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cell
 FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
 FIXED += "mask_to_caption_weight caption_to_mask_weight"
 GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
-GIVEN += "--reward tools.benchmarks.work:order"
+GIVEN += "--ema_decay 0.999 --reward tools.benchmarks.work:order"
 SEG_AT = 2  # place of [SEG] in an answer
 
 
@@ -150,7 +150,7 @@ class Work:
                 loss.backward()
             tally.add_update(w.task.name, statistics, on_policy=True)
         update(state, self.average, tally, optim.max_grad_norm)
-        roles.update_teacher(0.999)
+        roles.update_teacher(optim.ema_decay)
         clock("update")
         state.step += 1
         self._check(*work)
