@@ -150,8 +150,6 @@ class EndOfStep:
             self.log.sync()
             flags, main = self.parts.flags, self.parts.ranks.is_main
             checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
-        if last or stops.agreed:
-            self.progress.close()
         if stops.agreed:
             gather_objects(None)  # torchrun ends the others, who may be writing, when one leaves
             raise Stopped(f"{stops.agreed}, after step {state.step}")
@@ -204,7 +202,9 @@ def run(parts: Parts, stops: Stops):
         if not stops.agreed:
             inputs = state.policy.inputs(tokens)
             loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
-            train(parts, loader, EndOfStep(parts, log, evaluator, stops))
+            end_of_step = EndOfStep(parts, log, evaluator, stops)
+            with closing(end_of_step.progress):  # what the run ends with is said below it
+                train(parts, loader, end_of_step)
             if parts.max_steps not in evaluator.measured:  # resumed after its last step
                 evaluator(state, log)
         if stops.agreed:

@@ -117,7 +117,7 @@ def test_one_ranks_judge_that_fails_stops_all_ranks(data, tmp_path):
         outputs = finish(processes, 300)
     url, failed = judge.url, []
     for process, output in zip(processes, outputs):
-        assert process.returncode == 1 and "Traceback" not in output
+        assert process.returncode == 2 and "Traceback" not in output
         found = re.findall(
             rf"^rl_train: --llm_judge_base_url {url}: the LLM judge failed on (\d+) of the last "
             r"(\d+) captions, more than --max_judge_failures 0.2 ",
