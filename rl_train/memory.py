@@ -9,11 +9,12 @@ import dataclasses
 import gc
 import traceback
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from rl_train.checkpoint import RunState, list_checkpoints
+from rl_train.checkpoint import RunState, how_to_go_on
 from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
 from rl_train.distributed import Ranks, gather_objects, print0
@@ -63,7 +64,7 @@ def announce(parts, train) -> str:
     Args: see `worst_step`.
 
     Raises:
-        ValueError: a GPU has less. Where that shows in the step itself, it runs out of memory.
+        ValueError: a GPU has less. (Or memory ends in the step itself.)
     """
     device = parts.ranks.device
     if device.type != "cuda":
@@ -77,7 +78,7 @@ def announce(parts, train) -> str:
     print0(f"peak memory of the worst step that the flags allow, GiB: {words}; {announced}")
     if most > least:
         phase = max(peaks, key=peaks.get)
-        todo = remedy(phase, parts.config, is_resumed=parts.state.step > 0)
+        todo = remedy(phase, parts.config)
         raise ValueError(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
     return announced
 
@@ -113,10 +114,12 @@ def worst_step(parts, train) -> dict[str, float]:
         once.step += 1
         gradients = standing_memory(policy)["gradients"]
         accumulated = config.optim.gradient_accumulation_steps - 1  # batches held beside this one
-        more = adam_to_come(state) + accumulated * held_bytes(work)
+        more = adam_to_come(state) + policy.engine.bytes_to_come()
+        more += accumulated * held_bytes(work)
         for phase in clock.seconds:
             buckets = gradients if dist.is_initialized() and phase != "update" else 0
-            peaks[phase] = clock.peaks.get(phase, 0.0) + (more + buckets) / GIB
+            peak = clock.peaks.get(phase)
+            peaks[phase] = 0.0 if peak is None else peak + (more + buckets) / GIB
 
     batch = worst_batch(policy, policy.inputs(tokens), config.rollout.batch_size)
     device = policy.device
@@ -215,21 +218,21 @@ def sentence(error: RuntimeError, config: Config, ranks: Ranks, parts=None) -> s
     when = "before the first step" if parts is None else f"in step {parts.state.step + 1}"
     if "worst_step" in calls:
         when = "in the worst step that the flags allow, tried before the first"
-    saved = list_checkpoints(config.run.output_dir)
     words = [
         f"out of GPU memory on rank {ranks.rank}, {when}, in {phase}",
-        remedy(phase, config, is_resumed=bool(saved)),
+        remedy(phase, config),
         *([parts.announced] if parts and parts.announced else []),
-        f"--resume goes on from {saved[-1]}" if saved else "there is no checkpoint yet",
+        how_to_go_on(config.run.output_dir),
     ]
     return "; ".join(words)
 
 
-def remedy(phase: str, config: Config, is_resumed: bool) -> str:
-    """What to change about the memory of a phase; of a run that is resumed not every flag may."""
+def remedy(phase: str, config: Config) -> str:
+    """What to change about the memory of a phase: flags with which a run that has begun resumes."""
     if phase == "start":
         return "the model itself does not fit: share it out by --shard_base"
-    flags = [flag for flag in REMEDIES[phase] if not is_resumed or flag in FREE_ON_RESUME]
+    has_begun = (Path(config.run.output_dir) / "config.json").is_file()
+    flags = [flag for flag in REMEDIES[phase] if not has_begun or flag in FREE_ON_RESUME]
     words = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
     if "batch_size" in flags:
         words += " (and raise --gradient_accumulation_steps)"

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl_train import memory, train
+from rl_train import cli, memory, train
+from rl_train.distributed import Ranks
 from rl_train.memory import worst_step
 from rl_train.objective import MicroBatchLoss
 from rl_train.policies import segment_describe, worst_case
@@ -65,8 +67,8 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(MicroBatchLoss, "forward", updating)
     monkeypatch.setattr("rl_train.tasks.caption_mask_caption.describe", describing)
     monkeypatch.setattr(Sa2VAPolicy, "segment_prompts", segmenting)
-    monkeypatch.setattr(train, "run", lambda parts: None)
     announced = announcing_as_on_a_gpu(monkeypatch)
+    monkeypatch.setattr(train, "run", lambda *_: None)
     run(data, tmp_path, batch_size=2, num_generations=3, micro_batch_size=4, **TINY)
     assert [list(peaks) for peaks in announced] == [
         ["encode", "rollout", "teacher", "reference", "update"]
@@ -117,6 +119,47 @@ def assert_same(one: Path, other: Path):
     assert rollouts(one) == rollouts(other)
 
 
+def test_what_does_not_fit_is_said_before_the_first_step(data, tmp_path, monkeypatch):
+    """Of two GPUs the one with less, and the other's peak."""
+    peaks = dict(encode=5.0, update=30.0)
+    config, ranks = cli.parse(flags(data, tmp_path)), Ranks(0, 1, torch.device("cuda", 0))
+    parts = SimpleNamespace(ranks=ranks, config=config, state=SimpleNamespace(step=0))
+    monkeypatch.setattr(memory, "worst_step", lambda *_: peaks)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * memory.GIB, 80 * memory.GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * memory.GIB)
+    monkeypatch.setattr(memory, "gather_objects", lambda mine: [mine, (29.0, 40.0)])
+    with pytest.raises(ValueError) as stopped:
+        memory.announce(parts, None)
+    assert str(stopped.value) == (
+        "out of GPU memory in update of the worst step: at most 30.0 GiB announced, a GPU has "
+        "24.0; lower --micro_batch_size or --max_masks_per_answer or --max_completion_length"
+    )
+    peaks["update"] = 23.0
+    monkeypatch.setattr(memory, "gather_objects", lambda mine: [mine, (22.0, 40.0)])
+    assert memory.announce(parts, None) == "at most 23.0 GiB announced, a GPU has 24.0"
+
+
+def test_what_is_still_to_come_is_counted(policy):
+    """Adam's two states until they are there; a storage that records share once."""
+    model = policy()
+    optimizer = torch.optim.AdamW(model.trainable.values(), lr=0.0)
+    state = SimpleNamespace(policy=model, optimizer=optimizer)
+    weights = sum(4 * p.numel() for p in model.trainable.values())
+    assert memory.adam_to_come(state) == 2 * weights
+    for p in model.trainable.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert memory.adam_to_come(state) == 0
+    on_gpu, on_cpu = FakeTensor(torch.zeros(1000)), torch.zeros(1000)
+    assert memory.held_bytes([dict(a=on_gpu), (on_gpu, on_cpu, None, "text")]) == 4000
+
+
+class FakeTensor(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+
 # When there is none left
 
 
@@ -133,26 +176,46 @@ def runs_out(monkeypatch, owner, name: str, at_call: int = 1):
     monkeypatch.setattr(owner, name, exhausted)
 
 
+SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
+
+
 @pytest.mark.parametrize(
-    "owner, name, at_call, where, flag",
+    "owner, name, at_call, where, remedy",
     [
-        (Sa2VAModel, "load_weights", 1, "before the first step, in start", "--shard_base"),
-        (Sa2VAModel, "vision_features", 1, "in step 1, in evaluation", "--batch_size (and raise"),
-        (Sa2VAModel, "vision_features", 2, "in step 1, in encode", "--batch_size or --max_tiles"),
-        (Sa2VAPolicy, "complete", 5, "in step 1, in rollout", "--num_generations"),
-        (mask_caption_mask, "segment", 1, "in step 1, in teacher", "--num_generations"),
-        (Sa2VAPolicy, "score", 1, "in step 1, in reference", "--micro_batch_size"),
-        (MicroBatchLoss, "forward", 1, "in step 1, in update", "--max_masks_per_answer"),
-        (train, "update", 1, "in step 1, in update", "--max_masks_per_answer"),
+        (Sa2VAModel, "vision_features", 1, "evaluation", SMALLER_BATCH),
+        (Sa2VAModel, "vision_features", 2, "encode", SMALLER_BATCH),
+        (Sa2VAPolicy, "complete", 5, "rollout", SMALLER_BATCH),
+        (mask_caption_mask, "segment", 1, "teacher", SMALLER_BATCH),
+        (Sa2VAPolicy, "score", 1, "reference", "lower --micro_batch_size"),
+        (MicroBatchLoss, "forward", 1, "update", "lower --micro_batch_size"),
+        (train, "update", 1, "update", "lower --micro_batch_size"),
     ],
 )
 def test_memory_that_ends_is_one_sentence(
-    data, tmp_path, monkeypatch, capsys, owner, name, at_call, where, flag
+    data, tmp_path, monkeypatch, capsys, owner, name, at_call, where, remedy
 ):
+    """Of a run that has begun, with flags that it may be resumed with."""
     runs_out(monkeypatch, owner, name, at_call)
+    assert complaint_of(capsys, flags(data, tmp_path, **TINY)) == (
+        f"rl_train: out of GPU memory on rank 0, in step 1, in {where}; {remedy}; "
+        f"{tmp_path} holds no checkpoint yet, --resume begins anew"
+    )
+
+
+def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsys):
+    """Any flag may then change; the folder is still free."""
+    runs_out(monkeypatch, Sa2VAModel, "load_weights")
     sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))
-    assert sentence.startswith(f"rl_train: out of GPU memory on rank 0, {where}; ")
-    assert flag in sentence and sentence.endswith("there is no checkpoint yet")
+    assert sentence.startswith(
+        "rl_train: out of GPU memory on rank 0, before the first step, in st"
+    )
+    assert "--shard_base" in sentence and sentence.endswith("the same command begins one")
+    announcing_as_on_a_gpu(monkeypatch)
+    runs_out(monkeypatch, MicroBatchLoss, "forward")
+    sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))
+    assert "in the worst step that the flags allow, tried before the first, in update" in sentence
+    assert "lower --micro_batch_size or --max_masks_per_answer or --max_comp" in sentence
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_what_a_resumed_run_may_not_change_is_not_advised(data, tmp_path, monkeypatch, capsys):
@@ -163,8 +226,8 @@ def test_what_a_resumed_run_may_not_change_is_not_advised(data, tmp_path, monkey
     sentence = complaint_of(capsys, [*flags(data, tmp_path, **how), "--no-gradient_checkpointing"])
     assert sentence == (
         "rl_train: out of GPU memory on rank 0, in step 2, in update; lower --micro_batch_size, or "
-        "switch --gradient_checkpointing on; at most 18.5 GiB announced; --resume goes on from "
-        f"{tmp_path / 'checkpoint_step_1'}"
+        "switch --gradient_checkpointing on; at most 18.5 GiB announced; the last whole checkpoint "
+        f"is {tmp_path / 'checkpoint_step_1'}, --resume goes on from it"
     )
 
 

@@ -57,6 +57,11 @@ class Decoder:
             self.graphs[key] = Graph(self.fused, self.cache, self.pool, *sizes, draws)
         return self.graphs[key]
 
+    def bytes_to_come(self) -> int:
+        """Bytes that graphs of further sizes may take, each as many as the largest one here."""
+        sizes = [graph.nbytes for graph in self.graphs.values()]
+        return (MAX_GRAPHS - len(sizes)) * max(sizes, default=0)
+
     def generate(
         self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
     ) -> Completions:
@@ -117,6 +122,12 @@ class Graph:
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
         self.graph = self._capture(pool) if cache.is_cuda else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, without the cache that all share."""
+        buffers = self.hiddens, self.uniforms, self.ids, self.logp, self.valid
+        return sum(buffer.nbytes for buffer in buffers)
 
     def _capture(self, pool):
         side = torch.cuda.Stream()
