@@ -7,7 +7,7 @@ checkpoint_step_N/
     training_state.pt        optimizer, scheduler, step, tasks, what is watched, RNG of each rank
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
-    eval.json                its step, its score and its held-out metrics
+    eval.json                its step, its score and its held-out metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 
 A folder of one of these names is whole: it is written as NAME.tmp and renamed. NAME.old is what
@@ -56,6 +56,14 @@ class RunState:
             watched={name: part.state_dict() for name, part in self.watched.items()},
         )
 
+    def check_finite(self):
+        """Raise FloatingPointError if a weight of policy or teacher, alike on all ranks, is not."""
+        weights = dict(policy=self.policy.trainable, teacher=self.roles.banks["teacher"])
+        for role, of_role in weights.items():
+            finite = torch.stack([weight.isfinite().all() for weight in of_role.values()])
+            if names := [n for n, fine in zip(of_role, finite.tolist()) if not fine]:
+                raise FloatingPointError(f"not finite: {role}: {', '.join(names[:5])}")
+
     def load_state_dict(self, state: dict):
         for group in state["optimizer"]["param_groups"]:
             group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
@@ -89,7 +97,11 @@ def how_to_go_on(output_dir) -> str:
 
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
-    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
+    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none).
+
+    Raises FloatingPointError, on all ranks, if a weight is not finite.
+    """
+    state.check_finite()
     rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return
@@ -145,6 +157,7 @@ def save_if_best(output_dir, state: RunState, flags: dict, metrics: dict, is_mai
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
+    state.check_finite()
     rng = gather_objects(torch.get_rng_state())
     if is_main:
         write(Path(output_dir) / BEST, state, flags, rng, metrics)
@@ -187,8 +200,8 @@ def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: 
 
 
 def find(resume: str | None, output_dir) -> Path | None:
-    """The folder that --resume means, if any; "latest" may find a run without a checkpoint yet."""
-    if resume in (None, "latest"):
+    """The folder that --resume means, if any; there may be a run without a checkpoint yet."""
+    if resume in (None, "latest", "auto"):
         found = list_checkpoints(output_dir) if resume else []
         return found[-1] if found else None
     if not (Path(resume) / "training_state.pt").is_file():
@@ -221,7 +234,10 @@ def load_weights(folder: Path, parameters: dict, file: str = "trainables.safeten
         raise ValueError(f"{folder}/{file}: names differ from what trains: {sorted(odd)[:5]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            parameter.copy_(reader.get_tensor(name))
+            tensor = reader.get_tensor(name)
+            if not tensor.isfinite().all():
+                raise ValueError(f"{folder}/{file}: {name} is not finite")
+            parameter.copy_(tensor)
 
 
 def load(folder: Path, state: RunState, output_dir, rank: int):

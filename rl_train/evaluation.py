@@ -10,12 +10,12 @@ from tqdm import tqdm
 from rl_train import checkpoint
 from rl_train.config import RunConfig
 from rl_train.data.loader import eval_loader
-from rl_train.distributed import Ranks, gather_objects
+from rl_train.distributed import Ranks, gather_objects, raise_on_any_rank
 from rl_train.files import write_json
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
 from rl_train.stops import Stops
-from rl_train.tasks.cycle_measures import SCORES, measure
+from rl_train.tasks.cycle_measures import measure, score
 
 BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
 
@@ -54,9 +54,11 @@ def evaluate(
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
     Empty if a signal has asked any rank to stop, which then leaves after its batch.
+
+    Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
     inputs = policy.inputs(heldout.max_new_tokens)
-    columns = {name: [] for name in names}
+    columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
@@ -64,8 +66,10 @@ def evaluate(
         for name in names:
             with roles.use(name) if roles else nullcontext():
                 columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+            faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
         if stops and stops.asked:
             break
+    raise_on_any_rank(sorted(faults))
     if stops and stops.agree(gather_objects(stops.asked)):
         return {}
     size = len(heldout.dataset)
@@ -100,19 +104,20 @@ class Evaluator:
 
     def _measure(self, step: int, state, names: tuple[str, ...], log):
         """Log the roles `names`; keep the first one's measures, and the state if they are best."""
-        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles, self.stops)
+        how = (self.ranks, names, state.roles, self.stops)
+        found = list(evaluate(state.policy, self.heldout, *how).values())
         if not found:
             return
-        first, last = (found[names[i]] for i in (0, -1))
-        self.measured[step] = first.values
-        metrics, teacher = means(first.values), means(last.values)
-        log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
-        log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
+        self.measured[step] = found[0].values
+        metrics = [means(measured.values) for measured in found]
+        for place, role in (("eval", metrics[0]), ("eval_ema", metrics[-1])):
+            log.scalars({f"{place}/{name}": value for name, value in role.items()}, step)
         if step and self.eval_steps:
-            metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
-            checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+            policy, teacher = (role | dict(score=score(role)) for role in metrics)
+            both = policy | dict(teacher=teacher)
+            checkpoint.save_if_best(self.folder, state, self.flags, both, self.ranks.is_main)
         if self.ranks.is_main:  # last: it says that the step is done
-            write_json(self._file(step), record(first, self.flags))
+            write_json(self._file(step), record(found[0], self.flags, *found[1:]))
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
@@ -129,10 +134,19 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     return Measured(values, *texts, num_damaged)
 
 
-def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
-    summary, num_samples = means(measured.values), len(measured.image_ids)
-    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in summary}
-    head = dict(flags=flags, num_samples=num_samples, means=summary, intervals=intervals)
+def record(measured: Measured, flags: dict, teacher: Measured | None = None) -> dict:
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it.
+
+    The teacher's on the same samples are under "teacher".
+    """
+    head = dict(flags=flags, num_samples=len(measured.image_ids))
+    of_teacher = dict(teacher=summary(teacher) | dict(captions=teacher.captions)) if teacher else {}
+    return head | vars(measured) | summary(measured) | of_teacher
+
+
+def summary(measured: Measured) -> dict:
+    """The means, intervals and values of a role."""
+    metrics = means(measured.values)
+    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in metrics}
     values = {name: values.tolist() for name, values in measured.values.items()}
-    return head | vars(measured) | dict(values=values)
+    return dict(means=metrics, intervals=intervals, values=values)

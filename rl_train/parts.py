@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
+from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
@@ -16,19 +17,19 @@ from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
+from rl_train.memory import GIB, standing_memory
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import Roles
+from rl_train.roles import Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
-GIB = 2**30
 
 
 @dataclass
@@ -46,7 +47,17 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
-    claim: object  # of the output folder, as long as it lives
+    claim: object = None  # on the output folder, as long as it lives; see `begin`
+    announced: str = ""  # memory of the worst step, if that was measured
+
+    def teacher_decay(self, iteration: int) -> float:
+        """The teacher's decay at an update of the step in progress; all updates before it count,
+        as in the learning rate's schedule, also those of steps in which nothing was learnt."""
+        optim = self.config.optim
+        if optim.ema_decay is not None:
+            return optim.ema_decay
+        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
+        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -62,7 +73,7 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def build_judge(config: Config) -> LLMJudge | None:
+def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     """The judge that the flags ask for. Raises ValueError on all ranks if one gets no answer."""
     flags = config.reward
     if not flags.use_llm_judge:
@@ -70,18 +81,12 @@ def build_judge(config: Config) -> LLMJudge | None:
     who = (flags.llm_judge_base_url, flags.llm_judge_model, flags.llm_judge_mode)
     cache = Path(config.run.output_dir) / "judge_cache.sqlite"
     judge = LLMJudge(*who, seed=config.run.seed, cache_path=cache)
+    if ranks.is_main:
+        judge.cache.repair()  # before any rank opens it
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
     return judge
-
-
-def standing_memory(policy) -> dict[str, int]:
-    """{part: bytes} that a run holds on each GPU whatever its batch."""
-    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
-    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
-    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
-    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
 
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
@@ -111,15 +116,19 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
-    distributed.gather_objects(None)  # nobody goes on before the folder is known to be free
+    resume = checkpoint.find(config.run.resume, output_dir)
+    agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = tuple(load_user_rewards(config.reward.reward))
-    judge = build_judge(config)
+    judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
+    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
+        print0(f"--shared_images drop: {shared} of these regions are not trained on")
+    agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = {group for options in config.tasks.values() for group in options.trains}
     policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)
@@ -135,7 +144,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     failures = FailureWindow(config.reward.max_judge_failures)
     watched = dict(judge_failures=failures, damaged=damaged)
     state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched)
-    if resume := checkpoint.find(config.run.resume, output_dir):
+    if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
         checkpoint.load(resume, state, output_dir, ranks.rank)
@@ -146,22 +155,25 @@ def build(config: Config, ranks: Ranks) -> Parts:
             if task.action:
                 loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
                 task.action.calibrate(loader, tokens)
+                first = distributed.gather_objects(task.action.state_dict())[0]
+                task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
-    claimed = begin(config, flags, state.step) if ranks.is_main else None
+    agree_on_weights(state, ranks)
     sets = (train_set, heldout, sampler)
-    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps, claimed)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps)
 
 
-def begin(config: Config, flags: dict, start: int):
-    """The claim on the output folder, which from now on holds this run, going on from `start`.
+def begin(parts: Parts):
+    """Claim the output folder, which from now on holds this run.
 
     Last, so that bad input uses up no folder.
     """
-    folder = Path(config.run.output_dir)
-    check_output_dir(config, flags)  # again: another run may have begun in the meantime
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    claimed = claim(folder)
-    checkpoint.tidy(folder, start, config.run.save_total_limit)
-    write_json(folder / "config.json", flags, indent=2)
-    return claimed
+    folder, start = Path(parts.config.run.output_dir), parts.state.step
+    if parts.ranks.is_main:
+        check_output_dir(parts.config, parts.flags)  # again: another run may have begun meanwhile
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        parts.claim = claim(folder)
+        checkpoint.tidy(folder, start, parts.config.run.save_total_limit)
+        write_json(folder / "config.json", parts.flags, indent=2)
+    distributed.gather_objects(None)  # nobody goes on if the folder has been taken
