@@ -301,7 +301,7 @@ class Campaign:
         try:
             statuses = ended(fork_run(*self._here(output)))
             log = Path(f"{output}.log0").read_text()
-            said = re.findall("^rl_train: .*", log, re.MULTILINE)
+            said = re.findall("rl_train: .*", log)  # a bar may stand before it
             if "Traceback" in log or statuses[0] == 0 or len(said) != 1:
                 self.failures.append(f"{room * 4} KiB: ended {statuses}: {log[-1500:]}")
             else:

@@ -175,7 +175,7 @@ def test_damaged_samples_survive_a_resume(data, tmp_path, monkeypatch, capsys):
     read = GraspAnyRegionDataset.__getitem__
 
     def damaged(dataset, i):
-        if i % 4 == 1 and len(dataset) > 30:
+        if i % 2 == 1 and len(dataset) > 30:
             raise DamagedSample(f"region{i}", "damaged image")
         return read(dataset, i)
 
