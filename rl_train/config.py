@@ -73,6 +73,9 @@ class DataConfig:
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
     eval_samples: int = flag(64, "held-out regions in an evaluation", type=COUNT)
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
+    max_caption_length: int = flag(
+        512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

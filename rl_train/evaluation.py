@@ -27,6 +27,7 @@ class HeldOut:
     batch_size: int
     max_new_tokens: int
     num_workers: int
+    max_caption_length: int | None = None  # see `Sa2VAInputs`
 
 
 @dataclass
@@ -48,7 +49,7 @@ def evaluate(
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
     """
-    inputs = policy.inputs(heldout.max_new_tokens)
+    inputs = policy.inputs(heldout.max_new_tokens, heldout.max_caption_length)
     columns = {name: [] for name in names}
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)

@@ -141,7 +141,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
         few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
         for task in tasks:
             if task.action:
-                loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
+                loader = eval_loader(
+                    few, policy.inputs(tokens, data.max_caption_length), prompts, 0
+                )
                 task.action.calibrate(loader, tokens)
     sampler.start = state.step
     if ranks.is_main:  # last, so that bad input uses up no folder

@@ -160,12 +160,14 @@ def run(parts: Parts):
     """Measure, train, measure again, and print both."""
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers)
+    longest = config.data.max_caption_length
+    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers, longest)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, start)
         evaluator.base(state, log)
-        loader = train_loader(parts.train_set, state.policy.inputs(tokens), parts.sampler, workers)
+        inputs = state.policy.inputs(tokens, longest)
+        loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
         train(parts, loader, EndOfStep(parts, log, evaluator))
         if parts.max_steps not in evaluator.measured:  # resumed after its last step
             evaluator(state, log)

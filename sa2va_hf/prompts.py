@@ -43,6 +43,7 @@ class PromptBuilder:
         self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
         self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
+        self.added = {i: token for token, i in tokenizer.get_added_vocab().items()}
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         self.forced_answer = answer[: answer.index(seg_id) + 1]

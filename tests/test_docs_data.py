@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset, images, masks
+from rl_train.data import GraspAnyRegionDataset, dam, images, masks, text
 from tools.gar_writer import write_gar
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
@@ -69,9 +69,14 @@ def test_reasons_are_named():
         images.BAD_HEADER,
         images.TRUNCATED,
         images.TOO_LARGE,
+        images.TOO_LONG,
+        images.BAD_DEPTH,
+        images.OUTSIDE,
+        dam.BAD_NAME,
+        text.BLANK,
+        text.NOT_UNICODE,
         "no conversation",
         "no assistant turn",
-        "blank caption",
         "no region",
     ):
         assert f'"{reason}"' in TEXT

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, PolicyConfig
+from rl_train.config import COUNT, COUNT_OR_0, DataConfig, PolicyConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.distributed import print0
@@ -75,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=COUNT, help="first regions to measure; default all")
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
+    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
     add("--max_tiles", type=COUNT, default=1)
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -216,7 +217,8 @@ def run(args, ranks):
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     policy = build_measured_policy(args, ranks)
-    heldout = HeldOut(dataset, args.batch_size, args.max_completion_length, args.num_workers)
+    lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
+    heldout = HeldOut(dataset, args.batch_size, *lengths)
     measured = evaluate(policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rl_train.data.errors import BadData
 from rl_train.data.images import check_read, map_file, read_cell
 
 # What a column holds: "bytes", "text", "int", [list of], {field: of a struct}, (one, or the other)
@@ -78,6 +79,23 @@ def map_shard(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mm
     return table, mapping
 
 
+def map_again(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mmap]:
+    """As `map_shard`, of a shard that was whole when the data set was opened. Raises BadData."""
+    try:
+        return map_shard(path, columns, optional)
+    except ValueError as error:
+        raise BadData(f"it has changed since it was opened: {error}") from error
+
+
+def check_whole(path: Path, mapping: mmap.mmap):
+    """Raise BadData if a mapped file was cut short, which ends a process that reads on (SIGBUS)."""
+    if mapping.size() < len(mapping):
+        raise BadData(
+            f"{path} was cut short while it was read: it has {mapping.size()} bytes of "
+            f"{len(mapping)}"
+        )
+
+
 def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
     """Check what a shard's columns hold, see `map_shard`. Raises ValueError that names both."""
     for name, wanted in (columns | optional).items():
@@ -92,10 +110,10 @@ def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
             raise ValueError(f"{path} has no column {name!r}; it has {known}.")
 
 
-def check_images(images: pa.Array, folder: Path):
+def check_images(images: pa.Array, folder: Path, root: Path | None = None):
     """Yields (`check_image`, `image_key`) of each cell struct<bytes, path>; see `read_cell`."""
     for data, path in image_cells(images):
-        yield check_read(read_cell, data, path, folder)
+        yield check_read(read_cell, data, path, folder, root)
 
 
 def image_cells(images: pa.Array) -> list[tuple[memoryview | None, str | None]]:
