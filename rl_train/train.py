@@ -20,7 +20,8 @@ from rl_train import checkpoint, cli, distributed
 from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, curves
 from rl_train.data import BadData
-from rl_train.data.loader import steps, train_loader
+from rl_train.data.loader import shared_memory_warning, steps, train_loader
+from rl_train.data.workers import WorkerFailed, explained
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
@@ -168,6 +169,9 @@ def run(parts: Parts):
         evaluator.base(state, log)
         inputs = state.policy.inputs(tokens, longest)
         loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
+        held = config.optim.gradient_accumulation_steps
+        if warning := shared_memory_warning(loader, held, heldout.batch_size):
+            print0(warning)
         train(parts, loader, EndOfStep(parts, log, evaluator))
         if parts.max_steps not in evaluator.measured:  # resumed after its last step
             evaluator(state, log)
@@ -188,8 +192,9 @@ def main(argv=None):
             BadData: f"--data_dir {config.data.data_dir}: ",
         }
         try:
-            run(parts)
-        except (DamagedFile, BadReward, *places) as error:
+            with explained(config.data.num_workers):
+                run(parts)
+        except (DamagedFile, BadReward, WorkerFailed, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
     finally:

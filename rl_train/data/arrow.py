@@ -18,6 +18,7 @@ LEAVES = {
     "text": (pa.types.is_string, pa.types.is_large_string),
     "int": (pa.types.is_integer,),
 }
+MAPPED = {}  # {shard: its bytes when this process mapped it}
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 IMAGE = {"bytes": "bytes", "path": "text"}
 RLE = {"counts": ("text", "bytes", ["int"]), "size": ["int"]}
@@ -76,6 +77,7 @@ def map_shard(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mm
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable Arrow shard: {error}") from error
     check_columns(table, path, columns, optional)
+    MAPPED[path] = len(mapping)
     return table, mapping
 
 
@@ -84,7 +86,12 @@ def map_again(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mm
     try:
         return map_shard(path, columns, optional)
     except ValueError as error:
-        raise BadData(f"it has changed since it was opened: {error}") from error
+        raise BadData(f"it was whole when it was opened: {error}") from error
+
+
+def shards_cut_short() -> list[Path]:
+    """The shards that are now shorter than when this process mapped them, or gone."""
+    return [path for path, n in MAPPED.items() if not path.is_file() or path.stat().st_size < n]
 
 
 def check_whole(path: Path, mapping: mmap.mmap):

@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
 from rl_train.types import Batch, Inputs
 
 MAX_ATTEMPTS = 10  # samples that may stand in for a damaged one
@@ -25,7 +26,7 @@ class Batches(Dataset):
 
     def __getitem__(self, indices: list[int]) -> Batch:
         index, samples, damaged = zip(*map(self._undamaged, indices))
-        return Batch(
+        batch = Batch(
             list(index),
             pack([torch.from_numpy(sample["mask"]) for sample in samples]),
             [sample["caption"] for sample in samples],
@@ -33,6 +34,7 @@ class Batches(Dataset):
             sum(damaged, []),
             self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
+        return share(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
         """(index, sample, damaged ones before it) of sample i or its first undamaged stand-in."""
@@ -100,7 +102,7 @@ class StepSampler:
 
 def train_loader(dataset, inputs: Inputs, sampler: StepSampler, num_workers: int) -> DataLoader:
     """Endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return DataLoader(
+    return Loader(
         Batches(dataset, inputs), batch_size=None, sampler=sampler, num_workers=num_workers
     )
 
@@ -111,9 +113,21 @@ def eval_loader(
     """Loader of every `world_size`-th sample from `rank` on, in order, each once."""
     mine = list(range(rank, len(dataset), world_size))
     parts = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
-    return DataLoader(
-        Batches(dataset, inputs), batch_size=None, sampler=parts, num_workers=num_workers
-    )
+    return Loader(Batches(dataset, inputs), batch_size=None, sampler=parts, num_workers=num_workers)
+
+
+def shared_memory_warning(loader: DataLoader, num_held: int, heldout_batch: int) -> str | None:
+    """A sentence if /dev/shm may be too small for what the workers of a training loader send.
+
+    There are the `num_held` batches of a step, those that workers made ahead, and as much again
+    for an evaluation in batches of `heldout_batch`.
+    """
+    workers, size = loader.num_workers, loader.sampler.batch_size
+    if not workers:
+        return None
+    ahead = PREFETCHED * workers
+    num_samples = (ahead + num_held) * size + (ahead + 1) * heldout_batch
+    return small_shm(loader.dataset[[0]], num_samples, workers)
 
 
 def steps(loader: DataLoader, accumulation: int):

@@ -157,7 +157,7 @@ def test_a_shard_that_is_cut_short_is_named(tmp_path):
         BadData, match=f"^{path} was cut short while it was read: it has 1000 bytes"
     ):
         dataset[0]
-    with pytest.raises(BadData, match=f"changed since it was opened: {path} is not a readable"):
+    with pytest.raises(BadData, match=f"whole when it was opened: {path} is not a readable"):
         pickle.loads(pickle.dumps(dataset))[1]  # in a worker that maps it now
 
 

@@ -1,0 +1,135 @@
+"""A loader's workers: what they send goes through /dev/shm, and when one dies, why.
+
+torch says the same of all that can end a worker, or nothing at all: a full /dev/shm shows in a
+thread of the worker, whose batch is lost, and the trainer waits for it for ever. So batches are put
+there by the worker itself (`share`), and its faults are told apart here.
+"""
+
+import contextlib
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import time
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader
+
+from rl_train.data.arrow import shards_cut_short
+
+SHM = Path("/dev/shm")
+PREFETCHED = 2  # batches of each worker, torch's default
+MIB = 2**20
+REMEDY = "make it larger (docker run --shm-size), or give --num_workers 0"
+WORKERS = weakref.WeakSet()  # processes of all loaders that are in use
+
+
+class WorkerFailed(ValueError):
+    """A worker died or could not send its batch; the sentence names the file or the flag."""
+
+
+class _Sharer(pickle.Pickler):
+    """Moves the tensors that it meets into shared memory, and pickles the rest for nothing."""
+
+    def persistent_id(self, value):
+        return 0 if isinstance(value, torch.Tensor) and value.share_memory_() is not None else None
+
+
+def share(batch):
+    """`batch`, its tensors in shared memory, where a worker's are sent from without a copy.
+
+    Raises RuntimeError if that is full.
+    """
+    _Sharer(io.BytesIO()).dump(batch)
+    return batch
+
+
+class Loader(DataLoader):
+    """A DataLoader whose workers are known to `explained`."""
+
+    def __iter__(self):
+        others = multiprocessing.active_children()
+        batches = super().__iter__()
+        WORKERS.update(set(multiprocessing.active_children()).difference(others))
+        return batches
+
+
+@contextlib.contextmanager
+def explained(num_workers: int):
+    """Context in which the death of a worker is a `WorkerFailed` that says why.
+
+    Twice, since torch raises of SIGCHLD too, once and whatever is running: perhaps the inner one.
+    """
+    WORKERS.clear()
+    with _explained(num_workers), _explained(num_workers):
+        yield
+
+
+@contextlib.contextmanager
+def _explained(num_workers: int):
+    try:
+        yield
+    except (RuntimeError, EOFError, ConnectionError) as error:
+        if sentence := explain(error, f"--num_workers {num_workers}"):
+            raise WorkerFailed(sentence) from error
+        raise
+
+
+def explain(error: Exception, flag: str) -> str | None:
+    """One sentence about the error of a loader, that begins with `flag` or a file, or None."""
+    full = "shared memory(shm)" in str(error)
+    death = None if full else exit_of_worker()
+    if not full and death is None:
+        return None
+    if cut := shards_cut_short():
+        return f"{cut[0]} was cut short while a worker read it"
+    if full:
+        return f"{flag}: a worker cannot send its batch, {size()} is full: {REMEDY}"
+    if death == -signal.SIGBUS:
+        return (
+            f"{flag}: a worker was killed by a bus error: a file was cut short, or {size()} was "
+            f"full: {REMEDY}"
+        )
+    if death == -signal.SIGKILL:
+        return f"{flag}: a worker was killed, as the kernel does where memory runs out: give fewer"
+    how = signal.strsignal(-death).lower() if death < 0 else f"exit status {death}"
+    return f"{flag}: a worker ended by itself: {how}"
+
+
+def exit_of_worker() -> int | None:
+    """The exit status of a worker that has died, negative for a signal; None if none has.
+
+    Waits for a second: what a worker leaves unfinished shows before its end does.
+    """
+    for _ in range(50 if WORKERS else 0):
+        with contextlib.suppress(RuntimeError):  # in which torch may say so now, by SIGCHLD
+            for worker in list(WORKERS):
+                if worker.exitcode:
+                    return worker.exitcode
+            time.sleep(0.02)
+    return None
+
+
+def size() -> str:
+    return f"{SHM} of {shutil.disk_usage(SHM).total // MIB} MiB"
+
+
+def shm_free() -> int:
+    """Bytes free in shared memory."""
+    return shutil.disk_usage(SHM).free
+
+
+def small_shm(sample, num_samples: int, num_workers: int) -> str | None:
+    """A sentence if /dev/shm has no room for `num_samples` like `sample` of each local rank."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    need = len(pickle.dumps(sample)) * num_samples * ranks
+    if not SHM.is_dir() or shm_free() >= need:
+        return None
+    return (
+        f"warning: {SHM} has {shm_free() // MIB} MiB free, the batches of --num_workers "
+        f"{num_workers} on {ranks} ranks may take {need // MIB}: {REMEDY}"
+    )
