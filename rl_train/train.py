@@ -21,7 +21,7 @@ from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, curves
 from rl_train.data import BadData
 from rl_train.data.loader import shared_memory_warning, steps, train_loader
-from rl_train.data.workers import WorkerFailed, explained
+from rl_train.data.workers import WorkerFailed, explaining
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
 from rl_train.draws import Draws
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
@@ -192,8 +192,7 @@ def main(argv=None):
             BadData: f"--data_dir {config.data.data_dir}: ",
         }
         try:
-            with explained(config.data.num_workers):
-                run(parts)
+            explaining(config.data.num_workers, run, parts)
         except (DamagedFile, BadReward, WorkerFailed, *places) as error:
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error

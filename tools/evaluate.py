@@ -26,7 +26,7 @@ from rl_train import distributed
 from rl_train.config import COUNT, COUNT_OR_0, DataConfig, PolicyConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
-from rl_train.data.workers import explained
+from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
 from rl_train.files import check_writable, read_json
@@ -220,8 +220,7 @@ def run(args, ranks):
     policy = build_measured_policy(args, ranks)
     lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
     heldout = HeldOut(dataset, args.batch_size, *lengths)
-    with explained(args.num_workers):
-        measured = evaluate(policy, heldout, ranks)["policy"]
+    measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
     if args.legacy_cleaner:

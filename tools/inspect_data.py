@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
-from rl_train.data.workers import Loader, explained
+from rl_train.data.workers import Loader, explaining
 from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
@@ -176,8 +176,8 @@ def main(argv=None):
         if args.output:
             check_writable("--output", args.output, is_file=True)
         dataset = DATASETS[args.dataset](args.data_dir)
-        with explained(args.num_workers):
-            numbers, damaged, good = measure(dataset, args.num_workers)
+        workers = args.num_workers
+        numbers, damaged, good = explaining(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))
         if args.output and good:
             shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))

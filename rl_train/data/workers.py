@@ -49,7 +49,7 @@ def share(batch):
 
 
 class Loader(DataLoader):
-    """A DataLoader whose workers are known to `explained`."""
+    """A DataLoader whose workers are known to `explaining`."""
 
     def __iter__(self):
         others = multiprocessing.active_children()
@@ -58,46 +58,45 @@ class Loader(DataLoader):
         return batches
 
 
-@contextlib.contextmanager
-def explained(num_workers: int):
-    """Context in which the death of a worker is a `WorkerFailed` that says why.
+def explaining(num_workers: int, function, *args):
+    """What `function(*args)` returns; the death of a worker in it is a `WorkerFailed` saying why.
 
-    Twice, since torch raises of SIGCHLD too, once and whatever is running: perhaps the inner one.
+    Caught twice in one frame: torch raises of SIGCHLD too, once and wherever the process is, so
+    perhaps while the first error is looked at.
     """
     WORKERS.clear()
-    with _explained(num_workers), _explained(num_workers):
-        yield
-
-
-@contextlib.contextmanager
-def _explained(num_workers: int):
+    faults, flag = (RuntimeError, EOFError, ConnectionError), f"--num_workers {num_workers}"
     try:
-        yield
-    except (RuntimeError, EOFError, ConnectionError) as error:
-        if sentence := explain(error, f"--num_workers {num_workers}"):
-            raise WorkerFailed(sentence) from error
+        try:
+            return function(*args)
+        except faults as error:
+            if found := explain(error, flag):
+                raise found from error
+            raise
+    except RuntimeError as error:
+        if found := explain(error, flag):
+            raise found from error
         raise
 
 
-def explain(error: Exception, flag: str) -> str | None:
-    """One sentence about the error of a loader, that begins with `flag` or a file, or None."""
+def explain(error: Exception, flag: str) -> WorkerFailed | None:
+    """What `error` comes from, in a sentence that begins with `flag` or a file, or None."""
     full = "shared memory(shm)" in str(error)
     death = None if full else exit_of_worker()
     if not full and death is None:
         return None
     if cut := shards_cut_short():
-        return f"{cut[0]} was cut short while a worker read it"
+        return WorkerFailed(f"{cut[0]} was cut short while a worker read it")
     if full:
-        return f"{flag}: a worker cannot send its batch, {size()} is full: {REMEDY}"
-    if death == -signal.SIGBUS:
-        return (
-            f"{flag}: a worker was killed by a bus error: a file was cut short, or {size()} was "
-            f"full: {REMEDY}"
-        )
-    if death == -signal.SIGKILL:
-        return f"{flag}: a worker was killed, as the kernel does where memory runs out: give fewer"
-    how = signal.strsignal(-death).lower() if death < 0 else f"exit status {death}"
-    return f"{flag}: a worker ended by itself: {how}"
+        what = f"cannot send its batch, {size()} is full: {REMEDY}"
+    elif death == -signal.SIGBUS:
+        what = f"was killed by a bus error: a file was cut short, or {size()} was full: {REMEDY}"
+    elif death == -signal.SIGKILL:
+        what = "was killed, as the kernel does where memory runs out: give fewer"
+    else:
+        status = signal.strsignal(-death).lower() if death < 0 else f"exit status {death}"
+        what = f"ended by itself: {status}"
+    return WorkerFailed(f"{flag}: a worker {what}")
 
 
 def exit_of_worker() -> int | None:

@@ -17,7 +17,7 @@ from rl_train.data.loader import (
     shared_memory_warning,
     train_loader,
 )
-from rl_train.data.workers import WorkerFailed, explained, small_shm
+from rl_train.data.workers import WorkerFailed, explaining, small_shm
 from tests.data.gar_rows import read, row
 from tests.runs import ENVIRONMENT, ROOT, draw_data, flags, on_one_core
 
@@ -71,8 +71,8 @@ def dataset(tmp_path):
     ],
 )
 def test_a_killed_worker(dataset, act, words):
-    with pytest.raises(WorkerFailed, match=f"^--num_workers 1: .*{words}") as raised, explained(1):
-        list(eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
+    with pytest.raises(WorkerFailed, match=f"^--num_workers 1: .*{words}") as raised:
+        explaining(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
     assert "\n" not in str(raised.value)
 
 
@@ -85,13 +85,16 @@ def test_a_shard_that_was_cut_short_is_named(dataset, tmp_path):
         kill(signal.SIGBUS)()
 
     message = f"^{path} was cut short while a worker read it$"
-    with pytest.raises(WorkerFailed, match=message), explained(1):
-        list(eval_loader(Deadly(dataset, cut), Pixels(), 1, 1))
+    with pytest.raises(WorkerFailed, match=message):
+        explaining(1, list, eval_loader(Deadly(dataset, cut), Pixels(), 1, 1))
 
 
 def test_other_errors_pass():
-    with pytest.raises(RuntimeError, match="^CUDA out of memory$"), explained(2):
+    def fail():
         raise RuntimeError("CUDA out of memory")
+
+    with pytest.raises(RuntimeError, match="^CUDA out of memory$"):
+        explaining(2, fail)
 
 
 def test_a_run_whose_shard_is_cut_short_names_it(tmp_path, monkeypatch):
@@ -117,12 +120,11 @@ import sys
 import torch
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import explained
+from rl_train.data.workers import explaining
 class Pixels:
     check = prepare = lambda self, sample: torch.zeros(2**20, dtype=torch.uint8)
     collate = lambda self, prepared: prepared
-with explained(1):
-    kept = list(eval_loader(GraspAnyRegionDataset(sys.argv[1]), Pixels(), 1, 1))
+explaining(1, list, eval_loader(GraspAnyRegionDataset(sys.argv[1]), Pixels(), 1, 1))
 """
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "
 
