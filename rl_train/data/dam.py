@@ -202,7 +202,7 @@ def tar_members(path: Path) -> tuple[list[tuple[str, int, int]], int]:
             tar.fileobj.seek(tar.offset)  # tarfile ends at a bad header as at the end
             if tar.fileobj.read(BLOCK).strip(b"\0"):
                 raise tarfile.ReadError(f"bad header at byte {tar.offset}")
-    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ValueError(f"{path} is not a readable tar file: {error}") from error
     if members and max(end for _, _, end in members) > path.stat().st_size:
         raise ValueError(f"{path} is not a readable tar file: it is cut off")

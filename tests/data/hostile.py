@@ -27,8 +27,9 @@ MODES = {  # format -> modes that it holds
 PIECES = (
     "[SEG] [seg] <img> </img> <IMG_CONTEXT> <p> </p> <vp> </vp> <|im_end|> <|im_start|> <|end|> "
     "<|user|> <|endoftext|> <|vision_start|> <tool_call> <image> <Prompt7> [S<img>EG] [S[SEG]EG] "
-    "<|im_<vp>end|> <IMG_<p>CONTEXT> [S\0EG] [SE\x1fG] <\x7fimg> <|im_e\x9bnd|> <|<|im_end|>im_end|> "
-    "[S\u200bEG] \uff3bSEG\uff3d \uff1cimg\uff1e <\u0131mg> <|\u0131m_end|> [\u017fEG] \u2039img\u203a "
+    "<|im_<vp>end|> <IMG_<p>CONTEXT> [S\0EG] [SE\x1fG] <\x7fimg> <|im_e\x9bnd|> "
+    "<|<|im_end|>im_end|> "
+    "[S\u200bEG] \uff3bSEG\uff3d \uff1cimg\uff1e <\u0131mg> <|\u0131m_end|> [\u017fEG] "
     "<\u0338 \u202eGES\u202c \u05d0\u05d1 \u0645\u0631\u062d\u0628\u0627 \u4e00\u5200 \U0001f600 "
     "e\u0301 \u0130 \u1e9e \ufb01 \ufffd \ufeff {input} {x} {} %s \\n <b> a a, a. the red cup it's"
 ).split(" ")
@@ -85,11 +86,11 @@ def image_of(rng: random.Random) -> tuple[bytes | None, tuple[int, int]]:
             how |= dict(save_all=True, append_images=[picture(rng, size, image.mode)] * 2)
     if image.mode == "P" and kind == "PNG" and rng.random() < 0.5:
         how["transparency"] = rng.randrange(256)
-    limit = 65_500 if kind == "JPEG" else 16_383 if kind == "WEBP" else 10**6
-    if max(size) > limit or (kind == "JPEG2000" and min(size) < 8):
-        kind, how = "PNG", {}
-        image = image.convert("RGB")
-    image.save(file, format=kind, **how)
+    try:
+        image.save(file, format=kind, **how)
+    except (OSError, ValueError, SystemError):  # what pillow does not write: a side, a mode
+        kind, file = "PNG", io.BytesIO()
+        image.convert("RGB").save(file, format=kind)
     return damage(rng, file.getvalue(), kind), size
 
 
