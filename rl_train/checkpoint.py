@@ -4,26 +4,30 @@ checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
     ema.safetensors          the teacher's
-    training_state.pt        optimizer, scheduler, step, tasks, torch's RNG of each rank
+    training_state.pt        optimizer, scheduler, step, tasks, what is watched, RNG of each rank
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
-    eval.json                its step, its score and its held-out metrics
+    eval.json                its step, its score and its held-out metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
+
+A folder of one of these names is whole: it is written as NAME.tmp and renamed. NAME.old is what
+checkpoint_best was while another takes its place.
 """
 
 import json
 import pickle
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from rl_train.distributed import gather_objects
-from rl_train.files import DamagedFile, give_usual_mode, read_json
+from rl_train.distributed import gather_objects, print0
+from rl_train.files import DamagedFile, give_usual_mode, read_json, sync, writing
 from rl_train.roles import Roles
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
@@ -40,6 +44,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     step: int = 0  # steps done
+    watched: dict[str, object] = field(default_factory=dict)  # what counts over many steps
 
     def state_dict(self) -> dict:
         """What is neither weights nor random numbers, as training_state.pt holds it."""
@@ -48,7 +53,16 @@ class RunState:
             optimizer=self.optimizer.state_dict(),
             scheduler=self.scheduler.state_dict(),
             tasks={task.name: task.action.state_dict() for task in self.tasks if task.action},
+            watched={name: part.state_dict() for name, part in self.watched.items()},
         )
+
+    def check_finite(self):
+        """Raise FloatingPointError if a weight of policy or teacher, alike on all ranks, is not."""
+        weights = dict(policy=self.policy.trainable, teacher=self.roles.banks["teacher"])
+        for role, of_role in weights.items():
+            finite = torch.stack([weight.isfinite().all() for weight in of_role.values()])
+            if names := [n for n, fine in zip(of_role, finite.tolist()) if not fine]:
+                raise FloatingPointError(f"not finite: {role}: {', '.join(names[:5])}")
 
     def load_state_dict(self, state: dict):
         for group in state["optimizer"]["param_groups"]:
@@ -59,66 +73,136 @@ class RunState:
         for task in self.tasks:
             if task.action:
                 task.action.load_state_dict(state["tasks"][task.name])
+        for name, part in self.watched.items():
+            part.load_state_dict(state["watched"][name])
+
+
+def step_of(folder: Path) -> int:
+    return int(NAME.search(folder.name)[1])
 
 
 def list_checkpoints(output_dir) -> list[Path]:
     """Complete checkpoints in order of their steps."""
     folders = Path(output_dir).glob("checkpoint_step_*")
-    steps = {int(NAME.search(p.name)[1]): p for p in folders if NAME.search(p.name)}
-    return [steps[step] for step in sorted(steps)]
+    return sorted((p for p in folders if NAME.search(p.name)), key=step_of)
+
+
+def how_to_go_on(output_dir) -> str:
+    """What a run that ends early tells about its last checkpoint."""
+    if found := list_checkpoints(output_dir):
+        return f"the last whole checkpoint is {found[-1]}, --resume goes on from it"
+    if (Path(output_dir) / "config.json").is_file():
+        return f"{output_dir} holds no checkpoint yet, --resume begins anew"
+    return f"{output_dir} holds no run yet, the same command begins one"
 
 
 def save(output_dir, state: RunState, flags: dict, total_limit: int, is_main: bool):
-    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
+    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none).
+
+    Raises FloatingPointError, on all ranks, if a weight is not finite.
+    """
+    state.check_finite()
     rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return
     new = Path(output_dir) / f"checkpoint_step_{state.step}"
     write(new, state, flags, rng)
-    past = list_checkpoints(output_dir)
-    past = past[: past.index(new) + 1]  # without later ones of a run that was resumed earlier
-    for old in past[:-total_limit] if total_limit else ():
-        shutil.rmtree(old)
+    remove_oldest(output_dir, total_limit)
+
+
+def remove_oldest(output_dir, total_limit: int):
+    """Remove the oldest checkpoints beyond `total_limit` (0: none)."""
+    for old in list_checkpoints(output_dir)[:-total_limit] if total_limit else ():
+        with writing(old):  # half removed it must not look whole
+            shutil.rmtree(old.rename(old.with_name(old.name + ".tmp")))
+
+
+def tidy(output_dir, start: int, total_limit: int):
+    """Make a folder that of a run at step `start`: no leftovers of a kill, nothing later.
+
+    Later checkpoints are there if a run goes on from one before the latest: they, their
+    evaluations and their checkpoint_best move to set_aside_K, so that the next --resume finds the
+    run that went on.
+    """
+    output = Path(output_dir)
+    for leftover in [*output.glob("checkpoint_*.tmp"), *output.glob("checkpoint_*.old")]:
+        recover(leftover.with_suffix(""))
+    if later := [p for p in list_checkpoints(output) if step_of(p) > start]:
+        aside = next(p for k in count(1) if not (p := output / f"set_aside_{k}").exists())
+        best = output / BEST
+        if best.exists() and read_json(best / "eval.json")["step"] > start:
+            later.insert(0, best)
+        measured = [p for p in output.glob("evaluation/step_*.json") if int(p.stem[5:]) > start]
+        with writing(aside):
+            (aside / "evaluation").mkdir(parents=True)
+            for place in (*measured, *later):  # the latest last, which a --resume looks for
+                place.rename(aside / place.relative_to(output))
+        print0(f"going on from step {start}: what is later in {output} is now in {aside}")
+    remove_oldest(output, total_limit)
+
+
+def recover(final: Path):
+    """Remove or bring back what a kill in `write` or `remove_oldest` left of a folder."""
+    new, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
+    with writing(final):
+        if new.exists():
+            shutil.rmtree(new)
+        if replaced.exists() and final.exists():
+            shutil.rmtree(replaced)
+        elif replaced.exists():
+            replaced.rename(final)
 
 
 def save_if_best(output_dir, state: RunState, flags: dict, metrics: dict, is_main: bool):
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] <= gather_objects(best_score(output_dir) if is_main else None)[0]:
         return
+    state.check_finite()
     rng = gather_objects(torch.get_rng_state())
     if is_main:
         write(Path(output_dir) / BEST, state, flags, rng, metrics)
 
 
 def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
-    """Write the folder `final` under a temporary name, then rename it over one of that name."""
+    """Write the folder `final` under a temporary name, then rename it over one of that name.
+
+    Raises CannotWrite, after which `final` is what it was.
+    """
+    recover(final)
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
-    for leftover in (folder, replaced):  # of a killed run
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    folder.mkdir(parents=True)
+    with writing(final):
+        folder.mkdir()  # without parents: an output folder that was removed stays away
+        write_files(folder, state, flags, rng, metrics)
+        for place in (*folder.rglob("*"), folder):
+            sync(place)
+        if final.exists():
+            final.rename(replaced)  # removing it takes longer than the moment with neither there
+        folder.rename(final)
+        sync(final.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+
+def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: dict | None):
+    """Write the files of a checkpoint into a folder."""
     state.policy.peft.save_pretrained(folder / "adapter")
     own = {name: parameter.detach() for name, parameter in state.policy.trainable.items()}
     weights = dict(trainables=own, ema=state.roles.banks["teacher"])
     for name, bank in weights.items():
         on_cpu = {n: tensor.cpu().contiguous() for n, tensor in bank.items()}
         save_file(on_cpu, folder / f"{name}.safetensors")
-    torch.save(state.state_dict() | dict(rng=rng), folder / "training_state.pt")
+    with (folder / "training_state.pt").open("wb") as file:  # whose faults say what was wrong
+        torch.save(state.state_dict() | dict(rng=rng), file)
     (folder / "config.json").write_text(json.dumps(flags, indent=2) + "\n")
     if metrics:
         scores = dict(step=state.step, score=metrics["score"], metrics=metrics)
         (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
     give_usual_mode(folder)
-    if final.exists():
-        final.rename(replaced)  # removing it takes longer than the moment in which neither is there
-    folder.rename(final)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def find(resume: str | None, output_dir) -> Path | None:
-    """The folder that --resume means, if any; "latest" may find a run without a checkpoint yet."""
-    if resume in (None, "latest"):
+    """The folder that --resume means, if any; there may be a run without a checkpoint yet."""
+    if resume in (None, "latest", "auto"):
         found = list_checkpoints(output_dir) if resume else []
         return found[-1] if found else None
     if not (Path(resume) / "training_state.pt").is_file():
@@ -159,6 +243,8 @@ def load_weights(folder: Path, parameters: dict, file: str = "trainables.safeten
                 found = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
                 wanted = f"{parameter.dtype} {tuple(parameter.shape)}"
                 raise ValueError(f"{folder}/{file}: {found}, what trains is {wanted}")
+            if not tensor.isfinite().all():
+                raise ValueError(f"{folder}/{file}: {name} is not finite")
             parameter.copy_(tensor)
 
 
@@ -167,6 +253,8 @@ def load(folder: Path, state: RunState, output_dir, rank: int):
     load_weights(folder, state.policy.trainable)
     load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
     found = read_state(folder)
+    if missing := sorted(set(state.state_dict()) - set(found)):
+        raise ValueError(f"{folder}/training_state.pt has no {missing}, it is of another version")
     state.load_state_dict(found)
     if rank < len(found["rng"]):  # nothing depends on it across another number of ranks
         torch.set_rng_state(found["rng"][rank])

@@ -2,11 +2,14 @@
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
+from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
-from rl_train.files import check_writable, read_json
+from rl_train.distributed import SENTENCE, Refused, once_a_machine, restarted, stop_together
+from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
@@ -18,6 +21,16 @@ FREE_ON_RESUME = {
 }
 PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
+
+
+def run_program(main):
+    """Run `main`; print the sentence that it may end with, and exit with status 2."""
+    try:
+        main()
+    except SystemExit as stopped:
+        if not isinstance(stopped.code, str):
+            raise
+        sys.exit(print(stopped.code, file=sys.stderr) or SENTENCE)
 
 
 def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
@@ -52,9 +65,20 @@ def parse(argv=None) -> Config:
         parser.error(str(error))
 
 
+def parse_together(argv=None) -> Config:
+    """`parse`, of which a fault on one rank ends all. The next collective is `gather_objects`."""
+    try:
+        with stop_together():
+            return parse(argv)
+    except Refused as error:
+        raise SystemExit(once_a_machine(f"rl_train: {error}")) from error
+
+
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
     chosen = f"--tasks {' '.join(args.tasks)}"
+    if restarted() and (args.resume in (None, "latest") or list_checkpoints(args.output_dir)):
+        args.resume = "auto"  # not from a folder that lies before what has been done since
     parts = {name: read_flags(args, part) for name, part in PARTS.items()}
     options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
     active = {name: option for name, option in options.items() if option.weight > 0}
@@ -62,6 +86,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
     if not active:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
+    if args.use_llm_judge_loop2 and not args.use_llm_judge:
+        raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
@@ -79,6 +105,7 @@ def check_output_dir(config: Config, flags: dict):
     check_writable("--output_dir", folder)
     file = folder / "config.json"
     if file.is_file():
+        claim(folder).close()  # refused before a model is loaded
         if not resume:
             raise ValueError(
                 f"--output_dir {folder} already holds a run: pass --resume, or another"

@@ -10,16 +10,19 @@ from dataclasses import dataclass
 from types import UnionType
 
 from rl_train.data import DATASETS
-from rl_train.grpo import LOSS_TYPES
+from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
 from rl_train.rewards.components import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 REQUIRED = dataclasses.MISSING
 
 
-def flag(default=REQUIRED, help: str = "", *, name: str | None = None, **options):
-    """A field that is a flag, of `name` or its own, with more `options` of argparse."""
-    metadata = dict(help=help, name=name, options=options)
+def flag(default=REQUIRED, help: str = "", *, name=None, only_one_of=None, **options):
+    """A field that is a flag, of `name` or its own, with more `options` of argparse.
+
+    Of the flags with the same `only_one_of` a command line may give one.
+    """
+    metadata = dict(help=help, name=name, only_one_of=only_one_of, options=options)
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -55,6 +58,9 @@ class PolicyConfig:
     model_path: str = flag(help="Sa2VA checkpoint folder in the original layout")
     dtype: str = flag("bfloat16", "of the frozen base", choices=["float32", "bfloat16"])
     max_tiles: int = flag(1, "tiles of an image: 1 = all of it at 448 px, .. 12", type=COUNT)
+    max_masks_per_answer: int = flag(
+        8, "[SEG] that are decoded; further ones stay text", type=COUNT
+    )
     temperature: float = flag(1.0, "of sampling and of every log-prob", type=POSITIVE)
     gradient_checkpointing: bool = flag(True, "recompute LLM layers in the backward pass")
     shard_base: bool = flag(False, "keep 1/R of a large base on each of R processes (FSDP2)")
@@ -71,7 +77,16 @@ class DataConfig:
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
-    eval_samples: int = flag(64, "held-out regions in an evaluation", type=COUNT)
+    eval_samples: int = flag(
+        64,
+        "held-out regions in an evaluation: always the same ones, spread over images",
+        type=COUNT,
+    )
+    shared_images: str = flag(
+        "refuse",
+        "that are in --data_dir and --eval_data_dir: refuse, or drop from what is trained on",
+        choices=["refuse", "drop"],
+    )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
     max_caption_length: int = flag(
         512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
@@ -108,10 +123,29 @@ class RewardConfig:
 class LossConfig:
     """loss"""
 
-    loss_type: str = flag("dapo", "how token losses are averaged", choices=LOSS_TYPES)
-    clip_range: float = flag(0.2, "ratio clip, lower side (and upper by default)", type=POSITIVE)
-    clip_range_high: float | None = flag(None, "ratio clip, upper side", type=POSITIVE)
-    kl_coef: float = flag(0.02, "weight of the KL to the frozen reference", type=WEIGHT)
+    loss_type: str = flag(
+        "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSS_TYPES
+    )
+    clip_range: float | None = flag(
+        None,
+        "ratio clip, lower side; default 0.2, of gspo {} and {} above. Without effect while the "
+        "ratio is 1: at --num_iterations 1, but for --dtype bfloat16's rounding".format(
+            *CLIP_RANGES["gspo"]
+        ),
+        type=POSITIVE,
+    )
+    clip_range_high: float | None = flag(
+        None, "ratio clip, upper side; default --clip_range", type=POSITIVE
+    )
+    kl_coef: float = flag(
+        0.02, "weight of the KL to the frozen reference, which is not asked at 0", type=WEIGHT
+    )
+
+    @property
+    def clip(self) -> dict[str, float]:
+        """The ratio's window, as `grpo_loss` takes it."""
+        low, high = clip_window(self.loss_type, self.clip_range, self.clip_range_high)
+        return dict(clip_range=low, clip_range_high=high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +164,18 @@ class OptimConfig:
     weight_decay: float = flag(0.05, "of AdamW")
     warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=SHARE_BELOW_1)
     max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
-    ema_decay: float = flag(0.999, "of the teacher; 0 = the policy, 1 = the base", type=SHARE)
+    ema_half_life: float = flag(
+        0.1,
+        "share of the run's updates after which half of a change has reached the teacher",
+        only_one_of="teacher",
+        type=POSITIVE,
+    )
+    ema_decay: float | None = flag(
+        None,
+        "of the teacher, instead of a half-life; 0 = the policy, 1 = the base",
+        only_one_of="teacher",
+        type=SHARE,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +185,9 @@ class RunConfig:
     output_dir: str = flag(help="receives config.json, TensorBoard logs, rollouts and checkpoints")
     save_steps: int = flag(100, "steps between checkpoints; the last is always saved", type=COUNT)
     save_total_limit: int = flag(3, "checkpoints kept, oldest removed; 0 = all", type=COUNT_OR_0)
-    resume: str | None = flag(None, "from a folder or the latest", nargs="?", const="latest")
+    resume: str | None = flag(
+        None, "from a folder or the latest; auto: from the latest if any", nargs="?", const="latest"
+    )
     eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
     seed: int = flag(0, "of everything", type=SEED)
 
@@ -165,7 +212,7 @@ PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is
 
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
     """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
-    group = parser.add_argument_group(title or config.__doc__)
+    group, exclusive = parser.add_argument_group(title or config.__doc__), {}
     for field in dataclasses.fields(config):
         kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
         if kind is bool:
@@ -179,7 +226,12 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None =
         options["required"] = REQUIRED is field.default is field.default_factory
         options |= field.metadata["options"]
         name = field.metadata["name"] or field.name
-        group.add_argument(f"--{name}", help=field.metadata["help"], **options)
+        place, choice = group, field.metadata["only_one_of"]
+        if choice:
+            place = exclusive[choice] = (
+                exclusive.get(choice) or group.add_mutually_exclusive_group()
+            )
+        place.add_argument(f"--{name}", help=field.metadata["help"], **options)
 
 
 def read_flags(args: argparse.Namespace, config: type):

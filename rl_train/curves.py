@@ -21,6 +21,7 @@ class Tally:
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.points: dict[str, float] = {}  # numbers that are equal on all ranks
+        self.stop: str | None = None  # the signal that asked this rank to stop
 
     def mean(self, name: str, total, count):
         self.totals[name] += float(total)
@@ -52,15 +53,17 @@ class Tally:
             self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
 
     def add_update(self, task: str, statistics: dict, on_policy: bool):
-        """Count a micro-batch's statistics; sampler_gap only under the weights that sampled."""
+        """Count a micro-batch's statistics; sampler_.. only under the weights that sampled."""
         for name, value in statistics.items():
-            name = f"{task}/{name}"
+            if name.startswith("sampler_") and not on_policy:
+                continue
+            curve = f"{task}/{name}"
             if isinstance(value, tuple):
-                self.mean(name, *value)
-            elif not name.endswith("/sampler_gap"):
-                self.sums[name] += value.item()
-            elif on_policy:
-                self.maxima[name] = max(value.item(), self.maxima.get(name, 0.0))  # or NaN
+                self.mean(curve, *value)
+            elif name == "sampler_gap":
+                self.maxima[curve] = max(value.item(), self.maxima.get(curve, 0.0))  # or NaN
+            else:
+                self.sums[curve] += value.item()
 
     def not_finite(self) -> list[str]:
         values = {**self.totals, **self.sums, **self.maxima}

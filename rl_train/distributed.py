@@ -1,8 +1,13 @@
 """Ranks, the few collectives of a step, and gradients by DistributedDataParallel."""
 
 import contextlib
+import ctypes
 import os
+import signal
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -10,6 +15,15 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from rl_train.files import CannotWrite
+
+# That ranks wait for one which does not come to a collective, before they end the run: one may load
+# a model from a slow disk, write a checkpoint or evaluate meanwhile.
+PATIENCE = timedelta(minutes=30)
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+SENTENCE = 2  # exit status of a run that ended with one; argparse's too
+# Above 0 in a run that the launcher or torchrun has started again.
+RESTARTS = ("RL_TRAIN_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
 before_meeting = []  # called before each collective, by all ranks (see `sharding`)
 
 
@@ -24,8 +38,20 @@ class Ranks:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class Fault:
+    """In place of what a rank would have said: why it cannot go on."""
+
+    sentence: str
+
+
+class Refused(ValueError):
+    """Raised on all ranks: one of them said a Fault."""
+
+
 def init() -> Ranks:
     """Join the process group that torchrun describes (NCCL or gloo), or be alone without one."""
+    end_with_launcher()
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -33,8 +59,15 @@ def init() -> Ranks:
     else:
         device = torch.device("cpu")
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=PATIENCE)
     return Ranks(rank, world_size, device)
+
+
+def end_with_launcher():
+    """Have the kernel send SIGTERM to this process when the torchrun that started it is gone."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def close():
@@ -50,26 +83,70 @@ def print0(*parts):
 
 
 def gather_objects(value) -> list:
-    """`value` of every rank, in rank order."""
+    """`value` of every rank, in rank order. Raises Refused on all if one says a Fault."""
     if not dist.is_initialized():
         return [value]
     for prepare in before_meeting:
         prepare()
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
+    ranks_of = {}  # {sentence: ranks that say it}
+    for rank, said in enumerate(values):
+        if isinstance(said, Fault):
+            ranks_of.setdefault(said.sentence, []).append(str(rank))
+    if ranks_of:
+        named = [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in ranks_of.items()]
+        alike = all(said == values[0] for said in values)
+        raise Refused(values[0].sentence if alike else "; ".join(named))
     return values
 
 
-def all_sum(values: dict[str, float]) -> dict[str, float]:
-    """Sums over ranks; every rank passes the same names."""
-    of_ranks = gather_objects(dict(values))
+@contextlib.contextmanager
+def stop_together():
+    """A context that ends on all ranks with Refused if bad input or a bad disk ends it on one.
+
+    The others hear of it at their next `gather_objects`, which must therefore be the only kind of
+    collective in there, and its end.
+    """
+    try:
+        yield
+    except (ValueError, CannotWrite, SystemExit) as error:
+        if isinstance(error, Refused) or not dist.is_initialized() or is_help(error):
+            raise
+        if isinstance(error, SystemExit):
+            error = error.__context__ or "the command line is wrong"  # argparse has said it
+        gather_objects(Fault(str(error)))
+
+
+def restarted() -> bool:
+    """Whether this process takes the place of one that crashed."""
+    return any(int(os.environ.get(name, 0)) for name in RESTARTS)
+
+
+def once_a_machine(sentence: str) -> str | int:
+    """What SystemExit takes on this rank: the sentence, or status 2 where another says it."""
+    return sentence if os.environ.get("LOCAL_RANK", "0") == "0" else SENTENCE
+
+
+def is_help(error: BaseException) -> bool:
+    """Whether --help has been answered, on all ranks."""
+    return isinstance(error, SystemExit) and not error.code
+
+
+def all_sum(values: dict[str, float], faults: Sequence[str] = ()) -> dict[str, float]:
+    """Sums over ranks; every rank passes the same names. With faults as `raise_on_any_rank`."""
+    of_ranks, faults = zip(*gather_objects((dict(values), faults)))
+    _raise_not_finite(faults)
     return {name: sum(mine[name] for mine in of_ranks) for name in values}
 
 
-def raise_on_any_rank(faults: list[str]):
+def raise_on_any_rank(faults: Sequence[str]):
     """Raise FloatingPointError on all ranks, with every rank's faults, if any rank has one."""
-    of_ranks = enumerate(gather_objects(faults))
-    named = [f"rank {rank}: {fault}" for rank, mine in of_ranks for fault in mine]
+    _raise_not_finite(gather_objects(faults))
+
+
+def _raise_not_finite(of_ranks: Sequence[Sequence[str]]):
+    named = [f"rank {rank}: {fault}" for rank, mine in enumerate(of_ranks) for fault in mine]
     if named:
         raise FloatingPointError("not finite: " + "; ".join(named[:20]))
 

@@ -10,11 +10,12 @@ from tqdm import tqdm
 from rl_train import checkpoint
 from rl_train.config import RunConfig
 from rl_train.data.loader import eval_loader
-from rl_train.distributed import Ranks, gather_objects
+from rl_train.distributed import Ranks, gather_objects, raise_on_any_rank
 from rl_train.files import write_json
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
-from rl_train.tasks.cycle_measures import SCORES, measure
+from rl_train.stops import Stops
+from rl_train.tasks.cycle_measures import measure, score
 
 BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
 
@@ -43,14 +44,22 @@ class Measured:
 
 @torch.no_grad()
 def evaluate(
-    policy, heldout: HeldOut, ranks: Ranks, names=("policy",), roles: Roles | None = None
+    policy,
+    heldout: HeldOut,
+    ranks: Ranks,
+    names=("policy",),
+    roles: Roles | None = None,
+    stops: Stops | None = None,
 ) -> dict[str, Measured]:
     """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
+    Empty if a signal has asked any rank to stop, which then leaves after its batch.
+
+    Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
     inputs = policy.inputs(heldout.max_new_tokens, heldout.max_caption_length)
-    columns = {name: [] for name in names}
+    columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
@@ -58,6 +67,12 @@ def evaluate(
         for name in names:
             with roles.use(name) if roles else nullcontext():
                 columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+            faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
+        if stops and stops.asked:
+            break
+    raise_on_any_rank(sorted(faults))
+    if stops and stops.agree(gather_objects(stops.asked)):
+        return {}
     size = len(heldout.dataset)
     return {name: _merged(gather_objects(mine), size) for name, mine in columns.items()}
 
@@ -65,9 +80,9 @@ def evaluate(
 class Evaluator:
     """Evaluations of a run that goes on from step `start`: measured, logged, and the best kept."""
 
-    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, start: int):
-        self.heldout, self.ranks, self.flags, self.start = heldout, ranks, flags, start
-        self.folder, self.keep_best = Path(config.output_dir), config.eval_steps > 0
+    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, stops: Stops):
+        self.heldout, self.ranks, self.flags, self.stops = heldout, ranks, flags, stops
+        self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
         self.measured = {}  # {step: values of the policy}
 
     def base(self, state: checkpoint.RunState, log):
@@ -75,25 +90,35 @@ class Evaluator:
         self._measure(0, state, ("reference",), log)
 
     def __call__(self, state: checkpoint.RunState, log):
-        """Measure policy and teacher as they are."""
-        metrics = self._measure(state.step, state, ("policy", "teacher"), log)
-        if self.keep_best:
-            metrics["score"] = sum(metrics[name] for name in SCORES) / len(SCORES)
-            checkpoint.save_if_best(self.folder, state, self.flags, metrics, self.ranks.is_main)
+        """Measure policy and teacher as they are. A signal leaves the step without measures."""
+        self._measure(state.step, state, ("policy", "teacher"), log)
 
-    def _measure(self, step: int, state, names: tuple[str, ...], log) -> dict[str, float]:
-        """The metrics of the first of the roles `names`."""
-        found = evaluate(state.policy, self.heldout, self.ranks, names, state.roles)
-        first, last = (found[names[i]] for i in (0, -1))
-        self.measured[step] = first.values
-        metrics, file = means(first.values), self.folder / "evaluation" / f"step_{step}.json"
-        if step > self.start or not file.is_file():  # else the resumed run has logged its points
-            log.scalars({f"eval/{name}": value for name, value in metrics.items()}, step)
-            teacher = means(last.values)
-            log.scalars({f"eval_ema/{name}": value for name, value in teacher.items()}, step)
-        if self.ranks.is_main:
-            write_json(file, record(first, self.flags))
-        return metrics
+    def due(self, step: int) -> bool:
+        return self.eval_steps > 0 and step % self.eval_steps == 0
+
+    def missing(self, step: int) -> bool:
+        """Whether the measures of a step are due, but a signal has kept a run from them."""
+        return step > 0 and self.due(step) and not self._file(step).is_file()
+
+    def _file(self, step: int) -> Path:
+        return self.folder / "evaluation" / f"step_{step}.json"
+
+    def _measure(self, step: int, state, names: tuple[str, ...], log):
+        """Log the roles `names`; keep the first one's measures, and the state if they are best."""
+        how = (self.ranks, names, state.roles, self.stops)
+        found = list(evaluate(state.policy, self.heldout, *how).values())
+        if not found:
+            return
+        self.measured[step] = found[0].values
+        metrics = [means(measured.values) for measured in found]
+        for place, role in (("eval", metrics[0]), ("eval_ema", metrics[-1])):
+            log.scalars({f"{place}/{name}": value for name, value in role.items()}, step)
+        if step and self.eval_steps:
+            policy, teacher = (role | dict(score=score(role)) for role in metrics)
+            both = policy | dict(teacher=teacher)
+            checkpoint.save_if_best(self.folder, state, self.flags, both, self.ranks.is_main)
+        if self.ranks.is_main:  # last: it says that the step is done
+            write_json(self._file(step), record(found[0], self.flags, *found[1:]))
 
 
 def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
@@ -110,10 +135,19 @@ def _merged(columns_of_rank: list[list[dict]], num_samples: int) -> Measured:
     return Measured(values, *texts, num_damaged)
 
 
-def record(measured: Measured, flags: dict) -> dict:
-    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it."""
-    summary, num_samples = means(measured.values), len(measured.image_ids)
-    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in summary}
-    head = dict(flags=flags, num_samples=num_samples, means=summary, intervals=intervals)
+def record(measured: Measured, flags: dict, teacher: Measured | None = None) -> dict:
+    """All that was measured, with means and intervals, as `tools.evaluate --before` reads it.
+
+    The teacher's on the same samples are under "teacher".
+    """
+    head = dict(flags=flags, num_samples=len(measured.image_ids))
+    of_teacher = dict(teacher=summary(teacher) | dict(captions=teacher.captions)) if teacher else {}
+    return head | vars(measured) | summary(measured) | of_teacher
+
+
+def summary(measured: Measured) -> dict:
+    """The means, intervals and values of a role."""
+    metrics = means(measured.values)
+    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in metrics}
     values = {name: values.tolist() for name, values in measured.values.items()}
-    return head | vars(measured) | dict(values=values)
+    return dict(means=metrics, intervals=intervals, values=values)

@@ -1,9 +1,15 @@
-"""Files of a run: reading those that may be damaged, and whether one can be written."""
+"""Files of a run: read if damaged, written whole or not at all, with a sentence if they cannot."""
 
+import fcntl
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+
+from safetensors import SafetensorError
+
+LOCK = ".lock"
 
 
 class DamagedFile(ValueError):
@@ -11,6 +17,60 @@ class DamagedFile(ValueError):
 
     def __init__(self, file: Path, reason):
         super().__init__(f"{file} is missing or damaged: {reason}")
+
+
+class CannotWrite(Exception):
+    """A file or folder of a run cannot be written; the sentence names it."""
+
+
+@contextmanager
+def writing(place: Path):
+    """A context in which faults of the disk become CannotWrite, whose sentence names `place`."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        hidden = error.__context__  # torch.save raises a RuntimeError of its own over it
+        reason = hidden if isinstance(hidden, OSError) else error
+        if not isinstance(reason, (OSError, SafetensorError)):
+            raise
+        words = reason.strerror if isinstance(reason, OSError) else reason
+        raise CannotWrite(f"{place} cannot be written: {words or reason}") from error
+
+
+class Appended:
+    """A file that grows by whole pieces. Raises CannotWrite, of one that has been removed too.
+
+    Nothing waits in a buffer: what `write` has returned from outlives a kill, what `sync` has
+    returned from a loss of power.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        with writing(path):
+            self.file = path.open("ab", buffering=0)
+
+    def write(self, piece: bytes):
+        with writing(self.path):
+            self.path.stat()
+            rest = memoryview(piece)
+            while rest:
+                rest = rest[self.file.write(rest) :]
+
+    def sync(self):
+        with writing(self.path):
+            os.fsync(self.file.fileno())
+
+    def close(self):
+        self.file.close()
+
+
+def sync(place: Path):
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_json(file: Path) -> dict:
@@ -26,10 +86,33 @@ def read_json(file: Path) -> dict:
 
 def write_json(file: Path, value, indent: int | None = None):
     """Write a JSON file whole: under another name first, and make its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(value, indent=indent) + "\n")
-    unfinished.replace(file)
+    with writing(file):
+        file.parent.mkdir(exist_ok=True)  # without parents: one that was removed stays away
+        unfinished.write_text(json.dumps(value, indent=indent) + "\n")
+        sync(unfinished)
+        unfinished.replace(file)
+        sync(file.parent)
+
+
+def claim(folder: Path):
+    """An open file that keeps other runs out of `folder` until it is closed or its process ends.
+
+    The lock is of POSIX, which a DataLoader's worker that outlives its trainer does not inherit.
+    Only one may be open in a process: closing another gives the lock up.
+
+    Raises:
+        ValueError: another process holds it.
+        CannotWrite: the disk knows no locks, or no file can be made there.
+    """
+    with writing(folder / LOCK):
+        file = (folder / LOCK).open("a")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
+            file.close()
+            raise ValueError(f"--output_dir {folder}: another run is writing into it") from error
+    return file
 
 
 def give_usual_mode(folder: Path):

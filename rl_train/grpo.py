@@ -10,7 +10,11 @@ vocabulary.
 
 import torch
 
-LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")
+# By what each loss divides its advantages (`group_advantages`), and how far its ratio may leave 1
+# below and above: a row's ratio in gspo, the mean over its tokens, moves less than a token's.
+ADVANTAGE_SCALES = dict(grpo="group", bnpo="group", dr_grpo="none", dapo="group", gspo="group")
+LOSS_TYPES = tuple(ADVANTAGE_SCALES)
+CLIP_RANGES = dict.fromkeys(LOSS_TYPES, (0.2, 0.2)) | dict(gspo=(3e-4, 4e-4))
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation, as in TRL
 MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry no signal
 
@@ -77,6 +81,19 @@ def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
     """Schulman's k3 estimate of KL(policy || reference) at the policy's samples, d = ref - logp."""
     difference = ref_logp - logp
     return difference.exp() - difference - 1
+
+
+def clip_window(
+    loss_type: str, low: float | None = None, high: float | None = None
+) -> tuple[float, float]:
+    """(low, high): the ratio is clipped to [1 - low, 1 + high].
+
+    As given; of what is not given the loss's own, but high is low if that alone is given.
+    """
+    own_low, own_high = CLIP_RANGES[loss_type]
+    if high is None:
+        high = own_high if low is None else low
+    return own_low if low is None else low, high
 
 
 def grpo_loss(

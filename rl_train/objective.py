@@ -5,14 +5,15 @@ Letters: N rows of a rollout, n of a micro-batch, T tokens, M actions, D their p
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from rl_train import distributed
 from rl_train.config import LossConfig
-from rl_train.grpo import group_std, grpo_loss
+from rl_train.grpo import group_std, grpo_loss, k3_kl
 from rl_train.types import Outcome, Rollout
 
 
@@ -31,12 +32,31 @@ class Work:
     outcome: Outcome
     reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
     advantages: torch.Tensor  # (N,)
-    reference: Reference
+    reference: Reference | None  # None if --kl_coef is 0
+    not_finite: list[str] = field(default_factory=list)  # outputs of the model, by name
 
     @property
     def scored(self) -> torch.Tensor:
         """(N,) bool, False where the reward is missing: such rows leave the loss."""
         return ~self.reward.isnan().to(self.advantages.device)
+
+    def faults(self) -> list[str]:
+        """What is not finite of the rollout and of what was said of it. NaN rewards are fine."""
+        names = list(self.not_finite)
+        if self.reference and not self.reference.logp.isfinite().all():
+            names.append("the reference's log-probs")
+        if self.reward.isinf().any():
+            names.append("rewards")
+        return [f"{self.task.name}: {name}" for name in names]
+
+    @cached_property
+    def _first(self) -> torch.Tensor:
+        return torch.full_like(self.rollout.logp, torch.nan)  # (N, T)
+
+    def first_scored(self, rows: slice, logp: torch.Tensor) -> torch.Tensor:
+        """(n, T) log-probs of `rows` when they were first scored: `logp`, if that is now."""
+        first = self._first[rows]
+        return first.copy_(torch.where(first.isnan(), logp.detach(), first))
 
 
 @dataclass(frozen=True)
@@ -74,7 +94,10 @@ def score_all(policy, task, rollout: Rollout, micro_batch_size: int) -> Referenc
 
 
 def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bool]:
-    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ)."""
+    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ).
+
+    Raises FloatingPointError, on all ranks, if any rollout of any has `faults`.
+    """
     counts = Counter(learnable=0)
     for w in work:
         name, scored = w.task.name, ~w.reward.isnan()
@@ -83,12 +106,25 @@ def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bo
         counts[name, "tokens"] += int(w.rollout.valid[w.scored].sum())
         actions = w.task.action.count(w.rollout, scored) if w.task.action else 0
         counts[name, "actions"] += actions
-    total = distributed.all_sum(counts)
+    total = distributed.all_sum(counts, [fault for w in work for fault in w.faults()])
     mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
     kinds = ("rows", "tokens", "actions")
     names = dict.fromkeys(w.task.name for w in work)
     totals = {name: Totals(**{kind: mean[name, kind] for kind in kinds}) for name in names}
     return totals, total["learnable"] > 0
+
+
+@torch.no_grad()
+def check_answers(policy, work: list[Work], size: int):
+    """Raise FloatingPointError, on all ranks, if the newest weights' log-probs are not finite.
+
+    Of each task's first `size` rows: it keeps weights that an update has spoilt out of checkpoints.
+    """
+    faults = []
+    for w in work:
+        if not policy.score(w.rollout, slice(0, size)).logp.isfinite().all():
+            faults.append(f"{w.task.name}: log-probs after the update")
+    distributed.raise_on_any_rank(faults)
 
 
 class MicroBatchLoss(nn.Module):
@@ -108,7 +144,9 @@ class MicroBatchLoss(nn.Module):
 
         With `last` it holds every trainable, as DistributedDataParallel wants it of a backward. Of
         the statistics {name: detached} a pair is a total and its count, a single number adds up to
-        the step's value; sampler_gap is a maximum.
+        the step's value; sampler_gap is a maximum. Those called sampler_.. compare with the
+        log-probs at sampling: under the weights that sampled, how far the two ways to compute lie
+        apart, as the largest and the mean difference and as KL(sampler || scorer) by k3.
         """
         scores = self.policy.score(work.rollout, rows)
         loss, statistics = self._text(work, rows, scores, totals)
@@ -124,30 +162,42 @@ class MicroBatchLoss(nn.Module):
         return loss, statistics
 
     def _text(self, work: Work, rows: slice, scores, totals: Totals):
-        """(loss of the sampled tokens, its statistics)."""
-        rollout, config = work.rollout, self.config
+        """(loss of the sampled tokens, its statistics).
+
+        The old log-probs are the sampler's. But gspo's window is narrower than its gap to the
+        scorer in bfloat16, so there they are what the first update scores, by the same weights.
+        """
+        rollout, config, old = work.rollout, self.config, work.rollout.logp[rows]
+        if config.loss_type == "gspo":
+            old = work.first_scored(rows, scores.logp)
         valid = rollout.valid[rows] & work.scored[rows, None]  # (n, T)
         by_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")
         share = len(valid) / totals.rows if by_rows else 1.0
         loss, stats = grpo_loss(
             scores.logp,
-            rollout.logp[rows],
-            work.reference.logp[rows],
+            old,
+            work.reference and work.reference.logp[rows],
             work.advantages[rows],
             valid,
-            clip_range=config.clip_range,
-            clip_range_high=config.clip_range_high,
+            **config.clip,
             kl_coef=config.kl_coef,
             loss_type=config.loss_type,
             max_completion_length=self.max_tokens,
             num_tokens=totals.tokens,
         )
         tokens = stats["tokens"]
-        gap = (scores.logp.detach() - rollout.logp[rows]).abs() * valid
-        return share * loss, dict(
+        scored, sampled = (
+            torch.where(valid, x, 0.0) for x in (scores.logp.detach(), rollout.logp[rows])
+        )
+        gap = (scored - sampled).abs()
+        statistics = dict(
             policy_loss=share * stats["policy_loss"],
-            kl_div=(stats["kl"], tokens),
             clip_frac=(stats["clip_low"] + stats["clip_high"], tokens),
             entropy=((scores.entropy * valid).sum(), tokens),
             sampler_gap=gap.max(),
+            sampler_gap_mean=(gap.sum(), tokens),
+            sampler_k3=(k3_kl(sampled, scored).sum(), tokens),
         )
+        if work.reference:
+            statistics["kl_div"] = (stats["kl"], tokens)
+        return share * loss, statistics

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
+from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
@@ -15,20 +16,20 @@ from rl_train.data import DATASETS, DamagedSamples
 from rl_train.data.loader import StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
-from rl_train.files import write_json
+from rl_train.files import claim, write_json, writing
+from rl_train.memory import GIB, standing_memory
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import Roles
+from rl_train.roles import Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
-GIB = 2**30
 
 
 @dataclass
@@ -46,6 +47,17 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    claim: object = None  # on the output folder, as long as it lives; see `begin`
+    announced: str = ""  # memory of the worst step, if that was measured
+
+    def teacher_decay(self, iteration: int) -> float:
+        """The teacher's decay at an update of the step in progress; all updates before it count,
+        as in the learning rate's schedule, also those of steps in which nothing was learnt."""
+        optim = self.config.optim
+        if optim.ema_decay is not None:
+            return optim.ema_decay
+        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
+        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
 def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
@@ -75,14 +87,6 @@ def build_judge(config: Config) -> LLMJudge | None:
     return judge
 
 
-def standing_memory(policy) -> dict[str, int]:
-    """{part: bytes} that a run holds on each GPU whatever its batch."""
-    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
-    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
-    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
-    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
-
-
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
     groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
@@ -110,15 +114,19 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
-    distributed.gather_objects(None)  # nobody goes on before the folder is known to be free
+    resume = checkpoint.find(config.run.resume, output_dir)
+    agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = tuple(load_user_rewards(config.reward.reward))
     judge = build_judge(config)
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where)
+    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
+    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
+        print0(f"--shared_images drop: {shared} of these regions are not trained on")
+    agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = {group for options in config.tasks.values() for group in options.trains}
     policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
     print_sizes(policy, shards)
@@ -131,8 +139,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
-    state = RunState(policy, roles, tasks, optimizer, schedule)
-    if resume := checkpoint.find(config.run.resume, output_dir):
+    failures = FailureWindow(config.reward.max_judge_failures)
+    watched = dict(judge_failures=failures, damaged=damaged)
+    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched)
+    if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
         checkpoint.load(resume, state, output_dir, ranks.rank)
@@ -145,8 +155,25 @@ def build(config: Config, ranks: Ranks) -> Parts:
                     few, policy.inputs(tokens, data.max_caption_length), prompts, 0
                 )
                 task.action.calibrate(loader, tokens)
+                first = distributed.gather_objects(task.action.state_dict())[0]
+                task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
-    if ranks.is_main:  # last, so that bad input uses up no folder
-        write_json(Path(output_dir) / "config.json", flags, indent=2)
-    watched = (judge, FailureWindow(config.reward.max_judge_failures), damaged)
-    return Parts(config, flags, ranks, state, *watched, train_set, heldout, sampler, max_steps)
+    agree_on_weights(state, ranks)
+    sets = (train_set, heldout, sampler)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps)
+
+
+def begin(parts: Parts):
+    """Claim the output folder, which from now on holds this run.
+
+    Last, so that bad input uses up no folder.
+    """
+    folder, start = Path(parts.config.run.output_dir), parts.state.step
+    if parts.ranks.is_main:
+        check_output_dir(parts.config, parts.flags)  # again: another run may have begun meanwhile
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        parts.claim = claim(folder)
+        checkpoint.tidy(folder, start, parts.config.run.save_total_limit)
+        write_json(folder / "config.json", parts.flags, indent=2)
+    distributed.gather_objects(None)  # nobody goes on if the folder has been taken

@@ -7,6 +7,16 @@ import torch
 COPIES = ("teacher", "reference")
 
 
+def half_life_decay(update: int, half_life: float) -> float:
+    """The teacher's decay at an update (0 is the run's first), for a half-life in updates.
+
+    It is warmed up, so that the teacher does not stay what the run started from: until about 1.4
+    half-lives the teacher is the mean of all policies so far. A slower warm-up, as the common
+    (1 + t) / (10 + t), would last until 13 half-lives: beyond the end of a run at the default.
+    """
+    return min(0.5 ** (1 / half_life), (1 + update) / (2 + update))
+
+
 class Roles:
     """Three roles of one model, whose own parameters are the policy.
 

@@ -1,15 +1,18 @@
 """What a person sees of a run: TensorBoard curves and pictures, rollouts as JSON lines."""
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
-from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import image as image_summary
+from torch.utils.tensorboard.summary import scalar, text
 
-from rl_train.files import DamagedFile
+from rl_train.events import Events
+from rl_train.files import Appended, DamagedFile, writing
 from rl_train.grpo import group_std
 from rl_train.objective import Work
 
@@ -22,32 +25,28 @@ class Log:
     """TensorBoard events, pictures and rollouts of a run; on other ranks only rollouts.
 
     Lines and points beyond the step `start`, left by a killed run, are dropped. Raises DamagedFile
-    if one of the lines cannot be read; the file stays as it is.
+    if one of the lines cannot be read, and the file stays as it is; CannotWrite at a full disk.
     """
 
     def __init__(self, output_dir, ranks, start: int):
-        folder = Path(output_dir) / "rollouts"
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob("rank*.jsonl"):
-            number = int(file.stem.removeprefix("rank"))  # also of a run on more ranks
-            if number % ranks.world_size == ranks.rank:
-                kept, new = lines_before(start, file), file.with_suffix(".tmp")
-                new.write_text("".join(kept))
-                new.replace(file)
-        self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("a")
-        self.writer = None
-        if ranks.is_main:
-            self.writer = SummaryWriter(Path(output_dir) / "tensorboard", purge_step=start + 1)
+        folder, self.start = Path(output_dir) / "rollouts", start
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in folder.glob("rank*.jsonl"):
+                number = int(file.stem.removeprefix("rank"))  # also of a run on more ranks
+                if number % ranks.world_size == ranks.rank:
+                    os.truncate(file, end_of_lines_before(start, file))
+        self.jsonl = Appended(folder / f"rank{ranks.rank}.jsonl")
+        self.events = Events(Path(output_dir) / "tensorboard", start) if ranks.is_main else None
 
     def scalars(self, values: dict[str, float], step: int):
-        if self.writer:
-            for name, value in values.items():
-                self.writer.add_scalar(name, value, step)
+        if self.events:
+            self.events.add([scalar(name, value) for name, value in values.items()], step)
 
     def hparams(self, flags: dict):  # as text: hparams events would open a run of their own
-        if self.writer:
-            text = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
-            self.writer.add_text("hparams", text, 0)
+        if self.events:
+            table = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
+            self.events.add([text("hparams", table)], self.start)
 
     def rollouts(self, step: int, work: Work):
         """One JSON line per row; null is a reward that could not be obtained."""
@@ -55,42 +54,54 @@ class Log:
         image_ids, captions = map(
             rollout.of_rows, (rollout.batch.image_ids, rollout.batch.captions)
         )
-        for row, text in enumerate(rollout.texts):
+        lines = []
+        for row, answer in enumerate(rollout.texts):
             line = dict(step=step, task=work.task.name, image_id=image_ids[row])
-            line |= dict(caption=captions[row], completion=text, reward=_number(work.reward[row]))
+            line |= dict(caption=captions[row], completion=answer, reward=_number(work.reward[row]))
             line["advantage"] = round(work.advantages[row].item(), 4)
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
-            self.jsonl.write(json.dumps(line, ensure_ascii=False) + "\n")
-        self.jsonl.flush()
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+        self.jsonl.write("".join(lines).encode())
 
     def pictures(self, step: int, work: Work, policy, count: int = 3):
         """Draw `count` rows of the group whose rewards differ most."""
-        if self.writer:
+        if self.events:
             size = work.rollout.num_generations
             first = group_std(work.reward, size).argmax().item() * size
             image = policy.picture(work.rollout.batch, first // size)
             for k in range(min(count, size)):
                 picture = rollout_picture(image, work, first + k)
                 name = f"{work.task.name}/rollout_{k}"
-                self.writer.add_image(name, picture, step, dataformats="HWC")
+                self.events.add([image_summary(name, picture, dataformats="HWC")], step)
+
+    def sync(self):
+        """Wait until all is on the disk, before a checkpoint that counts on it."""
+        self.jsonl.sync()
+        if self.events:
+            self.events.file.sync()
 
     def close(self):
         self.jsonl.close()
-        if self.writer:
-            self.writer.close()
+        if self.events:
+            self.events.file.close()
 
 
-def lines_before(start: int, file: Path) -> list[str]:
-    """Lines of the steps before `start`, without one that a kill cut off. Raises DamagedFile."""
-    number, kept = 1, []
+def end_of_lines_before(start: int, file: Path) -> int:
+    """Where the lines of steps before `start` end, or one that a kill tore. Raises DamagedFile.
+
+    Steps never fall in a file, since each resume cuts it.
+    """
+    number, end = 1, 0
     try:
-        for number, line in enumerate(file.read_text().split("\n")[:-1], 1):
-            if json.loads(line)["step"] < start:
-                kept.append(line + "\n")
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= start:
+                    break
+                end += len(line)
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFile(file, f"line {number}: {error}") from error
-    return kept
+    return end
 
 
 def _number(value: torch.Tensor) -> float | None:

@@ -2,7 +2,7 @@
 
     bash run_rl_train.sh                                                 # the demo, anywhere
     python -m rl_train.train --model_path M --data_dir D --output_dir O  # one process
-    torchrun --nproc_per_node 8 -m rl_train.train --model_path M ...     # eight GPUs
+    NPROC=8 bash run_rl_train.sh --model_path M ...                      # eight GPUs
 
 This is GRPO (arXiv 2402.03300) with these deviations: the default loss divides by the tokens of the
 whole step (DAPO); the reward is computed by an EMA teacher of the policy itself; a task may draw an
@@ -16,32 +16,43 @@ from contextlib import closing
 import torch
 from tqdm import tqdm
 
-from rl_train import checkpoint, cli, distributed
+from rl_train import checkpoint, cli, distributed, memory
 from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, curves
-from rl_train.data import BadData
 from rl_train.data.loader import shared_memory_warning, steps, train_loader
-from rl_train.data.workers import WorkerFailed, explaining
+from rl_train.data.workers import explaining
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
 from rl_train.draws import Draws
+from rl_train.endings import Endings
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
-from rl_train.files import DamagedFile
-from rl_train.grpo import group_advantages
-from rl_train.objective import MicroBatchLoss, Work, micro_batches_of, score_all, step_totals
-from rl_train.parts import Parts, build
+from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
+from rl_train.objective import (
+    MicroBatchLoss,
+    Work,
+    check_answers,
+    micro_batches_of,
+    score_all,
+    step_totals,
+)
+from rl_train.parts import Parts, begin, build
 from rl_train.rewards.components import combine, control_rewards
-from rl_train.rewards.custom import BadReward
-from rl_train.rewards.judge import JudgeFailed
 from rl_train.statistics import before_after_table
+from rl_train.stops import Stopped, Stops
 from rl_train.tb import Log
 
 
-def train(parts: Parts, loader, end_of_step):
-    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens."""
+def train(parts: Parts, loader, end_of_step, average=None):
+    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
+
+    Args:
+        average: in place of `GradientAverage`.
+    """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
+    scale = ADVANTAGE_SCALES[config.loss.loss_type]
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
-    objective = GradientAverage(MicroBatchLoss(policy, config.loss, T), policy.trainable)
+    average = average or GradientAverage
+    objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= parts.max_steps:
             break
@@ -61,11 +72,14 @@ def train(parts: Parts, loader, end_of_step):
                 reward = combine(outcome.rewards, task.weights)  # (N,)
                 control = (config.reward.control, (seed, state.step, number), batch.index)
                 reward = control_rewards(reward, G, *control)
-                advantages = group_advantages(reward, G).to(policy.device)  # (N,)
+                advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
-                with roles.use("reference"):
-                    reference = score_all(policy, task, rollout, optim.micro_batch_size)  # (N, T)
-                work.append(Work(task, rollout, outcome, reward, advantages, reference))
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):  # (N, T)
+                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                faults = policy.not_finite()
+                work.append(Work(task, rollout, outcome, reward, advantages, reference, faults))
                 clock("reference")
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
@@ -75,7 +89,7 @@ def train(parts: Parts, loader, end_of_step):
                     loss.backward()  # gradients add up over rows and tasks
                 tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
             update(state, objective, tally, optim.max_grad_norm)
-            roles.update_teacher(optim.ema_decay)
+            roles.update_teacher(parts.teacher_decay(iteration))
         end_of_step(state, work, tally, clock)
 
 
@@ -101,18 +115,23 @@ def update(state: RunState, objective: GradientAverage, tally: Tally, max_grad_n
 
 
 class EndOfStep:
-    """What ends a step: the schedule, and curves, rollouts, evaluations, checkpoints of it."""
+    """What ends a step: the schedule, and curves, rollouts, evaluations, checkpoints of it.
 
-    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator):
-        self.parts, self.log, self.evaluator = parts, log, evaluator
+    If a signal has come, that is a checkpoint, without an evaluation: raises Stopped on all ranks.
+    """
+
+    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator, stops: Stops):
+        self.parts, self.log, self.evaluator, self.stops = parts, log, evaluator, stops
         self.start, main = parts.state.step, parts.ranks.is_main
         total = dict(total=parts.max_steps, initial=self.start)
         self.progress = tqdm(**total, desc="training", disable=not main)
 
     def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         run = self.parts.config.run
+        num_iterations = self.parts.config.optim.num_iterations
         tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        for _ in range(self.parts.config.optim.num_iterations):
+        tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
+        for _ in range(num_iterations):
             state.scheduler.step()  # by time, also where nothing was learnt
         clock("update")
         state.step += 1
@@ -120,16 +139,22 @@ class EndOfStep:
             peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items())
             print0(f"peak memory of the first step, GiB: {peaks}")
         self.report(state, work, tally, clock)
-        last = state.step == self.parts.max_steps
-        if last or (run.eval_steps and state.step % run.eval_steps == 0):
+        last, stops = state.step == self.parts.max_steps, self.stops
+        if last or self.evaluator.due(state.step):
             for w in work[-len(state.tasks) :]:
                 self.log.pictures(state.step, w, state.policy)
-            self.evaluator(state, self.log)
-        if last or state.step % run.save_steps == 0:
+            if not stops.agreed:
+                self.evaluator(state, self.log)
+        if last or stops.agreed or state.step % run.save_steps == 0:
+            check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
+            self.log.sync()
             flags, main = self.parts.flags, self.parts.ranks.is_main
             checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
-        if last:
+        if last or stops.agreed:
             self.progress.close()
+        if stops.agreed:
+            gather_objects(None)  # torchrun ends the others, who may be writing, when one leaves
+            raise Stopped(f"{stops.agreed}, after step {state.step}")
 
     def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
         """Log the step; raises on all ranks if judge or data have failed too often."""
@@ -139,7 +164,9 @@ class EndOfStep:
             self.log.rollouts(state.step - 1, w)
         if parts.judge:
             tally.mean(failed_frac, *parts.judge.take_counts().values())
+        tally.stop = self.stops.asked
         tallies = gather_objects(tally)
+        self.stops.agree([t.stop for t in tallies])
         points = curves(tallies, {task.name: task.weight for task in state.tasks})
         points |= clock.curves(sum(t.num_tokens for t in tallies))
         for name in parts.damaged.add(name for t in tallies for name in t.damaged):
@@ -157,48 +184,49 @@ class EndOfStep:
         parts.damaged.check()
 
 
-def run(parts: Parts):
-    """Measure, train, measure again, and print both."""
+def run(parts: Parts, stops: Stops):
+    """Measure, train, measure again, and print both. Raises Stopped after a signal."""
+    stops.at_once = False
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
     longest = config.data.max_caption_length
     heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers, longest)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
-        evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, start)
+        evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
         evaluator.base(state, log)
-        inputs = state.policy.inputs(tokens, longest)
-        loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
-        held = config.optim.gradient_accumulation_steps
-        if warning := shared_memory_warning(loader, held, heldout.batch_size):
-            print0(warning)
-        train(parts, loader, EndOfStep(parts, log, evaluator))
-        if parts.max_steps not in evaluator.measured:  # resumed after its last step
+        if not stops.agreed and evaluator.missing(start):
             evaluator(state, log)
+        if not stops.agreed:
+            inputs = state.policy.inputs(tokens, longest)
+            loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
+            held = config.optim.gradient_accumulation_steps
+            if warning := shared_memory_warning(loader, held, heldout.batch_size):
+                print0(warning)
+            train(parts, loader, EndOfStep(parts, log, evaluator, stops))
+            if parts.max_steps not in evaluator.measured:  # resumed after its last step
+                evaluator(state, log)
+        if stops.agreed:
+            raise Stopped(f"{stops.agreed}, in an evaluation of step {state.step}")
     print0(before_after_table(evaluator.measured[0], evaluator.measured[parts.max_steps]))
     print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
 
 
 def main(argv=None):
-    config = cli.parse(argv)
     ranks = distributed.init()
+    config = cli.parse_together(argv)
+    stops, endings = Stops(ranks.is_main), Endings(config, ranks)
     try:
-        try:
-            parts = build(config, ranks)
-        except ValueError as error:  # the user's input: one sentence, no traceback
-            raise SystemExit(f"rl_train: {error}") from error
-        places = {
-            JudgeFailed: f"--llm_judge_base_url {config.reward.llm_judge_base_url}: ",
-            BadData: f"--data_dir {config.data.data_dir}: ",
-        }
-        try:
-            explaining(config.data.num_workers, run, parts)
-        except (DamagedFile, BadReward, WorkerFailed, *places) as error:
-            sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
-            raise SystemExit(f"rl_train: {places.get(type(error), '')}{sentence}") from error
+        with endings, stops.listening():
+            with distributed.stop_together():
+                parts = build(config, ranks)
+                parts.announced = memory.announce(parts, train)
+                begin(parts)
+            endings.parts = parts
+            explaining(config.data.num_workers, run, parts, stops)
     finally:
         distributed.close()
 
 
 if __name__ == "__main__":
-    main()
+    cli.run_program(main)

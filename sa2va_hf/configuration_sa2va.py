@@ -38,35 +38,51 @@ HIERA_L = dict(
     ),
 )
 
+# What the original takes where a file has no such key. Tiling is what its `predict_forward` does
+# whatever the file says.
 _DEFAULTS = dict(
     model_type="sa2va_chat",
-    template="phi3_chat",
     downsample_ratio=0.5,
-    force_image_size=448,
+    force_image_size=None,  # vision_config's image_size
     ps_version="v1",
     select_layer=-1,
-    dynamic_image_size=True,
     use_thumbnail=True,
     min_dynamic_patch=1,
     max_dynamic_patch=12,
+)
+_VISION_DEFAULTS = dict(
+    hidden_size=3200,
+    num_hidden_layers=48,
+    num_attention_heads=25,
+    intermediate_size=12800,
+    image_size=224,
+    patch_size=14,
+    layer_norm_eps=1e-6,
+    hidden_act="gelu",
+    qkv_bias=False,
+    qk_normalization=True,
+    norm_type="rms_norm",
 )
 
 
 class Sa2VAConfig:
     """One Sa2VA checkpoint's configuration.
 
+    A key that is missing means what it means to the original, whose defaults are InternViT-6B's.
+
     Attributes:
         raw: the original dictionary; fields that this code does not read are kept and written back
             unchanged, as the original's `PretrainedConfig` does.
-        template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`.
+        template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`; files may have
+            - for _.
         vision, llm, sam2: native `InternVLVisionConfig`, `Qwen2Config`, `Sam2VideoConfig`.
         tied: embed_tokens and lm_head are one tensor (`llm_config.tie_word_embeddings`; the file
             may still hold two).
 
     Raises:
-        ValueError: the file describes a model that this code would compute wrongly (another LLM,
-            `ps_version` v1, another feature layer, query-key normalisation in the vision encoder,
-            sliding window, scaled RoPE).
+        ValueError: the file describes a model that this code would compute wrongly (another LLM or
+            vision encoder, `ps_version` v1, another feature layer, query-key normalisation in the
+            vision encoder, sliding window, scaled RoPE), or names no template.
     """
 
     def __init__(self, **raw):
@@ -77,10 +93,11 @@ class Sa2VAConfig:
                     f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) "
                     "configuration"
                 )
-        self.template = self.raw["template"]
-        self.image_size = self.raw["force_image_size"]
-        self.downsample_ratio = self.raw["downsample_ratio"]
+        self.vision_raw = {**_VISION_DEFAULTS, **self.raw["vision_config"]}
         self._check()
+        self.template = self.raw["template"].replace("-", "_")
+        self.image_size = self.raw["force_image_size"] or self.vision_raw["image_size"]
+        self.downsample_ratio = self.raw["downsample_ratio"]
         self.vision = self._vision()
         # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a
         # model is built and loaded.
@@ -114,18 +131,26 @@ class Sa2VAConfig:
         rope = self.raw["llm_config"].get("rope_scaling") or {}
         if rope.get("rope_type", rope.get("type", "default")) not in ("default", "dynamic"):
             raise ValueError(f"config.json: llm_config.rope_scaling {rope} is not supported")
-        vision = self.raw["vision_config"]
-        if vision.get("qk_normalization") or vision.get("norm_type", "layer_norm") != "layer_norm":
+        if not isinstance(self.raw.get("template"), str):
+            raise ValueError("config.json: 'template', the name of a chat template, is missing")
+        # Without `architectures` the original leaves the whole vision_config unread.
+        encoder = (self.raw["vision_config"].get("architectures") or ["missing"])[0]
+        if encoder != "InternVisionModel":
             raise ValueError(
-                "config.json: vision_config with qk_normalization or RMS norm (InternViT-6B) is "
-                "not supported"
+                f"config.json: vision_config.architectures is {encoder}; supported: "
+                "InternVisionModel"
+            )
+        if self.vision_raw["qk_normalization"] or self.vision_raw["norm_type"] != "layer_norm":
+            raise ValueError(
+                "config.json: vision_config with qk_normalization or another norm_type than "
+                "layer_norm (InternViT-6B, and what missing keys mean) is not supported"
             )
 
     def _vision(self) -> InternVLVisionConfig:
-        v = self.raw["vision_config"]
+        v = self.vision_raw
         # use_mean_pooling=True means "no LayerNorm after the last layer", as in the original.
         return InternVLVisionConfig(
-            attention_bias=v.get("qkv_bias", True),
+            attention_bias=v["qkv_bias"],
             use_qk_norm=False,
             use_mean_pooling=True,
             use_mask_token=False,
@@ -143,7 +168,6 @@ class Sa2VAConfig:
                     "layer_norm_eps",
                     "hidden_act",
                 )
-                if k in v
             },
         )
 
@@ -189,11 +213,7 @@ class Sa2VAConfig:
     @property
     def grid_size(self) -> int:
         """Side of the region grid in cells: 16 for 448 px tiles, patch 14 and pixel shuffle 0.5."""
-        return int(
-            self.image_size
-            // self.raw["vision_config"].get("patch_size", 14)
-            * self.downsample_ratio
-        )
+        return int(self.image_size // self.vision_raw["patch_size"] * self.downsample_ratio)
 
     @property
     def prompt_size(self) -> int:
@@ -212,10 +232,20 @@ class Sa2VAConfig:
             raise ValueError(f"{file} is not valid JSON: {error}") from error
         return cls(**raw)
 
-    def save_pretrained(self, path):
-        """Write `path/config.json` in the original's form."""
+    @property
+    def dtype_name(self) -> str | None:
+        """Name of the dtype that the file gives the weights, by either of transformers' keys."""
+        return self.raw.get("dtype") or self.raw.get("torch_dtype")
+
+    def save_pretrained(self, path, dtype=None):
+        """Write `path/config.json` in the original's form, with the weights' torch.dtype if given.
+
+        That goes into whichever of its two keys the file has, if any.
+        """
         Path(path).mkdir(parents=True, exist_ok=True)
-        (Path(path) / "config.json").write_text(json.dumps(self.raw, indent=2) + "\n")
+        name = str(dtype).removeprefix("torch.")
+        changed = {key: name for key in ("dtype", "torch_dtype") if dtype and key in self.raw}
+        (Path(path) / "config.json").write_text(json.dumps(self.raw | changed, indent=2) + "\n")
 
 
 # Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is

@@ -13,16 +13,17 @@ from types import SimpleNamespace
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
-from transformers import AutoTokenizer, InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
+from transformers import InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
 from transformers.initialization import no_init_weights
 
-from . import checkpoint_keys, weights
+from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
 from .image_tokens import context_features, pixel_shuffle
 from .mask_path import decode_candidates, decoder_features
-from .prediction import MAX_NEW_TOKENS, predict_forward
+from .prediction import MAX_NEW_TOKENS, generate, predict_forward
 from .processing_sa2va import normalise_sam_pixels
 from .templates import IMG_CONTEXT_TOKEN, token_ids
+from .tokenizer import load_tokenizer
 from .weights import LM_HEAD, default_dtype
 
 
@@ -83,6 +84,13 @@ class Sa2VAModel(nn.Module):
     def device(self) -> torch.device:
         return self.mlp1[1].weight.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.language_model.dtype
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.language_model.get_input_embeddings()
+
     def bind_tokenizer(self, tokenizer):
         """Take the ids of `<IMG_CONTEXT>` and `[SEG]` from a tokenizer, and keep it.
 
@@ -102,7 +110,7 @@ class Sa2VAModel(nn.Module):
                 f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's "
                 "tokenizer first"
             )
-        self.bind_tokenizer(AutoTokenizer.from_pretrained(self.folder))
+        self.bind_tokenizer(load_tokenizer(self.folder))
 
     # Vision and language
 
@@ -234,13 +242,26 @@ class Sa2VAModel(nn.Module):
         self.bind_tokenizer(tokenizer)
         self.max_new_tokens = max_new_tokens
 
-    predict_forward = predict_forward
+    generate, predict_forward = generate, predict_forward
 
     # Checkpoints
 
     @classmethod
-    def from_pretrained(cls, path, dtype=torch.float32, device="cpu") -> "Sa2VAModel":
-        """The model in the folder `path`: `blank`, then `load_weights`; see there."""
+    def from_pretrained(
+        cls, path, dtype=None, device=None, *, torch_dtype=None, device_map=None, **others
+    ) -> "Sa2VAModel":
+        """The model in the folder `path`: `blank`, then `load_weights`; see there.
+
+        Args:
+            dtype, torch_dtype: of the weights; default float32, "auto" what config.json says, else
+                the files. device, device_map: one device; default the CPU.
+            others: what else transformers knows and means the same model, such as
+                `low_cpu_mem_usage`; no remote code runs whatever `trust_remote_code` says.
+
+        Raises:
+            ValueError: also one of `others` that would change the model, such as `load_in_8bit`.
+        """
+        dtype, device = loading.resolve(path, dtype, device, torch_dtype, device_map, others)
         model = cls.blank(path, dtype)
         model.load_weights(path)
         return model.to(device)
@@ -296,7 +317,7 @@ class Sa2VAModel(nn.Module):
         }
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
-        self.config.save_pretrained(path)
+        self.config.save_pretrained(path, dtype or self.dtype)
         for file in Path(path).glob("model*.safetensors"):  # which safetensors makes 0600
             file.chmod((Path(path) / "config.json").stat().st_mode)
 

@@ -15,27 +15,78 @@ from .video import track
 MAX_NEW_TOKENS = 2048
 LLM_FRAMES = 5  # of a video the LLM sees and the language embedding prompts; later ones are tracked
 MASKS_AT_ONCE = 32  # a runaway answer may hold hundreds of [SEG]
-STOP_TAIL = 16  # tokens of the decoded tail in which a stop word must show
 
 
 class StopWords(StoppingCriteria):
     """Ends each row by itself where its decoded text, without line breaks, ends in a stop word.
 
-    (The original looks at row 0 alone and stops the whole batch with it.)
+    (The original looks at row 0 alone and stops the whole batch with it.) In training
+    `rl_train.engine.StopText` computes the same.
     """
 
     def __init__(self, tokenizer, words: list[str]):
         self.tokenizer, self.words = tokenizer, tuple(words)
 
     def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
-        tails = [
-            self.tokenizer.decode(row[-STOP_TAIL:].tolist()).replace("\r", "").replace("\n", "")
-            for row in input_ids
+        texts = [
+            self.tokenizer.decode(row).replace("\r", "").replace("\n", "")
+            for row in input_ids.tolist()
         ]
-        return torch.tensor(
-            [bool(self.words) and tail.endswith(self.words) for tail in tails],
-            device=input_ids.device,
-        )
+        return torch.tensor([text.endswith(self.words) for text in texts], device=input_ids.device)
+
+
+@torch.no_grad()
+def generate(
+    model,
+    pixel_values=None,
+    input_ids=None,
+    attention_mask=None,
+    visual_features=None,
+    generation_config=None,
+    output_hidden_states=None,
+    return_dict=None,
+    prompt_masks=None,
+    vp_overall_mask=None,
+    **kwargs,
+):
+    """What the LLM's `generate` of transformers returns for prompts with images.
+
+    Args:
+        model: `Sa2VAModel`, whose tokenizer is known.
+        pixel_values: (t, 3, S, S) tiles of all prompts in batch order, or a list of (n, 3, S, S) or
+            (3, S, S); tiles of zeros are no image. None for text alone.
+        input_ids: (B, L), padded on the left; attention_mask: (B, L), all ones if None.
+        visual_features: (t, tokens, C) of these tiles, in place of `extract_feature`.
+        prompt_masks, vp_overall_mask: see `Sa2VAModel.embed`.
+        return_dict: ignored, as in the original.
+        kwargs: of the LLM's `generate`.
+
+    Raises:
+        ValueError: as `Sa2VAModel.embed`, where the original computes without the image.
+
+    Source: `generate` in the original's `modeling_sa2va_chat.py`.
+    """
+    ids, features = input_ids.to(model.device), None
+    if pixel_values is not None:
+        if isinstance(pixel_values, list):
+            pixel_values = torch.cat([p[None] if p.ndim == 3 else p for p in pixel_values])
+        elif pixel_values.ndim == 5:
+            pixel_values = pixel_values.flatten(0, 1)
+        tiles = pixel_values.to(model.device)
+        features = model.extract_feature(tiles) if visual_features is None else visual_features
+        shown = tiles.flatten(1).any(1)
+        features = features[shown.to(features.device)]
+        if vp_overall_mask is not None:
+            vp_overall_mask = vp_overall_mask.bool()[shown.to(vp_overall_mask.device)]
+    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(model.device)
+    return model.language_model.generate(
+        inputs_embeds=model.embed(ids, features, prompt_masks, vp_overall_mask),
+        attention_mask=mask,
+        generation_config=generation_config,
+        output_hidden_states=output_hidden_states,
+        use_cache=True,
+        **kwargs,
+    )
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 Supervised training, rollouts, teacher, evaluation and the demo's warm start all come through here.
 """
 
+import re
+
 from .templates import IMG_CONTEXT_TOKEN, chat_template, image_string, region_string
 
 DESCRIBE = "Please generate a detailed description for the given image region."
@@ -44,6 +46,10 @@ class PromptBuilder:
         self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
         self.added = {i: token for token, i in tokenizer.get_added_vocab().items()}
+        # Line breaks inside a stop text do not count: see `sa2va_hf.prediction.StopWords`.
+        ends = ["[\r\n]*".join(map(re.escape, text)) for text in self.stop_texts]
+        ends += [re.escape(tokenizer.eos_token)] if tokenizer.eos_token else []
+        self.ends = [re.compile(end) for end in ends]
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         self.forced_answer = answer[: answer.index(seg_id) + 1]
@@ -87,6 +93,6 @@ class PromptBuilder:
     def completion_text(self, ids: list[int]) -> str:
         """Decoded completion, cut at the stop text."""
         text = self.tokenizer.decode(ids)
-        for stop in (*self.stop_texts, self.tokenizer.eos_token or ""):
-            text = text.split(stop)[0] if stop else text
+        for end in self.ends:
+            text = end.split(text, 1)[0]
         return text.strip()

@@ -1,17 +1,24 @@
 """The tokenizer of a Sa2VA folder."""
 
-import logging
-
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PretrainedConfig
 
 
 def load_tokenizer(path):
-    """The tokenizer in folder `path`, padding on the left. Raises ValueError if there is none."""
-    # transformers reads config.json too, does not know sa2va_chat and says so; the tokenizer does
-    # not depend on it.
-    logging.getLogger("transformers.configuration_utils").setLevel(logging.ERROR)
+    """The tokenizer in folder `path`, padding on the left, without running any code of the folder.
+
+    Raises:
+        ValueError: there is none, it needs code of the folder, or it has no pad token.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(
+            path,
+            padding_side="left",
+            # The tokenizer does not depend on config.json. Not given a configuration, transformers
+            # reads that file too, whose `auto_map` names code of the folder.
+            config=PretrainedConfig(),
+            trust_remote_code=False,  # not given, transformers asks on stdin, and runs it after "y"
+            fix_mistral_regex=False,  # not given, transformers 5.17 warns of any large vocabulary
+        )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"--model_path {path}: no tokenizer could be loaded: {reason}") from error

@@ -7,6 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rl_train import cli, parts, train
+from rl_train.checkpoint import find
 from rl_train.cli import check_output_dir
 from rl_train.files import write_json
 from tests.runs import CHECKPOINT, complaint_of, draw_data, flags, on_one_core
@@ -90,6 +91,14 @@ def test_nothing_left_to_hold_out(complaint):
     assert "--eval_samples 60" in complaint(eval_data_dir=None, eval_samples=60)
 
 
+def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
+    train = str(data / "train")
+    sentence = complaint(eval_data_dir=train)
+    assert f"--eval_data_dir {train} share images" in sentence and "--shared_images" in sentence
+    assert "--data_dir holds 0 samples" in complaint(eval_data_dir=train, shared_images="drop")
+    assert "--shared_images drop: 60 of these regions" in capsys.readouterr().out
+
+
 # The output folder
 
 
@@ -153,6 +162,33 @@ def test_output_folder_that_cannot_be_written(data, tmp_path, monkeypatch, place
         "file",
         "gone",
     ]
+
+
+def test_auto_starts_a_run_or_continues_it(data, tmp_path):
+    config = cli.parse(flags(data, tmp_path / "run", resume="auto"))
+    check_output_dir(config, config.flags)
+    claimed(data, tmp_path)
+    check_output_dir(config, config.flags)
+    with pytest.raises(ValueError, match="--seed was 0, now 1"):
+        check_output_dir(config, config.flags | dict(seed=1))
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_run_started_again_goes_on_from_its_latest_checkpoint(
+    data, tmp_path, monkeypatch, restarts
+):
+    monkeypatch.setenv("RL_TRAIN_RESTARTS", restarts)
+
+    def resume(**changes):
+        return cli.parse(flags(data, tmp_path / "run", **changes)).run.resume
+
+    again = restarts == "1"
+    assert resume() == ("auto" if again else None)
+    assert resume(resume="") == ("auto" if again else "latest")
+    assert resume(resume=CHECKPOINT) == str(CHECKPOINT)  # it came to no checkpoint of its own
+    (tmp_path / "run" / "checkpoint_step_3").mkdir(parents=True)
+    assert resume(resume=CHECKPOINT) == ("auto" if again else str(CHECKPOINT))
+    assert find("auto", tmp_path / "run").name == "checkpoint_step_3"
 
 
 def test_nothing_to_resume(complaint):

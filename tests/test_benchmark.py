@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from rl_train.parts import standing_memory
+from rl_train.memory import standing_memory
+from rl_train.policies import worst_case
 from tools import benchmark
 from tools.benchmarks import decode, floor, step, work
 from tools.benchmarks.common import random_llm
@@ -123,6 +124,16 @@ def test_memory(tmp_path, output):
     assert written["base"] == pytest.approx(base / 2**30)
     assert written["ratio"] == written["peak"] == 0  # no GPU
     assert set(written["later"]) == PHASES and set(written["standing"]) == set(standing)
+
+
+def test_worst_memory(tmp_path, output, monkeypatch):
+    """Of any flags of a run, those too that no other benchmark follows."""
+    monkeypatch.setattr(worst_case, "PIXELS", 64 * 64)
+    run = f"--flags {FLAGS} --mask_sigma 0.5 --gradient_accumulation_steps 2"
+    benchmark.main(f"memory --worst {output} --device cpu --sizes tiny {run}".split())
+    written = json.loads((tmp_path / "figures.json").read_text())
+    assert list(written["worst"]) == ["encode", "rollout", "teacher", "reference", "update"]
+    assert written["peak"] == 0 < written["standing"]["gradients"]  # no GPU
 
 
 def test_scale(tmp_path, output, capsys):

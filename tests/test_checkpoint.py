@@ -24,7 +24,7 @@ RUN = dict(
     save_total_limit=0,
     num_generations=4,
     learning_rate=1e-3,
-    ema_decay=0.9,
+    ema_half_life=0.5,  # the decay differs from step to step
 )
 WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 
@@ -170,7 +170,10 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
 
 def test_training_state_is_plain_data(whole):
     state = training_state(whole, 4)
-    assert set(state) == {"step", "optimizer", "scheduler", "tasks", "rng"} and state["step"] == 4
+    assert set(state) == {"step", "optimizer", "scheduler", "tasks", "watched", "rng"}
+    assert state["step"] == 4 and state["watched"] == dict(
+        judge_failures=dict(steps=[]), damaged=dict(names=[])
+    )
     assert len(state["rng"]) == 1 and state["tasks"] == {"loop2": {"sigma": 4.0}}
 
 

@@ -67,6 +67,7 @@ def test_flag_that_is_needed(complaint, name):
         ("ema_decay", 1.1),
         ("ema_decay", -0.1),
         ("ema_decay", "nan"),
+        ("ema_half_life", 0),
         ("likelihood_share", 1.1),
         ("likelihood_share", "nan"),
         ("control", "random"),
@@ -113,6 +114,12 @@ def test_a_base_is_shared_by_several_processes(complaint):
     assert "--shard_base: one process" in complaint(shard_base="")
 
 
+def test_the_teacher_s_horizon_is_said_once(complaint):
+    """Though the half-life is the default."""
+    sentence = complaint(ema_half_life=0.1, ema_decay=0.95)
+    assert "--ema_decay" in sentence and "--ema_half_life" in sentence
+
+
 def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
     monkeypatch.setattr(
         Sa2VAPolicy, "seg_tokens", lambda policy, ids, valid: torch.zeros_like(valid)
@@ -137,6 +144,7 @@ def test_values_that_depend_on_others(data, tmp_path):
         return parse(mask_sigma=value).tasks["caption_mask_caption"].mask_sigma
 
     assert sigma(None) == sigma("auto") == "auto" and sigma("0") == 0
+    assert parse().optim.ema_decay is None and parse().optim.ema_half_life == 0.1
     assert parse(ema_decay=0).optim.ema_decay == 0 and parse(ema_decay=1).optim.ema_decay == 1
 
 
@@ -163,8 +171,9 @@ def test_share_of_judge_failures(complaint, share):
     assert "--max_judge_failures" in complaint(max_judge_failures=share)
 
 
-def test_judge_of_loop_2_needs_a_judge(complaint):
-    sentence = complaint(use_llm_judge_loop2="")
+def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):
+    """Told before the model, of which there is none here, is read."""
+    sentence = complaint(use_llm_judge_loop2="", model_path=tmp_path)
     assert "--use_llm_judge_loop2" in sentence and "needs --use_llm_judge," in sentence
 
 

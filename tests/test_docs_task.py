@@ -63,13 +63,16 @@ def test_its_flags_are_in_the_help_and_checked(folder, tmp_path):
     assert run.returncode == 2 and "--brief_weight" in output and "at least 0" in output
 
 
-def test_the_reward_function_is_added_and_logged(folder, tmp_path):
+def test_the_reward_functions_are_added_and_logged(folder, tmp_path):
+    """An answer of 8 tokens at most is often cut, which costs 1."""
     where = dict(PYTHONPATH=f"{folder}:{ROOT}")
-    flags = dict(reward="my_rewards:num_words=0.2", tasks="mask_caption_mask", max_steps=1)
+    rewards = ["my_rewards:num_words=0.2", "my_rewards:ended"]
+    flags = dict(reward=rewards, tasks="mask_caption_mask", max_steps=1, max_completion_length=8)
     run = start(folder / "demo", tmp_path / "run", where, **flags)
     [output] = finish([run])
     assert run.returncode == 0, output
     for line in rollouts(tmp_path / "run"):
         words = min(len(line["completion"].split()) / 20, 1.0)
         assert line["num_words"] == pytest.approx(words, abs=1e-6)
-        assert line["reward"] == pytest.approx(line["iou"] + 0.2 * words, abs=1e-5)
+        assert line["reward"] == pytest.approx(line["iou"] + 0.2 * words + line["ended"], abs=1e-5)
+    assert -1 in {line["ended"] for line in rollouts(tmp_path / "run")} <= {-1, 0}

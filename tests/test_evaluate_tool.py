@@ -11,6 +11,7 @@ from pycocotools import mask as coco
 
 from rl_train import distributed, evaluation
 from rl_train.data import DATASETS
+from rl_train.data.split import sample_regions
 from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS
 from tests.data.test_refcoco import image_name, ref, write
@@ -95,7 +96,7 @@ def test_the_file_holds_everything_and_comes_out_the_same_again(data, base, tmp_
     assert set(found["means"]) == set(found["intervals"]) == set(MEASURED)
     dataset = DATASETS["gar"](data / "heldout")
     assert (
-        found["image_ids"] == [dataset[i]["image_id"] for i in range(5)]
+        found["image_ids"] == [dataset.image_id(i) for i in sample_regions(dataset.image_keys, 5)]
         and found["num_samples"] == 5
         and found["num_damaged"] == 0
     )

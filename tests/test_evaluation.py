@@ -10,10 +10,12 @@ from rl_train import checkpoint, evaluation
 from rl_train.checkpoint import RunState
 from rl_train.distributed import Ranks
 from rl_train.evaluation import HeldOut
+from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
 from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import draw_data, on_one_core, run
+from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -114,7 +116,7 @@ def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
 def test_the_best_step_is_kept(three_steps):
     found = curves(three_steps)
     scores = {
-        step: (found["eval/cycle_iou"][step] + found["eval/cycle_meteor"][step]) / 2
+        step: (found["eval/seg_iou"][step] + found["eval/caption_meteor"][step]) / 2
         for step in (1, 2, 3)
     }
     best = three_steps / "checkpoint_best"
@@ -125,6 +127,45 @@ def test_the_best_step_is_kept(three_steps):
         found["eval/seg_ciou"][kept["step"]], abs=1e-6
     )
     print(f"scores {scores}")
+
+
+def test_the_files_hold_the_teacher_beside_the_policy(three_steps):
+    found = curves(three_steps)
+    for step in (1, 2, 3):
+        measured = read_json(three_steps / "evaluation" / f"step_{step}.json")
+        teacher = measured["teacher"]
+        assert set(teacher) == {"means", "intervals", "values", "captions"}
+        for metric, mean in teacher["means"].items():
+            assert mean == pytest.approx(found[f"eval_ema/{metric}"][step], abs=1e-6)
+            assert teacher["intervals"][metric][0] <= mean <= teacher["intervals"][metric][1]
+        assert [len(values) for values in teacher["values"].values()] == [4] * len(
+            teacher["values"]
+        )
+        assert teacher["values"] != measured["values"] and len(teacher["captions"]) == 4
+    assert "teacher" not in read_json(three_steps / "evaluation" / "step_0.json")
+    kept = read_json(three_steps / "checkpoint_best" / "eval.json")
+    teacher, step = kept["metrics"]["teacher"], kept["step"]
+    assert teacher["score"] == pytest.approx((teacher["seg_iou"] + teacher["caption_meteor"]) / 2)
+    assert teacher["seg_iou"] == pytest.approx(found["eval_ema/seg_iou"][step], abs=1e-6)
+
+
+def test_export_takes_the_role_of_the_better_measures(three_steps, capsys):
+    """Of a step the run's evaluation of it, of checkpoint_best its own."""
+    for name, step in (("checkpoint_step_3", 3), ("checkpoint_best", None)):
+        step = step or read_json(three_steps / name / "eval.json")["step"]
+        measured = read_json(three_steps / "evaluation" / f"step_{step}.json")
+        scores = {
+            role: (means["seg_iou"] + means["caption_meteor"]) / 2
+            for role, means in (
+                ("policy", measured["means"]),
+                ("ema", measured["teacher"]["means"]),
+            )
+        }
+        role = preferred_role(three_steps / name)
+        assert scores["policy"] != scores["ema"] and role == max(scores, key=scores.get)
+        printed = capsys.readouterr().out
+        assert f"auto: {role}," in printed and "seg_iou and caption_meteor" in printed
+        assert all(f"{name} {value:.4f}" in printed for name, value in scores.items())
 
 
 def test_the_limit_leaves_it_and_latest_passes_it_over(three_steps):

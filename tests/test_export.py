@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from rl_train import checkpoint
 from rl_train.config import PolicyConfig
+from rl_train.files import write_json
 from rl_train.policies.sa2va import build_policy
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, draw_data, on_one_core, run
@@ -97,13 +98,11 @@ def test_exported_model_computes_what_was_trained(trained, tmp_path, batch, role
     exported = load_file(output / "model.safetensors")
     assert {k: v.shape for k, v in exported.items()} == {k: v.shape for k, v in original.items()}
     print(f"{len(exported)} keys, those of the original layout")
-    for name in (
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "modeling_sa2va_chat.py",
-    ):
-        assert (output / name).read_text() == (trained.parent.parent / "base" / name).read_text()
+    base = trained.parent.parent / "base"
+    for name in ("tokenizer.json", "tokenizer_config.json", "modeling_sa2va_chat.py"):
+        assert (output / name).read_text() == (base / name).read_text()
+    config = (base / "config.json").read_text()
+    assert (output / "config.json").read_text() == config.replace("bfloat16", "float32")
     assert not output.with_name("exported.tmp").exists()
 
 
@@ -135,6 +134,28 @@ def test_default_dtype_is_the_base_s_and_the_merge_is_not_rounded_first(trained,
     assert any(k.startswith("language_model") for k in frozen)
 
 
+def test_the_role_that_held_out_samples_prefer(tmp_path, capsys):
+    """The teacher is better by what counts and worse by what does not."""
+    policy = dict(seg_iou=0.6, caption_meteor=0.4, cycle_iou=0.9, cycle_meteor=0.9)
+    teacher = dict(seg_iou=0.5, caption_meteor=0.6, cycle_iou=0.1, cycle_meteor=0.1)
+    file = tmp_path / "evaluation" / "step_7.json"
+    write_json(file, dict(means=policy, teacher=dict(means=teacher)))
+    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "ema"
+    assert "policy 0.5000, ema 0.5500" in capsys.readouterr().out
+    write_json(file, dict(means=teacher, teacher=dict(means=policy)))
+    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
+    write_json(file, dict(means=policy, teacher=dict(means=policy)))
+    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
+    write_json(
+        tmp_path / "checkpoint_best" / "eval.json", dict(metrics=policy | {"teacher": teacher})
+    )
+    assert export.preferred_role(tmp_path / "checkpoint_best") == "ema"
+    write_json(file, dict(means=policy))  # of a run that did not measure the teacher
+    for name in ("checkpoint_step_7", "checkpoint_step_8", "a_copy"):
+        with pytest.raises(ValueError, match="^--role auto: .*--role policy or --role ema"):
+            export.preferred_role(tmp_path / name)
+
+
 def test_bad_input(trained, tmp_path, capsys):
     def refused(*words, **changes):
         arguments = dict(checkpoint=trained, output=tmp_path / "new") | changes
@@ -157,7 +178,8 @@ def test_bad_input(trained, tmp_path, capsys):
     (broken / "trainables.safetensors").write_bytes(
         (broken / "trainables.safetensors").read_bytes()[:-100]
     )
-    refused("trainables.safetensors", "damaged", checkpoint=broken)
+    refused("--role auto", "--role policy", checkpoint=broken)  # no evaluation/ beside it
+    refused("trainables.safetensors", "damaged", checkpoint=broken, role="policy")
     (broken / "config.json").write_text((broken / "config.json").read_text()[:100])
-    refused(f"{broken / 'config.json'} is missing or damaged", checkpoint=broken)
+    refused(f"{broken / 'config.json'} is missing or damaged", checkpoint=broken, role="ema")
     assert not (tmp_path / "new").exists()

@@ -13,8 +13,10 @@ import torch.distributed as dist
 
 from rl_train import train
 from rl_train.objective import MicroBatchLoss
+from rl_train.policies import sa2va
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from rl_train.types import Outcome
+from sa2va_hf.prediction import MASKS_AT_ONCE
 from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, flags, rollouts, weights
 from tests.test_distributed import finish, free_port, rank_environments
 
@@ -35,6 +37,7 @@ CASES = {
     "loop 1": dict(caption_to_mask_weight=0),
     "loop 2": dict(mask_to_caption_weight=0),
     "unscored": {},  # rank 1 has no reward at all
+    "chunks": dict(mask_to_caption_weight=0, max_steps=1),  # each mask is decoded again
 }
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
@@ -110,6 +113,7 @@ def work(data: Path, folder: Path, ports: list[str]):
             tasks = (MaskCaptionMask, CaptionMaskCaption) if (name, rank) == ("unscored", 1) else ()
             undo = [unscored(task) for task in tasks]
             train.GradientAverage = average
+            sa2va.MASKS_AT_ONCE = 1 if name == "chunks" else MASKS_AT_ONCE
             train.main(flags(data, folder / f"{name} {kind}", **SAME | changes))
             for back in undo:
                 back()

@@ -117,6 +117,15 @@ def test_upper_clip_alone():
     assert logp.grad[0, 0].item() == pytest.approx(-1.5 / 5) and logp.grad[1, 1] == 0
 
 
+def test_the_window_is_the_losss_own_unless_given():
+    for loss_type in grpo.LOSS_TYPES:
+        own = (3e-4, 4e-4) if loss_type == "gspo" else (0.2, 0.2)
+        assert grpo.clip_window(loss_type) == own
+        assert grpo.clip_window(loss_type, 0.1) == (0.1, 0.1)
+        assert grpo.clip_window(loss_type, None, 0.3) == (own[0], 0.3)
+        assert grpo.clip_window(loss_type, 0.1, 0.3) == (0.1, 0.3)
+
+
 @pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
 def test_micro_batches_add_up(loss_type):
     whole, _, logp = loss_of(loss_type, kl_coef=0.1, num_tokens=5.0)

@@ -47,6 +47,15 @@ def test_scales():
         grpo.group_advantages(rewards, 2, "global")
 
 
+def test_dr_grpo_alone_is_not_divided_by_the_spread():
+    rewards = torch.tensor([0.0, 1.0, 0.2, 0.2])
+    for loss_type in grpo.LOSS_TYPES:
+        found = grpo.group_advantages(rewards, 2, grpo.ADVANTAGE_SCALES[loss_type])
+        std = 1.0 if loss_type == "dr_grpo" else 0.5**0.5 + 1e-4
+        expected = torch.tensor([-0.5, 0.5, 0, 0]) / std
+        torch.testing.assert_close(found, expected, msg=loss_type)
+
+
 def test_an_unscored_row_leaves_the_statistics():
     # of [0, NaN, 1, NaN] two rows count: mean 1/2, std 1/sqrt(2)
     advantages = grpo.group_advantages(torch.tensor([0.0, NAN, 1, NAN]), 4)

@@ -95,7 +95,7 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
     finally:
         process.kill()
 
-    assert process.returncode == 1
+    assert process.returncode == 2
     sentence = output.strip().splitlines()[-1]
     assert sentence.startswith(
         f"rl_train: --llm_judge_base_url http://127.0.0.1:{port}/v1: the LLM judge failed on "

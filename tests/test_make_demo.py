@@ -4,10 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from sa2va_hf import Sa2VAModel, Sa2VAProcessor
+from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.tokenizer import load_tokenizer
 from tools import demo_warm_start
+from tools.demo_model import CONFIG, make_tokenizer
 from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.new_folder import save
 
 
 @pytest.fixture
@@ -17,6 +19,14 @@ def warm_start():
     return demo_warm_start.WarmStart(
         model, tokenizer, Sa2VAProcessor(model.config, max_tiles=1), seed=0, num_scenes=4
     )
+
+
+def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
+    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
+    llm = CONFIG["llm_config"] | {"vocab_size": len(tokenizer)}
+    save(Sa2VAModel(Sa2VAConfig(**CONFIG | {"llm_config": llm})), make_tokenizer(seed=0), tmp_path)
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        assert (tmp_path / name).read_text() == (SHIPPED_CHECKPOINT / name).read_text()
 
 
 def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch):

@@ -71,7 +71,9 @@ def test_at_step_0_the_ratio_is_one_and_the_kl_zero(policy, two):
         assert abs(mean(sums["kl_div"])) < 1e-6
         if loop == 2:
             rows = rollout.action.rows
-            assert sums["latent_kl"][1] == len(rows) and abs(sums["latent_kl"][0]) < 1e-6
+            assert (
+                sums["latent_joint_kl"][1] == len(rows) and abs(sums["latent_joint_kl"][0]) < 1e-6
+            )
         # ratio 1: the loss is minus the advantages, averaged over tokens and over latents
         expected = -(ADVANTAGES[:, None] * rollout.valid).sum() / rollout.valid.sum()
         assert sums["policy_loss"] == pytest.approx(expected.item(), abs=1e-4)
@@ -161,7 +163,9 @@ def test_gradient_of_each_term_by_module(model, two, rollouts):
         config = LossConfig(kl_coef=0.1 if "KL" in term else 0.0)
         grads, sums, _ = backward(model, work, config)
         assert all(g.isfinite().all() for g in grads.values())
-        assert ("latent_kl" in sums and sums["latent_kl"][1] > 0) == (loop == 2 and not sigma)
+        assert ("latent_joint_kl" in sums and sums["latent_joint_kl"][1] > 0) == (
+            loop == 2 and not sigma
+        )
         norms = dict.fromkeys(COLUMNS, 0.0)
         for n, g in grads.items():
             norms[column_of(model, n)] += g.double().square().sum().item()
@@ -224,7 +228,7 @@ def test_a_row_without_reward_leaves_the_loss(model, rollouts):
     assert largest_difference(results[0][0], results[1][0]) == 0
     sums = results[0][1]
     assert sums["kl_div"][1] == rollout.valid[:3].sum()
-    assert sums["latent_kl"][1] == (rollout.action.rows < 3).sum()
+    assert sums["latent_joint_kl"][1] == (rollout.action.rows < 3).sum()
 
 
 def test_the_weight_of_a_task_multiplies_its_loss_and_not_its_curve(model, rollouts):

@@ -1,13 +1,11 @@
-"""What a run is built from: how long it is, what trains at which rate, what is held out."""
+"""What a run is built from: how long it is, what trains at which rate."""
 
-import numpy as np
 import pytest
 import torch
 
 from rl_train import cli, parts
-from rl_train.data import GraspAnyRegionDataset
-from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks
+from rl_train.memory import standing_memory
 from rl_train.policies.sa2va import FLOAT32_MODULES
 from tests.runs import draw_data, flags, on_one_core
 
@@ -38,6 +36,19 @@ def test_learning_rate_schedule():
     assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
 
 
+def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
+    """Those before the step too, whether they were done, skipped or done before a resume."""
+    changes = dict(max_steps=50, num_iterations=2, ema_half_life=0.2)
+    built = parts.build(cli.parse(flags(data, tmp_path, **changes)), ALONE)
+    assert [built.teacher_decay(i) for i in (0, 1)] == [1 / 2, 2 / 3]
+    built.state.step = 3
+    assert [built.teacher_decay(i) for i in (0, 1)] == [7 / 8, 8 / 9]
+    built.state.step = 49
+    assert built.teacher_decay(0) ** 20 == pytest.approx(0.5)  # .2 of 100 updates
+    given = parts.build(cli.parse(flags(data, tmp_path / "given", ema_decay=0)), ALONE)
+    assert given.teacher_decay(0) == 0
+
+
 @pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
 def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
     config = cli.parse(flags(data, tmp_path, learning_rate=1e-4, prompt_learning_rate=rate))
@@ -65,52 +76,13 @@ def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups
 def test_memory_that_a_run_holds(policy):
     """Roles cost banks of the trainables, not copies of the model."""
     model = policy(groups=("lora", "mlp1"), dtype=torch.bfloat16)
-    sizes = parts.standing_memory(model)
+    sizes = standing_memory(model)
     trainable = 4 * sum(p.numel() for p in model.trainable.values())
     assert sizes["trainable weights"] == sizes["gradients"] == trainable
     assert sizes["optimizer"] == sizes["teacher and reference"] == 2 * trainable
     frozen = {n: p for n, p in model.model.named_parameters() if n not in model.trainable}
     float32 = sum(p.numel() for n, p in frozen.items() if n.startswith(tuple(FLOAT32_MODULES)))
     assert sizes["frozen base"] == 2 * sum(p.numel() for p in frozen.values()) + 2 * float32
-
-
-def test_regions_of_one_image_stay_on_one_side():
-    """Whole images are held out; what of the last one is too many is not trained on either."""
-
-    class Regions:
-        images = np.array([0, 0, 1, 2, 2, 2, 3, 3, 4])
-
-        def __init__(self, data_dir):
-            pass
-
-        def __len__(self):
-            return len(self.images)
-
-        def report(self):
-            return dict(rows=5, kept=9, skipped={}, resized_masks=0)
-
-    for eval_samples in range(1, 6):
-        training, heldout, _ = split_dataset(Regions, "x", None, eval_samples, 0)
-        images = [{int(Regions.images[i]) for i in part.indices} for part in (training, heldout)]
-        assert (
-            len(heldout) == eval_samples
-            and images[0].isdisjoint(images[1])
-            and len(images[0] | images[1]) == 5
-        )
-        assert sorted(i for i in range(9) if Regions.images[i] in images[0]) == training.indices
-
-
-def test_pictures_are_held_out_whole(data):
-    """Though each of their regions is a row of its own, as `write_gar` writes them."""
-    training, heldout, _ = split_dataset(GraspAnyRegionDataset, data / "train", None, 10, 0)
-    pictures = [
-        {part[i]["image"].tobytes() for i in range(len(part))} for part in (training, heldout)
-    ]
-    assert (
-        len(heldout) == 10
-        and pictures[0].isdisjoint(pictures[1])
-        and len(pictures[0] | pictures[1]) == 20
-    )
 
 
 BOTH = ["mask_caption_mask", "caption_mask_caption"]

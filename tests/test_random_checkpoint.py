@@ -37,5 +37,13 @@ def test_small_one_loads(tmp_path):
     assert (model.img_context_id, model.seg_id, len(tokenizer)) == (151667, 151674, 151679)
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
     assert abs(model.language_model.lm_head.weight[model.seg_id].norm() - SEG_LOGIT_STD) < 0.05
+    fields = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert fields["tokenizer_class"] == "PreTrainedTokenizerFast"  # known to transformers 4 too
+    written = json.loads((tmp_path / "config.json").read_text())
+    recorded = json.loads((ROOT / "tests/reference/sa2va_4b_config.json").read_text())
+    for key in ("architectures", "qk_normalization", "norm_type", "qkv_bias"):
+        assert written["vision_config"][key] == recorded["vision_config"][key]
+    # Without it transformers 5.17 warns of a wrong regex.
+    assert written["transformers_version"] == recorded["llm_config"]["transformers_version"]
     ids = list(range(300, 151643, 1000))
     assert tokenizer.encode(tokenizer.decode(ids)) == ids

@@ -24,11 +24,12 @@ one_core = pytest.fixture(autouse=True)(on_one_core)
 
 LOOP = (
     "loss policy_loss kl_div reward_mean reward_std frac_zero_std entropy clip_frac "
-    "completion_length truncated_frac empty_frac unscored_frac sampler_gap iou repeats_frac "
-    "digits_frac whole_mask_frac"
+    "completion_length truncated_frac empty_frac unscored_frac sampler_gap sampler_gap_mean "
+    "sampler_k3 iou repeats_frac digits_frac whole_mask_frac"
 ).split()
 LOOP2 = (
-    "meteor likelihood mask_spread no_seg_frac latent_kl latent_loss mask_loss mask_sigma"
+    "meteor likelihood mask_spread no_seg_frac latent_joint_kl latent_clip_frac latent_loss "
+    "mask_loss mask_sigma capped_frac"
 ).split()
 TAGS = (
     {f"loop1/{tag}" for tag in LOOP}
@@ -45,7 +46,13 @@ TAGS = (
         f"perf/{phase}_seconds"
         for phase in ("step", "encode", "rollout", "teacher", "reference", "update")
     }
-    | {"perf/rollout_tokens_per_second", "data/damaged", "teacher/drift", "teacher/lag"}
+    | {
+        "perf/rollout_tokens_per_second",
+        "data/damaged",
+        "teacher/drift",
+        "teacher/lag",
+        "teacher/decay",
+    }
 )
 
 

@@ -26,6 +26,22 @@ def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
     assert {tag.split("/")[1] for tag in tags if tag.startswith("grad_norm/")} == reached
 
 
+def test_dr_grpo_without_a_kl(data, tmp_path, monkeypatch):
+    """Advantages are not divided by the group's spread; the reference is not asked."""
+    monkeypatch.setattr("rl_train.train.score_all", None)
+    output = run(data, tmp_path, max_steps=1, kl_coef=0, loss_type="dr_grpo", num_generations=4)
+    lines = rollouts(output)
+    groups = [lines[i : i + 4] for i in range(0, len(lines), 4)]
+    for group in groups:
+        mean = sum(line["reward"] for line in group) / 4
+        for line in group:
+            assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-3)
+    assert any(line["advantage"] for line in lines)
+    tags = events(output).Tags()["scalars"]
+    assert {"loop1/policy_loss", "loop2/latent_clip_frac", "loop2/sampler_k3"} <= set(tags)
+    assert not [tag for tag in tags if "kl" in tag]
+
+
 @pytest.mark.parametrize("share", [0, 0.25, 1])
 def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, share):
     lines = rollouts(
@@ -59,7 +75,7 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     updates = {
         f"{loop}/{name}"
         for loop in ("loop1", "loop2")
-        for name in ("loss", "kl_div", "entropy", "sampler_gap", "mask_loss", "latent_kl")
+        for name in ("loss", "kl_div", "entropy", "sampler_gap", "mask_loss", "latent_joint_kl")
     }
     assert not {*updates, "total_loss"} & set(
         events(output).Tags()["scalars"]

@@ -2,12 +2,13 @@
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from tools.demo_scenes import WARM_START, caption, make_scene
+from tools.new_folder import new_config, new_tokenizer
 
 # Captions of the warm start by how much they say; those of the data for reinforcement learning are
 # all "full".
@@ -29,43 +30,23 @@ SPECIAL_TOKENS = [
     "<vp>",
     "</vp>",
 ]
-CONFIG = dict(
-    architectures=["Sa2VAChatModel"],
-    model_type="sa2va_chat",
-    template="phi3_chat",
-    ps_version="v2",
-    select_layer=-1,
-    force_image_size=224,
-    downsample_ratio=0.5,
-    dynamic_image_size=True,
-    use_thumbnail=True,
-    min_dynamic_patch=1,
-    max_dynamic_patch=1,
-    vision_config=dict(
+CONFIG = new_config(
+    vision=dict(
+        image_size=224,
         hidden_size=96,
         num_hidden_layers=3,
         num_attention_heads=4,
         intermediate_size=256,
-        image_size=224,
-        patch_size=14,
-        layer_norm_eps=1e-6,
-        hidden_act="gelu",
-        qkv_bias=True,
     ),
-    llm_config=dict(
-        architectures=["Qwen2ForCausalLM"],
+    llm=dict(
         hidden_size=128,
         intermediate_size=352,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        hidden_act="silu",
-        tie_word_embeddings=False,
         max_position_embeddings=2048,
-        attention_dropout=0.0,
     ),
+    max_dynamic_patch=1,
     sam2_config=dict(
         image_size=256,
         hidden_size=64,
@@ -101,7 +82,6 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    tokenizer.decoder = decoders.ByteLevel()
     rng = np.random.default_rng([seed, 9])
     texts = []
     for i in range(300):
@@ -125,15 +105,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        padding_side="left",
-    )
+    return new_tokenizer(tokenizer, SPECIAL_TOKENS)
 
 
 def initialise(model: Sa2VAModel):

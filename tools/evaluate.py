@@ -10,7 +10,8 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
 
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
-of processes write the same file.
+of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
+mean and std of the original's inference code (`predict_forward`'s rounded_normalisation).
 """
 
 import argparse
@@ -26,6 +27,7 @@ from rl_train import distributed
 from rl_train.config import COUNT, COUNT_OR_0, DataConfig, PolicyConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
+from rl_train.data.split import sample_regions
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
@@ -73,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         default="policy",
         help="whose weights of the checkpoint",
     )
-    add("--num_samples", type=COUNT, help="first regions to measure; default all")
+    add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
     add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
@@ -142,9 +144,9 @@ def build_dataset(args):
     else:
         dataset = DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
-    return (
-        Subset(dataset, range(min(args.num_samples, len(dataset)))) if args.num_samples else dataset
-    )
+    if not args.num_samples:
+        return dataset
+    return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
 
 
 def read_before(file: Path, num_samples: int) -> dict:

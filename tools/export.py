@@ -1,8 +1,9 @@
 """Merge a run's checkpoint into its base model: one folder in the original Sa2VA layout.
 
-    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role ema]
+    python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role policy]
                            [--model_path M] [--dtype bfloat16]
 
+Of policy and teacher (ema) it takes the one that the run's held-out measures of that step prefer.
 The folder holds the weights (safetensors, original key names), and a copy of every other file of
 the base's folder: config, tokenizer and, if it is there, the original code, which can then load
 what was trained here.
@@ -13,9 +14,11 @@ import shutil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
-from rl_train.files import check_writable
+from rl_train import checkpoint
+from rl_train.files import check_writable, read_json
+from rl_train.tasks.cycle_measures import SCORES, score
+from sa2va_hf.loading import stored_dtype
 from tools.trained_policy import load_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -27,20 +30,20 @@ def export(
     role: str = "policy",
     model_path: str | None = None,
     dtype: torch.dtype | None = None,
-):
-    """Write `output` from the checkpoint in `folder`.
+) -> str:
+    """Write `output` from the checkpoint in `folder`; returns the role that it holds.
 
     The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would
     vanish one by one.
 
     Args:
-        role: "policy" or "ema" (the teacher).
+        role: "policy", "ema" (the teacher) or "auto", see `preferred_role`.
         model_path: the base; default is the one that the run was started with.
         dtype: of the written weights; default is that of the base's file.
 
     Raises:
         ValueError: `output` is not empty or cannot be written, `folder` is no checkpoint or lacks a
-            file, or it trains other weights than the base has.
+            file, it trains other weights than the base has, or "auto" finds no measures.
     """
     folder, output = Path(folder), Path(output)
     if not (folder / "config.json").is_file() or not (folder / "trainables.safetensors").is_file():
@@ -52,6 +55,8 @@ def export(
         check_writable("--output", place)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty")
+    if role == "auto":
+        role = preferred_role(folder)
     policy = load_policy(folder, role, model_path, "cpu", dtype="float32")
     base = policy.model.folder
     policy.engine.release()  # weights that it has taken over cannot be merged and saved
@@ -65,17 +70,35 @@ def export(
     if output.exists():
         output.rmdir()
     unfinished.rename(output)
+    return role
 
 
-def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype of the LLM's embedding in the safetensors of `folder`."""
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            for key in reader.keys():
-                if key.startswith("language_model.") and key.endswith("norm.weight"):
-                    return names[reader.get_slice(key).get_dtype()]
-    raise ValueError(f"{folder} holds no safetensors with a language model")
+def preferred_role(folder: Path) -> str:
+    """The role of a checkpoint that held-out samples prefer, by the score of checkpoint_best.
+
+    The run has measured both roles at that step: in the checkpoint's own eval.json, or in
+    evaluation/ beside it. Raises ValueError if it has not.
+    """
+    at_step = checkpoint.NAME.search(folder.resolve().name)
+    file = folder / "eval.json"
+    if at_step:
+        file = folder.resolve().parent / "evaluation" / f"step_{at_step[1]}.json"
+    found = read_json(file) if file.is_file() else {}
+    policy = found.get("means" if at_step else "metrics", {})
+    teacher = found.get("teacher", {}).get("means") if at_step else policy.get("teacher")
+    if not teacher:
+        raise ValueError(
+            f"--role auto: {file} does not hold held-out measures of policy and teacher; pass "
+            f"--role policy or --role ema, or measure both: tools.evaluate --model_path {folder} "
+            "--role .."
+        )
+    scores = dict(policy=score(policy), ema=score(teacher))
+    role = max(scores, key=scores.get)
+    words = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    print(
+        f"--role auto: {role}, by the mean of {' and '.join(SCORES)} on held-out samples: {words}"
+    )
+    return role
 
 
 def main(argv=None):
@@ -91,7 +114,10 @@ def main(argv=None):
         "--output", required=True, type=Path, help="folder to write; must be empty or absent"
     )
     parser.add_argument(
-        "--role", choices=["policy", "ema"], default="policy", help="whose weights to merge"
+        "--role",
+        choices=["auto", "policy", "ema"],
+        default="auto",
+        help="whose weights to merge; auto: those that were better on held-out samples",
     )
     parser.add_argument("--model_path", help="the base; default: the --model_path of the run")
     parser.add_argument(
@@ -101,7 +127,7 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     try:
-        export(
+        role = export(
             args.checkpoint,
             args.output,
             args.role,
@@ -110,7 +136,7 @@ def main(argv=None):
         )
     except ValueError as error:
         raise SystemExit(f"export: {error}") from error
-    print(f"{args.output}: {args.role} of {args.checkpoint}, merged")
+    print(f"{args.output}: {role} of {args.checkpoint}, merged")
 
 
 if __name__ == "__main__":

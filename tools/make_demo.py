@@ -25,6 +25,7 @@ from tools.demo_model import CONFIG, initialise, make_tokenizer
 from tools.demo_scenes import HELDOUT, TRAIN, caption, make_scene
 from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
+from tools.new_folder import save
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
@@ -60,8 +61,7 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
     warm_start.run(steps)
     warm_start.retrain_prompt_head()
-    model.save_pretrained(folder, dtype=torch.bfloat16)
-    tokenizer.save_pretrained(folder)
+    save(model, tokenizer, folder)
 
 
 def main():

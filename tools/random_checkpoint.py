@@ -13,50 +13,31 @@ import string
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.weights import default_dtype
+from tools.new_folder import new_config, new_tokenizer, save
 
-CONFIG_4B = dict(
-    architectures=["Sa2VAChatModel"],
-    model_type="sa2va_chat",
-    template="phi3_chat",
-    ps_version="v2",
-    select_layer=-1,
-    force_image_size=448,
-    downsample_ratio=0.5,
-    dynamic_image_size=True,
-    use_thumbnail=True,
-    min_dynamic_patch=1,
-    max_dynamic_patch=12,
-    vision_config=dict(
+CONFIG_4B = new_config(
+    vision=dict(
+        image_size=448,
         hidden_size=1024,
         num_hidden_layers=24,
         num_attention_heads=16,
         intermediate_size=4096,
-        image_size=448,
-        patch_size=14,
-        layer_norm_eps=1e-6,
-        hidden_act="gelu",
-        qkv_bias=True,
     ),
-    llm_config=dict(
-        architectures=["Qwen2ForCausalLM"],
+    llm=dict(
         hidden_size=2048,
         intermediate_size=11008,
         num_hidden_layers=36,
         num_attention_heads=16,
         num_key_value_heads=2,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        hidden_act="silu",
-        tie_word_embeddings=False,
         max_position_embeddings=32768,
         vocab_size=151679,
-        attention_dropout=0.0,
     ),
+    max_dynamic_patch=12,
 )
 NUM_TEXT_TOKENS = 151643
 ADDED = (
@@ -101,11 +82,7 @@ def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast
             vocab["Ġ" + word] = len(vocab)
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ADDED])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>", padding_side="left"
-    )
+    return new_tokenizer(bpe, ADDED)
 
 
 def random_model(
@@ -126,8 +103,7 @@ def write(folder: Path, config: dict = CONFIG_4B, device="cpu", seed: int = 0):
         head[text.convert_tokens_to_ids("[SEG]")] = (SEG_LOGIT_STD * seg / seg.norm()).to(
             head.dtype
         )
-    model.save_pretrained(folder)
-    text.save_pretrained(folder)
+    save(model, text, folder)
 
 
 def main(argv=None):

@@ -30,7 +30,7 @@ from rl_train.statistics import bootstrap, rows_of
 DEMO = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
     "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
-    "--ema_decay 0.95 --kl_coef 0.02"
+    "--kl_coef 0.02"
 )
 SHORT = (
     "--no-gradient_checkpointing --likelihood_share 1 --num_workers 0 --max_steps 120 "
@@ -39,6 +39,7 @@ SHORT = (
 LOOP1 = "--tasks mask_caption_mask"
 LOOP2 = "--tasks caption_mask_caption --mask_loss_coef 0"  # policy term only
 BOTH = "--mask_loss_coef 0"
+FOUR = "--num_iterations 4"
 SMALL = f"{BOTH} --batch_size 2 --max_steps 60 --eval_samples 64"  # 16 rollouts a step
 ARMS = {
     "loop1": LOOP1,
@@ -60,6 +61,11 @@ ARMS = {
     "loop2_sigma_6": f"{LOOP2} --mask_sigma 6",
     "loop2_one_rate": f"{LOOP2} --prompt_learning_rate 1.5e-4",
     "loop2_mask_term": f"{LOOP2} --mask_loss_coef 0.1",
+    "loop2_four": f"{LOOP2} {FOUR}",  # the demo's embedding has 64 dimensions
+    "loop2_four_joint_clip": f"{LOOP2} {FOUR} --latent_clip_range 0.003125",
+    "loop2_four_joint_kl": f"{LOOP2} {FOUR} --latent_kl_weight 64",
+    "loop2_four_joint_both": f"{LOOP2} {FOUR} --latent_clip_range 0.003125 --latent_kl_weight 64",
+    "loop2_joint_kl": f"{LOOP2} --latent_kl_weight 64",
     "loop1_no_kl": f"{LOOP1} --kl_coef 0",
     "loop1_kl_0.1": f"{LOOP1} --kl_coef 0.1",
     "loop1_cool": f"{LOOP1} --temperature 0.7",

@@ -20,7 +20,7 @@ from rl_train.data.arrow import IMAGE, check_columns, image_cells, map_shard, na
 from rl_train.data.hub import resolve
 from rl_train.data.images import NO_IMAGE, check_image, image_key, map_file
 from rl_train.data.masks import check_mask
-from rl_train.data.samples import Counts, number_images, read_sample
+from rl_train.data.samples import Counts, read_sample
 from rl_train.data.text import caption_fault
 
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
@@ -66,13 +66,17 @@ class DescribeAnythingDataset:
         return len(self._places)
 
     @property
-    def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image, the same wherever there is a copy of it."""
-        return number_images(self._places[:, 3])
+    def image_keys(self) -> np.ndarray:
+        """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
+        return self._places[:, 3]
 
     def report(self) -> dict:
         """See `Counts.report`; and "ignored_members", see `find_images`."""
         return self._counts.report(len(self)) | {"ignored_members": self._num_ignored}
+
+    def image_id(self, i: int) -> str:
+        """Of sample i, without reading it."""
+        return json.loads(self._regions[i].as_py())[0]
 
     def __getitem__(self, i: int) -> dict:
         file, start, end, _ = self._places[i].tolist()

@@ -51,6 +51,12 @@ class DamagedSamples:
         self.names.update(new)
         return new
 
+    def state_dict(self) -> dict:
+        return dict(names=sorted(self.names))
+
+    def load_state_dict(self, state: dict):
+        self.names = set(state["names"])
+
     def check(self):
         """Raise BadData if there are too many in all."""
         check_bad_fraction(self.report, len(self.names), self.limit)

@@ -23,7 +23,7 @@ from rl_train.data.arrow import (
 from rl_train.data.hub import resolve
 from rl_train.data.images import read_cell
 from rl_train.data.masks import check_mask
-from rl_train.data.samples import Counts, number_images, read_sample
+from rl_train.data.samples import Counts, read_sample
 from rl_train.data.text import caption_fault
 
 COLUMNS = {"image": IMAGE, "conversations": [{"from": "text", "value": "text"}]}
@@ -72,17 +72,24 @@ class GraspAnyRegionDataset:
         return len(self._samples)
 
     @property
-    def images(self) -> np.ndarray:
-        """(n,) int64 number of each sample's image, the same wherever there is a copy of it."""
-        return number_images(self._samples[:, 4])
+    def image_keys(self) -> np.ndarray:
+        """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
+        return self._samples[:, 4]
 
     def report(self) -> dict:
         """See `Counts.report`."""
         return self._counts.report(len(self))
 
-    def __getitem__(self, i: int) -> dict:
+    def image_id(self, i: int) -> str:
+        """Of sample i, without reading it."""
         shard, row, region, turn, _ = self._samples[i].tolist()
         part, path = self._shards[shard]
+        of_many = "" if region == SINGLE else f"-{region}"
+        return f"{part}/{path.stem}/{row}{of_many}" + f"-t{turn}" * (self._turns == "all")
+
+    def __getitem__(self, i: int) -> dict:
+        shard, row, region, turn, _ = self._samples[i].tolist()
+        path = self._shards[shard][1]
         if shard not in self._tables:
             self._tables[shard] = map_again(path, COLUMNS, OPTIONAL)
         table, mapping = self._tables[shard]
@@ -95,9 +102,7 @@ class GraspAnyRegionDataset:
             rle if region == SINGLE else rle[region],
             said[turn],
             category_of(table, row),
-            f"{part}/{path.stem}/{row}"
-            + ("" if region == SINGLE else f"-{region}")
-            + (f"-t{turn}" if self._turns == "all" else ""),
+            self.image_id(i),
         )
 
     def _scan(self, shard: int):

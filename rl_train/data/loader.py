@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
+from rl_train.stops import leave_to_the_trainer
 from rl_train.types import Batch, Inputs
 
 MAX_ATTEMPTS = 10  # samples that may stand in for a damaged one
@@ -102,9 +103,7 @@ class StepSampler:
 
 def train_loader(dataset, inputs: Inputs, sampler: StepSampler, num_workers: int) -> DataLoader:
     """Endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return Loader(
-        Batches(dataset, inputs), batch_size=None, sampler=sampler, num_workers=num_workers
-    )
+    return _loader(Batches(dataset, inputs), sampler, num_workers)
 
 
 def eval_loader(
@@ -113,7 +112,12 @@ def eval_loader(
     """Loader of every `world_size`-th sample from `rank` on, in order, each once."""
     mine = list(range(rank, len(dataset), world_size))
     parts = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
-    return Loader(Batches(dataset, inputs), batch_size=None, sampler=parts, num_workers=num_workers)
+    return _loader(Batches(dataset, inputs), parts, num_workers)
+
+
+def _loader(batches: Batches, sampler, num_workers: int) -> DataLoader:
+    how = dict(num_workers=num_workers, worker_init_fn=leave_to_the_trainer)
+    return Loader(batches, batch_size=None, sampler=sampler, **how)
 
 
 def shared_memory_warning(loader: DataLoader, num_held: int, heldout_batch: int) -> str | None:

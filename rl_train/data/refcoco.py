@@ -11,6 +11,7 @@ import json
 import pickle
 from pathlib import Path
 
+import numpy as np
 from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, map_file
@@ -71,25 +72,31 @@ class RefCOCODataset:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def image_keys(self) -> np.ndarray:
+        """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
+        return np.array([key for *_, key in self._rows], dtype=np.int64)
+
     def report(self) -> dict:
         """See `Counts.report`."""
         return self._counts.report(len(self))
 
     def __getitem__(self, i: int) -> dict:
-        path, segmentation, size, *words = self._rows[i]
+        path, segmentation, size, *words, _ = self._rows[i]
         return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)
 
     def _usable(self, ref: dict, images: dict, annotations: dict):
         """Yields the rows of one ref; counts the rest.
 
-        A row is (image file, segmentation, (H, W) of COCO's image, caption, category, image_id).
+        A row is (image file, segmentation, (H, W) of COCO's image, caption, category, image_id,
+        key of the image).
         """
         self._counts.rows += len(ref["sentences"])
         image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
         file_name, size = images.get(image, (None, None))
         places = [folder / Path(file_name).name for folder in self._folders] if file_name else []
         path = next((place for place in places if place.is_file()), None)
-        image_size = check_read(map_file, path)[0] if path else NO_IMAGE
+        image_size, key = check_read(map_file, path) if path else (NO_IMAGE, 0)
         reason, resized = check_segmentation(segmentation, size, image_size)
         if ref["ann_id"] not in annotations:
             reason = "no annotation"
@@ -99,7 +106,7 @@ class RefCOCODataset:
                 continue
             self._counts.resized_masks += resized
             image_id = f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}"
-            yield path, segmentation, size, sentence["sent"], category, image_id
+            yield path, segmentation, size, sentence["sent"], category, image_id, key
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import forward
+from rl_train.engine.head import product
 from rl_train.engine.packing import Shared, next_positions
-from rl_train.engine.tokens import BLOCK, Completions, Sampling
+from rl_train.engine.tokens import Completions, Sampling
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
@@ -55,6 +56,11 @@ class Decoder:
                 self._make_cache(slots)
             self.graphs[key] = Graph(self.fused, self.cache, self.pool, *sizes, draws)
         return self.graphs[key]
+
+    def bytes_to_come(self) -> int:
+        """Bytes that graphs of further sizes may take, each as many as the largest one here."""
+        sizes = [graph.nbytes for graph in self.graphs.values()]
+        return (MAX_GRAPHS - len(sizes)) * max(sizes, default=0)
 
     def generate(
         self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
@@ -105,8 +111,6 @@ class Graph:
         self.prefix = cache[:split].view(of_prompts)
         self.suffix = cache[split : split + torch.Size(of_rows).numel()].view(of_rows)
         self.pad = new(num_prompts, dtype=torch.int32)  # empty slots before each prompt
-        # Aligned for the product, ready for `inverse_cdf`.
-        self.logits = new(n, _round_up(self.vocab, BLOCK))
         self.hiddens = new(n, num_tokens, width)
         self.uniforms = new(n, num_tokens, dtype=torch.float64)
         self.ids = new(n, num_tokens, dtype=torch.long)
@@ -118,6 +122,12 @@ class Graph:
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
         self.graph = self._capture(pool) if cache.is_cuda else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own, without the cache that all share."""
+        buffers = self.hiddens, self.uniforms, self.ids, self.logp, self.valid
+        return sum(buffer.nbytes for buffer in buffers)
 
     def _capture(self, pool):
         side = torch.cuda.Stream()
@@ -194,9 +204,8 @@ class Graph:
 
     def sample(self, hidden):
         """Draw token `step` of each row from hidden (N, C) and write it down."""
-        padded = self.fused.padded_head
-        torch.mm(hidden, padded.t(), out=self.logits[:, : len(padded)])
-        self.fused.decode_ops.choose(self)
+        logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
+        self.fused.decode_ops.choose(self, logits)
 
     def forward(self):
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""

@@ -123,19 +123,19 @@ def gate(y, power, eps, gate_up):
     return F.silu(y[:, :width]) * y[:, width:]
 
 
-def choose(rows):
+def choose(rows, logits):
     """Draw a token of each row as `tokens.draw` does, and write it down at column `step`.
 
     Rows that are done get the pad.
 
     Args:
-        rows: `decode.Graph`, of which it reads logits (N, at least V), of which vocab are tokens',
-            uniforms (N, T), step and how to draw; and writes token, ids, logp, valid, the stop
-            text's state, done.
+        rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to draw; and writes
+            token, ids, logp, valid, the stop text's state, done.
+        logits: (N, at least V) float32, overwritten; the first vocab of each row are tokens'.
     """
-    rows.logits[:, rows.vocab :] = float("-inf")
+    logits[:, rows.vocab :] = float("-inf")
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
-    token, logp = draw(rows.logits, rows.temperature, u)
+    token, logp = draw(logits, rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))
     rows.ids.index_copy_(1, rows.step, rows.token[:, None])
     rows.logp.index_copy_(1, rows.step, logp.masked_fill(rows.done, 0.0)[:, None])

@@ -114,11 +114,11 @@ def _choose(
     if STOPS:
         after = tl.load(table + chosen * num_states + tl.load(state + row))
         tl.store(state + row, after)
-        tl.store(done + row, over | (after == stopped_state) | (chosen == eos))
+        tl.store(done + row, over | (after >= stopped_state) | (chosen == eos))
 
 
-def choose(rows):
-    logits, stop, n = rows.logits, rows.stop, len(rows.logits)
+def choose(rows, logits):
+    stop, n = rows.stop, len(logits)
     num_blocks = triton.cdiv(rows.vocab, BLOCK)
     tops = logits.new_empty(n, num_blocks, dtype=torch.float32)
     sums = logits.new_empty(n, num_blocks, dtype=torch.float64)

@@ -73,6 +73,15 @@ class Engine:
             self._fused.release()
         self._fused = self._decoder = None
 
+    def bytes_to_come(self) -> int:
+        """Bytes that the sampler may still take for sizes that it has not met."""
+        return self._decoder.bytes_to_come() if self._decoder else 0
+
+    def forget(self):
+        """Free the sampler's cache and graphs, which its next use makes anew."""
+        if self._fused is not None:
+            self._decoder = Decoder(self._fused)
+
     @torch.no_grad()
     def generate(
         self,

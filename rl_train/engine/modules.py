@@ -9,6 +9,7 @@ prompt, C width, A axes of a position.
 import torch
 from transformers import DynamicCache
 
+from rl_train.engine.head import product
 from rl_train.engine.packing import next_positions
 from rl_train.engine.tokens import Completions, Sampling, draw
 
@@ -86,7 +87,8 @@ def generate(language_model, embeds, attention_mask, position_ids, draws: Sampli
     ids, logps, valids, hiddens = [], [], [], []
     for t in range(draws.max_new_tokens):
         u = None if draws.uniforms is None else draws.uniforms[:, t].to(hidden.device)
-        token, logp = draw(language_model.lm_head(hidden), draws.temperature, u)
+        logits = product(hidden, language_model.lm_head.weight.t())
+        token, logp = draw(logits, draws.temperature, u)
         token = torch.where(done, draws.pad_id, token)
         ids.append(token)
         logps.append(torch.where(done, 0.0, logp))

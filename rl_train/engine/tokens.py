@@ -67,11 +67,12 @@ def _first_above(cdf, target):
 class StopText:
     """Test for a template's stop texts, and for EOS.
 
-    A stop text is plain BPE text, whose ids depend on what precedes it. So the stop texts are an
-    automaton over bytes (Aho-Corasick) whose state is the longest tail of the answer that begins
-    one of them. Where a whole token leads from each state is computed once, so a step is one
-    look-up, without a sync. Like a search in the decoded text, it finds a stop text that is spread
-    over many tokens or lies inside one.
+    An answer ends with the token behind which its decoded text, line breaks left out, ends in a
+    stop text: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
+    text is plain BPE text, whose ids depend on what precedes it. So the stop texts are an automaton
+    over bytes (Aho-Corasick) whose state is the longest tail of the answer that begins one of them.
+    Where a whole token leads from each state is computed once, so a step is one look-up, without a
+    sync.
 
     Args:
         tokenizer: byte-level BPE.
@@ -80,8 +81,8 @@ class StopText:
     """
 
     def __init__(self, tokenizer, stop_texts: list[str], vocab_size: int):
-        automaton = _automaton([text.encode() for text in stop_texts])  # (S, 256)
-        self.stopped = len(automaton) - 1  # the state behind a stop text
+        # States from `stopped` on are behind a stop text.
+        automaton, self.stopped = _automaton([text.encode() for text in stop_texts])
         table = _over_tokens(automaton, _token_bytes(tokenizer, vocab_size))
         self.table = torch.from_numpy(table)  # (V, S) long
         self.eos_id = tokenizer.eos_token_id
@@ -98,7 +99,7 @@ class StopText:
     def step(self, state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(state (N,) after token (N,), (N,) bool: does the answer end with it?)"""
         state = self.table[token, state]
-        done = state == self.stopped
+        done = state >= self.stopped
         return state, done if self.eos_id is None else done | (token == self.eos_id)
 
 
@@ -114,18 +115,24 @@ class Sampling:
     uniforms: torch.Tensor | None  # (N, max_new_tokens)
 
 
-def _automaton(texts: list[bytes]) -> np.ndarray:
-    """(S, 256) next state; state 0 is the start, S-1 that behind a text, which is never left."""
-    prefixes = sorted({text[:n] for text in texts for n in range(len(text))} | {b""}, key=len)
-    state = {prefix: i for i, prefix in enumerate(prefixes)}
-    step = np.full((len(prefixes) + 1, 256), len(prefixes))
-    for prefix, byte in ((p, b) for p in prefixes for b in range(256)):
+def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
+    """(S, 256) next state, and the first of those, at the end, that are behind a text.
+
+    State 0 is the start. A line break changes nothing, but where it cuts a character in two.
+    """
+    prefixes = {text[:n] for text in texts for n in range(len(text) + 1)} | {b""}
+    behind = {prefix: prefix.endswith(tuple(texts)) for prefix in prefixes}
+    order = sorted(prefixes, key=lambda prefix: (behind[prefix], len(prefix), prefix))
+    state = {prefix: i for i, prefix in enumerate(order)}
+    step = np.empty((len(order), 256), dtype=np.int64)
+    for prefix, byte in ((p, b) for p in order for b in range(256)):
         seen = prefix + bytes([byte])
-        if not any(seen.endswith(text) for text in texts):
-            step[state[prefix], byte] = next(
-                state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state
-            )
-    return step
+        if byte in b"\r\n":
+            seen = prefix if "\ufffd" not in prefix.decode(errors="replace") else b""
+        step[state[prefix], byte] = next(
+            state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state
+        )
+    return step, len(order) - sum(behind.values())
 
 
 def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:

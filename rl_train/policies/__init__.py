@@ -31,5 +31,8 @@ class Policy(Protocol):
     def score(self, rollout: Rollout, rows: slice = slice(None)):
         """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward."""
 
+    def not_finite(self) -> list[str]:
+        """Names of the outputs, of any role since the last call, that had a NaN or infinity."""
+
     def picture(self, batch: Batch, sample: int):
         """The PIL image of one sample, for people to look at."""

@@ -4,18 +4,23 @@ Letters: B images, P prompts, G samples each, N = P*G rows, M [SEG] in them, L p
 tokens, C LLM width, D prompt-embedding width.
 """
 
+from functools import partial
+
 import torch
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 
 from rl_train.config import PolicyConfig
 from rl_train.data.text import phrase
 from rl_train.engine import Answers, Completions, Engine, StopText
 from rl_train.engine.packing import fed
+from rl_train.finite import Watch
 from rl_train.policies import lora
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
+from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -39,7 +44,7 @@ class Sa2VAPolicy:
 
     Args:
         model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
-            alike) and checkpointing are used; groups: which of TRAINABLE train.
+            alike), checkpointing and masks of an answer are used; groups: which of TRAINABLE train.
     """
 
     def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
@@ -47,13 +52,14 @@ class Sa2VAPolicy:
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
-        self.pad_id = tokenizer.pad_token_id
+        self.pad_id, self.max_masks = tokenizer.pad_token_id, config.max_masks_per_answer
         size = (config.lora_r, config.lora_alpha, config.lora_dropout)
         self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
         self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
         model.eval()
+        self.watch = Watch()
         self.engine = Engine(
             model.language_model,
             pad_id=self.pad_id,
@@ -64,6 +70,9 @@ class Sa2VAPolicy:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def not_finite(self) -> list[str]:
+        return self.watch.take()
 
     def group_of(self, name: str) -> str:
         return lora.groups_of([name], TRAINABLE)[0]
@@ -117,6 +126,7 @@ class Sa2VAPolicy:
             sizes = dict(num_generations=num_generations, max_new_tokens=max_new_tokens)
             how = dict(stop=self.stop, uniforms=uniforms, shared_prefix_lengths=shared)
             completions = self.engine.generate(embeds, attention, **sizes, **how)
+        self.watch("log-probs of sampled answers", completions.logp)
         rows = zip(completions.ids, completions.valid)
         return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
 
@@ -155,10 +165,20 @@ class Sa2VAPolicy:
         valid = mask.bool()
         before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(before[valid], ids[valid])
+        self.watch("log-probs of given answers", logp)
         sums = torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1)
         return sums / valid.sum(1)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """(n, T) bool: the [SEG] that are decoded, the first `max_masks` of each row."""
+        seg = self.said_seg(ids, valid)
+        return seg & (seg.cumsum(1) <= self.max_masks)
+
+    def capped(self, completed: Rollout | Completions) -> torch.Tensor:
+        """(N,) bool: rows that say more [SEG] than are decoded."""
+        return self.said_seg(completed.ids, completed.valid).sum(1) > self.max_masks
+
+    def said_seg(self, ids, valid):
         """(n, T) bool: [SEG] tokens but a row's very last, which has no hidden state (original)."""
         return fed(valid) & (ids == self.model.seg_id)
 
@@ -177,10 +197,31 @@ class Sa2VAPolicy:
             return self.model.text_hidden_fcs(hidden).float()
 
     def decode_masks(self, images: Images, image: list[int], embeddings) -> torch.Tensor:
-        """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m]."""
-        with self.autocast():
-            image = torch.tensor(image, device=self.device, dtype=torch.long)
-            return self.model.decode_masks(images.sam, image, embeddings)
+        """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m].
+
+        `by_chunks`.
+        """
+        image = torch.tensor(image, device=self.device, dtype=torch.long)
+
+        def decode(some):
+            with self.autocast():
+                return self.model.decode_masks(images.sam, image[some], embeddings[some])
+
+        return self.watch("mask logits", by_chunks(decode, len(image)))
+
+
+def by_chunks(compute, num_masks: int) -> torch.Tensor:
+    """compute(slice) (m, ..) of all masks, decoded MASKS_AT_ONCE at a time, below each other.
+
+    An answer may hold hundreds of [SEG], each of which costs the decoder some 60 MB, with gradient
+    100. Of several chunks each is computed again in the backward, where it is held alone.
+    """
+    if num_masks <= MASKS_AT_ONCE:
+        return compute(slice(None))
+    if torch.is_grad_enabled():
+        compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
+    starts = range(0, num_masks, MASKS_AT_ONCE)
+    return torch.cat([compute(slice(start, start + MASKS_AT_ONCE)) for start in starts])
 
 
 def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shards=None):

@@ -5,11 +5,25 @@ Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embe
 
 import torch
 
+from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from sa2va_hf.batches import Images
 from sa2va_hf.processing_sa2va import upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
+GROWTH = 2  # tokens of a sampled text in a question, for each that it may have as an answer
+
+
+def askable(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int) -> list[str]:
+    """The sampled texts, each cut where a question would hold too many tokens of it.
+
+    Words are about as many tokens again; bytes that are no letters become more, each time.
+    """
+    limit, cut = GROWTH * max_new_tokens, []
+    for text in texts:
+        ids = policy.tokenizer.encode(phrase(text), add_special_tokens=False)
+        cut.append(text if len(ids) <= limit else policy.tokenizer.decode(ids[:limit]))
+    return cut
 
 
 def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):

@@ -14,6 +14,8 @@ from numbers import Real
 
 import torch
 
+LARGEST = torch.finfo(torch.float32).max  # beyond it a number is infinite as a reward
+
 
 class BadReward(ValueError):
     """A function of the user's own returned what are no rewards; the sentence names --reward."""
@@ -101,7 +103,7 @@ class UserReward:
                 "not one number each"
             )
         for value in values:
-            if value is not None and not (isinstance(value, Real) and not math.isinf(value)):
+            if value is not None and not (isinstance(value, Real) and not abs(value) > LARGEST):
                 raise BadReward(
                     f"--reward {self.spec}: returned {value!r}, "
                     "which is neither a finite number nor None"
@@ -130,8 +132,9 @@ def user_components(
     """Return {name: (N,)} of the user's rewards of a rollout of N rows.
 
     They are called with the completions and lists of N prompts (the questions), captions (the true
-    ones), image_ids, masks (judged), targets (the regions), and what else `more` names; masks and
-    targets are (H, W) bool.
+    ones), image_ids, masks (judged), targets (the regions), stopped (bool: the answer ended by
+    itself, was not cut at --max_completion_length), num_tokens (int: of the answer, its end among
+    them), and what else `more` names; masks and targets are (H, W) bool.
 
     Args:
         rollout: of `rl_train.types`.
@@ -139,6 +142,8 @@ def user_components(
     kwargs = dict(prompts=prompts, masks=masks, targets=targets, **more)
     kwargs["captions"] = rollout.of_rows(rollout.batch.captions)
     kwargs["image_ids"] = rollout.of_rows(rollout.batch.image_ids)
+    kwargs["stopped"] = rollout.stopped.tolist()
+    kwargs["num_tokens"] = rollout.valid.sum(1).tolist()
     return {reward.name: reward(rollout.texts, **kwargs) for reward in rewards}
 
 

@@ -291,6 +291,12 @@ class FailureWindow:
     def __init__(self, limit: float, size: int = FAILURE_WINDOW):
         self.limit, self.size, self.steps = limit, size, deque()
 
+    def state_dict(self) -> dict:
+        return dict(steps=list(self.steps))
+
+    def load_state_dict(self, state: dict):
+        self.steps = deque(state["steps"])
+
     def add(self, failed: float, asked: float):
         """Return None after counting one step.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl_train.config import SHARE, WEIGHT, flag
+from rl_train.config import POSITIVE, SHARE, WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
@@ -30,6 +30,17 @@ class CaptionMaskCaption:
         mask_loss_coef: float = flag(
             0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
         )
+        latent_clip_range: float = flag(
+            0.2,
+            "ratio clip of the drawn embedding, the log-ratio being the mean over its D = 256 "
+            "dimensions; 0.2 / D = 8e-4 clips the joint ratio at 0.2",
+            type=POSITIVE,
+        )
+        latent_kl_weight: float = flag(
+            1.0,
+            "times --kl_coef, of the drawn embedding's KL, the mean over D; D = of the joint KL",
+            type=WEIGHT,
+        )
         likelihood_share: float | None = flag(
             None,
             "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
@@ -52,10 +63,11 @@ class CaptionMaskCaption:
             share = 0.0 if judged else 0.5
         if judged and share == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
-        if judged and not context.judge:
-            raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+        assert context.judge or not judged, "the command line refuses this"
         self.llm_judge = context.judge if judged else None
-        self.action = SampledMask(context.policy, options.mask_sigma, options.mask_loss_coef)
+        how = (options.mask_sigma, options.mask_loss_coef)
+        latent = (options.latent_clip_range, options.latent_kl_weight)
+        self.action = SampledMask(context.policy, *how, *latent)
         parts = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if judged else {"meteor": 1.0}
         self.weights = {name: (1 - share) * part for name, part in parts.items() if share < 1}
         self.weights |= {"likelihood": share} if share else {}
@@ -84,7 +96,7 @@ class CaptionMaskCaption:
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
                 rewards["likelihood"] = likelihood
-        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)

@@ -4,7 +4,7 @@ import torch
 
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.segment_describe import answer, describe
+from rl_train.policies.segment_describe import answer, askable, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.meteor import tokenize
@@ -24,9 +24,17 @@ METRICS = {
     "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
     "no_seg": "guard: true captions answered without [SEG]",
 }
-SCORES = ("cycle_iou", "cycle_meteor")  # whose mean decides which checkpoint is the best
+# Whose mean decides which checkpoint is the best, and which role of it: both against the data set's
+# own masks and captions. The cycles are what the rewards raise, also where captioner and segmenter
+# agree on a language that nobody else understands.
+SCORES = ("seg_iou", "caption_meteor")
 # Measures behind a metric of another name.
 PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
+
+
+def score(metrics: dict[str, float]) -> float:
+    """The mean of SCORES."""
+    return sum(metrics[name] for name in SCORES) / len(SCORES)
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
@@ -37,7 +45,8 @@ def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     captions = describe(policy, images, rows, targets, max_new_tokens)
-    cycle_masks, *_ = answer(policy, images, rows, captions, max_new_tokens)
+    asked = askable(policy, captions, max_new_tokens)
+    cycle_masks, *_ = answer(policy, images, rows, asked, max_new_tokens)
     cycle = mask_iou(cycle_masks, targets, 1.0).cpu()
     masks, seg_rows, _ = answer(policy, images, rows, batch.captions, max_new_tokens)
     replies = describe(policy, images, rows, masks, max_new_tokens)

@@ -6,7 +6,7 @@ import torch
 
 from rl_train.config import WEIGHT, flag
 from rl_train.data.text import phrase
-from rl_train.policies.segment_describe import segment, segment_sampled
+from rl_train.policies.segment_describe import askable, segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components, with_components
@@ -52,11 +52,12 @@ class MaskCaptionMask:
         """
         context, policy = self.context, self.context.policy
         captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
-        targets = [mask.to(policy.device) for mask in rollout.of_rows(rollout.batch.masks)]
+        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
         masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image[row] for row in asked]
-        question = (policy, rollout.features, image, [rollout.texts[row] for row in asked])
+        texts = askable(policy, [rollout.texts[row] for row in asked], context.max_new_tokens)
+        question = (policy, rollout.features, image, texts)
         with context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
                 answers = segment(*question)

@@ -16,7 +16,7 @@ import torch
 from rl_train.distributed import gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
-from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.segment_describe import answer, row_masks
 from rl_train.rewards.iou import mask_iou, mask_spread
 from rl_train.types import Outcome, Rollout
@@ -43,10 +43,20 @@ class SampledMask:
     Args:
         sigma: standard deviation in each dimension, 0 for none, or "auto" until `calibrate`.
         mask_loss_coef: weight of the supervised BCE + Dice term on the sampled masks.
+        clip_range: of the ratio, whose log is the mean over the D dimensions.
+        kl_weight: of the KL, the mean over D, relative to that of the text's.
     """
 
-    def __init__(self, policy: Sa2VAPolicy, sigma: float | str, mask_loss_coef: float):
+    def __init__(
+        self,
+        policy: Sa2VAPolicy,
+        sigma: float | str,
+        mask_loss_coef: float,
+        clip_range: float = 0.2,
+        kl_weight: float = 1.0,
+    ):
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
+        self.clip_range, self.kl_weight = clip_range, kl_weight
 
     def calibrate(self, batches, max_new_tokens: int):
         """Replace "auto" by a number, the same on all ranks, by the base's answers."""
@@ -78,23 +88,36 @@ class SampledMask:
         pick = (drawn.rows >= rows.start) & (drawn.rows < rows.stop)
         segs = drawn.rows[pick]  # (m,) rows of these [SEG]
         scored, zero = work.scored[segs], scores.logp.new_zeros(())
-        sums = dict(latent_loss=zero, latent_kl=(zero, zero), mask_loss=zero)
+        none = zero, zero
+        sums = dict(latent_loss=zero, mask_loss=zero, latent_clip_frac=none, latent_joint_kl=none)
         if not len(segs) or not (self.sigma > 0 or self.mask_loss_coef):
             return terms, sums
         mean = self.parameters(rollout, rows, scores)
         if self.sigma > 0:
-            reference, advantages = work.reference.action[pick], work.advantages[segs]
-            term, kl = latent_loss(
-                mean, drawn, pick, self.sigma, reference, advantages, scored, totals, config
+            term, more = latent_loss(
+                mean,
+                drawn.z[pick],
+                drawn.logp[pick],
+                work.reference and work.reference.action[pick],
+                work.advantages[segs],
+                scored,
+                sigma=self.sigma,
+                clip_range=self.clip_range,
+                kl_coef=config.kl_coef * self.kl_weight,
+                num_actions=totals.actions,
             )
             terms.append(term)
-            sums |= dict(latent_loss=term.detach(), latent_kl=(kl, scored.sum()))
+            sums |= more
         if self.mask_loss_coef:
             image = [rollout.prompts.image[row] for row in segs.tolist()]
             z = mean + drawn.offset[pick]
-            logits = self.policy.decode_masks(rollout.features, image, z)
             regions = [rollout.batch.masks[i] for i in image]
-            term = (mask_loss(logits, regions) * scored).sum() / totals.actions
+
+            def losses(some):
+                logits = self.policy.decode_masks(rollout.features, image[some], z[some])
+                return mask_loss(logits, regions[some])
+
+            term = (by_chunks(losses, len(image)) * scored).sum() / totals.actions
             terms.append(self.mask_loss_coef * term)
             sums |= dict(mask_loss=term.detach())
         return terms, sums
@@ -103,12 +126,20 @@ class SampledMask:
         return int(scored[rollout.action.rows.cpu()].sum())
 
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
-        """{curve: (total, count)}: how far a group's masks lie apart, rows without [SEG], sigma."""
+        """{curve: (total, count)}: how far a group's masks lie apart, [SEG] of none or many, sigma.
+
+        capped_frac: rows with more [SEG] than are decoded.
+        """
         G = rollout.num_generations
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
         spread = sum(map(mask_spread, groups))
-        curves = dict(mask_spread=(spread, len(groups)), no_seg_frac=(no_seg, len(rollout)))
+        capped = self.policy.capped(rollout).sum()
+        curves = dict(
+            mask_spread=(spread, len(groups)),
+            no_seg_frac=(no_seg, len(rollout)),
+            capped_frac=(capped, len(rollout)),
+        )
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:
@@ -118,19 +149,33 @@ class SampledMask:
         self.sigma = state["sigma"]
 
 
-def latent_loss(mean, drawn, pick, sigma, ref_mean, advantages, scored, totals, config):
-    """(clipped policy term of m sampled embeddings plus their exact KL, detached sum of KL).
+def latent_loss(
+    mean, z, old_logp, ref_mean, advantages, scored, *, sigma, clip_range, kl_coef, num_actions
+):
+    """(clipped policy term of m sampled embeddings z (m, D) plus their exact KL, its statistics).
+
+    Ratio and KL are of means over the D dimensions, so both weigh 1/D of the joint distribution's.
 
     Args:
-        mean, ref_mean: (m, D) by the weights in use and by the reference; pick: (M,) bool, which m
-            of the `drawn` these are; advantages: (m,); scored: (m,) bool.
+        mean, ref_mean: (m, D) by the weights in use and by the reference, None if kl_coef is 0.
+        old_logp: (m,) of z when it was drawn; advantages: (m,); scored: (m,) bool.
+        num_actions: of the whole step, by which the sums are divided.
+
+    Returns:
+        statistics, detached: the term itself, the share of clipped actions, and the KL in nats of
+        the joint distribution, D times that of the loss.
     """
-    logp, old_logp = gaussian_logp(drawn.z[pick], mean, sigma), drawn.logp[pick]  # (m,)
+    logp = gaussian_logp(z, mean, sigma)  # (m,)
     one_token = (logp[:, None], old_logp[:, None], None, advantages, scored[:, None])
-    clip = dict(clip_range=config.clip_range, clip_range_high=config.clip_range_high)
-    loss, _ = grpo_loss(*one_token, **clip, loss_type="bnpo", num_tokens=totals.actions)
-    kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
-    return loss + config.kl_coef * kl / totals.actions, kl.detach()
+    how = dict(clip_range=clip_range, loss_type="bnpo", num_tokens=num_actions)
+    loss, stats = grpo_loss(*one_token, **how)
+    clipped, count = stats["clip_low"] + stats["clip_high"], scored.sum()
+    statistics = dict(latent_clip_frac=(clipped, count))
+    if ref_mean is not None:
+        kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
+        loss = loss + kl_coef * kl / num_actions
+        statistics["latent_joint_kl"] = (kl.detach() * mean.shape[1], count)
+    return loss, statistics | dict(latent_loss=loss.detach())
 
 
 @torch.no_grad()

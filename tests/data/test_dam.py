@@ -7,7 +7,9 @@ import pytest
 
 from rl_train.data import DamagedSample, DescribeAnythingDataset
 from rl_train.data.dam import BAD_NAME, read_annotations
+from rl_train.data.images import image_key
 from rl_train.data.masks import rle_runs
+from rl_train.data.samples import number_images
 from rl_train.data.text import NOT_UNICODE
 from tests.data.dam_splits import IMAGES, MASK, PNGS, H, W, region, samples, write
 from tools.gar_writer import encode_image, encode_mask
@@ -234,4 +236,5 @@ def test_samples_of_one_picture_share_its_number(tmp_path):
         {"d": region(), "e": region(), "gone": region()},
         [("d.png", PNGS[0]), ("e.png", PNGS[2])],
     )
-    assert DescribeAnythingDataset(tmp_path).images.tolist() == [0, 0, 1, 0, 1, 2]
+    keys = DescribeAnythingDataset(tmp_path).image_keys
+    assert number_images(keys).tolist() == [0, 0, 1, 0, 1, 2] and keys[2] == image_key(PNGS[0])

@@ -21,6 +21,7 @@ from rl_train.data.images import (
     image_key,
 )
 from rl_train.data.masks import decode_mask
+from rl_train.data.samples import number_images
 from tests.data.gar_rows import IMAGE, JPEG, PNG, H, W, read, row, write
 from tools.gar_writer import encode_image, encode_mask
 from tools.messy_cases import bad_huffman
@@ -198,7 +199,7 @@ def test_pixel_limit_is_pillows_and_below_the_processors():
 def test_regions_of_one_image_share_its_number(tmp_path):
     """Whatever rows, shards and parts they are in, as bytes or behind a path.
 
-    Numbers are by first appearance.
+    Numbers are by first appearance; the keys are those of another data set with these images.
     """
     others = [encode_image(IMAGE.rotate(90 * k)) for k in (1, 2)]
     (tmp_path / "Part1").mkdir()
@@ -224,8 +225,10 @@ def test_regions_of_one_image_share_its_number(tmp_path):
         ),
         row(conversations=[]),
     )
-    assert dataset.images.tolist() == [0, 1, 0, 2, 0, 3, 0, 2] and dataset.images.dtype == np.int64
-    assert pickle.loads(pickle.dumps(dataset)).images.tolist() == dataset.images.tolist()
+    keys = dataset.image_keys
+    assert keys.dtype == np.int64 and keys[0] == image_key(PNG) and keys[1] == image_key(others[0])
+    assert number_images(keys).tolist() == [0, 1, 0, 2, 0, 3, 0, 2]
+    assert np.array_equal(pickle.loads(pickle.dumps(dataset)).image_keys, keys)
 
 
 def test_image_keys():

@@ -12,6 +12,7 @@ from pycocotools import mask as coco
 from torch.utils.data import DataLoader
 
 from rl_train.data.errors import DamagedSample
+from rl_train.data.images import image_key
 from rl_train.data.masks import decode_mask, rle_runs
 from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from tools.gar_writer import encode_image, encode_mask
@@ -117,6 +118,8 @@ def test_a_row_for_each_sentence_whatever_the_layout(tmp_path, place):
         "refcoco/val/3/30",
     ]
     assert [dataset[i]["caption"] for i in range(3)] == [*PHRASES, "cup"]
+    key = image_key((tmp_path / place / image_name(1)).read_bytes())
+    assert dataset.image_keys.tolist() == [key] * 3
     sample = dataset[0]
     assert (
         sample["category"] == "cup"

@@ -167,3 +167,17 @@ def test_graphs_equal_plain(monkeypatch, in_torch):
         for parameter in trained(model).values():
             parameter.mul_(1.5)
     assert_same(*both(engine, monkeypatch, *prompts(model)))
+
+
+def test_what_the_sampler_may_still_take_and_forgets(engine, monkeypatch):
+    """Graphs of further sizes, each as large as the largest so far; nothing once forgotten."""
+    assert Engine(engine.language_model, pad_id=1).bytes_to_come() == 0
+    inputs = prompts(engine.language_model)
+    first, _ = both(engine, monkeypatch, *inputs, steps=3)
+    engine.forget()
+    assert engine.bytes_to_come() == 0
+    again, _ = both(engine, monkeypatch, *inputs, steps=3)
+    assert_same(first, again)
+    (graph,) = engine._decoder.graphs.values()
+    assert graph.nbytes > graph.hiddens.nbytes > 0
+    assert engine.bytes_to_come() == 15 * graph.nbytes

@@ -114,9 +114,8 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
             ) * e.abs().max(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])
-def test_triton_chooses_as_torch(dtype, vocab):
+def test_triton_chooses_as_torch(vocab):
     """The same token wherever the number lies inside a token's interval, and the same record.
 
     Never one that is no token or has no probability.
@@ -125,9 +124,7 @@ def test_triton_chooses_as_torch(dtype, vocab):
 
     n, num_tokens, column, stops = 64, 3, 1, vocab // 4
     generator = torch.Generator("cuda").manual_seed(0)
-    logits = 3 * torch.randn(
-        n, vocab + -vocab % 512 + 512, device="cuda", generator=generator, dtype=torch.float32
-    ).to(dtype)
+    logits = 3 * torch.randn(n, vocab + -vocab % 64 + 64, device="cuda", generator=generator)
     logits[:, 7] = float("-inf")
     logits[1::2, 3] += 40  # nearly certain
     p = torch.softmax(logits[:, :vocab].double() / 1.3, -1)
@@ -140,7 +137,6 @@ def test_triton_chooses_as_torch(dtype, vocab):
         new = partial(torch.zeros, n, num_tokens, device="cuda")
         done = torch.arange(n, device="cuda") % 5 == 0
         return SimpleNamespace(
-            logits=logits.clone(),
             vocab=vocab,
             temperature=1.3,
             greedy=greedy,
@@ -159,7 +155,7 @@ def test_triton_chooses_as_torch(dtype, vocab):
 
     def chosen(ops, *how, **options):
         found = rows(*how, **options)
-        ops.choose(found)
+        ops.choose(found, logits.clone())
         return found
 
     uniforms = torch.rand(n, num_tokens, device="cuda", generator=generator, dtype=torch.float64)

@@ -1,5 +1,7 @@
 """What is drawn is the distribution that is scored, row by row, whatever else is in the batch."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
@@ -95,25 +97,21 @@ class Script(torch.nn.Module):
     def __init__(self, rows, vocab_size):
         super().__init__()
         self.rows, self.vocab_size, self.step = rows, vocab_size, 0
+        self.lm_head = SimpleNamespace(weight=50.0 * torch.eye(vocab_size))
         self.model, self.config = self._forward, Qwen2Config(num_hidden_layers=1)
         self.embedding = torch.nn.Embedding(vocab_size, 1)
 
     def get_input_embeddings(self):
         return self.embedding
 
-    def lm_head(self, hidden):
-        logits = torch.zeros(len(self.rows), self.vocab_size)
-        for row, ids in enumerate(self.rows):
-            logits[row, ids[min(self.step, len(ids) - 1)]] = 50.0
-        self.step += 1
-        return logits
-
     def _forward(self, inputs_embeds, past_key_values, attention_mask, **_):
-        class Out:
-            last_hidden_state = torch.zeros(len(inputs_embeds), inputs_embeds.shape[1], 1)
-
+        """A hidden state has a place for each token, and is 1 at the one that lm_head shall say."""
+        hidden = torch.zeros(*inputs_embeds.shape[:2], self.vocab_size)
+        for row, ids in enumerate(self.rows):
+            hidden[row, -1, ids[min(self.step, len(ids) - 1)]] = 1.0
+        self.step += 1
         self.mask = attention_mask
-        return Out
+        return SimpleNamespace(last_hidden_state=hidden)
 
 
 @pytest.fixture(scope="module")

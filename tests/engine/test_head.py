@@ -39,10 +39,10 @@ def test_chunks_of_the_head_equal_all_logits(head, monkeypatch, chunk, temperatu
     assert not entropy.requires_grad
 
 
-def test_the_head_in_bf16_is_as_close_as_plain():
-    """bf16 logits and products, sums in float32.
+def test_the_head_of_a_bf16_model_does_not_round_its_logits():
+    """Log-probs are the float64 truth's of the same bf16 numbers; the plain way's are not.
 
-    Not further from the float64 truth than the plain way under autocast.
+    Of the gradient only the probabilities and the result are rounded.
     """
     random = torch.Generator().manual_seed(2)
     hidden = torch.randn(200, 64, generator=random).bfloat16()
@@ -50,7 +50,7 @@ def test_the_head_in_bf16_is_as_close_as_plain():
     ids, slope = torch.randint(1000, (200,), generator=random), torch.randn(200, generator=random)
 
     def gradient(function, dtype=None):
-        leaf = hidden.to(dtype or hidden.dtype).requires_grad_()
+        leaf = hidden.clone().to(dtype or hidden.dtype).requires_grad_()
         logp = function(leaf)
         logp.backward(slope.to(logp.dtype))
         return logp.detach().double(), leaf.grad.double()
@@ -67,8 +67,8 @@ def test_the_head_in_bf16_is_as_close_as_plain():
     with torch.autocast("cpu", torch.bfloat16):
         logp, grad = gradient(lambda h: token_logps(h, weight, ids, 0.7, 1000)[0])
         plain_logp, plain_grad = gradient(plainly)
-    assert (logp - truth).norm() < 1.01 * (plain_logp - truth).norm()
-    assert (grad - right).norm() < 1.1 * (plain_grad - right).norm()
+    assert (logp - truth).norm() < 1e-3 * (plain_logp - truth).norm()
+    assert (grad - right).norm() < 0.3 * (plain_grad - right).norm()
 
 
 def test_rows_that_align_the_head_are_no_tokens(head):

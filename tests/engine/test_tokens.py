@@ -1,17 +1,22 @@
 """A token is drawn with its probability, and an answer ends where its text does."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import AddedToken
 
 from rl_train.engine.tokens import StopText, _token_bytes, inverse_cdf
+from sa2va_hf.prediction import StopWords
+from sa2va_hf.tokenizer import load_tokenizer
 from tests.engine.tiny import DEMO
+from tools import random_checkpoint
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(DEMO)
+    return load_tokenizer(DEMO)
 
 
 def test_a_low_and_a_high_uniform_hit_the_ends():
@@ -68,49 +73,76 @@ def test_eos_stops_too(tokenizer):
     assert ends(stop, [5, len(tokenizer) + 3]) == [False, False]
 
 
-def by_decoding(tokenizer, stop_texts, ids: list[int]) -> bool:
-    """The end by its definition: the newest token is EOS or completes a stop text in the answer."""
+def differences(tokenizer, stop_texts, trials: int, seed: int = 0) -> tuple[int, int]:
+    """(where training and `predict_forward` disagree about an answer's end, number of ends).
 
-    def found(some):
-        return any(text in tokenizer.decode(some) for text in stop_texts)
-
-    return ids[-1] == tokenizer.eos_token_id or (found(ids) and not found(ids[:-1]))
+    Of answers of random ids into which stop texts are planted: cut into parts that are encoded by
+    themselves, with line breaks, special tokens and other text in and around them.
+    """
+    stop = StopText(tokenizer, stop_texts, len(tokenizer) + 5)
+    words, rng = StopWords(tokenizer, stop_texts), np.random.default_rng(seed)
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    letters = set("".join(stop_texts))
+    near = [i for i, piece in enumerate(pieces) if set(piece) & letters or piece.startswith("<")]
+    between = [""] * 4 + ["\n", "\r\n", "\n\n", "\r", " ", "|", "<", "end", ">>", "a dog.", "ä"]
+    wrong = ends_seen = 0
+    for trial in range(trials):
+        pool = near if near and trial % 3 else range(len(tokenizer) + 5)
+        ids = rng.choice(pool, rng.integers(0, 7)).tolist()
+        for _ in range(rng.integers(0, 3) if stop_texts else 0):
+            text = str(rng.choice(stop_texts))
+            cuts = sorted(rng.integers(0, len(text) + 1, rng.integers(0, 4)))
+            parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+            text = [part + str(rng.choice(between)) for part in parts]
+            for part in text if trial % 2 else ["".join(text)]:
+                ids += tokenizer.encode(part, add_special_tokens=False)
+        for t, done in enumerate(ends(stop, ids), 1):
+            expected = ids[t - 1] == tokenizer.eos_token_id
+            expected |= words(torch.tensor([ids[:t]]), None).item()
+            wrong += done != expected
+            ends_seen += expected
+    return wrong, ends_seen
 
 
 @pytest.mark.parametrize(
     "stop_texts",
-    [["<|end|>"], ["<|im_end|>", "<|endoftext|>"], ["aab", "ab<", "<|end|>"], ["d."], ["ä!"], []],
+    [
+        ["<|end|>"],
+        ["<|im_end|>", "<|endoftext|>"],
+        ["aab", "ab<", "xaaby", "<|end|>"],
+        ["d."],
+        ["ä!"],
+        [],
+    ],
     ids=str,
 )
-def test_stop_text_is_found_as_in_the_decoded_answer(tokenizer, stop_texts):
-    """Random ids: that touch the stop texts, special tokens, pieces that reach beyond the end."""
-    stop = StopText(tokenizer, stop_texts, len(tokenizer) + 5)
-    rng = np.random.default_rng(0)
-    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    near = [
-        i
-        for i, piece in enumerate(pieces)
-        if set(piece) & set("".join(stop_texts)) or piece.startswith("<")
-    ]
-    num_ends = 0
-    for trial in range(150):
-        pool = near if near and trial % 3 else range(len(tokenizer) + 5)
-        ids = rng.choice(pool, 6).tolist()
-        if stop_texts and trial % 2:  # the text cut at random places, each part encoded by itself
-            text = str(rng.choice(stop_texts))
-            cuts = sorted(rng.integers(0, len(text) + 1, 3))
-            parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-            ids += [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False)]
-            ids += tokenizer.encode(
-                str(rng.choice(["\n", "|", "<", "end", ">>"])), add_special_tokens=False
-            )
-        for t, done in enumerate(ends(stop, ids), 1):
-            expected = by_decoding(tokenizer, stop_texts, ids[:t])
-            assert done == expected, (ids[:t], tokenizer.decode(ids[:t]))
-            num_ends += expected
-            if expected:
-                break
-    assert num_ends > 20 or not stop_texts
+def test_an_answer_ends_where_predict_forward_ends_it(tokenizer, stop_texts):
+    wrong, ends_seen = differences(tokenizer, stop_texts, 300)
+    assert wrong == 0 and (ends_seen > 20 or not stop_texts)
+
+
+def test_a_large_vocabulary_ends_answers_there_too(tokenizer):
+    """That of the random 4B, and tokens into which a stop text's parts are merged."""
+    merged = ["<|end|>a", "nd|>\n\n", ".<|end|>\r\n", "<|e\nnd|>", "|>\nb", "<\n|", "\n<|end|>"]
+    for planted in (copy.deepcopy(tokenizer), random_checkpoint.tokenizer()):
+        planted.add_tokens([AddedToken(text, normalized=False) for text in merged])
+        wrong, ends_seen = differences(planted, ["<|end|>"], 300)
+        assert wrong == 0 and ends_seen > 20
+
+
+@pytest.mark.parametrize(
+    "answer, end",
+    [
+        ("a dog.<|end|>", True),
+        ("a dog.<|end|>\n", True),  # within one token too: |>\n
+        ("a dog.<|e\nnd|\r\n>", True),
+        ("a dog.<|end|> and", False),
+        ("a dog.<|end|", False),
+    ],
+)
+def test_what_ends_an_answer(tokenizer, answer, end):
+    stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
+    assert ends(stop, tokenizer.encode(answer, add_special_tokens=False))[-1] == end
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import torch
 from rl_train.engine import Completions
 from rl_train.policies import segment_describe
 from rl_train.policies.segment_describe import (
+    GROWTH,
     answer,
+    askable,
     caption_likelihood,
     describe,
     row_masks,
@@ -41,6 +43,21 @@ def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch,
     assert all_equal(masks, segment_sampled(model, images, image, captions, STEPS))
     assert not torch.equal(masks[0], masks[5])  # one image, two captions
     assert segment_sampled(model, images, [], [], STEPS) == []
+
+
+def test_a_question_about_junk_is_bounded(model, images):
+    """Bytes that are no letters decode to text of more tokens; words stay as they are."""
+    generator, limit = torch.Generator().manual_seed(0), GROWTH * 8
+    length = len(model.prompts.segment("", images.tiles[0])) + limit
+    for vocabulary in (256, len(model.tokenizer)):
+        ids = torch.randint(vocabulary, (50, 32), generator=generator)
+        texts = [model.prompts.completion_text(row.tolist()) for row in ids]
+        asked = model.segment_prompts(images, [0] * 50, askable(model, texts, 8))
+        longest = max(map(len, asked.ids))
+        uncut = model.segment_prompts(images, [0] * 50, texts)
+        assert longest <= length + 4 < max(map(len, uncut.ids))  # one character cut in two
+    words = ["The little RED circle.", "", "a dog"]
+    assert askable(model, words, 8) == words
 
 
 def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monkeypatch):

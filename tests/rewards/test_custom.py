@@ -1,11 +1,12 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_train.curves import Tally, curves
 from rl_train.rewards import UserReward, load_reward
-from rl_train.rewards.custom import BadReward
+from rl_train.rewards.custom import BadReward, user_components
 
 MODULE = """
 import numpy as np
@@ -18,6 +19,12 @@ def words(completions, captions, **kwargs):
 
 def given(completions, **kwargs):
     return {"values": lambda: kwargs["values"]}["values"]()
+
+def ended(completions, stopped, **kwargs):
+    return [0.0 if end else -1.0 for end in stopped]
+
+def short(completions, num_tokens, **kwargs):
+    return [-n / 4 for n in num_tokens]
 
 def broken(completions, **kwargs):
     return [1 / 0]
@@ -97,6 +104,7 @@ def test_wrong_spec_is_named(spec, reason):
         [1.0, "x"],
         [[1.0], [2.0]],
         [math.inf, 0.0],
+        [0.0, -1e39],
         {0: 1.0, 1: 1.0},
     ],
 )
@@ -117,6 +125,20 @@ def test_none_and_nan_are_not_scored():
     assert UserReward("user_rewards:given")(
         ["a", "b", "c"], values=[None, math.nan, 0.0]
     ).isnan().tolist() == [True, True, False]
+
+
+def test_an_answer_that_was_cut_can_be_punished():
+    """The function of docs/adding_a_task.md; also by what an answer's tokens cost."""
+    rollout = SimpleNamespace(
+        texts=["a red cup", "a red"],
+        stopped=torch.tensor([True, False]),
+        valid=torch.tensor([[True, True, True, False], [True] * 4]),
+        batch=SimpleNamespace(captions=["c"], image_ids=["i"]),
+        of_rows=lambda values: values * 2,
+    )
+    rewards = [UserReward(f"user_rewards:{name}") for name in ("ended", "short")]
+    found = user_components(rewards, rollout, ["?"] * 2, None, None)
+    assert found["ended"].tolist() == [0, -1] and found["short"].tolist() == [-0.75, -1]
 
 
 def test_faults_of_the_users_code_pass_through():

@@ -27,6 +27,8 @@ def force(built):
     hooks = []
 
     def build(text):
+        while hooks:
+            hooks.pop().remove()
         ids = iter(built.tokenizer.encode(text, add_special_tokens=False))
         size = built.model.config.llm.vocab_size
         hooks.append(
@@ -282,6 +284,27 @@ def test_prompted_frames_are_single_images(built, scenes):
     )  # the same image, now without the prompt
     alone = track(model, features, prompts[1:], num_prompted=2)
     assert torch.allclose(alone[0], tracked[1], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "said, ended",
+    [
+        ("a dog.<|end|>\n and", "a dog.<|end|>"),
+        ("a dog.<|e\nnd|> and", "a dog.<|e\nnd|>"),
+        ("a <|end", "a <|end"),
+    ],
+)
+def test_an_odd_end_is_the_batched_forms(built, force, batch, monkeypatch, said, ended):
+    """In training too an answer goes on behind a stop text inside a token, but not one split."""
+    length = len(built.tokenizer.encode(said, add_special_tokens=False))
+    monkeypatch.setattr(built.model, "max_new_tokens", length)
+    force(said)
+    assert predict(built, text="Who?")["prediction"] == ended
+    force(said)
+    images = built.encode(batch)
+    done, texts = built.complete(images, built.segment_prompts(images, [0], ["it"]), 1, length)
+    assert built.tokenizer.decode(done.ids[0][done.valid[0]].tolist()).strip() == ended
+    assert texts == [ended.split("<|e")[0].strip() if "d|>" in ended else ended]
 
 
 def test_stop_words_end_each_row(built):

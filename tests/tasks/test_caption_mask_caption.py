@@ -115,7 +115,8 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
         assert outcome.rewards[name].isnan().tolist() == [False, True] * 4, name
     assert not outcome.rewards["iou"].isnan().any() and "likelihood" not in outcome.rewards
     seen = reward.function.__globals__["seen"]
-    names = {"completions", "prompts", "captions", "replies", "masks", "targets", "image_ids"}
+    names = set("completions prompts captions replies masks targets image_ids".split())
+    names |= {"stopped", "num_tokens"}
     assert set(seen) == names and all(len(values) == 8 for values in seen.values())
     assert seen["replies"] == outcome.replies and seen["completions"] == rollout.texts
     assert seen["prompts"][0].startswith("Please segment ")

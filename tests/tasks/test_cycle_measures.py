@@ -40,6 +40,7 @@ def measure_answers(monkeypatch):
 
         monkeypatch.setattr(cycle_measures, "describe", lambda *_: next(described))
         monkeypatch.setattr(cycle_measures, "answer", answer)
+        monkeypatch.setattr(cycle_measures, "askable", lambda policy, texts, _: texts)
         return _merged([[cycle_measures.measure(policy, batch, None, 8)]], 2)
 
     return measure

@@ -8,7 +8,7 @@ import torch
 
 from rl_train.config import LossConfig
 from rl_train.draws import Draws
-from rl_train.objective import Reference, Totals
+from rl_train.objective import Reference
 from rl_train.rewards.iou import mask_spread
 from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss
 from rl_train.types import Outcome, Rollout
@@ -96,9 +96,13 @@ def test_spread_by_hand(model):
     assert mask_spread(torch.stack([none, none])) == 0 == mask_spread(torch.stack([half, half]))
     assert mask_spread(torch.stack([whole, half, none])) == pytest.approx((0.5 + 1 + 1) / 3)
     drawn = DrawnMasks(torch.tensor([0, 0, 3]), [], None, None, None)
-    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, *[None] * 5, action=drawn)
+    ids = torch.full((4, 12), 5)
+    ids[2, :10] = model.model.seg_id  # of which 8 are decoded
+    said = dict(ids=ids, logp=None, valid=ids > 0, stopped=None, hidden=None, action=drawn)
+    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, **said)
     curves = SampledMask(model, 0.5, 0.0).curves(rollout, Outcome({}, [whole, half, none, none]))
-    assert curves == dict(mask_spread=(0.5, 2), no_seg_frac=(2, 4), mask_sigma=(0.5, 1))
+    shares = dict(no_seg_frac=(2, 4), capped_frac=(1, 4))
+    assert curves == dict(mask_spread=(0.5, 2), mask_sigma=(0.5, 1)) | shares
 
 
 # The policy term
@@ -115,18 +119,35 @@ def test_the_latent_term_points_to_the_better_mask(rollout):
     a, every = ADVANTAGES[drawn.rows], torch.ones(m, dtype=torch.bool)
 
     def term(reference):
-        config, totals = LossConfig(kl_coef=0.5), Totals(4, 1, m)
-        return latent_loss(mean, drawn, every, SIGMA, reference, a, every, totals, config)
+        how = dict(sigma=SIGMA, clip_range=0.2, kl_coef=0.5, num_actions=m)
+        return latent_loss(mean, drawn.z, drawn.logp, reference, a, every, **how)
 
-    loss, kl = term(mean.detach())
+    loss, sums = term(mean.detach())
     loss.backward()
     expected = -a[:, None] * drawn.offset / (SIGMA**2 * d * m)
     torch.testing.assert_close(mean.grad, expected, atol=1e-6, rtol=1e-3)
-    assert kl == 0
-    # a reference 2 sigma off in every dimension: KL 4 / 2 for each of the M
-    far, kl = term(mean.detach() + 2 * SIGMA)
-    assert kl.item() == pytest.approx(2 * m, rel=1e-4)
+    assert sums["latent_joint_kl"] == (0, m) and sums["latent_clip_frac"] == (0, m)
+    # a reference 2 sigma off in every dimension: KL 4 / 2 for each dimension of each of the M
+    far, sums = term(mean.detach() + 2 * SIGMA)
+    assert sums["latent_joint_kl"][0].item() == pytest.approx(2 * d * m, rel=1e-4)
     assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
+
+
+def test_the_latent_has_a_window_and_a_kl_weight_of_its_own(model, rollout):
+    """A ratio of exp(-.1), inside the text's window; a reference 1 sigma off, KL 1 / 2."""
+    drawn = rollout.action
+    later = replace(rollout, action=replace(drawn, logp=drawn.logp + 0.1))
+    reference = Reference(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
+    num_bad = int((ADVANTAGES[drawn.rows] < 0).sum())
+    assert 0 < num_bad < len(drawn.rows)
+    losses = {}
+    for clip_range, weight, clipped in ((0.2, 1.0, 0), (0.05, 1.0, num_bad), (0.2, 3.0, 0)):
+        task = task_of(model, 2, latent_clip_range=clip_range, latent_kl_weight=weight)
+        work = work_of(model, task, later, reference=reference)
+        _, sums, losses[clip_range, weight] = backward(model, work, LossConfig(kl_coef=0.5))
+        assert sums["latent_clip_frac"] == (clipped, len(drawn.rows))
+    more = losses[0.2, 3.0] - losses[0.2, 1.0]
+    assert more == pytest.approx(2 * 0.5 * 0.5, rel=1e-2)
 
 
 def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
@@ -138,7 +159,7 @@ def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
     silent = replace(rollout, ids=ids, action=action)
     task = task_of(model, 2, mask_loss_coef=0.1)
     grads, sums, loss = backward(model, work_of(model, task, silent))
-    assert sums["latent_loss"] == sums["mask_loss"] == 0 and sums["latent_kl"] == (0, 0)
+    assert sums["latent_loss"] == sums["mask_loss"] == 0 and sums["latent_joint_kl"] == (0, 0)
     assert loss == loss and sums["loss"] == sums["policy_loss"] == pytest.approx(loss, abs=1e-7)
     assert reached(model, grads) == {"lora", "mlp1"}
 
@@ -196,8 +217,10 @@ def test_a_row_without_reward_has_neither_term(model, rollout):
     _, sums, _ = backward(model, work, LossConfig(kl_coef=0.5))
     drawn = rollout.action
     kept = scored[drawn.rows]
-    assert sums["latent_kl"][1] == kept.sum() < len(drawn.rows)
-    assert sums["latent_kl"][0] == pytest.approx(0.5 * kept.sum().item(), rel=1e-2)
+    total, count = sums["latent_joint_kl"]
+    assert count == kept.sum() < len(drawn.rows)
+    dimensions = drawn.z.shape[1]
+    assert total / dimensions == pytest.approx(0.5 * kept.sum().item(), rel=1e-2)
     image = [rollout.prompts.image[row] for row in drawn.rows[kept].tolist()]
     with torch.no_grad():
         logits = model.decode_masks(rollout.features, image, drawn.z[kept])

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_logp, group_advantages, group_std
-from rl_train.objective import Totals
 from rl_train.rewards import mask_iou
-from rl_train.tasks.sampled_mask import DrawnMasks, latent_loss
-from tests.updates import POLICY_ALONE
+from rl_train.tasks.sampled_mask import latent_loss
 
 SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 2.0, 2048, 12, 512, 64
 # Of the central differences: for a reward like a soft step 4 % below the derivative.
@@ -50,11 +48,9 @@ def policy_gradient(mean, z, rewards) -> torch.Tensor:
     """(D,) dJ/de by what trains, without its scales: the group's std, the mean over D."""
     n, every = len(z), torch.ones(len(z), dtype=torch.bool)
     e = mean.clone().requires_grad_()
-    drawn = DrawnMasks(torch.arange(n), [], z, z - mean, gaussian_logp(z, mean, SIGMA))
-    means, reference = e.expand(n, -1), mean.expand(n, -1)
-    advantages = group_advantages(rewards, n)
-    of_step = Totals(n, 1, n), POLICY_ALONE
-    loss, _ = latent_loss(means, drawn, every, SIGMA, reference, advantages, every, *of_step)
+    old_logp, advantages = gaussian_logp(z, mean, SIGMA), group_advantages(rewards, n)
+    how = dict(sigma=SIGMA, clip_range=0.2, kl_coef=0.0, num_actions=n)
+    loss, _ = latent_loss(e.expand(n, -1), z, old_logp, None, advantages, every, **how)
     loss.backward()
     return -e.grad * len(mean) * group_std(rewards, n)
 

@@ -2,14 +2,20 @@
 
 The goal: at most 1.6 times the bytes of the frozen base in bf16 and of five float32 sets of the
 trainables: themselves, Adam's two states, the banks of teacher and reference.
+
+With --worst of the step that a run tries before its first: the longest that its flags allow.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from rl_train import cli
 from rl_train.config import COUNT, COUNT_OR_0, flag
-from rl_train.parts import GIB, standing_memory
+from rl_train.distributed import Ranks
+from rl_train.memory import GIB, standing_memory, worst_step
+from rl_train.parts import Parts
+from rl_train.train import train
 from tools.benchmarks import work
 from tools.benchmarks.common import device_name, print_table
 
@@ -20,12 +26,17 @@ GOAL = 1.6
 class Options(work.Options):
     """the step"""
 
+    worst: bool = flag(
+        False, "the worst step that --flags allow, in place of one of forced lengths"
+    )
     rounds: int = flag(2, "steps whose peaks count", type=COUNT)
     warmup: int = flag(1, "steps before them: they also capture graphs", type=COUNT_OR_0)
 
 
 def measure(options: Options) -> dict:
     """GiB: {"standing": by part, "later": peaks by phase, "peak", "base", ..; "ratio"}."""
+    if options.worst:
+        return measure_worst(options)
     w = work.build(options)
     standing, trains = standing_memory(w.policy), w.policy.trainable
     frozen = sum(p.numel() for n, p in w.policy.model.named_parameters() if n not in trains)
@@ -45,4 +56,25 @@ def measure(options: Options) -> dict:
     rows = {phase: dict(peak=peak) for phase, peak in later.items()}
     print_table(dict(peak=".2f"), rows, unit="GiB", **measured["standing"])
     print(f"{measured['reserved']:.2f} reserved; peak {measured['ratio']:.2f} x base (goal {GOAL})")
+    return measured
+
+
+def measure_worst(options: Options) -> dict:
+    """GiB: {"standing": by part, "worst": peaks by phase, "peak"; "reserved"}."""
+    config = cli.parse([*work.GIVEN.split(), *options.flags])
+    state = work.random_state(config, options)
+    ranks = Ranks(0, 1, torch.device(options.device))
+    worst = worst_step(Parts(config, config.flags, ranks, state, *[None] * 6, max_steps=1), train)
+    reserved = torch.cuda.max_memory_reserved() if ranks.device.type == "cuda" else 0
+    measured = dict(
+        device=device_name(options.device),
+        flags=config.flags,
+        standing={part: size / GIB for part, size in standing_memory(state.policy).items()},
+        worst=worst,
+        peak=max(worst.values()),
+        reserved=reserved / GIB,
+    )
+    rows = {phase: dict(peak=peak) for phase, peak in worst.items()}
+    print_table(dict(peak=".2f"), rows, unit="GiB", **measured["standing"])
+    print(f"{measured['peak']:.2f} at most, {measured['reserved']:.2f} reserved")
     return measured

@@ -23,7 +23,7 @@ from rl_train.curves import Clock, Tally
 from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
-from rl_train.grpo import group_advantages
+from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
 from rl_train.parts import build_optimizer
@@ -73,7 +73,7 @@ class ForcedPolicy(Sa2VAPolicy):
     def __init__(self, *parts, answer_tokens: int):
         super().__init__(*parts)
         self.answer_tokens = answer_tokens
-        self.stop.stopped = self.stop.eos_id = -1
+        self.stop.stopped, self.stop.eos_id = self.stop.table.shape[1], -1  # beyond all states
 
     def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
         if prompts.grids is not None:  # asks for a caption
@@ -116,6 +116,7 @@ class Work:
         state, optim, batch, work = self.state, self.config.optim, self.batch, []
         policy, roles, rollouts = state.policy, state.roles, self.config.rollout
         G, T = rollouts.num_generations, rollouts.max_completion_length
+        scale = ADVANTAGE_SCALES[self.config.loss.loss_type]
         distributed.gather_objects(None)  # all ranks begin together
         clock, tally = clock or Clock(policy.device), Tally()
         features = policy.encode(batch)
@@ -134,10 +135,12 @@ class Work:
                     clock(f"old{number + 1}")
             outcome = task.judge(rollout)
             reward = combine(outcome.rewards, task.weights)
-            advantages = group_advantages(reward, G).to(policy.device)
+            advantages = group_advantages(reward, G, scale).to(policy.device)
             clock(f"teacher{number + 1}")
-            with roles.use("reference"):
-                reference = score_all(policy, task, rollout, optim.micro_batch_size)
+            reference = None
+            if self.config.loss.kl_coef:
+                with roles.use("reference"):
+                    reference = score_all(policy, task, rollout, optim.micro_batch_size)
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             clock(f"reference{number + 1}")
         totals, _ = step_totals(work, self.ranks.world_size)
@@ -147,7 +150,7 @@ class Work:
                 loss.backward()
             tally.add_update(w.task.name, statistics, on_policy=True)
         update(state, self.average, tally, optim.max_grad_norm)
-        roles.update_teacher(optim.ema_decay)
+        roles.update_teacher(0.999)
         clock("update")
         state.step += 1
         self._check(*work)
@@ -170,8 +173,20 @@ def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> W
         if config.flags[name] != fixed[name]:
             raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
     ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    state = random_state(config, options, policy_class)
+    policy, tokens = state.policy, config.rollout.max_completion_length
+    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
+    cells = region_cells(policy, options.prompt_length)
+    batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
+    work = Work(config, ranks, state, average, batch, None, options)
+    work.masks = [mask_of(cells.roll(row)).to(ranks.device) for row in range(work.num_rows)]
+    return work
+
+
+def random_state(config, options: Options, policy_class=ForcedPolicy) -> RunState:
+    """What a run of these flags begins with, on random weights."""
     sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
-    model = random_model(sizes, ranks.device, config.run.seed)
+    model = random_model(sizes, torch.device(options.device), config.run.seed)
     policy = policy_class(
         model,
         Sa2VAProcessor(model.config, config.policy.max_tiles),
@@ -185,13 +200,7 @@ def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> W
     context = Context(policy, roles, tokens, user_rewards=rewards)
     tasks = [load_task(name)(asked, context) for name, asked in config.tasks.items()]
     optimizer = build_optimizer(config.optim, policy)
-    state = RunState(policy, roles, tasks, optimizer, scheduler=None)
-    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
-    cells = region_cells(policy, options.prompt_length)
-    batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
-    work = Work(config, ranks, state, average, batch, None, options)
-    work.masks = [mask_of(cells.roll(row)).to(ranks.device) for row in range(work.num_rows)]
-    return work
+    return RunState(policy, roles, tasks, optimizer, scheduler=None)
 
 
 def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:

@@ -1,0 +1,60 @@
+"""How a run ends that cannot go on: by one sentence and a status, what the user can mend.
+
+Faults of the program itself keep their traceback.
+"""
+
+from rl_train import checkpoint, memory
+from rl_train.config import Config
+from rl_train.data import BadData
+from rl_train.data.workers import WorkerFailed
+from rl_train.distributed import Ranks, once_a_machine, print0
+from rl_train.files import CannotWrite, DamagedFile
+from rl_train.rewards.custom import BadReward
+from rl_train.rewards.judge import JudgeFailed
+from rl_train.stops import STATUS, Stopped
+
+
+class Endings:
+    """A context that turns a run's end into SystemExit with a sentence, or with STATUS.
+
+    Attributes:
+        parts: `parts.Parts` once the run has begun; before it, every ValueError is the user's
+            input.
+    """
+
+    def __init__(self, config: Config, ranks: Ranks):
+        self.config, self.ranks, self.parts = config, ranks, None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, _, error: BaseException | None, traceback):
+        if isinstance(error, Stopped):
+            print0(f"rl_train: stopped by {error}; {self._how_to_go_on()}")
+            raise SystemExit(STATUS) from error
+        if sentence := self._sentence(error):
+            raise SystemExit(sentence) from error
+
+    def _sentence(self, error: BaseException | None) -> str | int | None:
+        """What SystemExit takes of an error that the user can mend, else None."""
+        flags = self.config
+        places = {
+            JudgeFailed: f"--llm_judge_base_url {flags.reward.llm_judge_base_url}: ",
+            BadData: f"--data_dir {flags.data.data_dir}: ",
+        }
+        if isinstance(error, RuntimeError) and memory.is_exhaustion(error):
+            return f"rl_train: {memory.sentence(error, flags, self.ranks, self.parts)}"
+        if isinstance(error, CannotWrite):
+            return f"rl_train: {error}; {self._how_to_go_on()}"
+        if isinstance(error, FloatingPointError):
+            steps = f"after {self.parts.state.step if self.parts else 0} steps"
+            return f"rl_train: {error}, {steps}; {self._how_to_go_on()}"
+        if self.parts is None:
+            asked = isinstance(error, ValueError)
+            return once_a_machine(f"rl_train: {error}") if asked else None
+        if isinstance(error, (DamagedFile, BadReward, WorkerFailed, *places)):
+            sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
+            return f"rl_train: {places.get(type(error), '')}{sentence}"
+
+    def _how_to_go_on(self) -> str:
+        return checkpoint.how_to_go_on(self.config.run.output_dir)

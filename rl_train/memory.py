@@ -1,0 +1,242 @@
+"""GPU memory: what a run holds anyway, its worst step before the first, the sentence at its end.
+
+A run that fits its first steps may not fit a later one, for answers grow longer while it learns and
+say more [SEG]. So the worst step that the flags allow is made before the first.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rl_train.checkpoint import RunState, how_to_go_on
+from rl_train.cli import FREE_ON_RESUME
+from rl_train.config import Config
+from rl_train.distributed import Ranks, gather_objects, print0
+from rl_train.policies.worst_case import LongestAnswers, worst_batch
+from rl_train.rewards.custom import UserReward
+from rl_train.tasks.protocol import Context
+
+GIB = 2**30
+# The phase that a call by this name belongs to; of several the first here.
+CALLS = dict(
+    evaluate="evaluation",
+    calibrate="calibration",
+    judge="teacher",
+    score_all="reference",
+    encode="encode",
+    prompts="rollout",
+    sample="rollout",
+    draw="rollout",
+    train="update",
+)
+# What to lower if a phase does not fit.
+REMEDIES = dict(
+    calibration=["batch_size"],
+    evaluation=["batch_size"],
+    encode=["batch_size", "max_tiles"],
+    rollout=["batch_size", "num_generations", "max_completion_length"],
+    teacher=["batch_size", "num_generations", "max_completion_length"],
+    reference=["micro_batch_size", "max_completion_length"],
+    update=["micro_batch_size", "max_masks_per_answer", "max_completion_length"],
+)
+
+
+def standing_memory(policy) -> dict[str, int]:
+    """{part: bytes} that a run holds on each GPU whatever its batch."""
+    weights = sum(parameter.nbytes for parameter in policy.trainable.values())
+    base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
+    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
+    return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
+
+
+# Before the first step
+
+
+def announce(parts, train) -> str:
+    """What the worst step takes, in words, of the rank where it is most; "" on the CPU.
+
+    Args: see `worst_step`.
+
+    Raises:
+        ValueError: a GPU has less. (Or memory ends in the step itself.)
+    """
+    device = parts.ranks.device
+    if device.type != "cuda":
+        return ""
+    peaks = worst_step(parts, train)
+    has = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    of_ranks = gather_objects((max(peaks.values()), has / GIB))
+    most, least = max(peak for peak, _ in of_ranks), min(has for _, has in of_ranks)
+    words = ", ".join(f"{phase} {peak:.1f}" for phase, peak in peaks.items())
+    announced = f"at most {most:.1f} GiB announced, a GPU has {least:.1f}"
+    print0(f"peak memory of the worst step that the flags allow, GiB: {words}; {announced}")
+    if most > least:
+        phase = max(peaks, key=peaks.get)
+        todo = remedy(phase, parts.config)
+        raise ValueError(f"out of GPU memory in {phase} of the worst step: {announced}; {todo}")
+    return announced
+
+
+def worst_step(parts, train) -> dict[str, float]:
+    """{phase: GiB at most} of the worst step that the flags allow; 0 on the CPU.
+
+    By the run's own loop, with its own model. No weight moves, random numbers are as before, and no
+    judge and no reward of the user's own is asked.
+
+    Args:
+        parts: `parts.Parts` of the run; train: its loop, `train.train`.
+    """
+    state, config, peaks = parts.state, parts.config, {}
+    policy, tokens = LongestAnswers(state.policy), config.rollout.max_completion_length
+    judge = SilentJudge() if config.reward.use_llm_judge else None
+    context = Context(policy, state.roles, tokens, judge, (UserReward(f"{__name__}:rising"),))
+    tasks = []
+    for task, options in zip(state.tasks, config.tasks.values()):
+        tasks.append(type(task)(options, context))
+        if task.action:
+            tasks[-1].action.load_state_dict(task.action.state_dict())
+    one_update = dict(num_iterations=1, gradient_accumulation_steps=1, ema_decay=1.0)
+    trial = replace(
+        config,
+        optim=replace(config.optim, **one_update),
+        reward=replace(config.reward, control="none"),
+    )
+    once = RunState(policy, state.roles, tasks, KeepsWeights(policy.trainable), scheduler=None)
+
+    def end_of_step(once, work, tally, clock):
+        clock("update")
+        once.step += 1
+        gradients = standing_memory(policy)["gradients"]
+        accumulated = config.optim.gradient_accumulation_steps - 1  # batches held beside this one
+        more = adam_to_come(state) + policy.engine.bytes_to_come()
+        more += accumulated * held_bytes(work)
+        for phase in clock.seconds:
+            buckets = gradients if dist.is_initialized() and phase != "update" else 0
+            peak = clock.peaks.get(phase)
+            peaks[phase] = 0.0 if peak is None else peak + (more + buckets) / GIB
+
+    longest = config.data.max_caption_length
+    batch = worst_batch(policy, policy.inputs(tokens, longest), config.rollout.batch_size)
+    device = policy.device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        of_trial = replace(parts, config=trial, state=once, max_steps=1)
+        train(of_trial, [batch], end_of_step, NotAveraged)
+    state.policy.engine.forget()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return peaks
+
+
+def adam_to_come(state: RunState) -> int:
+    """Bytes of Adam's state that its first step will make."""
+    made = [value for of_one in state.optimizer.state.values() for value in of_one.values()]
+    whole = standing_memory(state.policy)["optimizer"]
+    return whole - sum(value.nbytes for value in made if value.ndim)
+
+
+def held_bytes(value, seen=None) -> int:
+    """Bytes of the tensors on a GPU that records hold, each storage once."""
+    seen = set() if seen is None else seen
+    if isinstance(value, torch.Tensor):
+        storage = value.untyped_storage()
+        new = value.is_cuda and storage.data_ptr() not in seen
+        seen.add(storage.data_ptr())
+        return storage.nbytes() if new else 0
+    if dataclasses.is_dataclass(value):
+        value = list(vars(value).values())
+    elif isinstance(value, dict):
+        value = list(value.values())
+    return sum(held_bytes(one, seen) for one in value) if isinstance(value, (list, tuple)) else 0
+
+
+def rising(completions, **_) -> list[float]:
+    """A reward that differs between the rows of a group, so that there is an update."""
+    return [row % 7 / 7 for row in range(len(completions))]
+
+
+class SilentJudge:
+    """Scores everything 0 without asking."""
+
+    def score(self, references, captions) -> torch.Tensor:
+        return torch.zeros(len(captions))
+
+
+class KeepsWeights:
+    """An optimizer that takes no step."""
+
+    def __init__(self, trainable):
+        self.trainable = trainable
+
+    def step(self):
+        pass
+
+    def zero_grad(self, set_to_none: bool):
+        for parameter in self.trainable.values():
+            parameter.grad = None
+
+
+class NotAveraged:
+    """`distributed.GradientAverage` of one rank, whose gradients are as many bytes."""
+
+    def __init__(self, module, names):
+        self.module = module
+
+    def __call__(self, *args, last: bool):
+        return self.module(*args, last)
+
+    def averaging(self, last: bool):
+        return contextlib.nullcontext()
+
+    def own_norms(self) -> dict[str, float]:
+        return {}
+
+
+# When there is none left
+
+
+def is_exhaustion(error: RuntimeError) -> bool:
+    """Whether a GPU's memory is used up: torch's own error, or that of a library under it."""
+    words = str(error)
+    by_library = "out of memory" in words or "ALLOC_FAILED" in words
+    return isinstance(error, torch.OutOfMemoryError) or by_library
+
+
+def sentence(error: RuntimeError, config: Config, ranks: Ranks, parts=None) -> str:
+    """Where memory ended, what to lower, what was announced, and where to go on.
+
+    Args:
+        parts: `parts.Parts`, unless it was still being built.
+    """
+    calls = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    phase = next((phase for call, phase in CALLS.items() if call in calls), "start")
+    when = "before the first step" if parts is None else f"in step {parts.state.step + 1}"
+    if "worst_step" in calls:
+        when = "in the worst step that the flags allow, tried before the first"
+    words = [
+        f"out of GPU memory on rank {ranks.rank}, {when}, in {phase}",
+        remedy(phase, config),
+        *([parts.announced] if parts and parts.announced else []),
+        how_to_go_on(config.run.output_dir),
+    ]
+    return "; ".join(words)
+
+
+def remedy(phase: str, config: Config) -> str:
+    """What to change about the memory of a phase: flags with which a run that has begun resumes."""
+    if phase == "start":
+        return "the model itself does not fit: share it out by --shard_base"
+    has_begun = (Path(config.run.output_dir) / "config.json").is_file()
+    flags = [flag for flag in REMEDIES[phase] if not has_begun or flag in FREE_ON_RESUME]
+    words = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
+    if "batch_size" in flags:
+        words += " (and raise --gradient_accumulation_steps)"
+    if phase == "update" and not config.policy.gradient_checkpointing:
+        words += ", or switch --gradient_checkpointing on"
+    return words

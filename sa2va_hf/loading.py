@@ -1,0 +1,77 @@
+"""How the original's scripts load a model: transformers' arguments, as `Sa2VAModel` takes them."""
+
+import logging
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from .configuration_sa2va import Sa2VAConfig
+from .weights import find_keys
+
+# They choose how a model is read or which kernel computes it; True and False give the same model.
+MEANINGLESS = (
+    "attn_implementation",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "trust_remote_code",
+    "use_flash_attn",
+    "use_safetensors",
+)
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def resolve(path, dtype, device, torch_dtype, device_map, others: dict) -> tuple:
+    """(dtype, device) that the arguments of `Sa2VAModel.from_pretrained` mean.
+
+    Arguments without a meaning here are named in one line of the log.
+
+    Raises:
+        ValueError: an argument that would change the model, two that contradict each other, an
+            unknown dtype or more than one device; names it.
+    """
+    if wrong := [name for name, value in others.items() if value and name not in MEANINGLESS]:
+        raise ValueError(f"Sa2VAModel.from_pretrained does not support {', '.join(sorted(wrong))}")
+    if ignored := sorted(name for name in others if name in MEANINGLESS):
+        logging.getLogger(__name__).warning("from_pretrained ignores %s", ", ".join(ignored))
+    dtype = _one("dtype", dtype, "torch_dtype", torch_dtype) or torch.float32
+    if dtype == "auto":
+        dtype = Sa2VAConfig.from_pretrained(path).dtype_name or stored_dtype(Path(path))
+    named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(named, torch.dtype):
+        raise ValueError(f"Sa2VAModel.from_pretrained: dtype {dtype!r} is none of torch's")
+    return named, _one_device(_one("device", device, "device_map", device_map))
+
+
+def _one(name, value, other, also):
+    """Whichever of two arguments is given; ValueError if both are and they differ."""
+    if value is not None and also is not None and value != also:
+        raise ValueError(f"Sa2VAModel.from_pretrained: {name} is {value!r}, {other} {also!r}")
+    return also if value is None else value
+
+
+def _one_device(place) -> torch.device:
+    """The device that a `device_map` or a device names, the CPU if None.
+
+    "auto" and its like are the one accelerator, if there are not several.
+    """
+    if isinstance(place, dict):
+        place = place[""] if place.keys() == {""} else "several"
+    if place in ("auto", "balanced", "balanced_low_0", "sequential"):
+        if torch.cuda.device_count() < 2:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        place = "several"
+    if place == "several":
+        raise ValueError(
+            "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'"
+        )
+    return torch.device("cpu" if place is None else place)
+
+
+def stored_dtype(folder: Path) -> torch.dtype:
+    """Dtype of the LLM's norms in the safetensors of `folder`. ValueError if there are none."""
+    for key, file in find_keys(folder).items():
+        if key.startswith("language_model.") and key.endswith("norm.weight"):
+            with safe_open(file, framework="pt") as reader:
+                return _STORED[reader.get_slice(key).get_dtype()]
+    raise ValueError(f"{folder} holds no safetensors with a language model")

@@ -1,0 +1,128 @@
+"""What is held out: whole pictures or a sample over them, and none that is trained on."""
+
+import numpy as np
+import pytest
+
+from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
+from rl_train.data.split import sample_regions, split_dataset
+from tests.data.dam_splits import PNGS, region
+from tests.data.dam_splits import write as write_dam
+from tests.runs import draw_data
+from tools.make_demo import TRAIN, write_split
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+def pictures(dataset) -> set[bytes]:
+    return {dataset[i]["image"].tobytes() for i in range(len(dataset))}
+
+
+def test_regions_of_one_image_stay_on_one_side():
+    """Whole images are held out; what of the last one is too many is not trained on either."""
+
+    class Regions:
+        image_keys = np.array([7, 7, -3, 2, 2, 2, 9, 9, 4])
+
+        def __init__(self, data_dir):
+            pass
+
+        def __len__(self):
+            return len(self.image_keys)
+
+        def report(self):
+            return dict(rows=5, kept=9, skipped={}, resized_masks=0)
+
+    for eval_samples in range(1, 6):
+        training, heldout, _ = split_dataset(Regions, "x", None, eval_samples, 0)
+        images = [
+            {int(Regions.image_keys[i]) for i in part.indices} for part in (training, heldout)
+        ]
+        assert (
+            len(heldout) == eval_samples
+            and images[0].isdisjoint(images[1])
+            and len(images[0] | images[1]) == 5
+        )
+        assert sorted(i for i in range(9) if Regions.image_keys[i] in images[0]) == training.indices
+
+
+def test_pictures_are_held_out_whole(data):
+    """Though each of their regions is a row of its own, as `write_gar` writes them."""
+    training, heldout, _ = split_dataset(GraspAnyRegionDataset, data / "train", None, 10, 0)
+    sides = pictures(training), pictures(heldout)
+    assert len(heldout) == 10 and sides[0].isdisjoint(sides[1]) and len(sides[0] | sides[1]) == 20
+
+
+# --eval_data_dir and --num_samples
+
+
+def test_every_image_comes_before_the_second_region_of_any():
+    sizes = np.arange(30) + 1
+    keys = np.repeat(1000 - np.arange(30) ** 2, sizes)  # of 465 regions
+    for count in (10, 30, 31, 59):
+        images, times = np.unique(keys[sample_regions(keys, count)], return_counts=True)
+        assert len(images) == min(count, 30) and times.max() == (1 if count <= 30 else 2)
+    assert sorted(sample_regions(keys, 1000)) == list(range(465))
+
+
+def test_a_sample_is_the_same_each_time_and_begins_larger_ones():
+    keys = np.random.default_rng(0).integers(0, 40, 200)
+    larger = sample_regions(keys, 150)
+    assert all(sample_regions(keys, count) == larger[:count] for count in (1, 7, 64, 150))
+    assert min(larger[:20]) < 60 and max(larger[:20]) > 140  # and not the first ones
+
+
+def test_an_image_of_many_regions_is_as_likely_as_any():
+    """Here one of 50 regions, first of the others; of whose regions any may be taken."""
+    found = [
+        [i for i in sample_regions(np.arange(50 + n).clip(49), n // 4) if i < 50]
+        for n in range(20, 220)
+    ]
+    assert max(map(len, found)) == 1 and 30 < sum(map(len, found)) < 70  # a quarter of 200
+    assert len({i for one in found for i in one}) > 5
+
+
+def test_the_held_out_folder_is_sampled(data):
+    training, heldout, _ = split_dataset(
+        GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0
+    )
+    assert len(training) == 60 and len(heldout) == 4 == len(pictures(heldout))
+
+
+# Images on both sides
+
+
+@pytest.fixture(scope="module")
+def sharing(data):
+    """A folder of the first five of the twenty training scenes."""
+    write_split(data / "shared", seed=0, split=TRAIN, num_scenes=5)
+    return data / "shared"
+
+
+def test_shared_images_are_refused(data, sharing):
+    with pytest.raises(ValueError, match="^--data_dir .* share images: of 15 of 60 ") as refused:
+        split_dataset(GraspAnyRegionDataset, data / "train", sharing, 4, 0)
+    name = GraspAnyRegionDataset(data / "train").image_id(0)
+    assert name in str(refused.value) and "--shared_images drop" in str(refused.value)
+
+
+def test_shared_images_are_dropped_from_training(data, sharing):
+    training, heldout, _ = split_dataset(
+        GraspAnyRegionDataset, data / "train", sharing, 15, 0, "drop"
+    )
+    assert (len(training), len(heldout)) == (45, 15)
+    assert pictures(training).isdisjoint(pictures(heldout))
+
+
+def test_describe_anything_too(tmp_path):
+    names = [f"{k}.png" for k in "abc"]
+    members = list(zip(names, PNGS))
+    write_dam(tmp_path / "train" / "LVIS", dict.fromkeys("abc", region()), members)
+    write_dam(tmp_path / "heldout" / "PACO", {"x": region()}, [("x.png", PNGS[1])])
+    where = (DescribeAnythingDataset, tmp_path / "train", tmp_path / "heldout", 4, 0)
+    with pytest.raises(ValueError, match="1 of 3 training regions, as LVIS/b/0; "):
+        split_dataset(*where)
+    training, _, _ = split_dataset(*where, "drop")
+    assert [training[i]["image_id"] for i in range(2)] == ["LVIS/a/0", "LVIS/c/0"]

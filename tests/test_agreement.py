@@ -1,0 +1,176 @@
+"""Ranks that do not begin alike are all refused, with one sentence that says who has what."""
+
+import os
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rl_train import cli, distributed, train
+from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
+from rl_train.data import DamagedSample
+from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, run
+from tests.test_distributed import rank_environments
+from tools.make_demo import TRAIN, write_split
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+RUN = dict(caption_to_mask_weight=0, eval_samples=1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run of two steps by one process."""
+    monkeypatch = pytest.MonkeyPatch()
+    for _ in on_one_core(monkeypatch):
+        output = run(data, tmp_path_factory.mktemp("whole"), save_steps=1, **RUN)
+    monkeypatch.undo()
+    return output
+
+
+def forked(tmp_path, *argvs) -> list[tuple[int, str]]:
+    """(exit status, output) of each rank's process, forked from this one to save imports."""
+    children = []
+    for rank, (argv, environment) in enumerate(zip(argvs, rank_environments())):
+        output = tmp_path / f"output{rank}"
+        children.append((os.fork(), output))
+        if children[-1][0] == 0:
+            with output.open("w") as file:
+                os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+            os.environ.update(environment, LOCAL_RANK="0")  # each its own machine
+            try:
+                cli.run_program(lambda: train.main(argv))
+            except SystemExit as stopped:
+                os._exit(stopped.code)
+            finally:
+                os._exit(1)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, _ in children]
+    return [(status, output.read_text()) for status, (_, output) in zip(statuses, children)]
+
+
+@pytest.fixture
+def refusal(data, tmp_path):
+    """Function of two ranks' differing flags: the one sentence that both end with."""
+
+    def sentence(*changes, **same):
+        folders = [tmp_path / f"disk{rank}" for rank in range(2)]
+        argvs = [
+            flags(data, folder, **dict(RUN, batch_size=1, **same) | mine)
+            for folder, mine in zip(folders, changes)
+        ]
+        ended = forked(tmp_path, *argvs)
+        last = [output.strip().splitlines()[-1] for _, output in ended]
+        assert [status for status, _ in ended] == [2, 2], ended[1][1]
+        assert last[0] == last[1] and last[0].startswith("rl_train: "), last
+        assert not any("Traceback" in output for _, output in ended)
+        assert not any((folder / "config.json").exists() for folder in folders)
+        return last[0]
+
+    return sentence
+
+
+def test_a_machine_that_is_a_checkpoint_behind(refusal, whole, tmp_path):
+    shutil.copytree(whole / "checkpoint_step_2", tmp_path / "disk0" / "checkpoint_step_2")
+    shutil.copytree(whole / "checkpoint_step_1", tmp_path / "disk1" / "checkpoint_step_1")
+    assert refusal({}, {}, resume="auto") == (
+        "rl_train: ranks do not begin alike. the latest checkpoint in --output_dir: "
+        "checkpoint_step_2 on rank 0; checkpoint_step_1 on rank 1. the checkpoint to go on from: "
+        "checkpoint_step_2 on rank 0; checkpoint_step_1 on rank 1. Use a shared disk, or copy rank "
+        "0's latest checkpoint to the other machines."
+    )
+
+
+@pytest.mark.parametrize(
+    "file, what", [("trainables", "weights"), ("ema", "the teacher's weights")]
+)
+def test_a_checkpoint_of_another_run_under_the_same_name(refusal, whole, tmp_path, file, what):
+    for rank in range(2):
+        copy = tmp_path / f"disk{rank}" / "checkpoint_step_1"
+        shutil.copytree(whole / "checkpoint_step_1", copy)
+    tensors = load_file(copy / f"{file}.safetensors")
+    last = sorted(tensors)[-1]
+    tensors[last].view(-1)[-1] += 1e-3
+    save_file(tensors, copy / f"{file}.safetensors")
+    sentence = refusal({}, {}, resume="auto")
+    assert sentence.startswith(f"rl_train: ranks do not begin alike. {what}: ") and (
+        "Copy rank 0's checkpoint" in sentence
+    )
+
+
+def test_a_checkpoint_of_which_the_optimizer_differs(refusal, whole, tmp_path):
+    for rank in range(2):
+        copy = tmp_path / f"disk{rank}" / "checkpoint_step_1"
+        shutil.copytree(whole / "checkpoint_step_1", copy)
+    state = torch.load(copy / "training_state.pt", weights_only=True)
+    state["optimizer"]["state"][0]["exp_avg"][0] += 1
+    torch.save(state, copy / "training_state.pt")
+    assert "ranks do not begin alike. optimizer and tasks: " in refusal({}, {}, resume="auto")
+
+
+def test_a_checkpoint_that_one_rank_cannot_read(refusal, whole, tmp_path):
+    for rank in range(2):
+        copy = tmp_path / f"disk{rank}" / "checkpoint_step_1"
+        shutil.copytree(whole / "checkpoint_step_1", copy)
+    (copy / "ema.safetensors").write_bytes(b"cut")
+    sentence = refusal({}, {}, resume="auto")
+    assert f"rl_train: rank 1: {copy / 'ema.safetensors'} is missing or damaged: " in sentence
+
+
+def test_flags_that_differ(refusal):
+    sentence = refusal({}, dict(learning_rate=2e-4, num_workers=1))
+    assert "--learning_rate: 0.0001 on rank 0; 0.0002 on rank 1. Start all" in sentence
+    assert "--num_workers" not in sentence and "--output_dir" not in sentence
+
+
+def test_a_folder_that_one_machine_lacks(refusal):
+    assert refusal({}, dict(data_dir="/nowhere")) == (
+        "rl_train: rank 1: --data_dir /nowhere: no such folder"
+    )
+
+
+def test_data_and_models_that_differ(refusal, data, tmp_path):
+    write_split(tmp_path / "other", seed=1, split=TRAIN, num_scenes=20)
+    model = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    file = next(model.glob("*.safetensors"))
+    with file.open("r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        last = opened.read(1)[0]
+        opened.seek(-1, os.SEEK_END)
+        opened.write(bytes([last ^ 1]))
+    sentence = refusal({}, dict(data_dir=tmp_path / "other", model_path=model))
+    assert "samples of the training data: 60 (" in sentence
+    assert "samples of the heldout data" not in sentence
+    assert "files of --model_path: " in sentence and sentence.endswith("same model and data.")
+
+
+def test_a_digest_depends_on_every_bit():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    values = [tensor, tensor.reshape(3, 2), tensor.bfloat16(), tensor + 1e-6, tensor[0, 0], {}, []]
+    values += [{"a": tensor}, {"b": tensor}, [tensor], [[tensor]], 1, 1.0, True, "1", None]
+    assert len({digest(value) for value in values}) == len(values)
+    assert digest({"a": [tensor, 1]}) == digest({"a": (tensor.clone(), 1)})
+
+
+def test_samples_and_large_files_are_looked_at_in_part(tmp_path):
+    class Damaged(list):
+        def __getitem__(self, i):
+            raise DamagedSample(str(i), "damaged")
+
+    assert samples(Damaged([0])).startswith("1 (") and samples(Damaged([0])) != samples(
+        Damaged([0, 0])
+    )
+    (tmp_path / "a.safetensors").write_bytes(bytes(PLACES * PLACE * 3))
+    assert sum(map(len, base_files(tmp_path)[0][2:])) == PLACES * PLACE
+
+
+def test_alone_nobody_has_to_agree():
+    with pytest.raises(ValueError, match="^why$"), distributed.stop_together():
+        raise ValueError("why")
+    assert distributed.once_a_machine("why") == "why"

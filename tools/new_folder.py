@@ -1,0 +1,81 @@
+"""What a new Sa2VA folder consists of beside its weights: configuration and tokenizer.
+
+Both are in the form that the original's code and transformers 4 read too.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders
+from transformers import PreTrainedTokenizerFast
+
+from sa2va_hf import Sa2VAModel
+
+
+def new_config(vision: dict, llm: dict, **top) -> dict:
+    """A config.json of InternViT-300M's and Qwen2.5's kind.
+
+    Args:
+        vision, llm: sizes, with the names of vision_config and llm_config; top: other fields.
+    """
+    return dict(
+        architectures=["Sa2VAChatModel"],
+        model_type="sa2va_chat",
+        template="phi3_chat",
+        ps_version="v2",
+        select_layer=-1,
+        force_image_size=vision["image_size"],
+        downsample_ratio=0.5,
+        dynamic_image_size=True,
+        use_thumbnail=True,
+        min_dynamic_patch=1,
+        torch_dtype="bfloat16",
+        # Whose form this is. transformers 5.17 takes a large vocabulary of an unknown version for
+        # one of Mistral's and warns.
+        transformers_version="4.46.3",
+        vision_config=dict(
+            # The original's defaults of these four are InternViT-6B's.
+            architectures=["InternVisionModel"],
+            qk_normalization=False,
+            norm_type="layer_norm",
+            qkv_bias=True,
+            patch_size=14,
+            layer_norm_eps=1e-6,
+            hidden_act="gelu",
+            **vision,
+        ),
+        llm_config=dict(
+            architectures=["Qwen2ForCausalLM"],
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            hidden_act="silu",
+            tie_word_embeddings=False,
+            attention_dropout=0.0,
+            **llm,
+        ),
+        **top,
+    )
+
+
+def new_tokenizer(bpe: Tokenizer, special_tokens: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE whose last ids are `special_tokens`, with Qwen2's pad and EOS."""
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save(model: Sa2VAModel, tokenizer: PreTrainedTokenizerFast, folder: Path):
+    """Write the checkpoint `folder`: weights in bfloat16, configuration and tokenizer."""
+    model.save_pretrained(folder, dtype=torch.bfloat16)
+    tokenizer.save_pretrained(folder)
+    # transformers 5 writes a name of its own for the class, which transformers 4 does not know.
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(fields, indent=2) + "\n")
