@@ -7,7 +7,6 @@ there by the worker itself (`share`), and its faults are told apart here.
 
 import contextlib
 import io
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -25,7 +24,7 @@ SHM = Path("/dev/shm")
 PREFETCHED = 2  # batches of each worker, torch's default
 MIB = 2**20
 REMEDY = "make it larger (docker run --shm-size), or give --num_workers 0"
-WORKERS = weakref.WeakSet()  # processes of all loaders that are in use
+OPEN = weakref.WeakSet()  # iterators of loaders with workers
 
 
 class WorkerFailed(ValueError):
@@ -52,9 +51,9 @@ class Loader(DataLoader):
     """A DataLoader whose workers are known to `explaining`."""
 
     def __iter__(self):
-        others = multiprocessing.active_children()
         batches = super().__iter__()
-        WORKERS.update(set(multiprocessing.active_children()).difference(others))
+        if self.num_workers:
+            OPEN.add(batches)
         return batches
 
 
@@ -62,9 +61,10 @@ def explaining(num_workers: int, function, *args):
     """What `function(*args)` returns; the death of a worker in it is a `WorkerFailed` saying why.
 
     Caught twice in one frame: torch raises of SIGCHLD too, once and wherever the process is, so
-    perhaps while the first error is looked at.
+    perhaps while the first error is looked at. Workers end with it: they ignore a SIGTERM (see
+    `stops`), so that Python, which ends what is left of them by one, would wait for ever.
     """
-    WORKERS.clear()
+    OPEN.clear()
     faults, flag = (RuntimeError, EOFError, ConnectionError), f"--num_workers {num_workers}"
     try:
         try:
@@ -77,6 +77,9 @@ def explaining(num_workers: int, function, *args):
         if found := explain(error, flag):
             raise found from error
         raise
+    finally:
+        for batches in list(OPEN):
+            batches._shutdown_workers()
 
 
 def explain(error: Exception, flag: str) -> WorkerFailed | None:
@@ -104,9 +107,9 @@ def exit_of_worker() -> int | None:
 
     Waits for a second: what a worker leaves unfinished shows before its end does.
     """
-    for _ in range(50 if WORKERS else 0):
+    for _ in range(50 if OPEN else 0):
         with contextlib.suppress(RuntimeError):  # in which torch may say so now, by SIGCHLD
-            for worker in list(WORKERS):
+            for worker in [worker for batches in OPEN for worker in batches._workers]:
                 if worker.exitcode:
                     return worker.exitcode
             time.sleep(0.02)
