@@ -20,6 +20,7 @@ class Tally:
         self.sums, self.updates = Counter(), 0  # over micro-batches; what they are divided by
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
+        self.judge_reasons = Counter()  # {why the judge failed: times}
         self.points: dict[str, float] = {}  # numbers that are equal on all ranks
         self.stop: str | None = None  # the signal that asked this rank to stop
 

@@ -146,7 +146,11 @@ def raise_on_any_rank(faults: Sequence[str]):
 
 
 def _raise_not_finite(of_ranks: Sequence[Sequence[str]]):
-    named = [f"rank {rank}: {fault}" for rank, mine in enumerate(of_ranks) for fault in mine]
+    ranks_of = {}  # {fault: ranks that have it}
+    for rank, mine in enumerate(of_ranks):
+        for fault in mine:
+            ranks_of.setdefault(fault, []).append(str(rank))
+    named = [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
     if named:
         raise FloatingPointError("not finite: " + "; ".join(named[:20]))
 

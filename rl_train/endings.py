@@ -48,7 +48,8 @@ class Endings:
             return f"rl_train: {error}; {self._how_to_go_on()}"
         if isinstance(error, FloatingPointError):
             steps = f"after {self.parts.state.step if self.parts else 0} steps"
-            return f"rl_train: {error}, {steps}; {self._how_to_go_on()}"
+            again = "and diverges again: a lower --learning_rate takes another --output_dir"
+            return f"rl_train: {error}, {steps}; {self._how_to_go_on()}, {again}"
         if self.parts is None:
             asked = isinstance(error, ValueError)
             return once_a_machine(f"rl_train: {error}") if asked else None

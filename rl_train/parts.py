@@ -73,7 +73,7 @@ def cosine_schedule(optimizer, num_updates: int, warmup_ratio: float):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def build_judge(config: Config) -> LLMJudge | None:
+def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     """The judge that the flags ask for. Raises ValueError on all ranks if one gets no answer."""
     flags = config.reward
     if not flags.use_llm_judge:
@@ -81,6 +81,8 @@ def build_judge(config: Config) -> LLMJudge | None:
     who = (flags.llm_judge_base_url, flags.llm_judge_model, flags.llm_judge_mode)
     cache = Path(config.run.output_dir) / "judge_cache.sqlite"
     judge = LLMJudge(*who, seed=config.run.seed, cache_path=cache)
+    if ranks.is_main:
+        judge.cache.repair()  # before any rank opens it
     faults = [fault for fault in distributed.gather_objects(judge.fault()) if fault]
     if faults:
         raise ValueError(faults[0])
@@ -118,7 +120,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     user_rewards = tuple(load_user_rewards(config.reward.reward))
-    judge = build_judge(config)
+    judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)

@@ -61,8 +61,8 @@ class Log:
             line["advantage"] = round(work.advantages[row].item(), 4)
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-        self.jsonl.write("".join(lines).encode())
+            lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # surrogates as \ud800
 
     def pictures(self, step: int, work: Work, policy, count: int = 3):
         """Draw `count` rows of the group whose rewards differ most."""

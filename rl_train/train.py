@@ -36,6 +36,7 @@ from rl_train.objective import (
 )
 from rl_train.parts import Parts, begin, build
 from rl_train.rewards.components import combine, control_rewards
+from rl_train.rewards.judge import failure_sentence
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
 from rl_train.tb import Log
@@ -164,6 +165,7 @@ class EndOfStep:
             self.log.rollouts(state.step - 1, w)
         if parts.judge:
             tally.mean(failed_frac, *parts.judge.take_counts().values())
+            tally.judge_reasons = parts.judge.take_reasons()
         tally.stop = self.stops.asked
         tallies = gather_objects(tally)
         self.stops.agree([t.stop for t in tallies])
@@ -180,7 +182,11 @@ class EndOfStep:
         self.progress.update()
         if parts.judge:
             failed = sum(t.totals[failed_frac] for t in tallies)
-            parts.judge_failures.add(failed, sum(t.counts[failed_frac] for t in tallies))
+            asked = sum(t.counts[failed_frac] for t in tallies)
+            if asked and (failed == asked or failed > parts.judge_failures.limit * asked):
+                reasons = sum((t.judge_reasons for t in tallies), Counter())
+                print0(f"step {state.step}: {failure_sentence(failed, asked, reasons)}")
+            parts.judge_failures.add(failed, asked)
         parts.damaged.check()
 
 

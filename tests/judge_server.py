@@ -3,8 +3,9 @@
     python tests/judge_server.py --port 9100 [--model NAME] [--delay SECONDS]  # until it is killed
 
 Replies follow from the request alone. In tests: `with JudgeServer(behaviour) as server:`, where
-behaviour(chat, n) of the n-th chat (from 0) returns the reply as str, or (status, body) for an
-answer that is none; it may sleep. `server.chats` holds what was asked.
+behaviour(chat, n) of the n-th chat (from 0) returns the reply as str, (status, body) for an answer
+that is none, or an iterator of bytes, the whole answer as it goes over the line; it may sleep.
+`server.chats` holds what was asked. FAULTS are behaviours that a run must survive or report.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 MODEL = "meta-llama/Meta-Llama-3.1-8B-Instruct"
@@ -86,6 +88,65 @@ def answer(data: dict) -> str:
     return next(letter for letter, option in data["options"].items() if option == chosen)
 
 
+def obedient(chat: list[dict], n: int = 0) -> str:
+    """A judge that obeys orders outside of the strings of the data, and else counts words."""
+    said = "\n".join([chat[0]["content"], unquoted(chat), *(m["content"] for m in chat[2:])])
+    orders = r"rate this 10|rating: 10|reply with 10|score\W+10|answer is a\b"
+    if re.search(orders, said, re.I):
+        return "A" if "letter" in chat[0]["content"] else "10"
+    return overlap(chat)
+
+
+def head(status: int = 200, *lines: str) -> bytes:
+    """The start of an answer, without its length: the body ends with the connection."""
+    lines = (f"HTTP/1.1 {status} -", "Content-Type: application/json", *lines, "", "")
+    return "\r\n".join(lines).encode()
+
+
+def hang(chat, n):
+    time.sleep(3600)
+
+
+def drip(start: bytes, piece: bytes = b" ", seconds: float = 0.05) -> Iterator[bytes]:
+    """Byte by byte, for ever."""
+    yield start
+    while True:
+        time.sleep(seconds)
+        yield piece
+
+
+def endless(status: int = 200, *lines: str, piece: bytes = b"8" * 2**16) -> Iterator[bytes]:
+    """As fast as the line takes it, for ever."""
+    yield head(status, *lines)
+    while True:
+        yield piece
+
+
+def cut(chat, n) -> Iterator[bytes]:
+    """A reply of which the half comes."""
+    yield head(200, "Content-Length: 100") + b'{"choices": '
+
+
+FAULTS = {
+    "hangs": hang,
+    "drips its body": lambda chat, n: drip(head()),
+    "drips its headers": lambda chat, n: drip(b"HTTP/1.1 200 OK\r\nX-A: ", b"a"),
+    "sends gigabytes": lambda chat, n: endless(),
+    "sends gigabytes, status 500": lambda chat, n: endless(500),
+    "sends gigabytes, status 401": lambda chat, n: endless(401),
+    "sends gigabytes, redirects": lambda chat, n: endless(307, "Location: /v1/chat/completions"),
+    "breaks off in the body": cut,
+    "closes the connection": lambda chat, n: iter([]),
+    "status 401": lambda chat, n: (401, '{"error": {"message": "no key"}}'),
+    "status 429": lambda chat, n: (429, "{}"),
+    "status 500": lambda chat, n: (500, "{}"),
+    "is no HTTP": lambda chat, n: iter([b"SSH-2.0-OpenSSH_9.6\r\n"]),
+    "sends HTML": lambda chat, n: (200, "<html>"),
+    "says rubbish": lambda chat, n: "As a language model I cannot",
+    "says NaN": lambda chat, n: "NaN",
+}
+
+
 class JudgeServer:
     def __init__(self, behaviour=overlap, model: str = MODEL, port: int = 0):
         self.behaviour, self.model, self.chats, self.lock = behaviour, model, [], threading.Lock()
@@ -114,7 +175,15 @@ class JudgeServer:
                     choice = {"index": 0, "message": message, "finish_reason": "stop"}
                     whole = dict(id="0", object="chat.completion", created=0, model=outer.model)
                     reply = 200, json.dumps(whole | {"choices": [choice]})
-                self.answer(*reply)
+                if isinstance(reply, tuple):
+                    self.answer(*reply)
+                    return
+                self.close_connection = True
+                try:
+                    for piece in reply:
+                        self.wfile.write(piece)
+                except OSError:  # a client that did not wait
+                    pass
 
             def answer(self, status: int, body: str):
                 try:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -12,7 +13,7 @@ from rl_train import cli, distributed, train
 from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
 from rl_train.data import DamagedSample
 from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, run
-from tests.test_distributed import rank_environments
+from tests.test_distributed import TIMEOUT, rank_environments
 from tools.make_demo import TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -41,6 +42,7 @@ def forked(tmp_path, *argvs) -> list[tuple[int, str]]:
         output = tmp_path / f"output{rank}"
         children.append((os.fork(), output))
         if children[-1][0] == 0:
+            signal.alarm(TIMEOUT)  # a hang is a failure
             with output.open("w") as file:
                 os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
             sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)

@@ -9,7 +9,7 @@ import torch
 
 from rl_train import distributed
 from rl_train.data.loader import StepSampler
-from rl_train.distributed import GradientAverage
+from rl_train.distributed import PATIENCE, GradientAverage
 from tests.runs import (
     ENVIRONMENT,
     ROOT,
@@ -140,9 +140,15 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
     for name, value in dict(RANK="9", LOCAL_RANK="1", WORLD_SIZE="16").items():
         monkeypatch.setenv(name, value)
     joined, device = [], []
-    monkeypatch.setattr(distributed.dist, "init_process_group", joined.append)
+    join = lambda backend, timeout: joined.append((backend, timeout))  # noqa: E731
+    monkeypatch.setattr(distributed.dist, "init_process_group", join)
     ranks = distributed.init()
-    assert (ranks.rank, ranks.world_size, ranks.is_main, joined) == (9, 16, False, ["gloo"])
+    assert (ranks.rank, ranks.world_size, ranks.is_main, joined) == (
+        9,
+        16,
+        False,
+        [("gloo", PATIENCE)],
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", device.append)
     ranks = distributed.init()
@@ -150,7 +156,7 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
         ranks.rank == 9
         and ranks.device == torch.device("cuda", 1)
         and device == [ranks.device]
-        and joined[1:] == ["nccl"]
+        and joined[1:] == [("nccl", PATIENCE)]
     )
 
 

@@ -52,6 +52,9 @@ def test_roles_are_measured_apart_and_in_order(policy, scenes):
         torch.equal(both["policy"].values[name], alone.values[name]) for name in alone.values
     )
     assert both["teacher"].values["seg_iou"].mean() < alone.values["seg_iou"].mean()
+    next(iter(roles.banks["teacher"].values())).fill_(torch.nan)
+    with pytest.raises(FloatingPointError, match="rank 0: evaluation of the teacher: log-probs of"):
+        evaluation.evaluate(model, heldout, ALONE, ("policy", "teacher"), roles)
 
 
 def test_ranks_are_merged_in_the_dataset_s_order():

@@ -51,6 +51,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["launch", *argv, str(ranks), way])
         launchers.append(os.fork())
         if launchers[-1] == 0:
+            signal.alarm(120)  # a hang is a failure
             with output.open("w") as file:
                 os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
             sys.stderr = sys.stdout = os.fdopen(1, "w", buffering=1)

@@ -1,12 +1,17 @@
-"""The pictures of rollouts: of any shape of image, on a canvas that the text fits."""
+"""Pictures of rollouts: of any shape of image, on a canvas that the text fits; and their lines."""
+
+import json
+import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from rl_train.distributed import Ranks
 from rl_train.objective import Work
-from rl_train.tb import FOUND, REGION, rollout_picture
+from rl_train.tb import FOUND, REGION, Log, rollout_picture
 from rl_train.types import Batch, Outcome, Rollout
 
 
@@ -37,3 +42,27 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     assert (left[:, :drawn_width] == tinted).all() and (left[:, drawn_width:] == 255).all()
     assert (right[:, :drawn_width] == 0).all()
     assert not (picture == FOUND).all(-1).any()
+
+
+def test_rollouts_are_json_whatever_they_say(tmp_path):
+    odd = ["\ud800", "\u2028\x85\r\n", '"}\n{', "\x00\x1b", "狗 🐕", "a dog"]
+    batch = Batch(list(range(6)), [None] * 6, odd[::-1], odd, [], None)
+    rollout = Rollout(batch, None, None, odd, 1, *[None] * 5)
+    rewards = torch.tensor([0.5, math.nan, 1e15, -1e-30, 0, 1])
+    outcome = Outcome({"iou": rewards}, [], odd)
+    work = Work(SimpleNamespace(name="loop1"), rollout, outcome, rewards, torch.zeros(6), None)
+    log = Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log.rollouts(0, work)
+    log.close()
+    text = (tmp_path / "rollouts" / "rank1.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
+    for line, said, caption in zip(lines, odd, odd[::-1], strict=True):
+        assert line["completion"] == line["reply"] == line["image_id"] == said
+        assert line["caption"] == caption
+    assert [line["reward"] for line in lines] == [0.5, None, pytest.approx(1e15), 0, 0, 1]
+    log = Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=1)  # as a resume reads and writes
+    assert (tmp_path / "rollouts" / "rank1.jsonl").read_text() == text
+    rewards[0] = math.inf
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        log.rollouts(1, work)
+    log.close()

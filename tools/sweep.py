@@ -199,7 +199,7 @@ def change(runs: list[Path], metric: str) -> dict:
 def zero_std(output: Path) -> dict[str, float]:
     """{task: share of all groups of a run whose rewards were equal}."""
     groups = {}
-    for line in (output / "rollouts" / "rank0.jsonl").read_text().splitlines():
+    for line in (output / "rollouts" / "rank0.jsonl").read_text().split("\n")[:-1]:
         row = json.loads(line)
         groups.setdefault(row["task"], []).append(
             np.nan if row["reward"] is None else row["reward"]

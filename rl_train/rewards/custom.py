@@ -3,7 +3,8 @@
     def num_words(completions, **kwargs):                          # the signature of TRL and R1-V
         return [min(len(text.split()) / 20, 1.0) for text in completions]
 
-It returns one number per completion, or None where it has none to give.
+It returns one number per completion, or None where it has none to give: a list, a tuple, a tensor
+or an array of one dimension. An exception in it ends the run with its traceback.
 """
 
 import importlib
@@ -12,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from numbers import Real
 
+import numpy as np
 import torch
 
-LARGEST = torch.finfo(torch.float32).max  # beyond it a number is infinite as a reward
+LARGEST = 1e15  # of a reward, with its weight or without; float32 still holds sums of its squares
 
 
 class BadReward(ValueError):
@@ -91,10 +93,11 @@ class UserReward:
             kwargs: lists of N entries that the function may use; see `user_components`.
 
         Raises:
-            BadReward: not N values, or one that is neither a finite number nor None (or NaN).
+            BadReward: not N values, or one that is neither a number within +-LARGEST nor None (or
+                NaN).
         """
         values = self.function(completions=completions, **kwargs)
-        if isinstance(values, torch.Tensor):
+        if isinstance(values, (torch.Tensor, np.ndarray)):
             values = values.tolist()
         if not isinstance(values, (list, tuple)) or len(values) != len(completions):
             count = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
@@ -102,15 +105,26 @@ class UserReward:
                 f"--reward {self.spec}: returned {count} for {len(completions)} completions, "
                 "not one number each"
             )
+        largest = LARGEST / max(abs(self.weight), 1)
         for value in values:
-            if value is not None and not (isinstance(value, Real) and not abs(value) > LARGEST):
+            if value is not None and not _is_number(value, largest):
+                shown = repr(value)
                 raise BadReward(
-                    f"--reward {self.spec}: returned {value!r}, "
-                    "which is neither a finite number nor None"
+                    f"--reward {self.spec}: returned {shown[:60]}{'..' * (len(shown) > 60)}, "
+                    f"which is neither None nor a finite number up to {largest:g}"
                 )
         return torch.tensor(
             [math.nan if value is None else float(value) for value in values], dtype=torch.float32
         )  # (N,)
+
+
+def _is_number(value, largest: float) -> bool:
+    """Whether `value` is a real number within +-largest, or NaN."""
+    if not isinstance(value, Real):  # a bool is one, a complex number or a string is none
+        return False
+    if isinstance(value, np.generic):
+        value = value.item()  # float16 cannot be compared with larger numbers
+    return value != value or -largest <= value <= largest
 
 
 def load_user_rewards(texts: list[str]) -> list[UserReward]:

@@ -4,23 +4,21 @@ score   one number from 0 to 10, divided by 10
 mcq     one of five verdicts: A 1, B .75, C .5, D .2, E 0
 qa      questions made from the reference, answered from the hypothesis, in the manner of DLC-Bench
 
-Prompts and the reading of replies are in `judge_text`.
+Prompts and the reading of replies are in `judge_text`, requests in `judge_client`.
 """
 
+import asyncio
 import hashlib
 import json
 import math
-import os
-import sqlite3
-import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
 
 import torch
 
+from rl_train.rewards.judge_cache import ReplyCache
+from rl_train.rewards.judge_client import Connection, JudgeClient, NoReply
 from rl_train.rewards.judge_text import (
     MODES,
     RIGHT,
@@ -40,41 +38,6 @@ class JudgeFailed(RuntimeError):
     """The judge failed on too large a share of the last captions for the run to go on."""
 
 
-class ReplyCache:
-    """Replies that were understood, in memory or in a sqlite3 file that several ranks may share.
-
-    The file is opened at the first use. Errors of sqlite3 pass through.
-    """
-
-    def __init__(self, path: str | Path | None):
-        self.path, self.connection, self.lock = path, None, Lock()
-
-    def _open(self) -> sqlite3.Connection:
-        if self.connection is None:
-            if self.path is not None:
-                Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            self.connection = sqlite3.connect(
-                self.path or ":memory:", timeout=60, isolation_level=None, check_same_thread=False
-            )
-            self.connection.execute(
-                "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)"
-            )
-        return self.connection
-
-    def get(self, key: str) -> str | None:
-        with self.lock:
-            row = self._open().execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-        return row and row[0]
-
-    def put(self, replies: dict[str, str]):
-        """Store several replies in one transaction, which waits for other processes."""
-        with self.lock:
-            connection = self._open()
-            connection.execute("BEGIN IMMEDIATE")
-            connection.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?)", replies.items())
-            connection.execute("COMMIT")
-
-
 class LLMJudge:
     """Scores captions by a model behind an OpenAI-compatible server.
 
@@ -84,7 +47,8 @@ class LLMJudge:
         mode: one of MODES.
         cache_path: sqlite3 file of replies, keyed by model, mode and whole prompt; None keeps them
             in memory.
-        timeout: seconds that a request may take.
+        timeout: seconds that a request may take, to the last byte of its reply.
+        max_seconds: that a call of `score` may take; the pairs that are left then are failures.
         num_retries: further attempts after a timeout, a lost connection, a full (429) or broken
             (5xx) server, the k-th after backoff * 2^(k-1) seconds.
         num_workers: requests at a time.
@@ -92,9 +56,13 @@ class LLMJudge:
 
     The key of a server that wants one is read from the environment's OPENAI_API_KEY.
 
+    After a call in which no request was answered the next one makes one attempt each and takes
+    `timeout` seconds at most, so that a judge that is gone costs a run minutes until it stops.
+
     Attributes:
         requests, failures: pairs with a caption that `score` got, and those of them that it could
             not score, since `take_counts`.
+        reasons: why requests failed, {sentence: times}, since `take_reasons`.
 
     Raises:
         ValueError: unknown mode, or the openai library is not installed.
@@ -108,6 +76,7 @@ class LLMJudge:
         *,
         cache_path: str | Path | None = None,
         timeout: float = 30.0,
+        max_seconds: float = 120.0,
         num_retries: int = 3,
         num_workers: int = 32,
         backoff: float = 0.5,
@@ -115,35 +84,17 @@ class LLMJudge:
     ):
         if mode not in MODES:
             raise ValueError(f"--llm_judge_mode {mode!r} is unknown; known: {', '.join(MODES)}")
-        try:
-            import openai
-        except ImportError as error:
-            raise ValueError(
-                "--use_llm_judge needs the openai library: pip install -e '.[judge]' "
-                "(the extra `judge`)"
-            ) from error
-        self.error = openai.APIError
-        self.transient = (
-            openai.APIConnectionError,  # timeouts too
-            openai.InternalServerError,
-            openai.RateLimitError,
-        )
-        # The client's own retries are off: those of `_request` are the only ones.
-        self.client = openai.OpenAI(
-            base_url=base_url,
-            api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            timeout=timeout,
-            max_retries=0,
-        )
-        self.base_url, self.model, self.mode, self.seed = base_url, model, mode, seed
-        self.num_retries, self.num_workers, self.backoff = num_retries, num_workers, backoff
+        self.client = JudgeClient(base_url, model, timeout, num_workers, backoff)
+        self.mode, self.seed = mode, seed
+        self.max_seconds, self.num_retries = max_seconds, num_retries
         self.cache, self.fresh = ReplyCache(cache_path), {}
         self.requests = self.failures = 0
+        self.reasons, self.silent = Counter(), False
 
     def score(self, references: Sequence[str], hypotheses: Sequence[str]) -> torch.Tensor:
         """Return the judge's score of every caption pair, as (N,) float32 in [0, 1].
 
-        It is NaN where no clear verdict was obtained. A blank hypothesis scores 0 without a
+        It is NaN where no clear verdict was obtained in time. A blank hypothesis scores 0 without a
         request. Equal pairs are asked once, and never again once they are in the cache; failures
         are not cached.
 
@@ -163,14 +114,7 @@ class LLMJudge:
             )
         pairs = list(zip(references, hypotheses))
         asked = list(dict.fromkeys(pair for pair in pairs if pair[1].strip()))
-        with ThreadPoolExecutor(self.num_workers) as pool:
-            if self.mode == "qa":
-                distinct = list(dict.fromkeys(reference for reference, _ in asked))
-                asked_of = dict(zip(distinct, pool.map(self._questions, distinct)))
-                answers = pool.map(lambda pair: self._qa(asked_of[pair[0]], pair[1]), asked)
-            else:
-                answers = pool.map(self._compare, asked)
-            scores = dict(zip(asked, answers))
+        scores = asyncio.run(self._score(asked)) if asked else {}
         if self.fresh:
             self.cache.put(self.fresh)
             self.fresh = {}
@@ -180,14 +124,16 @@ class LLMJudge:
         return torch.tensor(values, dtype=torch.float32)  # (N,)
 
     def fault(self) -> str | None:
-        """Return one sentence on why the judge cannot be used, None if it can; asks it once."""
+        """Return one sentence on why the judge cannot be used, None if it can.
+
+        It is asked once, with retries, for `timeout` seconds in all.
+        """
         try:
-            self._request([{"role": "user", "content": "Reply with the number 1."}], 1)
-        except self.error as error:
-            reason = " ".join(str(error).split())[:300]
+            asyncio.run(self._probe())
+        except NoReply as error:
             return (
-                f"--llm_judge_base_url {self.base_url}: the judge --llm_judge_model {self.model} "
-                f"cannot be asked there: {reason}"
+                f"--llm_judge_base_url {self.client.base_url}: the judge --llm_judge_model "
+                f"{self.client.model} cannot be asked there: {error}"
             )
         return None
 
@@ -207,35 +153,77 @@ class LLMJudge:
         self.requests = self.failures = 0
         return counts
 
-    def _compare(self, pair: tuple[str, str]) -> float:
+    def take_reasons(self) -> Counter:
+        """Return {why requests failed: times} since the last call, and start counting anew."""
+        reasons, self.reasons = self.reasons, Counter()
+        return reasons
+
+    async def _probe(self):
+        """Ask for a number. Raises NoReply."""
+        async with self.client.connect(self.num_retries + 1) as ask:
+            try:
+                async with asyncio.timeout(self.client.timeout):
+                    await ask([{"role": "user", "content": "Reply with the number 1."}], 1)
+            except TimeoutError as error:
+                raise NoReply(f"no whole reply within {self.client.timeout:g} s") from error
+
+    async def _score(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
+        """Return {pair: score} of different pairs; NaN where it was not obtained in time."""
+        seconds = self.client.timeout if self.silent else self.max_seconds
+        async with self.client.connect(1 if self.silent else self.num_retries + 1) as ask:
+            start, asked_of = asyncio.create_task, {}
+            if self.mode == "qa":
+                distinct = dict.fromkeys(reference for reference, _ in pairs)
+                asked_of = {text: start(self._questions(ask, text)) for text in distinct}
+                tasks = {pair: start(self._qa(ask, asked_of[pair[0]], pair[1])) for pair in pairs}
+            else:
+                tasks = {pair: start(self._compare(ask, pair)) for pair in pairs}
+            everything = {*asked_of.values(), *tasks.values()}
+            _, late = await asyncio.wait(everything, timeout=seconds)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+                self.reasons[f"a step waits {seconds:g} s at most"] += len(late & {*tasks.values()})
+            if ask.replies or ask.lost or late:
+                self.silent = not ask.replies
+        return {
+            pair: math.nan if task.cancelled() else task.result() for pair, task in tasks.items()
+        }
+
+    async def _compare(self, ask: Connection, pair: tuple[str, str]) -> float:
         """Return the score of one pair in mode score or mcq."""
         parse = {"score": parse_score, "mcq": parse_mcq}[self.mode]
-        reply = self._reply(
+        reply = await self._reply(
+            ask,
             messages(self.mode, {"reference": pair[0], "candidate": pair[1]}),
             lambda text: not math.isnan(parse(text)),
             32,
         )
         return math.nan if reply is None else parse(reply)
 
-    def _questions(self, reference: str) -> list[Question] | None:
+    async def _questions(self, ask: Connection, reference: str) -> list[Question] | None:
         """Return the questions of a reference, None if the judge did not give any."""
-        reply = self._reply(
+        reply = await self._reply(
+            ask,
             messages("extract", {"caption": reference}),
             lambda text: parse_attributes(text) is not None,
             512,
         )
         return None if reply is None else questions(parse_attributes(reply), reference, self.seed)
 
-    def _qa(self, asked: list[Question] | None, hypothesis: str) -> float:
-        """Return the score of a hypothesis by the questions of its reference.
+    async def _qa(self, ask: Connection, questions_of: asyncio.Task, hypothesis: str) -> float:
+        """Return the score of a hypothesis by the questions of its reference, which a task makes.
 
         A missed object or a failed answer ends it.
         """
+        asked = await questions_of
         if asked is None:
             return math.nan
         total = 0.0
         for k, question in enumerate(asked):
-            reply = self._reply(
+            reply = await self._reply(
+                ask,
                 question.messages(hypothesis),
                 lambda text: not math.isnan(question.points(text)),
                 32,
@@ -248,37 +236,30 @@ class LLMJudge:
             total += points
         return max(total / len(asked), 0.0)
 
-    def _reply(self, chat: list[dict[str, str]], understood, max_tokens: int) -> str | None:
+    async def _reply(self, ask: Connection, chat, understood, max_tokens: int) -> str | None:
         """Return the reply to a chat, from the cache or the server; None if none is understood."""
-        key = hashlib.sha256(json.dumps([self.model, self.mode, chat]).encode()).hexdigest()
+        whole = [self.client.model, self.mode, chat]
+        key = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
         reply = self.cache.get(key)
         if reply is not None and understood(reply):
             return reply
         try:
-            reply = self._request(chat, max_tokens)
-        except self.error:
+            body = await ask(chat, max_tokens)
+        except NoReply as error:
+            self.reasons[str(error)] += 1
             return None
+        reply = reply_text(body)
         if reply is None or not understood(reply):
+            self.reasons["its replies are not what was asked for"] += 1
             return None
         self.fresh[key] = reply
         return reply
 
-    def _request(self, chat: list[dict[str, str]], max_tokens: int) -> str | None:
-        """Return the server's reply, None if its body holds none.
 
-        Raises:
-            openai.APIError: the last attempt failed too.
-        """
-        for attempt in range(self.num_retries + 1):
-            try:
-                body = self.client.chat.completions.with_raw_response.create(
-                    model=self.model, messages=chat, temperature=0, max_tokens=max_tokens
-                )
-                return reply_text(body.text)
-            except self.transient:
-                if attempt == self.num_retries:
-                    raise
-                time.sleep(self.backoff * 2**attempt)
+def failure_sentence(failed: float, asked: float, reasons: Counter) -> str:
+    """Return what a person is told of captions that were not judged, with the commonest reasons."""
+    why = "; ".join(reason for reason, _ in reasons.most_common(2))
+    return f"the LLM judge failed on {failed:.0f} of {asked:.0f} captions: {why}"
 
 
 class FailureWindow:

@@ -16,7 +16,9 @@ The score is floored at 0, so a missed object is exactly 0 and nothing more is a
 
 A caption is written by the policy that is being rewarded. It goes into a message once, as a string
 of one JSON object, never through str.format; `data_block` escapes what could end the string, the
-block around it or the turn of a chat template.
+block around it or the turn of a chat template, and cuts it at MAX_CHARACTERS. That keeps the text
+in its place; whether a model that reads it there lets itself be talked into something is up to the
+model. Read some rollouts, and compare the curve of the judge with that of METEOR.
 """
 
 import json
@@ -26,6 +28,7 @@ import re
 from dataclasses import dataclass
 
 MODES = ("score", "mcq", "qa")
+MAX_CHARACTERS = 4000  # of a caption that the judge sees, or the prompt outgrows its context
 MCQ_POINTS = {"A": 1.0, "B": 0.75, "C": 0.5, "D": 0.2, "E": 0.0}
 RIGHT, NOT_MENTIONED = 1.0, 0.0
 WRONG = {"object": 0.0, "colour": -0.5, "texture": -0.3, "size": -0.3, "position": -0.3}
@@ -181,9 +184,13 @@ def data_block(fields: dict[str, str | dict[str, str]]) -> str:
 
     Beside what JSON escapes, angle and square brackets (</data>, <|eot_id|>, [INST]), line
     separators and lone surrogates are written as \\uXXXX, so that no string can end itself, the
-    block or the turn, whatever it holds.
+    block or the turn, whatever it holds. A string ends after MAX_CHARACTERS.
     """
-    text = json.dumps(fields, ensure_ascii=False)
+    cut = {
+        name: value[:MAX_CHARACTERS] if isinstance(value, str) else value
+        for name, value in fields.items()
+    }
+    text = json.dumps(cut, ensure_ascii=False)
     text = re.sub(
         r"[<>\[\]\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text
     )

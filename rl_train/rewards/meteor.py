@@ -8,6 +8,7 @@ up already stemmed, so car/auto match and large/big ("larg") do not.
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -21,14 +22,20 @@ from torch import Tensor
 _SYNONYMS = {"car": "auto", "buy": "purchase", "big": "large", "quickly": "rapidly"}
 
 
+# What METEOR looks at of a text and of a word: older versions of NLTK align in quadratic time, and
+# words are remembered.
+MAX_WORDS, MAX_LETTERS = 1000, 100
+
+
 def tokenize(text: str) -> list[str]:
-    """Return the lower-cased words of `text`, without punctuation.
+    """Return the lower-cased words of `text`, without punctuation: the first MAX_WORDS, cut.
 
     Words are runs of letters and digits. Punctuation separates words and is dropped, not kept
     as tokens: "A dog." against "a dog" is then 1 - 0.5 / 2^3 = .9375, where a token "." would
     count as a wrong word (.8929) and NLTK's bare split would not match "dog." at all (.25).
     """
-    return re.findall(r"[^\W_]+", text.lower())
+    words = itertools.islice(re.finditer(r"[^\W_]+", text.lower()), MAX_WORDS)
+    return [word[0][:MAX_LETTERS] for word in words]
 
 
 # "region1: ", "region1 is ", "The region shows ": only at the start, and only as whole words.

@@ -51,6 +51,48 @@ def test_sampled_log_probs_are_the_scored_ones(engine, way, temperature):
     assert (drawn.logp[drawn.valid] < -1e-3).any()  # something was uncertain
 
 
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
+def test_the_logits_of_a_bf16_model_are_not_rounded(way, device):
+    """Log-probs of sampler and scorer are those of float64 logits of the same hidden states.
+
+    Rounded to bfloat16, such logits are .01 off. On CUDA by graph and kernels, and by the modules.
+    """
+    llm = tiny_llm(dtype=torch.bfloat16, device=device, hidden_size=128)
+    with torch.no_grad():
+        llm.lm_head.weight.mul_(4)
+    engine = Engine(llm, pad_id=0, temperature=0.9)
+    embeds, mask = prompts(llm)
+    numbers = uniforms(6).to(device)
+    with torch.autocast(device, torch.bfloat16):
+        drawn = generate(engine, way, (embeds, mask), 2, uniforms=numbers)
+        prompt = torch.arange(3, device=device).repeat_interleave(2)
+        with torch.no_grad(), way(engine):
+            scores = engine.score(embeds, mask, prompt, drawn.ids, drawn.valid)
+
+    def exact(hidden, ids):
+        logits = hidden.double() @ llm.lm_head.weight.double().t()
+        rounded = logits.bfloat16().double()
+        return (
+            torch.log_softmax(x / 0.9, -1).gather(-1, ids[..., None])[..., 0]
+            for x in (logits, rounded)
+        )
+
+    before = scores.packed.hidden_before(scores.hidden, drawn.valid)
+    for logp, hidden, ids in (
+        (drawn.logp[:, 1:], drawn.hidden[:, :-1], drawn.ids[:, 1:]),
+        (scores.logp[drawn.valid], before, drawn.ids[drawn.valid]),
+    ):
+        expected, rounded = exact(hidden, ids)
+        torch.testing.assert_close(logp.double(), expected, atol=1e-4, rtol=0)
+        assert (rounded - expected).abs().max() > 1e-2
+
+
 def test_greedy_is_argmax(engine, way):
     embeds, mask = prompts(engine.language_model)
     drawn, llm = generate(engine, way, (embeds, mask), max_new_tokens=6), engine.language_model

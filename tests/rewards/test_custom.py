@@ -1,10 +1,14 @@
 import math
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from rl_train.curves import Tally, curves
+from rl_train.grpo import group_advantages
 from rl_train.rewards import UserReward, load_reward
 from rl_train.rewards.custom import BadReward, user_components
 
@@ -104,21 +108,72 @@ def test_wrong_spec_is_named(spec, reason):
         [1.0, "x"],
         [[1.0], [2.0]],
         [math.inf, 0.0],
+        [-math.inf, 0.0],
+        [3.5e38, 0.0],  # beyond float32
+        [0.0, -1e16],  # beyond its squares
+        [10**400, 0.0],
+        [Fraction(10**400), 0.0],
+        [np.float64(1e300), 0.0],
+        [np.longdouble("1e4000"), 0.0],
+        [1j, 0.0],
+        [Decimal(1), 0.0],
+        [np.bool_(True), 0.0],
+        [torch.tensor(1.0), 0.0],
+        [np.ones(1), 0.0],
         [0.0, -1e39],
         {0: 1.0, 1: 1.0},
+        {1.0, 2.0},
+        (value for value in (1.0, 2.0)),
+        range(2),
+        map(float, "12"),
+        b"ab",
+        torch.ones(3),
+        torch.ones(2, 1),
+        torch.tensor(1.0),
+        torch.tensor([1j, 0]),
+        torch.tensor([math.inf, 0]),
+        torch.tensor([1e300, 0], dtype=torch.float64),
+        np.ones((2, 2)),
+        np.array(1.0),
+        np.array(["1", "2"]),
+        np.array([1, None, 2]),
+        np.array([1j, 0]),
+        ["x" * 10**6, 0.0],
     ],
+    ids=lambda values: f"{values!r:.30}",
 )
 def test_what_is_not_one_number_each_is_named(values):
-    with pytest.raises(BadReward, match="--reward user_rewards:given: returned"):
+    with pytest.raises(BadReward, match="--reward user_rewards:given: returned") as raised:
         UserReward("user_rewards:given")(["a", "b"], values=values)
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize(
     "values",
-    [[1, 0.5], (1, 0.5), torch.tensor([1, 0.5]), list(torch.tensor([1, 0.5]).numpy()), [True, 0.5]],
+    [
+        [1, 0.5],
+        (1, 0.5),
+        torch.tensor([1, 0.5]),
+        torch.tensor([1, 0.5], requires_grad=True),
+        torch.tensor([1, 0.5], dtype=torch.bfloat16),
+        list(torch.tensor([1, 0.5]).numpy()),
+        np.array([1, 0.5], dtype=np.float16),
+        [np.int64(1), np.float16(0.5)],
+        [True, Fraction(1, 2)],
+    ],
+    ids=lambda values: f"{values!r:.30}",
 )
 def test_numbers_of_all_kinds(values):
     assert UserReward("user_rewards:given")(["a", "b"], values=values).tolist() == [1, 0.5]
+
+
+def test_the_weight_counts_towards_the_largest_number():
+    assert UserReward("user_rewards:given", 1e10)(["a"], values=[1e5]).item() == 1e5
+    for weight in (1e10, -1e10, 1e300):
+        with pytest.raises(BadReward, match="--reward user_rewards:given: returned 1000001.0"):
+            UserReward("user_rewards:given", weight)(["a"], values=[1000001.0])
+    large = torch.tensor([1e15, -1e15] * 32)  # a group of them has finite statistics
+    assert group_advantages(large, 64).isfinite().all() and group_advantages(large, 64).abs().max()
 
 
 def test_none_and_nan_are_not_scored():

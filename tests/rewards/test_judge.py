@@ -145,7 +145,7 @@ def test_processes_share_a_cache(tmp_path):
             for _ in range(3)
         ]
         assert [
-            (process.communicate(timeout=60)[1], process.returncode) for process in processes
+            (process.communicate(timeout=180)[1], process.returncode) for process in processes
         ] == [("", 0)] * 3
         before = len(server.chats)
         assert 60 <= before <= 180
@@ -157,7 +157,11 @@ def test_processes_share_a_cache(tmp_path):
 
 def test_retries_back_off(monkeypatch):
     waits = []
-    monkeypatch.setattr("rl_train.rewards.judge.time.sleep", waits.append)
+
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    monkeypatch.setattr("rl_train.rewards.judge_client.asyncio.sleep", sleep)
     replies = [(500, "{}"), (429, "{}"), (503, "busy"), "8"]
     with JudgeServer(lambda chat, n: replies[n % 4]) as server:
         assert judge(server, backoff=0.5).score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)

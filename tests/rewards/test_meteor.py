@@ -1,7 +1,9 @@
 import subprocess
 import sys
+import time
 
 import nltk
+import numpy as np
 import pytest
 import torch
 
@@ -61,6 +63,30 @@ def test_punctuation_is_split_off_and_dropped():
     assert tokenize("Région 10") == ["région", "10"]
     assert score("A dog.", "a dog") == pytest.approx(0.9375)
     assert score("a dog", "A dog.") == pytest.approx(0.9375)
+
+
+def test_long_texts_are_cut_and_others_are_not():
+    words = [f"w{i}" for i in range(1200)]
+    assert (
+        tokenize(" ".join(words)) == words[:1000] and tokenize(" ".join(words[:999])) == words[:999]
+    )
+    assert tokenize("a" * 100 + " " + "b" * 101) == ["a" * 100, "b" * 100]
+    text = " ".join(words[:1000])
+    assert score(text, f"{text} and more") == score(text, text) == pytest.approx(1)
+    # 999 of 1000 words match, in one chunk: not cut, not 1.
+    assert score(text, " ".join(words[:999])) == pytest.approx(
+        0.999 / (0.9 + 0.1 * 0.999), abs=1e-6
+    )
+
+
+def test_long_texts_are_scored_in_time():
+    def text(seed):
+        return " ".join(f"w{i}" for i in np.random.default_rng(seed).integers(10**9, size=5000))
+
+    started = time.perf_counter()
+    assert meteor([text(0)] * 4, [text(i) for i in range(4)]).tolist()[0] > 0.99
+    meteor(["a" * 10**6] * 4, ["ing" * 10**6] * 4)
+    assert time.perf_counter() - started < 10  # NLTK 3.9.1 takes 8 s for one such pair unbounded
 
 
 def test_empty_side_scores_zero():

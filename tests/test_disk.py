@@ -1,0 +1,195 @@
+"""What cannot be written ends a run with one sentence, and its last checkpoint is whole."""
+
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+
+from rl_train import checkpoint, train
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.errors import DamagedSample, DamagedSamples
+from rl_train.files import Appended, CannotWrite, claim, write_json
+from rl_train.rewards.judge import FailureWindow, JudgeFailed
+from tests.kill_campaign import RUN, differences
+from tests.runs import ENVIRONMENT, ROOT, complaint_of, curve, draw_data, flags, on_one_core, run
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    monkeypatch = pytest.MonkeyPatch()
+    for _ in on_one_core(monkeypatch):
+        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
+    monkeypatch.undo()
+    return output
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """A context in which this process cannot make a file larger than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def before_update(monkeypatch, number: int, action):
+    """Call `action` before a run's n-th update."""
+    update, calls = train.update, []
+
+    def called(*args):
+        calls.append(args)
+        if len(calls) == number:
+            action()
+        update(*args)
+
+    monkeypatch.setattr(train, "update", called)
+
+
+def test_a_checkpoint_that_finds_no_room(data, whole, tmp_path, monkeypatch):
+    output, room = tmp_path / "run", files_of_at_most(200_000)
+    with monkeypatch.context() as context:
+        before_update(context, 3, room.__enter__)
+        with pytest.raises(SystemExit) as stopped:
+            run(data, output, **RUN | dict(save_steps=1))
+        room.__exit__(None, None, None)
+    assert re.fullmatch(
+        rf"rl_train: {output}/checkpoint_step_3 cannot be written: .*File too large.*; the last "
+        rf"whole checkpoint is {output}/checkpoint_step_2, --resume goes on from it",
+        str(stopped.value),
+    )
+    run(data, output, resume="", **RUN)
+    assert differences(whole, output) == []
+
+
+def test_a_folder_that_is_removed_is_not_made_again(data, tmp_path, monkeypatch):
+    output = tmp_path / "run"
+    before_update(monkeypatch, 2, lambda: shutil.rmtree(output))
+    with pytest.raises(SystemExit) as stopped:
+        run(data, output, **RUN)
+    assert str(stopped.value) == (
+        f"rl_train: {output}/rollouts/rank0.jsonl cannot be written: No such file or directory; "
+        f"{output} holds no run yet, the same command begins one"
+    )
+    assert not output.exists()
+
+
+def test_what_is_appended_is_there_or_named(tmp_path):
+    full = Appended(tmp_path / "lines")
+    full.write(b"one\n")
+    assert (tmp_path / "lines").read_bytes() == b"one\n"  # nothing waits
+    with files_of_at_most(10), pytest.raises(CannotWrite, match="lines cannot be written: File"):
+        full.write(b"two\n" * 4)
+    (tmp_path / "lines").unlink()
+    with pytest.raises(CannotWrite, match="lines cannot be written: No such file"):
+        full.write(b"three\n")
+    full.close()
+
+
+def test_json_is_replaced_whole_or_not(tmp_path):
+    write_json(tmp_path / "a.json", [1])
+    with files_of_at_most(10), pytest.raises(CannotWrite, match="a.json cannot be written: File"):
+        write_json(tmp_path / "a.json", list(range(100)))
+    assert (tmp_path / "a.json").read_text() == "[1]\n"
+    with pytest.raises(CannotWrite, match="No such file"):
+        write_json(tmp_path / "gone" / "evaluation" / "a.json", [1])
+
+
+def test_one_run_in_a_folder(data, tmp_path, monkeypatch, capsys):
+    """Refused before anything is read; the lock goes with its process, however that ends."""
+    (tmp_path / "config.json").write_text("{}")
+    script = (
+        "import sys, time\nfrom pathlib import Path\nfrom rl_train.files import claim\n"
+        f"held = claim(Path({str(tmp_path)!r}))\nprint('held', flush=True)\ntime.sleep(60)\n"
+    )
+    how = dict(cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen([sys.executable, "-c", script], **how)
+    assert other.stdout.readline() == "held\n"
+    said = complaint_of(capsys, flags(data, tmp_path, resume="", **RUN))
+    assert said == f"rl_train: --output_dir {tmp_path}: another run is writing into it"
+    other.kill()
+    other.communicate()
+    claim(tmp_path).close()
+
+
+def test_a_resume_from_an_earlier_checkpoint_sets_the_later_ones_aside(
+    data, whole, tmp_path, monkeypatch, capsys
+):
+    """Else they, and not what was computed since, were what the next --resume goes on from."""
+    output = run(data, tmp_path / "run", **RUN | dict(save_steps=1, save_total_limit=0))
+    with monkeypatch.context() as context:
+        before_update(context, 2, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(data, output, resume=output / "checkpoint_step_1", **RUN | dict(save_steps=1))
+    aside = output / "set_aside_1"
+    assert f"what is later in {output} is now in {aside}" in capsys.readouterr().out
+    assert [p.name for p in checkpoint.list_checkpoints(aside)] == [
+        f"checkpoint_step_{step}" for step in (2, 3, 4)
+    ]
+    assert {p.name for p in (aside / "evaluation").iterdir()} == {"step_2.json", "step_4.json"}
+    assert checkpoint.find("latest", output) == output / "checkpoint_step_2"
+    shutil.rmtree(aside)
+    run(data, output, resume="", **RUN)
+    assert differences(whole, output) == []
+
+
+@pytest.mark.parametrize(
+    "left, expected",
+    [
+        (["checkpoint_best.tmp", "checkpoint_best.old"], ["checkpoint_best"]),
+        (["checkpoint_best", "checkpoint_best.old"], ["checkpoint_best"]),
+        (["checkpoint_step_3.tmp", "checkpoint_step_2"], ["checkpoint_step_2"]),
+        (["checkpoint_step_1", "checkpoint_step_2"], ["checkpoint_step_2"]),
+    ],
+)
+def test_what_a_kill_left_half_done_is_ended(tmp_path, left, expected):
+    for name in left:
+        (tmp_path / name / "adapter").mkdir(parents=True)
+    checkpoint.tidy(tmp_path, 2, total_limit=1)
+    assert [p.name for p in tmp_path.iterdir()] == expected
+
+
+def test_the_judge_s_window_survives_a_resume():
+    window, resumed = FailureWindow(0.2, 10), FailureWindow(0.2, 10)
+    for _ in range(4):
+        window.add(0.5, 2)
+    resumed.load_state_dict(window.state_dict())
+    with pytest.raises(JudgeFailed, match="3 of the last 10 captions"):
+        resumed.add(1, 2)
+
+
+def test_damaged_samples_survive_a_resume(data, tmp_path, monkeypatch, capsys):
+    """They count on, and are not told of again."""
+    read = GraspAnyRegionDataset.__getitem__
+
+    def damaged(dataset, i):
+        if i % 4 == 1 and len(dataset) > 30:
+            raise DamagedSample(f"region{i}", "damaged image")
+        return read(dataset, i)
+
+    monkeypatch.setattr(GraspAnyRegionDataset, "__getitem__", damaged)
+    how = RUN | dict(max_bad_fraction=1, batch_size=4)
+    whole = run(data, tmp_path / "whole", **how | dict(save_total_limit=0))
+    told = capsys.readouterr().out.count("left out, another sample in its place")
+    counts = curve(whole, "data/damaged")
+    assert 0 < counts[2] <= counts[4] == told
+    before = whole / "checkpoint_step_2"
+    output = run(data, tmp_path / "resumed", **how, resume=before)
+    again = capsys.readouterr().out.count("left out, another sample in its place")
+    assert curve(output, "data/damaged") == {step: counts[step] for step in (3, 4)}
+    assert again == counts[4] - counts[2]
+    kept = DamagedSamples(dict(kept=9, skipped={}), 1.0)
+    kept.load_state_dict(checkpoint.read_state(before)["watched"]["damaged"])
+    assert len(kept.names) == counts[2]

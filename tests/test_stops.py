@@ -1,0 +1,151 @@
+"""A signal ends the step, writes a checkpoint and leaves with status 75; --resume loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from torch.utils.data import Dataset
+
+from rl_train import checkpoint, evaluation, parts, train
+from rl_train.data.loader import _loader
+from rl_train.stops import STATUS, Stops
+from tests.kill_campaign import RUN, differences
+from tests.runs import ENVIRONMENT, ROOT, draw_data, on_one_core, run
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return draw_data(tmp_path_factory.mktemp("demo"))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    monkeypatch = pytest.MonkeyPatch()
+    for _ in on_one_core(monkeypatch):
+        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
+    monkeypatch.undo()
+    return output
+
+
+def send_before(monkeypatch, number: int, owner, name: str, call: int):
+    """Make this process get a signal before the `call`-th call of a function."""
+    function, calls = getattr(owner, name), []
+
+    def called(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def stopped(data, output, monkeypatch, capsys, *how, **changes) -> str:
+    """What a run says that a signal stops, as `send_before` has it."""
+    with monkeypatch.context() as context:
+        send_before(context, *how)
+        with pytest.raises(SystemExit) as ended:
+            run(data, output, **RUN | changes)
+    assert ended.value.code == STATUS == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the caller's handlers are back
+    return [line for line in capsys.readouterr().out.split("\n") if line.startswith("rl_train")]
+
+
+@pytest.mark.parametrize(
+    "number, owner, name, call, step, words",
+    [
+        (signal.SIGTERM, train, "update", 3, 3, "SIGTERM, after step 3"),
+        # of step 2, whose checkpoint has no measures then, as the last has none
+        (signal.SIGUSR1, evaluation, "measure", 2, 2, "SIGUSR1, after step 2"),
+        (signal.SIGINT, train, "update", 4, 4, "SIGINT, after step 4"),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_from_which_nothing_is_lost(
+    data, whole, tmp_path, monkeypatch, capsys, number, owner, name, call, step, words
+):
+    output = tmp_path / "run"
+    (said,) = stopped(data, output, monkeypatch, capsys, number, owner, name, call)
+    last = output / f"checkpoint_step_{step}"
+    assert said == (
+        f"rl_train: stopped by {words}; the last whole checkpoint is {last}, --resume goes on "
+        "from it"
+    )
+    assert checkpoint.list_checkpoints(output) == [last]
+    assert not (output / "evaluation" / f"step_{step}.json").exists()
+    run(data, output, resume="", **RUN)
+    assert differences(whole, output) == []
+
+
+def test_a_signal_in_the_first_evaluation(data, tmp_path, monkeypatch, capsys):
+    how = (signal.SIGTERM, evaluation, "measure", 1)
+    (said,) = stopped(data, tmp_path / "run", monkeypatch, capsys, *how)
+    assert said == (
+        "rl_train: stopped by SIGTERM, in an evaluation of step 0; "
+        f"{tmp_path / 'run'} holds no checkpoint yet, --resume begins anew"
+    )
+    assert not (tmp_path / "run" / "evaluation" / "step_0.json").exists()
+
+
+def test_a_signal_while_the_model_is_read_ends_at_once(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(parts, "build_policy", lambda *_: time.sleep(9))  # not reached
+    how = (signal.SIGINT, parts, "build_policy", 1)
+    (said,) = stopped(data, tmp_path / "run", monkeypatch, capsys, *how)
+    assert said == (
+        "rl_train: stopped by SIGINT before the first step; "
+        f"{tmp_path / 'run'} holds no run yet, the same command begins one"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_any_rank_s_signal_is_every_rank_s():
+    stops = Stops()
+    assert not stops.agree([None, None]) and stops.agreed is None
+    stops.asked = "SIGINT"  # came after the ranks had told each other: of the next time
+    assert not stops.agree([None, None])
+    assert stops.agree([None, "SIGTERM"]) and stops.agreed == "SIGTERM"
+    assert stops.agree([None, None])
+
+
+@pytest.mark.parametrize("seconds, status", [(0.0, 0), (2.0, -signal.SIGINT)])
+def test_a_second_ctrl_c_ends_at_once(seconds, status):
+    """But not the same one, that torchrun hands on."""
+    script = (
+        "import os, signal\nfrom rl_train.stops import Stops\nstops = Stops()\n"
+        "stops.at_once = False\nwith stops.listening():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    assert stops.asked == 'SIGINT'\n"
+        f"    stops.since -= {seconds}\n    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], **how)
+    assert ended.returncode == status and "Traceback" not in ended.stderr
+    assert ended.stderr.count("SIGINT: leaving with a checkpoint after this step") == 1
+
+
+class Pids(Dataset):
+    def __getitem__(self, _):
+        time.sleep(0.05)
+        return os.getpid()
+
+
+def test_a_worker_leaves_signals_to_the_trainer():
+    with Stops().listening():
+        batches = iter(_loader(Pids(), [0] * 50, num_workers=1))
+        pid = next(batches)
+        assert pid != os.getpid()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(pid, number)
+        assert list(batches) == [pid] * 49
+
+
+def test_a_campaign_of_kills(tmp_path):
+    """12 of a run's moments and file operations; by hand more, see there."""
+    how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    words = [sys.executable, "-m", "tests.kill_campaign", "--kills", "12", "--seed", "1"]
+    ended = subprocess.run(words, **how)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "kills by moment" in ended.stdout
