@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from rl_train.distributed import gather_objects, print0
-from rl_train.files import DamagedFile, read_json, sync, writing
+from rl_train.files import DamagedFile, give_usual_mode, read_json, sync, writing
 from rl_train.roles import Roles
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
@@ -197,6 +197,7 @@ def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: 
     if metrics:
         scores = dict(step=state.step, score=metrics["score"], metrics=metrics)
         (folder / "eval.json").write_text(json.dumps(scores, indent=2) + "\n")
+    give_usual_mode(folder)
 
 
 def find(resume: str | None, output_dir) -> Path | None:
@@ -228,13 +229,20 @@ def open_weights(path: Path):
 
 
 def load_weights(folder: Path, parameters: dict, file: str = "trainables.safetensors"):
-    """Copy a file's weights into the parameters. Raises ValueError if damaged or of other names."""
+    """Copy a file's weights into the parameters.
+
+    Raises ValueError if it is damaged, or of other names, shapes or types than these.
+    """
     reader = open_weights(Path(folder) / file)
     if odd := set(reader.keys()) ^ set(parameters):
         raise ValueError(f"{folder}/{file}: names differ from what trains: {sorted(odd)[:5]}")
     with torch.no_grad():
         for name, parameter in parameters.items():
             tensor = reader.get_tensor(name)
+            if (tensor.shape, tensor.dtype) != (parameter.shape, parameter.dtype):  # or it spreads
+                found = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
+                wanted = f"{parameter.dtype} {tuple(parameter.shape)}"
+                raise ValueError(f"{folder}/{file}: {found}, what trains is {wanted}")
             if not tensor.isfinite().all():
                 raise ValueError(f"{folder}/{file}: {name} is not finite")
             parameter.copy_(tensor)

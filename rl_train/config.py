@@ -88,6 +88,9 @@ class DataConfig:
         choices=["refuse", "drop"],
     )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
+    max_caption_length: int = flag(
+        512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

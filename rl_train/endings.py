@@ -6,6 +6,7 @@ Faults of the program itself keep their traceback.
 from rl_train import checkpoint, memory
 from rl_train.config import Config
 from rl_train.data import BadData
+from rl_train.data.workers import WorkerFailed
 from rl_train.distributed import Ranks, once_a_machine, print0
 from rl_train.files import CannotWrite, DamagedFile
 from rl_train.rewards.custom import BadReward
@@ -52,7 +53,7 @@ class Endings:
         if self.parts is None:
             asked = isinstance(error, ValueError)
             return once_a_machine(f"rl_train: {error}") if asked else None
-        if isinstance(error, (DamagedFile, BadReward, *places)):
+        if isinstance(error, (DamagedFile, BadReward, WorkerFailed, *places)):
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             return f"rl_train: {places.get(type(error), '')}{sentence}"
 

@@ -28,6 +28,7 @@ class HeldOut:
     batch_size: int
     max_new_tokens: int
     num_workers: int
+    max_caption_length: int | None = None  # see `Sa2VAInputs`
 
 
 @dataclass
@@ -57,7 +58,7 @@ def evaluate(
 
     Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
-    inputs = policy.inputs(heldout.max_new_tokens)
+    inputs = policy.inputs(heldout.max_new_tokens, heldout.max_caption_length)
     columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how)

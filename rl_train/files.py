@@ -115,6 +115,14 @@ def claim(folder: Path):
     return file
 
 
+def give_usual_mode(folder: Path):
+    """Give all files of a new folder the mode of any new file; safetensors makes its own 0600."""
+    mode = folder.stat().st_mode & 0o666  # the folder's is by the umask
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
+
+
 def check_writable(flag: str, path: Path, is_file: bool = False):
     """Raise ValueError, beginning with `flag`, if folder or file `path` cannot be written."""
     nearest = next(place for place in (path, *path.parents) if os.path.lexists(place))

@@ -121,7 +121,8 @@ def worst_step(parts, train) -> dict[str, float]:
             peak = clock.peaks.get(phase)
             peaks[phase] = 0.0 if peak is None else peak + (more + buckets) / GIB
 
-    batch = worst_batch(policy, policy.inputs(tokens), config.rollout.batch_size)
+    longest = config.data.max_caption_length
+    batch = worst_batch(policy, policy.inputs(tokens, longest), config.rollout.batch_size)
     device = policy.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         of_trial = replace(parts, config=trial, state=once, max_steps=1)

@@ -153,7 +153,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
         few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
         for task in tasks:
             if task.action:
-                loader = eval_loader(few, policy.inputs(tokens), prompts, 0)
+                loader = eval_loader(
+                    few, policy.inputs(tokens, data.max_caption_length), prompts, 0
+                )
                 task.action.calibrate(loader, tokens)
                 first = distributed.gather_objects(task.action.state_dict())[0]
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise

@@ -19,7 +19,8 @@ from tqdm import tqdm
 from rl_train import checkpoint, cli, distributed, memory
 from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, curves
-from rl_train.data.loader import steps, train_loader
+from rl_train.data.loader import shared_memory_warning, steps, train_loader
+from rl_train.data.workers import explaining
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
 from rl_train.draws import Draws
 from rl_train.endings import Endings
@@ -192,7 +193,8 @@ def run(parts: Parts, stops: Stops):
     stops.at_once = False
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers)
+    longest = config.data.max_caption_length
+    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers, longest)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
@@ -200,8 +202,11 @@ def run(parts: Parts, stops: Stops):
         if not stops.agreed and evaluator.missing(start):
             evaluator(state, log)
         if not stops.agreed:
-            inputs = state.policy.inputs(tokens)
+            inputs = state.policy.inputs(tokens, longest)
             loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
+            held = config.optim.gradient_accumulation_steps
+            if warning := shared_memory_warning(loader, held, heldout.batch_size):
+                print0(warning)
             end_of_step = EndOfStep(parts, log, evaluator, stops)
             with closing(end_of_step.progress):  # what the run ends with is said below it
                 train(parts, loader, end_of_step)
@@ -224,7 +229,7 @@ def main(argv=None):
                 parts.announced = memory.announce(parts, train)
                 begin(parts)
             endings.parts = parts
-            run(parts, stops)
+            explaining(config.data.num_workers, run, parts, stops)
     finally:
         distributed.close()
 

@@ -318,6 +318,8 @@ class Sa2VAModel(nn.Module):
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
         self.config.save_pretrained(path, dtype or self.dtype)
+        for file in Path(path).glob("model*.safetensors"):  # which safetensors makes 0600
+            file.chmod((Path(path) / "config.json").stat().st_mode)
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .checkpoint_keys import native_tensor, original_shapes
 
+DTYPES = ("F32", "BF16", "F16", "F64")
 EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
 
@@ -68,6 +69,8 @@ def find_keys(folder: Path) -> dict[str, Path]:
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ValueError(f"{outside[0]!r} is no file of this folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index} is damaged: {error!r}") from error
     elif (folder / "model.safetensors").is_file():
@@ -88,13 +91,13 @@ def find_keys(folder: Path) -> dict[str, Path]:
         try:
             with safe_open(folder / name, framework="pt") as reader:
                 files.update(dict.fromkeys(reader.keys(), folder / name))
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
     return files
 
 
 def check_keys(path: Path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):
-    """Raise ValueError unless `files` hold exactly the keys `expected`, in their shapes."""
+    """Raise ValueError unless `files` hold just the keys `expected`, in their shapes, as floats."""
     missing, unexpected = sorted(set(expected) - set(files)), sorted(set(files) - set(expected))
     if missing or unexpected:
         raise ValueError(
@@ -104,7 +107,10 @@ def check_keys(path: Path, files: dict[str, Path], expected: dict[str, tuple[int
     for file in sorted(set(files.values())):
         with safe_open(file, framework="pt") as reader:
             for key in reader.keys():
-                shape = tuple(reader.get_slice(key).get_shape())
+                header = reader.get_slice(key)
+                if (dtype := header.get_dtype()) not in DTYPES:
+                    raise ValueError(f"{file}: {key} is of {dtype}, not of {', '.join(DTYPES)}")
+                shape = tuple(header.get_shape())
                 if shape != expected[key]:
                     raise ValueError(
                         f"{file}: {key} has shape {shape}, config.json asks for {expected[key]}"

@@ -1,10 +1,12 @@
 """A damaged or foreign checkpoint ends a resume with one sentence, before an evaluation."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rl_train import checkpoint, evaluation
 from rl_train.distributed import Ranks
@@ -39,6 +41,28 @@ def test_weights_of_other_names_are_refused(whole):
     with pytest.raises(ValueError, match="names differ") as raised:
         checkpoint.load_weights(whole / "checkpoint_step_4", parameters)
     assert gone in str(raised.value) and "trainables.safetensors" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t[:1], lambda t: t.flatten()[:1], torch.Tensor.bfloat16, torch.Tensor.long]
+)
+def test_weights_of_another_shape_or_type_are_refused(whole, change):
+    """Also those that a copy would spread over the parameter, or round."""
+    found = weights(whole, 4)
+    parameters = {name: torch.nn.Parameter(value) for name, value in found.items()}
+    name = next(name for name, value in found.items() if value.ndim == 2 and len(value) > 1)
+    folder = whole / "spoilt"
+    folder.mkdir(exist_ok=True)
+    save_file(found | {name: change(found[name]).contiguous()}, folder / WEIGHT_FILES[0])
+    with pytest.raises(ValueError, match=f"{folder}/trainables.safetensors: {name} is torch"):
+        checkpoint.load_weights(folder, parameters)
+
+
+def test_files_have_the_mode_of_the_umask(whole):
+    files = [file for file in (whole / "checkpoint_step_4").rglob("*") if file.is_file()]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert len(files) > 5 and {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~umask}
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "halved"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset, images, masks
+from rl_train.data import GraspAnyRegionDataset, dam, images, masks, text
 from tests.data.test_refcoco import BOX, MASK, PHRASES, image_name, ref, write_image
 from tests.data.test_refcoco import write as write_refcoco
 from tools.gar_writer import write_gar
@@ -84,9 +84,14 @@ def test_reasons_are_named():
         images.BAD_HEADER,
         images.TRUNCATED,
         images.TOO_LARGE,
+        images.TOO_LONG,
+        images.BAD_DEPTH,
+        images.OUTSIDE,
+        dam.BAD_NAME,
+        text.BLANK,
+        text.NOT_UNICODE,
         "no conversation",
         "no assistant turn",
-        "blank caption",
         "no region",
     ):
         assert f'"{reason}"' in TEXT

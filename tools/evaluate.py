@@ -24,10 +24,11 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, PolicyConfig
+from rl_train.config import COUNT, COUNT_OR_0, DataConfig, PolicyConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.data.split import sample_regions
+from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
 from rl_train.files import check_writable, read_json
@@ -77,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
+    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
     add("--max_tiles", type=COUNT, default=1)
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -218,8 +220,9 @@ def run(args, ranks):
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     policy = build_measured_policy(args, ranks)
-    heldout = HeldOut(dataset, args.batch_size, args.max_completion_length, args.num_workers)
-    measured = evaluate(policy, heldout, ranks)["policy"]
+    lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
+    heldout = HeldOut(dataset, args.batch_size, *lengths)
+    measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
     if args.legacy_cleaner:

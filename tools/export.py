@@ -66,7 +66,7 @@ def export(
     policy.model.save_pretrained(unfinished, dtype or stored_dtype(base))
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
-            shutil.copy(file, unfinished)
+            shutil.copyfile(file, unfinished / file.name)
     if output.exists():
         output.rmdir()
     unfinished.rename(output)

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
+from rl_train.data.workers import Loader, explaining
 from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
@@ -69,7 +70,7 @@ MEASURES = (
 
 def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
     """((n, 5) MEASURES of the samples that decode, {reason: how many do not}, indices of n)."""
-    loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
+    loader = Loader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
     numbers, damaged, good = [], Counter(), []
     each = (one for batch in loader for one in batch)
     for i, (values, reason) in enumerate(
@@ -175,7 +176,8 @@ def main(argv=None):
         if args.output:
             check_writable("--output", args.output, is_file=True)
         dataset = DATASETS[args.dataset](args.data_dir)
-        numbers, damaged, good = measure(dataset, args.num_workers)
+        workers = args.num_workers
+        numbers, damaged, good = explaining(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))
         if args.output and good:
             shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))

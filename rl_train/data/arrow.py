@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rl_train.data.errors import BadData
 from rl_train.data.images import check_read, map_file, read_cell
 
 # What a column holds: "bytes", "text", "int", [list of], {field: of a struct}, (one, or the other)
@@ -17,6 +18,7 @@ LEAVES = {
     "text": (pa.types.is_string, pa.types.is_large_string),
     "int": (pa.types.is_integer,),
 }
+MAPPED = {}  # {shard: its bytes when this process mapped it}
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 IMAGE = {"bytes": "bytes", "path": "text"}
 RLE = {"counts": ("text", "bytes", ["int"]), "size": ["int"]}
@@ -75,7 +77,30 @@ def map_shard(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mm
     except (pa.ArrowException, OSError, ValueError) as error:
         raise ValueError(f"{path} is not a readable Arrow shard: {error}") from error
     check_columns(table, path, columns, optional)
+    MAPPED[path] = len(mapping)
     return table, mapping
+
+
+def map_again(path: Path, columns: dict, optional={}) -> tuple[pa.Table, mmap.mmap]:
+    """As `map_shard`, of a shard that was whole when the data set was opened. Raises BadData."""
+    try:
+        return map_shard(path, columns, optional)
+    except ValueError as error:
+        raise BadData(f"it was whole when it was opened: {error}") from error
+
+
+def shards_cut_short() -> list[Path]:
+    """The shards that are now shorter than when this process mapped them, or gone."""
+    return [path for path, n in MAPPED.items() if not path.is_file() or path.stat().st_size < n]
+
+
+def check_whole(path: Path, mapping: mmap.mmap):
+    """Raise BadData if a mapped file was cut short, which ends a process that reads on (SIGBUS)."""
+    if mapping.size() < len(mapping):
+        raise BadData(
+            f"{path} was cut short while it was read: it has {mapping.size()} bytes of "
+            f"{len(mapping)}"
+        )
 
 
 def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
@@ -92,10 +117,10 @@ def check_columns(table: pa.Table, path: Path, columns: dict, optional={}):
             raise ValueError(f"{path} has no column {name!r}; it has {known}.")
 
 
-def check_images(images: pa.Array, folder: Path):
+def check_images(images: pa.Array, folder: Path, root: Path | None = None):
     """Yields (`check_image`, `image_key`) of each cell struct<bytes, path>; see `read_cell`."""
     for data, path in image_cells(images):
-        yield check_read(read_cell, data, path, folder)
+        yield check_read(read_cell, data, path, folder, root)
 
 
 def image_cells(images: pa.Array) -> list[tuple[memoryview | None, str | None]]:

@@ -21,13 +21,14 @@ from rl_train.data.hub import resolve
 from rl_train.data.images import NO_IMAGE, check_image, image_key, map_file
 from rl_train.data.masks import check_mask
 from rl_train.data.samples import Counts, read_sample
-from rl_train.data.text import is_blank
+from rl_train.data.text import caption_fault
 
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
 REGION_FIELDS = {"caption", "mask_rle"}
 IMAGE_NAME = re.compile(r"(?:\./)*(.+)\.(?:jpe?g|png)", re.IGNORECASE | re.DOTALL)
 FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time of a video's frame
 BLOCK = 512  # of a tar file
+BAD_NAME = "name of unprintable characters"
 
 
 class DescribeAnythingDataset:
@@ -104,11 +105,13 @@ class DescribeAnythingDataset:
                 place, size = (number, start, end, image_key(data)), check_image(data)
             for k, region in regions:
                 reason, resized = check_region(region, size)
+                image_id = f"{folder.name}/{sample_id}/{k}"
+                if not image_id.isprintable():  # a line break in the log, or what it cannot print
+                    reason = reason or BAD_NAME
                 if reason is not None:
                     self._counts.skipped[reason] += 1
                     continue
                 self._counts.resized_masks += resized
-                image_id = f"{folder.name}/{sample_id}/{k}"
                 yield json.dumps([image_id, region["caption"], region["mask_rle"]]), place
 
 
@@ -141,8 +144,8 @@ def check_region(region, image_size: tuple[int, int] | str) -> tuple[str | None,
     image_size is (W, H), or why the image cannot be used.
     """
     caption = region.get("caption") if isinstance(region, dict) else None
-    if not isinstance(caption, str) or is_blank(caption):
-        return "blank caption", False
+    if reason := caption_fault(caption):
+        return reason, False
     if isinstance(image_size, str):
         return image_size, False
     return check_mask(region.get("mask_rle"), image_size[::-1])
@@ -187,9 +190,13 @@ def tar_members(path: Path) -> tuple[list[tuple[str, int, int]], int]:
     """([(name, start, end)] of a tar file's regular files, number of links and unsafe names)."""
     members, num_ignored = [], 0
     try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise OSError("it is no file")
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 tar.members.clear()  # which would else hold every header
+                if member.size < 0:  # of which tarfile would go round for ever
+                    raise tarfile.ReadError(f"a member of {member.size} bytes")
                 unsafe = member.name.startswith("/") or ".." in member.name.split("/")
                 if unsafe or not (member.isfile() or member.isdir()):
                     num_ignored += 1
@@ -199,7 +206,7 @@ def tar_members(path: Path) -> tuple[list[tuple[str, int, int]], int]:
             tar.fileobj.seek(tar.offset)  # tarfile ends at a bad header as at the end
             if tar.fileobj.read(BLOCK).strip(b"\0"):
                 raise tarfile.ReadError(f"bad header at byte {tar.offset}")
-    except (tarfile.TarError, OSError, ValueError, OverflowError) as error:
+    except (tarfile.TarError, OSError, ValueError, OverflowError, MemoryError) as error:
         raise ValueError(f"{path} is not a readable tar file: {error}") from error
     if members and max(end for _, _, end in members) > path.stat().st_size:
         raise ValueError(f"{path} is not a readable tar file: it is cut off")

@@ -11,12 +11,20 @@ import mmap
 import numpy as np
 import pyarrow as pa
 
-from rl_train.data.arrow import IMAGE, RLE, check_images, find_shards, map_shard
+from rl_train.data.arrow import (
+    IMAGE,
+    RLE,
+    check_images,
+    check_whole,
+    find_shards,
+    map_again,
+    map_shard,
+)
 from rl_train.data.hub import resolve
 from rl_train.data.images import read_cell
 from rl_train.data.masks import check_mask
 from rl_train.data.samples import Counts, read_sample
-from rl_train.data.text import is_blank
+from rl_train.data.text import caption_fault
 
 COLUMNS = {"image": IMAGE, "conversations": [{"from": "text", "value": "text"}]}
 CATEGORIES = ("catagory", "category")
@@ -41,13 +49,15 @@ class GraspAnyRegionDataset:
     Raises:
         ValueError: no shard or usable region, an unknown part, unreadable shard, missing column.
         DamagedSample: on access, an image with a good header and end that does not decode.
+        BadData: on access, a shard is not whole any more.
     """
 
     def __init__(self, data_dir, parts: list[str] | None = None, turns: str = "first"):
         if turns not in ("first", "all"):
             raise ValueError(f"turns is first or all, not {turns!r}")
-        self._shards, self._turns = find_shards(resolve(data_dir), parts), turns  # (part, path)
-        self._tables = {}  # shard -> table, mapped on first use in each process
+        self._root, self._turns = resolve(data_dir), turns
+        self._shards = find_shards(self._root, parts)  # (part, path)
+        self._tables = {}  # shard -> (table, map), opened on first use in each process
         self._counts = Counts()
         found = [np.array(list(self._scan(shard)), np.int64) for shard in range(len(self._shards))]
         # (n, 5): shard, row, region, turn, key of the image
@@ -81,13 +91,14 @@ class GraspAnyRegionDataset:
         shard, row, region, turn, _ = self._samples[i].tolist()
         path = self._shards[shard][1]
         if shard not in self._tables:
-            self._tables[shard] = map_shard(path, COLUMNS, OPTIONAL)[0]
-        table = self._tables[shard]
+            self._tables[shard] = map_again(path, COLUMNS, OPTIONAL)
+        table, mapping = self._tables[shard]
+        check_whole(path, mapping)
         rle = table["mask_rle"][row].as_py() if "mask_rle" in table.column_names else None
         said = answers(table["conversations"][row].as_py())
         cell = table["image"][row].as_py()
         return read_sample(
-            lambda: read_cell(cell["bytes"], cell["path"], path.parent),
+            lambda: read_cell(cell["bytes"], cell["path"], path.parent, self._root),
             rle if region == SINGLE else rle[region],
             said[turn],
             category_of(table, row),
@@ -103,7 +114,7 @@ class GraspAnyRegionDataset:
         table, mapping = map_shard(path, COLUMNS, OPTIONAL)
         names = [name for name in ("conversations", "mask_rle") if name in table.column_names]
         for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
-            images = check_images(batch["image"], path.parent)
+            images = check_images(batch["image"], path.parent, self._root)
             for (size, key), row in zip(images, batch.select(names).to_pylist()):
                 for region, turn in self._usable(size, row):
                     yield shard, number, region, turn, key
@@ -125,8 +136,9 @@ class GraspAnyRegionDataset:
             skipped[size] += 1
             return
         said = said[:1] if self._turns == "first" else said
-        turns = [turn for turn, text in enumerate(said) if not is_blank(text)]
-        skipped.update(["blank caption"] * (len(said) - len(turns)))
+        faults = list(map(caption_fault, said))
+        turns = [turn for turn, fault in enumerate(faults) if fault is None]
+        skipped.update(filter(None, faults))
         if not turns:
             return
         rles = row.get("mask_rle")

@@ -4,20 +4,28 @@ their pixels."""
 import base64
 import io
 import mmap
+import os.path
 import struct
 import zlib
 from hashlib import blake2b
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-MAX_PIXELS = 300_000_000  # as in sa2va_hf.processing_sa2va
-# Pillow's own limit lies below ours, and is a warning between once and twice its value.
+MAX_PIXELS = 100_000_000  # which a worker holds decoded, 4 bytes each, twice if it converts them
+MAX_IMAGE_SIDE = 65_535  # JPEG's; resizing to 1,024 columns takes 4 KiB for each row
+# Pillow's own limit is a warning between once and twice its value.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+# Of all that pillow opens: some others run programs (EPS) or cannot be whole.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 
 NO_IMAGE, BAD_HEADER, TRUNCATED = "no image", "unreadable image header", "truncated image"
 TOO_LARGE = f"image above {MAX_PIXELS} pixels"
+TOO_LONG = f"image side above {MAX_IMAGE_SIDE} pixels"
+BAD_DEPTH = "image of floating-point pixels"
+OUTSIDE = "image path outside of the data folder"
 # What pillow raises.
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error, zlib.error)
 DAMAGED += (Image.DecompressionBombError,)
@@ -26,12 +34,18 @@ ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}  # ma
 KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
+class OutsideFolder(ValueError):
+    """A path of a data set leads out of its folder."""
+
+
 def check_read(read, *args) -> tuple[tuple[int, int] | str, int]:
     """(`check_image`, `image_key`) of what `read(*args)` returns; 0 is the key of nothing."""
     try:
         data = read(*args)
     except FileNotFoundError:
         return NO_IMAGE, 0
+    except OutsideFolder:
+        return OUTSIDE, 0
     except DAMAGED:
         return BAD_HEADER, 0
     return check_image(data), image_key(data)
@@ -47,8 +61,8 @@ def check_image(data) -> tuple[int, int] | str:
         # Pillow reads an Arrow buffer in place, but for formats that seek beyond its end.
         in_place = bytes(data[:3]) in STARTS
         file = pa.BufferReader(data) if in_place else io.BytesIO(data)
-        with Image.open(file) as image:
-            width, height = image.size
+        with Image.open(file, formats=FORMATS) as image:
+            (width, height), mode = image.size, image.mode
             end = ENDS.get(image.format, b"")
             header = file.tell() if end else 0
     except Image.DecompressionBombError:
@@ -57,6 +71,10 @@ def check_image(data) -> tuple[int, int] | str:
         return BAD_HEADER
     if width * height > MAX_PIXELS:
         return TOO_LARGE
+    if max(width, height) > MAX_IMAGE_SIDE:
+        return TOO_LONG
+    if mode == "F":  # of what range nobody says
+        return BAD_DEPTH
     # Behind the header, since a thumbnail in it has an end mark too; coded pixels never hold one.
     whole = not end or bytes(data[-len(end) :]) == end or end in bytes(data[header:])
     return (width, height) if whole else TRUNCATED
@@ -70,11 +88,15 @@ def image_key(data) -> int:
     return int.from_bytes(key.digest(), "little", signed=True)
 
 
-def read_cell(data, path: str | None, folder: Path):
+def read_cell(data, path: str | None, folder: Path, root: Path | None = None):
     """The encoded image of a cell struct<bytes, path>: its bytes, else what its path names.
 
-    A path is `data:..;base64,..`, or a file relative to `folder`, which is memory-mapped. Raises
-    FileNotFoundError if there is neither bytes nor such a file, or another of DAMAGED.
+    A path is `data:..;base64,..`, or a file relative to `folder`, which is memory-mapped; it must
+    lie below `root`, default `folder`. Links are followed wherever they lead: who made the folder
+    put them there, but not who wrote the path.
+
+    Raises:
+        FileNotFoundError: neither bytes nor such a file; OutsideFolder; or another of DAMAGED.
     """
     if data is not None:
         return data
@@ -82,17 +104,29 @@ def read_cell(data, path: str | None, folder: Path):
         raise FileNotFoundError("neither bytes nor a path")
     if path.startswith("data:"):
         return base64.b64decode(path.partition("base64,")[2])
-    return map_file(folder / path)
+    top, place = (os.path.abspath(p) for p in (root or folder, folder / path))
+    if os.path.commonpath([top, place]) != top:
+        raise OutsideFolder(path)
+    return map_file(place)
 
 
-def map_file(path: Path) -> mmap.mmap:
+def map_file(path) -> mmap.mmap:
     """The file, memory-mapped for reading; raises OSError, or ValueError for an empty file."""
+    if not os.path.isfile(path):  # opening a pipe would wait for ever
+        raise FileNotFoundError(f"{path} is no file")
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def decode_image(data) -> Image.Image:
-    """The image in RGB, as stored: an EXIF rotation is not applied. Raises one of DAMAGED."""
-    with Image.open(io.BytesIO(data)) as image:
+    """The image in RGB, as stored: an EXIF rotation is not applied. Raises one of DAMAGED.
+
+    Of an animation the first frame. Of 16 bits the upper 8, as pillow itself takes of 16-bit
+    colours; its grey ones it would clip at 255. Alpha is dropped.
+    """
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         image.load()
+        if image.mode.startswith("I"):
+            grey = np.asarray(image).astype(np.int64).clip(0, 2**16 - 1) >> 8
+            image = Image.fromarray(grey.astype(np.uint8))
         return image if image.mode == "RGB" else image.convert("RGB")

@@ -2,9 +2,10 @@
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
 from rl_train.stops import leave_to_the_trainer
 from rl_train.types import Batch, Inputs
 
@@ -26,7 +27,7 @@ class Batches(Dataset):
 
     def __getitem__(self, indices: list[int]) -> Batch:
         index, samples, damaged = zip(*map(self._undamaged, indices))
-        return Batch(
+        batch = Batch(
             list(index),
             pack([torch.from_numpy(sample["mask"]) for sample in samples]),
             [sample["caption"] for sample in samples],
@@ -34,6 +35,7 @@ class Batches(Dataset):
             sum(damaged, []),
             self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
+        return share(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
         """(index, sample, damaged ones before it) of sample i or its first undamaged stand-in."""
@@ -115,7 +117,21 @@ def eval_loader(
 
 def _loader(batches: Batches, sampler, num_workers: int) -> DataLoader:
     how = dict(num_workers=num_workers, worker_init_fn=leave_to_the_trainer)
-    return DataLoader(batches, batch_size=None, sampler=sampler, **how)
+    return Loader(batches, batch_size=None, sampler=sampler, **how)
+
+
+def shared_memory_warning(loader: DataLoader, num_held: int, heldout_batch: int) -> str | None:
+    """A sentence if /dev/shm may be too small for what the workers of a training loader send.
+
+    There are the `num_held` batches of a step, those that workers made ahead, and as much again
+    for an evaluation in batches of `heldout_batch`.
+    """
+    workers, size = loader.num_workers, loader.sampler.batch_size
+    if not workers:
+        return None
+    ahead = PREFETCHED * workers
+    num_samples = (ahead + num_held) * size + (ahead + 1) * heldout_batch
+    return small_shm(loader.dataset[[0]], num_samples, workers)
 
 
 def steps(loader: DataLoader, accumulation: int):

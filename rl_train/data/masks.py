@@ -16,6 +16,17 @@ from rl_train.data.images import MAX_PIXELS
 NO_MASK, BAD_MASK, EMPTY_MASK = "no mask", "bad mask RLE", "empty mask"
 LOST_MASK = "mask empty at the image's size"
 MAX_CHARS = 7  # of one run: 35 bits hold any difference of two 32-bit runs
+# Of a sample's mask: those of N rows are held on the GPU at once. Twice SAM2's own side.
+MASK_PIXELS = 2048 * 2048
+
+
+def mask_size(height: int, width: int) -> tuple[int, int]:
+    """(H, W) of the mask of an image (H, W): its own up to MASK_PIXELS, above it reduced to them.
+
+    By the same factor on both sides, but to no less than a pixel.
+    """
+    scale = (MASK_PIXELS / (height * width)) ** 0.5
+    return (height, width) if scale >= 1 else tuple(max(1, int(n * scale)) for n in (height, width))
 
 
 def check_mask(rle, image_size: tuple[int, int]) -> tuple[str | None, bool]:
@@ -29,8 +40,9 @@ def check_mask(rle, image_size: tuple[int, int]) -> tuple[str | None, bool]:
     if not runs[1::2].any():
         return EMPTY_MASK, False
     resized = (height, width) != image_size
-    smaller = image_size[0] < height or image_size[1] < width  # else no pixel can get lost
-    if smaller and not resize_nearest(decode_runs(runs, height, width), *image_size).any():
+    size = mask_size(*image_size)
+    smaller = size[0] < height or size[1] < width  # else no pixel can get lost
+    if smaller and not resize_nearest(decode_runs(runs, height, width), *size).any():
         return LOST_MASK, True
     return None, resized
 

@@ -17,7 +17,7 @@ from pycocotools import mask as coco
 from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, map_file
 from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, rle_runs
 from rl_train.data.samples import Counts, read_sample
-from rl_train.data.text import is_blank
+from rl_train.data.text import caption_fault
 
 NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
 IMAGE_FOLDERS = (
@@ -101,8 +101,8 @@ class RefCOCODataset:
         if ref["ann_id"] not in annotations:
             reason = "no annotation"
         for sentence in ref["sentences"]:
-            if reason or is_blank(sentence["sent"]):
-                self._counts.skipped[reason or "blank caption"] += 1
+            if fault := reason or caption_fault(sentence["sent"]):
+                self._counts.skipped[fault] += 1
                 continue
             self._counts.resized_masks += resized
             image_id = f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}"

@@ -7,7 +7,7 @@ import numpy as np
 
 from rl_train.data.errors import DamagedSample
 from rl_train.data.images import DAMAGED, decode_image
-from rl_train.data.masks import decode_mask, resize_nearest
+from rl_train.data.masks import BAD_MASK, LOST_MASK, decode_mask, mask_size, resize_nearest
 from rl_train.data.text import clean_caption
 
 
@@ -25,25 +25,30 @@ class Counts:
 
 
 def read_sample(read, rle: dict | None, caption: str, category: str, image_id: str) -> dict:
-    """dict(image PIL RGB, mask (H, W) bool of its size, caption, category, image_id: all str).
+    """dict(image PIL RGB, mask (H, W) bool of its `mask_size`, caption, category, image_id: str).
 
-    The caption is cleaned of special tokens; a mask of another size than its image is resized to
-    it by nearest pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
+    The caption is cleaned of special tokens; a mask of another size is resized to it by nearest
+    pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
 
     Args:
         read: function that returns the encoded image; rle: None = the whole image is the region.
 
     Raises:
-        DamagedSample: the image does not decode.
+        DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
     """
     try:
         image = decode_image(read())
     except DAMAGED as error:
         raise DamagedSample(image_id, "damaged image") from error
-    size = (image.height, image.width)
-    mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
+    size = mask_size(image.height, image.width)
+    try:
+        mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
+    except ValueError as error:  # it was good when the data set was opened
+        raise DamagedSample(image_id, BAD_MASK) from error
     if mask.shape != size:
         mask = resize_nearest(mask, *size)
+    if not mask.any():
+        raise DamagedSample(image_id, LOST_MASK)
     text = clean_caption(caption)
     return dict(image=image, mask=mask, caption=text, category=category, image_id=image_id)
 

@@ -4,31 +4,44 @@ import re
 
 SPECIAL_TOKENS = tuple(
     "<img> </img> <IMG_CONTEXT> [SEG] <p> </p> <vp> </vp> <quad> </quad> <ref> </ref> <box> </box> "
-    "<|endoftext|> <|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|>".split()
+    "<|endoftext|> <|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|> "
+    "<tool_call> </tool_call>".split()
 )
+# And whatever is written as Qwen writes its special tokens.
+MARKERS = [r"<image>", r"<Prompt\d*>", r"<\|\w*\|>", *map(re.escape, SPECIAL_TOKENS)]
+MARKER = re.compile(rf"(?: ?(?:{'|'.join(MARKERS)}))+ ?", re.IGNORECASE)
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+SURROGATE = re.compile(r"[\ud800-\udfff]")  # half a character, which JSON and pickles can hold
+BLANK, NOT_UNICODE = "blank caption", "caption that is no Unicode text"
 
 
 def clean_caption(text: str) -> str:
-    """`text` on one line, without dataset markers (`<image>`, `<Prompt0>`) and special tokens.
+    """`text` on one line, without control characters, dataset markers (`<image>`, `<Prompt0>`)
+    and special tokens.
 
     These in upper and lower case: inside a caption such a token would count as an image feature, a
     segmentation request or the end of the turn. Everything else stays as it is, quotes and braces
     too. The result may be empty.
     """
-    marker = "|".join([r"<image>", r"<Prompt\d*>"] + [re.escape(token) for token in SPECIAL_TOKENS])
 
     def gap(match: re.Match) -> str:
         following = match.string[match.end() : match.end() + 1]
         return "" if following and following in ".,;:!?" else " "  # "a dog [SEG]." -> "a dog."
 
-    return " ".join(
-        re.sub(rf"(?: ?(?:{marker}))+ ?", gap, " ".join(text.split()), flags=re.IGNORECASE).split()
-    )
+    line = CONTROL.sub("", " ".join(text.split()))  # first: they might stand inside a token
+    return " ".join(MARKER.sub(gap, line).split())
 
 
-def is_blank(text: str | None) -> bool:
-    """Whether `clean_caption` leaves nothing of `text`."""
-    return not text or not text.strip() or (text.lstrip()[0] in "<[" and not clean_caption(text))
+def caption_fault(text) -> str | None:
+    """Why `text` cannot be a caption, or None."""
+    if not isinstance(text, str):
+        return BLANK
+    if SURROGATE.search(text):
+        return NOT_UNICODE
+    start = text.lstrip()[:1]
+    odd = not start or start in "<[" or CONTROL.match(start)
+    return BLANK if odd and not clean_caption(text) else None
 
 
 def phrase(caption: str) -> str:

@@ -83,10 +83,11 @@ class Sa2VAPolicy:
     def picture(self, batch: Batch, sample: int) -> Image.Image:
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
 
-    def inputs(self, max_new_tokens: int) -> Sa2VAInputs:
+    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Sa2VAInputs:
         """What prepares and collates samples; refuses those that leave no room for an answer."""
         context = self.model.config.llm.max_position_embeddings
-        return Sa2VAInputs(self.processor, self.prompts, context, max_new_tokens)
+        limits = (context, max_new_tokens, max_caption_length)
+        return Sa2VAInputs(self.processor, self.prompts, *limits)
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Images:

@@ -1,5 +1,6 @@
 """Sa2VA's inputs, made in the loader's workers: image tiles, SAM2's image and region grids."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from rl_train.data.text import phrase
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import PromptBuilder
+
+CHARACTERS = 64  # of a caption for each token that it may have: what is longer is not tokenised
 
 
 @dataclass
@@ -33,21 +36,46 @@ class Sa2VAInputs:
     prompts: PromptBuilder
     context: int  # tokens that the language model takes
     max_new_tokens: int  # of an answer
+    max_caption_length: int | None = None  # text tokens of a caption's prompt; None: the context
 
     def check(self, sample: dict):
-        """Raise DamagedSample if the caption's prompt, with the most tiles, leaves no room.
+        """Raise DamagedSample if the caption's prompt is too long, or has a token that is none of
+        a caption.
 
-        Of all prompts only this one holds a whole caption. What fits does not depend on the image.
+        Of all prompts only this one holds a whole caption. What fits, with the most tiles, does
+        not depend on the image.
         """
-        tiles = self.processor.max_tiles
-        length = len(self.prompts.segment(phrase(sample["caption"]), tiles + (tiles > 1)))
-        if length + self.max_new_tokens > self.context:
-            raise DamagedSample(
-                sample["image_id"],
-                f"caption of {len(sample['caption'])} characters: its prompt of {length} tokens "
-                f"(--max_tiles {tiles}) and --max_completion_length {self.max_new_tokens} exceed "
-                f"the context of {self.context}",
+        if fault := self._fault(sample["caption"]):
+            raise DamagedSample(sample["image_id"], fault)
+
+    def _fault(self, caption: str) -> str | None:
+        """Why no prompt can hold the caption, or None."""
+        size, longest = f"caption of {len(caption)} characters", self.max_caption_length
+        if len(caption) > CHARACTERS * (longest or self.context):
+            return (
+                f"{size}, more than {CHARACTERS} for each token of --max_caption_length {longest}"
             )
+        tiles = self.processor.max_tiles
+        tiles += tiles > 1
+        ids = self.prompts.segment(phrase(caption), tiles)
+        text = len(ids) - tiles * self.prompts.tokens_per_tile
+        if longest and text > longest:
+            return (
+                f"{size}: its prompt of {text} text tokens exceeds --max_caption_length {longest}"
+            )
+        if len(ids) + self.max_new_tokens > self.context:
+            return (
+                f"{size}: its prompt of {len(ids)} tokens (--max_tiles {self.processor.max_tiles}) "
+                f"and --max_completion_length {self.max_new_tokens} exceed the context of "
+                f"{self.context}"
+            )
+        odd = self._special(ids) - self._special(self.prompts.segment("", tiles))
+        odd += self._special(self.prompts.answer(caption)) - self._special(self.prompts.answer(""))
+        return f"caption with the special token {odd.popitem()[0]}" if odd else None
+
+    def _special(self, ids: list[int]) -> Counter:
+        """{added token: how often it is among `ids`}: those that no text may hold."""
+        return Counter(self.prompts.added[i] for i in ids if i in self.prompts.added)
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
         """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""

@@ -9,13 +9,14 @@ from PIL import Image
 
 from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import Batches
+from rl_train.data.masks import MASK_PIXELS
 from rl_train.engine.packing import fed
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch
 
 WORD = " a"  # one token
-PIXELS = 2048 * 2048  # of an image, at whose size masks are compared
+PIXELS = MASK_PIXELS  # of an image, at whose size masks are compared
 
 
 class LongestAnswers(Sa2VAPolicy):

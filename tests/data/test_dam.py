@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from rl_train.data import DamagedSample, DescribeAnythingDataset
-from rl_train.data.dam import read_annotations
+from rl_train.data.dam import BAD_NAME, read_annotations
 from rl_train.data.images import image_key
 from rl_train.data.masks import rle_runs
 from rl_train.data.samples import number_images
+from rl_train.data.text import NOT_UNICODE
 from tests.data.dam_splits import IMAGES, MASK, PNGS, H, W, region, samples, write
 from tools.gar_writer import encode_image, encode_mask
 from tools.messy_cases import bad_huffman, huge_png
@@ -126,7 +127,7 @@ def test_unusable_regions_are_skipped_and_counted(tmp_path, reason):
         ("no image", [("b.pickle", PNGS[0]), ("b.txt", PNGS[0])]),
         ("unreadable image header", [("b.jpg", b"no image")]),
         ("truncated image", [("b.png", PNGS[0][:-9])]),
-        ("image above 300000000 pixels", [("b.png", huge_png())]),
+        ("image above 100000000 pixels", [("b.png", huge_png())]),
     ],
 )
 def test_unusable_images_are_skipped_and_counted(tmp_path, reason, members):
@@ -189,10 +190,13 @@ def test_annotations_in_any_encoding_of_json(tmp_path, ensure_ascii, start):
 
 
 def test_captions_and_ids_of_any_characters(tmp_path):
-    """Half a surrogate pair too, which no text file can hold but \\ud83d in JSON is."""
-    text = 'Ein "Ёлка" \U0001f600 \ud83d.'
-    write(tmp_path / "LVIS", {"ключ": {'k"': region(text)}}, [("ключ.png", PNGS[0])])
-    assert samples(DescribeAnythingDataset(tmp_path)) == [('LVIS/ключ/k"', text)]
+    """But half a surrogate pair, which no tokenizer takes, nor names that break a log's line."""
+    text = 'Ein "Ёлка" \U0001f600.'
+    regions = {'k"': region(text), "half": region(text + "\ud83d"), "a\nb": region(text)}
+    write(tmp_path / "LVIS", {"ключ": regions}, [("ключ.png", PNGS[0])])
+    dataset = DescribeAnythingDataset(tmp_path)
+    assert samples(dataset) == [('LVIS/ключ/k"', text)]
+    assert dataset.report()["skipped"] == {NOT_UNICODE: 1, BAD_NAME: 1}
 
 
 def test_splits(tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 import tarfile
 
@@ -72,7 +73,25 @@ def test_the_reader_imports_no_pickle():
     assert "pickle" not in vars(rl_train.data.dam)
 
 
-@pytest.mark.parametrize("damage", ["cut", "garbage", "header", "empty", "gzip"])
+def sized(size: int, kind: bytes) -> bytes:
+    """A member's header that says a size of any sign, of base 256."""
+    header = bytearray(tarfile.TarInfo("b.png").tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = (b"\xff" if size < 0 else b"\x80") + (size % 2**88).to_bytes(11, "big")
+    header[148:157] = b" " * 8 + kind
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)
+
+
+def test_a_pipe_in_place_of_a_tar_is_named(tmp_path):
+    path = write(tmp_path / "SAV", {"a": region()}, [("a.png", PNGS[0])])
+    os.mkfifo(path.with_name("1.tar"))
+    with pytest.raises(ValueError, match=f"{path.with_name('1.tar')} is not a readable tar file"):
+        DescribeAnythingDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage", ["cut", "garbage", "header", "empty", "gzip", "backwards", "endless", "endless name"]
+)
 def test_unreadable_tar_is_named(tmp_path, damage):
     path = write(
         tmp_path / "SAV", {"a": region(), "b": region()}, [("a.png", PNGS[0]), ("b.png", PNGS[1])]
@@ -86,6 +105,9 @@ def test_unreadable_tar_is_named(tmp_path, damage):
             "header": whole[:at] + b"\xff" * 512 + whole[at + 512 :],
             "empty": b"",
             "gzip": gzip.compress(whole),
+            "backwards": whole[:at] + sized(-1024, b"0") + whole[at + 512 :],
+            "endless": whole[:at] + sized(2**60, b"0") + whole[at + 512 :],
+            "endless name": whole[:at] + sized(2**60, b"L") + whole[at + 512 :],
         }[damage]
     )
     with pytest.raises(ValueError, match=f"{path} is not a readable tar file"):

@@ -4,6 +4,7 @@ never a crash or a hang.
     FUZZ_EXAMPLES=10000 python -m pytest tests/data/test_fuzz.py      # of each kind
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -102,3 +103,19 @@ def test_long_strings_end_soon(counts):
     with pytest.raises(ValueError):
         rle_runs({"counts": counts, "size": [1000, 1000]})
     assert time.process_time() - start < 1
+
+
+def test_whole_samples(tmp_path):
+    """Rows of all formats, from their files to the tiny model; 20,000 of them by hand:
+
+    python -m tests.data.fuzz_samples --samples 20000
+    """
+    script = [sys.executable, "-X", "faulthandler", "-m", "tests.data.fuzz_samples"]
+    number = ["--samples", str(EXAMPLES)]
+    done = subprocess.run([*script, *number], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout)
+    print(seen)
+    counts = seen["counts"]
+    assert seen["samples"] == EXAMPLES and counts["whole"] > EXAMPLES // 4
+    assert counts["forward"] == counts["whole"] // 10 and len(counts) > 12

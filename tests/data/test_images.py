@@ -2,17 +2,28 @@
 
 import base64
 import io
+import os
 import pickle
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rl_train.data import DamagedSample
-from rl_train.data.images import MAX_PIXELS, image_key
+from rl_train.data import BadData, DamagedSample, samples
+from rl_train.data.images import (
+    BAD_DEPTH,
+    BAD_HEADER,
+    MAX_IMAGE_SIDE,
+    MAX_PIXELS,
+    NO_IMAGE,
+    OUTSIDE,
+    TOO_LONG,
+    image_key,
+)
+from rl_train.data.masks import decode_mask
 from rl_train.data.samples import number_images
 from tests.data.gar_rows import IMAGE, JPEG, PNG, H, W, read, row, write
-from tools.gar_writer import encode_image
+from tools.gar_writer import encode_image, encode_mask
 from tools.messy_cases import bad_huffman
 
 
@@ -46,6 +57,111 @@ def test_image_by_path_and_by_data_url(tmp_path):
     assert all(np.array_equal(dataset[i]["image"], IMAGE) for i in range(3)) and len(dataset) == 3
 
 
+@pytest.mark.parametrize("path", ["../a.png", "{tmp}/Part1/a.png", "images/../../Part1/a.png"])
+def test_a_path_may_go_anywhere_below_the_data_folder(tmp_path, path):
+    for folder in (tmp_path / "Part1", tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / "a.png").write_bytes(PNG)
+    cell = {"bytes": None, "path": path.format(tmp=tmp_path)}
+    assert np.array_equal(read(tmp_path, row(image=cell))[0]["image"], IMAGE)
+
+
+@pytest.mark.parametrize("path", ["../../secret.png", "{tmp}/secret.png", "/etc/passwd", ".."])
+def test_a_path_out_of_the_data_folder_is_refused(tmp_path, path):
+    (tmp_path / "secret.png").write_bytes(PNG)
+    cell = {"bytes": None, "path": path.format(tmp=tmp_path)}
+    dataset = read(tmp_path / "data", row(), row(image=cell))
+    reason = NO_IMAGE if path == ".." else OUTSIDE  # the folder of the parts is a folder
+    assert len(dataset) == 1 and dataset.report()["skipped"] == {reason: 1}
+
+
+def test_links_in_the_data_folder_are_followed(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "a.png").write_bytes(PNG)
+    (tmp_path / "data" / "Part1").mkdir(parents=True)
+    (tmp_path / "data" / "Part1" / "images").symlink_to(tmp_path / "disk")
+    cell = {"bytes": None, "path": "images/a.png"}
+    assert len(read(tmp_path / "data", row(image=cell))) == 1
+
+
+@pytest.mark.parametrize("path", ["pipe", ".", "no\0name", "x" * 5000, "pipe/a.png"])
+def test_what_is_no_file_is_no_image(tmp_path, path):
+    """Opening a pipe would wait for ever for somebody to write."""
+    (tmp_path / "Part1").mkdir()
+    os.mkfifo(tmp_path / "Part1" / "pipe")
+    dataset = read(tmp_path, row(), row(image={"bytes": None, "path": path}))
+    assert len(dataset) == 1 and dataset.report()["skipped"] == {NO_IMAGE: 1}
+
+
+@pytest.mark.parametrize(
+    "dtype, image_format", [(np.uint16, "PNG"), (np.uint16, "TIFF"), (np.int32, "TIFF")]
+)
+def test_16_bits_of_grey_are_scaled(tmp_path, dtype, image_format):
+    """Pillow's own conversion clips at 255, so that all but the darkest pixels would be white."""
+    grey = (np.arange(W * H).reshape(H, W) * 54).astype(dtype)
+    file = io.BytesIO()
+    Image.fromarray(grey).save(file, format=image_format)
+    found = np.asarray(
+        read(tmp_path, row(image={"bytes": file.getvalue(), "path": None}))[0]["image"]
+    )
+    assert np.array_equal(found, np.repeat((grey // 256).astype(np.uint8)[..., None], 3, 2))
+
+
+def test_of_an_animation_the_first_frame(tmp_path):
+    for image_format in ("GIF", "PNG", "WEBP"):
+        file, frames = io.BytesIO(), [Image.new("RGB", (W, H), c) for c in ("red", "blue")]
+        how = dict(save_all=True, append_images=frames[1:], lossless=True)
+        frames[0].save(file, format=image_format, **how)
+        sample = read(tmp_path, row(image={"bytes": file.getvalue(), "path": None}))[0]
+        assert sample["image"].getcolors() == [(W * H, (255, 0, 0))], image_format
+
+
+@pytest.mark.parametrize(
+    "reason, data",
+    [
+        (BAD_HEADER, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\n"),
+        (BAD_DEPTH, encode_image(Image.fromarray(np.ones((H, W), np.float32)), "TIFF")),
+        (TOO_LONG, encode_image(Image.new("1", (1, MAX_IMAGE_SIDE + 1)))),
+    ],
+)
+def test_images_that_are_refused_by_their_header(tmp_path, reason, data):
+    """EPS is a program, which pillow hands to ghostscript."""
+    dataset = read(tmp_path, row(), row(image={"bytes": data, "path": None}))
+    assert len(dataset) == 1 and dataset.report()["skipped"] == {reason: 1}
+
+
+def test_the_mask_of_a_large_image_is_reduced(tmp_path):
+    image, mask = Image.new("L", (4000, 3000)), np.zeros((3000, 4000), dtype=bool)
+    mask[600:1500, 1000:3000] = True
+    changes = dict(image={"bytes": encode_image(image), "path": None}, mask_rle=encode_mask(mask))
+    dataset = read(tmp_path, row(**changes))
+    sample = dataset[0]
+    assert sample["image"].size == (4000, 3000) and sample["mask"].shape == (1773, 2364)
+    assert sample["mask"].mean() == pytest.approx(mask.mean(), rel=2e-3)
+    assert dataset.report()["resized_masks"] == 0
+
+
+def test_a_mask_that_is_damaged_after_opening_names_its_row(tmp_path, monkeypatch):
+    dataset = read(tmp_path, row())
+    monkeypatch.setattr(samples, "decode_mask", lambda rle: decode_mask(rle | {"counts": "~"}))
+    with pytest.raises(DamagedSample, match="^Part1/data-00000-of-00001/0: bad mask RLE$"):
+        dataset[0]
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path):
+    """Reading on in the map would end the process (SIGBUS), whatever Python does."""
+    dataset = read(tmp_path, row(), row())
+    path = tmp_path / "Part1" / "data-00000-of-00001.arrow"
+    dataset[0]
+    os.truncate(path, 1000)
+    with pytest.raises(
+        BadData, match=f"^{path} was cut short while it was read: it has 1000 bytes"
+    ):
+        dataset[0]
+    with pytest.raises(BadData, match=f"whole when it was opened: {path} is not a readable"):
+        pickle.loads(pickle.dumps(dataset))[1]  # in a worker that maps it now
+
+
 def test_what_only_decoding_shows_raises_with_id_and_reason(tmp_path):
     dataset = read(tmp_path, row(), row(image={"bytes": bad_huffman(JPEG), "path": None}))
     assert dataset.report()["skipped"] == {}  # header and end are good
@@ -74,10 +190,10 @@ def test_bytes_behind_the_end_and_other_formats_are_kept(tmp_path, data):
     assert read(tmp_path, row(image={"bytes": data, "path": None}))[0]["image"].size == (W, H)
 
 
-def test_pixel_limit_is_that_of_the_processor():
+def test_pixel_limit_is_pillows_and_below_the_processors():
     from sa2va_hf.processing_sa2va import MAX_PIXELS as limit
 
-    assert MAX_PIXELS == limit == Image.MAX_IMAGE_PIXELS
+    assert Image.MAX_IMAGE_PIXELS == MAX_PIXELS < limit
 
 
 def test_regions_of_one_image_share_its_number(tmp_path):

@@ -4,13 +4,15 @@ import numpy as np
 import pytest
 from pycocotools import mask as coco_mask
 
-from rl_train.data import images
 from rl_train.data.masks import (
+    LOST_MASK,
+    MASK_PIXELS,
+    check_mask,
     decode_runs,
+    mask_size,
     resize_nearest,
     rle_runs,
 )
-from sa2va_hf import processing_sa2va
 from tools.gar_writer import encode_mask
 
 
@@ -114,6 +116,21 @@ def test_resize_nearest():
     assert resize_nearest(big, 2, 2).tolist() == [[False, True], [False, False]]
 
 
-def test_readers_and_processor_have_one_limit():
-    """Written in both, so that opening a data set does not import the model."""
-    assert images.MAX_PIXELS == processing_sa2va.MAX_PIXELS
+@pytest.mark.parametrize("size", [(1, 1), (2048, 2048), (20, 20_000), (1, 65_535)])
+def test_masks_up_to_the_bound_keep_their_size(size):
+    assert mask_size(*size) == size
+
+
+@pytest.mark.parametrize("size", [(2048, 2049), (8000, 8000), (65_535, 100), (3000, 30_000)])
+def test_masks_above_it_keep_their_shape(size):
+    height, width = mask_size(*size)
+    assert 0.98 * MASK_PIXELS < height * width <= MASK_PIXELS
+    assert height / width == pytest.approx(size[0] / size[1], rel=0.1)
+
+
+def test_a_pixel_that_the_reduction_loses_refuses_its_mask():
+    mask = np.zeros((4096, 4096), dtype=bool)
+    mask[1, 1] = True  # of each four this one is kept
+    assert check_mask(encode_mask(mask), mask.shape)[0] is None
+    mask[:2, :2] = [[True, True], [True, False]]
+    assert check_mask(encode_mask(mask), mask.shape)[0] == LOST_MASK

@@ -2,7 +2,13 @@
 
 import pytest
 
-from rl_train.data.text import SPECIAL_TOKENS, clean_caption
+from rl_train.data.text import (
+    BLANK,
+    NOT_UNICODE,
+    SPECIAL_TOKENS,
+    caption_fault,
+    clean_caption,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,6 +23,9 @@ from rl_train.data.text import SPECIAL_TOKENS, clean_caption
         ('He said "hi" {0} {caption} it\'s 5 < 6', 'He said "hi" {0} {caption} it\'s 5 < 6'),
         (" <|im_start|><|assistant|> \n", ""),
         ("a <IMG> dog <Vp>, <|END|>!", "a dog,!"),
+        ("a [S\x00EG] d\x1b[31mog\x9f \x7f.", "a d[31mog ."),
+        ("a [S<img>EG] dog <|vision_start|>", "a [S EG] dog"),
+        ("a \uff3bSEG\uff3d [S\u200bEG] \u202ecup", "a \uff3bSEG\uff3d [S\u200bEG] \u202ecup"),
         ("this is an island (a [small] one) <b>", "this is an island (a [small] one) <b>"),
     ],
 )
@@ -26,6 +35,21 @@ def test_clean_caption(text, cleaned):
 
 def test_every_special_token_goes():
     assert clean_caption("x".join(SPECIAL_TOKENS)) == " ".join("x" * (len(SPECIAL_TOKENS) - 1))
+
+
+@pytest.mark.parametrize("text", [None, 3, "", " \n", "\x00", "\x00 [SEG]", "<img>", "[S\x00EG]"])
+def test_blank_captions(text):
+    assert caption_fault(text) == BLANK
+
+
+@pytest.mark.parametrize("text", ["a", "\x00a", "[a]", "[SEG]a", "\u200f\u05d0"])
+def test_captions(text):
+    assert caption_fault(text) is None and clean_caption(text)
+
+
+@pytest.mark.parametrize("half", ["\ud83d", "\ude00", "\udcff"])
+def test_half_a_surrogate_pair_is_no_caption(half):
+    assert caption_fault(f"a cup {half}.") == NOT_UNICODE
 
 
 def test_long_runs_take_no_time():

@@ -2,11 +2,12 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, eval_loader, train_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
@@ -81,6 +82,38 @@ def test_a_caption_beyond_the_context_is_damaged(
         for i in (2, 3)
     }
     assert batches[0].captions[1] == samples[1]["caption"]
+
+
+def test_a_caption_beyond_max_caption_length_is_damaged(model, inputs_of):
+    """To the token of its prompt's text; what is far beyond is not even tokenised."""
+    inputs = replace(inputs_of(6), max_caption_length=100)
+    around = len(model.prompts.segment("red", 1)) - 65
+    sample = dict(image_id="id", caption=" ".join(["red"] * (100 - around)))
+    inputs.check(sample)
+    sample["caption"] += " red"
+    reason = (
+        f"caption of {len(sample['caption'])} characters: its prompt of 101 text tokens exceeds"
+    )
+    with pytest.raises(DamagedSample, match=f"^id: {reason} --max_caption_length 100$"):
+        inputs.check(sample)
+    sample["caption"], prompts = "x" * 6401, inputs.prompts
+    inputs.prompts = None
+    with pytest.raises(
+        DamagedSample, match="6401 .*, more than 64 for each token of --max_caption"
+    ):
+        inputs.check(sample)
+    inputs.prompts = prompts
+
+
+def test_a_token_that_cleaning_does_not_know_is_refused(inputs_of, monkeypatch):
+    """In the caption as it stands, and in its prompt: some other tokenizer may have any."""
+    inputs = inputs_of(1)
+    for caption, place in (("a red", -1), ("Red", 0)):  # "Red" stands in no prompt
+        token = inputs.prompts.tokenizer.encode(caption)[place]
+        monkeypatch.setattr(inputs.prompts, "added", inputs.prompts.added | {token: "<new>"})
+        with pytest.raises(DamagedSample, match="^id: caption with the special token <new>$"):
+            inputs.check(dict(image_id="id", caption=caption))
+        monkeypatch.undo()
 
 
 def test_inputs_can_be_sent_to_a_worker(dataset, inputs_of):

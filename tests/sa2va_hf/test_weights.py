@@ -1,6 +1,7 @@
 """Checkpoint folders: both directions, bit for bit, and every way in which a file can be wrong."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -112,6 +113,36 @@ def test_truncated_file(folder):
     refused(folder, "model.safetensors is damaged or truncated")
 
 
+def test_weights_that_are_no_floats(folder):
+    """A copy would turn them into some."""
+    damage(folder, lambda t: t.update({"mlp1.3.bias": torch.zeros(128, dtype=torch.int64)}))
+    refused(folder, "model.safetensors", "mlp1.3.bias is of I64")
+
+
+@pytest.mark.parametrize("offsets", [[0, 2**60], [0, 512]])
+def test_a_header_that_lies_about_sizes(folder, offsets):
+    """Of the file's, and of what its shape needs."""
+    path = folder / "model.safetensors"
+    size, data = int.from_bytes(path.read_bytes()[:8], "little"), path.read_bytes()
+    header = json.loads(data[8 : 8 + size])
+    header["mlp1.3.bias"] |= dict(shape=[2**40, 2**40], data_offsets=offsets)
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + data[8 + size :])
+    refused(folder, "model.safetensors is damaged or truncated")
+
+
+@pytest.mark.parametrize("mode", [0o022, 0o077])
+def test_files_have_the_mode_of_the_umask(model, tmp_path, mode):
+    """safetensors makes its own 0600."""
+    before = os.umask(mode)
+    try:
+        model.save_pretrained(tmp_path / "new", max_shard_size="5MB")
+    finally:
+        os.umask(before)
+    files = list((tmp_path / "new").iterdir())
+    assert len(files) > 3 and {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mode}
+
+
 def test_missing_shard(model, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="1MB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -119,7 +150,16 @@ def test_missing_shard(model, tmp_path):
     refused(tmp_path, shard.name)
 
 
-@pytest.mark.parametrize("text", ['{"weight_map": {"mlp1', "{}", "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": {"mlp1',
+        "{}",
+        "[]",
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "../model.safetensors"}}',
+    ],
+)
 def test_damaged_index(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json is damaged")
