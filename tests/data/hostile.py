@@ -88,12 +88,7 @@ def image_of(rng: random.Random) -> tuple[bytes | None, tuple[int, int]]:
         how["transparency"] = rng.randrange(256)
     try:
         image.save(file, format=kind, **how)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-        SystemError,
-    ):  # what pillow does not write: a side, a mode
+    except (OSError, ValueError, RuntimeError, SystemError, ArithmeticError):  # a side, a mode
         kind, file = "PNG", io.BytesIO()
         image.convert("RGB").save(file, format=kind)
     return damage(rng, file.getvalue(), kind), size
