@@ -117,7 +117,7 @@ def worst_step(parts, train) -> dict[str, float]:
         more = adam_to_come(state) + policy.engine.bytes_to_come()
         more += accumulated * held_bytes(work)
         for phase in clock.seconds:
-            buckets = gradients if dist.is_initialized() and phase != "update" else 0
+            buckets = gradients if dist.is_initialized() else 0  # beside the gradients themselves
             peak = clock.peaks.get(phase)
             peaks[phase] = 0.0 if peak is None else peak + (more + buckets) / GIB
 
