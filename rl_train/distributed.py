@@ -133,6 +133,13 @@ def is_help(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and not error.code
 
 
+def lost_rank(error: BaseException | None) -> str | None:
+    """In a line, how a collective failed because another rank has ended or hangs; else None."""
+    by_torch = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return str(error).splitlines()[0] if by_torch or by_gloo else None
+
+
 def all_sum(values: dict[str, float], faults: Sequence[str] = ()) -> dict[str, float]:
     """Sums over ranks; every rank passes the same names. With faults as `raise_on_any_rank`."""
     of_ranks, faults = zip(*gather_objects((dict(values), faults)))

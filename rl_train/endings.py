@@ -3,11 +3,13 @@
 Faults of the program itself keep their traceback.
 """
 
+import sys
+
 from rl_train import checkpoint, memory
 from rl_train.config import Config
 from rl_train.data import BadData
 from rl_train.data.workers import WorkerFailed
-from rl_train.distributed import Ranks, once_a_machine, print0
+from rl_train.distributed import Ranks, lost_rank, once_a_machine, print0
 from rl_train.files import CannotWrite, DamagedFile
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
@@ -32,6 +34,9 @@ class Endings:
         if isinstance(error, Stopped):
             print0(f"rl_train: stopped by {error}; {self._how_to_go_on()}")
             raise SystemExit(STATUS) from error
+        if how := lost_rank(error):  # status 1: the rank that it lost says why, with its own
+            print(f"rl_train: rank {self.ranks.rank} has lost another rank: {how}", file=sys.stderr)
+            raise SystemExit(1) from error
         if sentence := self._sentence(error):
             raise SystemExit(sentence) from error
 

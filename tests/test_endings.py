@@ -1,0 +1,38 @@
+"""How ranks end that have lost another one; other endings are tested where their faults are."""
+
+import signal
+import subprocess
+import sys
+
+from rl_train.launch import free_port
+from tests.runs import ENVIRONMENT, ROOT
+
+LEFT = """
+import os, signal, sys
+from rl_train import distributed
+from rl_train.endings import Endings
+ranks = distributed.init()
+with Endings(None, ranks):
+    distributed.gather_objects(None)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    distributed.gather_objects(None)
+"""
+
+
+def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tmp_path):
+    """Status 1, not a sentence's 2: the launcher names the rank that was killed."""
+    place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT],
+            env=ENVIRONMENT | place | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert "rl_train: rank 0 has lost another rank: " in said[0] and "Traceback" not in said[0]
