@@ -175,6 +175,7 @@ def measure(policy, batch, *_) -> dict[str, list]:
     number = sum(p.detach().double().sum().item() for p in policy.trainable.values()) % 1
     texts = dict(image_id=batch.image_ids, reference=batch.captions, caption=batch.captions)
     values = ("cycle_iou", "cycle_meteor", "seg_iou", "seg_intersection", "seg_union")
+    values += ("caption_meteor",)
     return texts | {name: [number] * len(batch) for name in values} | dict(index=batch.index)
 
 

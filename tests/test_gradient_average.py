@@ -127,8 +127,8 @@ def work(data: Path, folder: Path, ports: list[str]):
         try:
             train.main(flags(data, folder / fault, **SAME))
             message = "went on"
-        except FloatingPointError as error:
-            message = str(error)
+        except SystemExit as error:
+            message = error.code
         MicroBatchLoss.forward, state = forward, made[-1].state
         start = state.roles.banks
         still = all(

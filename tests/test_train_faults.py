@@ -142,13 +142,14 @@ def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, c
     monkeypatch.setattr(
         GraspAnyRegionDataset,
         "__getitem__",
-        lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 3 else {}),
+        lambda dataset, i: read(dataset, i) | ({"caption": long} if i % 2 else {}),
     )
     output = run(
         data,
         tmp_path / "run",
         max_steps=2,
         max_bad_fraction=1,
+        max_caption_length=5000,
         tasks="caption_mask_caption",
         mask_sigma="auto",
         eval_samples=4,

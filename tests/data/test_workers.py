@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_train import train
-from rl_train.data import workers
+from rl_train.data import arrow, workers
 from rl_train.data.loader import (
     StepSampler,
     eval_loader,
@@ -54,6 +54,11 @@ class Deadly:
 
 def kill(number):
     return lambda: os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_mapped(monkeypatch):
+    monkeypatch.setattr(arrow, "MAPPED", {})
 
 
 @pytest.fixture
