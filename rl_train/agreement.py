@@ -24,10 +24,10 @@ PLACES, PLACE = 16, 2**16  # parts of a file of weights that are compared, and b
 def agree(facts: dict[str, object], advice: str):
     """Raise ValueError on all ranks, saying who has what, unless all have the same `facts`."""
     of_ranks, differing = gather_objects(facts), []
-    for name in facts:
+    for name in dict.fromkeys(name for mine in of_ranks for name in mine):
         holders = {}
         for rank, mine in enumerate(of_ranks):
-            holders.setdefault(str(mine[name]), []).append(str(rank))
+            holders.setdefault(str(mine.get(name, "unknown")), []).append(str(rank))
         if len(holders) > 1:
             who = [f"{value} on rank {', '.join(ranks)}" for value, ranks in holders.items()]
             differing.append(f"{name}: {'; '.join(who)}")

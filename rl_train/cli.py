@@ -2,13 +2,21 @@
 
 import argparse
 import math
+import os
 import sys
 from pathlib import Path
 
 from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
 from rl_train.data import hub
-from rl_train.distributed import SENTENCE, Refused, once_a_machine, restarted, stop_together
+from rl_train.distributed import (
+    LAUNCHED,
+    SENTENCE,
+    Refused,
+    once_a_machine,
+    restarted,
+    stop_together,
+)
 from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import TASKS, load_task
 
@@ -77,7 +85,9 @@ def parse_together(argv=None) -> Config:
 def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
     chosen = f"--tasks {' '.join(args.tasks)}"
-    if restarted() and (args.resume in (None, "latest") or list_checkpoints(args.output_dir)):
+    if has_begun(args.output_dir) and (
+        args.resume in (None, "latest") or list_checkpoints(args.output_dir)
+    ):
         args.resume = "auto"  # not from a folder that lies before what has been done since
     parts = {name: read_flags(args, part) for name, part in PARTS.items()}
     options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
@@ -97,6 +107,13 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
 
 
 # The output folder
+
+
+def has_begun(output_dir) -> bool:
+    """Whether this process is a restart, and what it takes the place of had begun its run there."""
+    config = Path(output_dir) / "config.json"  # written anew whenever a run begins or goes on
+    launched = float(os.environ.get(LAUNCHED, 0))
+    return restarted() and config.is_file() and config.stat().st_mtime >= launched
 
 
 def check_output_dir(config: Config, flags: dict):

@@ -24,6 +24,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SENTENCE = 2  # exit status of a run that ended with one; argparse's too
 # Above 0 in a run that the launcher or torchrun has started again.
 RESTARTS = ("RL_TRAIN_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
+LAUNCHED = "RL_TRAIN_LAUNCHED"  # when the launcher started it first, seconds since the epoch
 before_meeting = []  # called before each collective, by all ranks (see `sharding`)
 
 
@@ -136,8 +137,10 @@ def is_help(error: BaseException) -> bool:
 def lost_rank(error: BaseException | None) -> str | None:
     """In a line, how a collective failed because another rank has ended or hangs; else None."""
     by_torch = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
-    by_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
-    return str(error).splitlines()[0] if by_torch or by_gloo else None
+    words = " ".join(str(error).split())
+    # Of gloo not what says that ranks had met for different things, which is a fault of ours.
+    by_gloo = isinstance(error, RuntimeError) and "gloo" in words and "preamble" not in words
+    return words if by_torch or by_gloo else None
 
 
 def all_sum(values: dict[str, float], faults: Sequence[str] = ()) -> dict[str, float]:

@@ -34,7 +34,10 @@ class Endings:
         if isinstance(error, Stopped):
             print0(f"rl_train: stopped by {error}; {self._how_to_go_on()}")
             raise SystemExit(STATUS) from error
-        if how := lost_rank(error):  # status 1: the rank that it lost says why, with its own
+        exhausted = isinstance(error, RuntimeError) and memory.is_exhaustion(error)
+        if not exhausted and (
+            how := lost_rank(error)
+        ):  # status 1: the rank that it lost says why, with its own
             print(f"rl_train: rank {self.ranks.rank} has lost another rank: {how}", file=sys.stderr)
             raise SystemExit(1) from error
         if sentence := self._sentence(error):

@@ -97,8 +97,12 @@ class Evaluator:
         return self.eval_steps > 0 and step % self.eval_steps == 0
 
     def missing(self, step: int) -> bool:
-        """Whether the measures of a step are due, but a signal has kept a run from them."""
-        return step > 0 and self.due(step) and not self._file(step).is_file()
+        """Whether the measures of a step are due, but a signal has kept a run from them.
+
+        By rank 0's disk, on which they are written; all ranks ask.
+        """
+        mine = step > 0 and self.due(step) and not self._file(step).is_file()
+        return gather_objects(mine)[0]
 
     def _file(self, step: int) -> Path:
         return self.folder / "evaluation" / f"step_{step}.json"

@@ -13,19 +13,21 @@ Environment: NPROC, NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from rl_train.distributed import PATIENCE, RESTARTS, SENTENCE
+from rl_train.distributed import LAUNCHED, PATIENCE, RESTARTS, SENTENCE
 
 FINAL = (os.EX_TEMPFAIL, SENTENCE)  # 75, 2
 PROGRAM = ["-m", "rl_train.train"]
@@ -86,20 +88,26 @@ def children() -> list[int]:
     return found
 
 
-def explain(failures: dict[int, ProcessFailure]) -> tuple[int, str]:
+def explain(failures: dict[int, ProcessFailure], signalled: bool = False) -> tuple[int, str]:
     """(exit status of the rank whose end explains that of the others, a sentence about it).
 
     It is one that ended on purpose, else one that was killed, else the first. torchrun ends the
-    others by SIGTERM, and by SIGKILL who does not heed it.
+    others by SIGTERM, which they take for a stop, and by SIGKILL who does not heed it.
+
+    Args:
+        signalled: whether the launcher itself got a signal.
     """
+    ends = {failure.exitcode for failure in failures.values()}
+    stopped = signalled or ends <= {os.EX_TEMPFAIL, -signal.SIGTERM}
     begin = min(failure.timestamp for failure in failures.values())
     late = [r for r, failure in failures.items() if failure.timestamp - begin > TOGETHER]
 
     def order(rank):
         status = failures[rank].exitcode
-        on_purpose, killed = status in FINAL, status < 0 and status != -signal.SIGTERM
-        time = failures[rank].timestamp
-        return rank in late, not on_purpose, not killed, time, status < 0, rank
+        by_signal, killed = status == os.EX_TEMPFAIL, status < 0 and status != -signal.SIGTERM
+        on_purpose = status == SENTENCE or (by_signal and stopped)
+        when = failures[rank].timestamp
+        return rank in late, not on_purpose, not killed, by_signal, when, status < 0, rank
 
     rank = min(failures, key=order)
     status = failures[rank].exitcode
@@ -120,15 +128,17 @@ def main():
     nnodes = int(os.environ.get("NNODES", 1))
     if nproc == nnodes == 1 and not own.max_restarts:
         os.execv(sys.executable, [sys.executable, *PROGRAM, *argv])
+    os.environ.setdefault(LAUNCHED, str(time.time()))
     signals = []  # received so far
 
     def forward(number, _):
         signals.append(number)
         ranks = children()
         for rank in ranks:
-            os.kill(rank, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(rank, number)
         if not ranks and len(signals) == 1:  # between two attempts, or other machines awaited
-            sys.exit(128 + number)
+            sys.exit(os.EX_TEMPFAIL)
 
     # It warns that it has no signal handlers, and repeats what `explain` says.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
@@ -141,7 +151,9 @@ def main():
         failures = agent.failures()
         if not failures:
             return
-        status, sentence = explain(failures)
+        status, sentence = explain(failures, bool(signals))
+        if len(signals) == 1 and -status in FORWARDED:  # before the ranks could take note of it
+            status = os.EX_TEMPFAIL
         if status in FINAL:
             sys.exit(status)
         if signals or attempt == own.max_restarts:

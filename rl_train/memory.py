@@ -126,7 +126,10 @@ def worst_step(parts, train) -> dict[str, float]:
     device = policy.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         of_trial = replace(parts, config=trial, state=once, max_steps=1)
-        train(of_trial, [batch], end_of_step, NotAveraged)
+        try:
+            train(of_trial, [batch], end_of_step, NotAveraged)
+        except ValueError as error:  # here nothing of it is the user's input
+            raise RuntimeError("the worst step failed, by a fault of the program") from error
     state.policy.engine.forget()
     gc.collect()
     if device.type == "cuda":

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_train import cli, distributed, train
+from rl_train import agreement, cli, distributed, train
 from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
 from rl_train.data import DamagedSample
 from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, run
@@ -176,3 +176,10 @@ def test_alone_nobody_has_to_agree():
     with pytest.raises(ValueError, match="^why$"), distributed.stop_together():
         raise ValueError("why")
     assert distributed.once_a_machine("why") == "why"
+
+
+def test_what_one_rank_alone_has_is_named(monkeypatch):
+    """As flags of another version of the program."""
+    monkeypatch.setattr(agreement, "gather_objects", lambda _: [{"--a": 1}, {"--a": 1, "--b": 2}])
+    with pytest.raises(ValueError, match="--b: unknown on rank 0; 2 on rank 1. Update"):
+        agreement.agree({"--a": 1}, "Update")

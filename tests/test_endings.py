@@ -4,6 +4,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from rl_train.distributed import lost_rank
 from rl_train.launch import free_port
 from tests.runs import ENVIRONMENT, ROOT
 
@@ -36,3 +40,17 @@ def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tm
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert "rl_train: rank 0 has lost another rank: " in said[0] and "Traceback" not in said[0]
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (RuntimeError("[gloo/pair.cc:5] Connection\nclosed"), "[gloo/pair.cc:5] Connection closed"),
+        (torch.distributed.DistBackendError("NCCL\nshm is full"), "NCCL shm is full"),
+        (RuntimeError("[enforce fail at gloo] op.preamble.length <= op.nbytes. 9 vs 4"), None),
+        (RuntimeError("a fault of ours"), None),
+        (None, None),
+    ],
+)
+def test_what_says_that_a_rank_was_lost(error, said):
+    assert lost_rank(error) == said

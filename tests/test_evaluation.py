@@ -1,6 +1,7 @@
 """Evaluations of a run: roles measured apart, files and curves of them, and the best checkpoint."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,3 +240,13 @@ def test_a_kill_while_writing_leaves_the_old_one(keep, tmp_path, monkeypatch):
 def test_no_evaluation_steps_keep_no_best(data, tmp_path):
     run(data, tmp_path, max_steps=1)
     assert [p.name for p in tmp_path.glob("checkpoint*")] == ["checkpoint_step_1"]
+
+
+def test_whether_measures_are_missing_is_what_the_first_ranks_disk_says(tmp_path, monkeypatch):
+    """They are written there alone; a rank that asked its own disk would evaluate by itself."""
+    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2)
+    evaluator = evaluation.Evaluator(None, config, None, {}, None)
+    monkeypatch.setattr(evaluation, "gather_objects", lambda mine: [False, mine])
+    assert not evaluator.missing(2)
+    monkeypatch.setattr(evaluation, "gather_objects", lambda mine: [mine, False])
+    assert evaluator.missing(2) and not evaluator.missing(1) and not evaluator.missing(0)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_train import distributed, launch
+from rl_train import cli, distributed, launch
 
 RANK = """
 import os, signal, sys, time
@@ -137,6 +137,9 @@ def test_ranks_do_not_outlive_a_killed_launcher(start):
         ({0: (-6, 5), 1: (-9, 36)}, -6, "rank 0 .* within 0:30:00 h.; rank 1 hung and was killed$"),
         ({0: (-15, 5), 1: (75, 5)}, 75, "rank 1 "),
         ({0: (-6, 5), 1: (2, 6)}, 2, "rank 1 "),
+        # torchrun's SIGTERM found rank 0 while it loaded the model, which it left for
+        ({0: (75, 5), 1: (-9, 6)}, -9, "rank 1 was killed by signal 9"),
+        ({0: (75, 5), 1: (1, 6)}, 1, "rank 1 "),
     ],
 )
 def test_the_rank_that_explains_the_end(ends, status, said):
@@ -148,6 +151,14 @@ def test_the_rank_that_explains_the_end(ends, status, said):
     found, sentence = launch.explain(failures)
     assert found == status
     assert re.search(rf"^rl_train: {said}", sentence), sentence
+
+
+def test_a_signal_to_the_launcher_explains_a_75():
+    ends = {
+        0: SimpleNamespace(exitcode=75, timestamp=5),
+        1: SimpleNamespace(exitcode=1, timestamp=4),
+    }
+    assert launch.explain(ends, signalled=True)[0] == 75 and launch.explain(ends)[0] == 1
 
 
 def test_machines_meet_at_the_address_and_at_another_port_each_time(monkeypatch):
@@ -176,3 +187,16 @@ def test_a_rank_started_again_says_so(monkeypatch):
         monkeypatch.setenv(name, "1")
         assert distributed.restarted()
         monkeypatch.delenv(name)
+
+
+def test_only_a_run_that_this_launch_began_is_gone_on_with(tmp_path, monkeypatch):
+    """Else a restart would pass over what the user has asked for."""
+    assert not cli.has_begun(tmp_path)
+    monkeypatch.setenv(distributed.RESTARTS[0], "1")
+    monkeypatch.setenv(distributed.LAUNCHED, "1000")
+    assert not cli.has_begun(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    assert cli.has_begun(tmp_path)
+    os.utime(config, (999, 999))
+    assert not cli.has_begun(tmp_path)

@@ -17,7 +17,7 @@ class Policy(Protocol):
     def group_of(self, name: str) -> str:
         """The group that a trainable belongs to, by which gradient norms are logged."""
 
-    def inputs(self, max_new_tokens: int):
+    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None):
         """What prepares and collates samples in the loader's workers, without the model."""
 
     def encode(self, batch: Batch) -> object:

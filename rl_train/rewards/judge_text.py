@@ -173,7 +173,8 @@ def reply_text(body: str) -> str | None:
         content = json.loads(body)["choices"][0]["message"]["content"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return content if isinstance(content, str) else None
+    fine = isinstance(content, str) and not re.search("[\ud800-\udfff]", content)
+    return content if fine else None
 
 
 # Messages to the judge

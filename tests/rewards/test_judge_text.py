@@ -171,6 +171,7 @@ def test_bodies_without_a_reply():
         return json.dumps({"choices": [{"message": {"content": content}}]})
 
     assert reply_text(body("8")) == "8"
+    assert reply_text(body("8 \ud800")) is None  # JSON can say it, a cache not hold it
     broken = (
         "",
         "<html>",
