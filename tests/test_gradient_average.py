@@ -35,9 +35,8 @@ CASES = {
     "both": {},
     "twice": dict(num_iterations=2, gradient_accumulation_steps=2, max_steps=1),
     "loop 1": dict(caption_to_mask_weight=0),
-    "loop 2": dict(mask_to_caption_weight=0),
+    "loop 2": dict(mask_to_caption_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
-    "chunks": dict(mask_to_caption_weight=0, max_steps=1),  # each mask is decoded again
 }
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
@@ -113,7 +112,7 @@ def work(data: Path, folder: Path, ports: list[str]):
             tasks = (MaskCaptionMask, CaptionMaskCaption) if (name, rank) == ("unscored", 1) else ()
             undo = [unscored(task) for task in tasks]
             train.GradientAverage = average
-            sa2va.MASKS_AT_ONCE = 1 if name == "chunks" else MASKS_AT_ONCE
+            sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE
             train.main(flags(data, folder / f"{name} {kind}", **SAME | changes))
             for back in undo:
                 back()

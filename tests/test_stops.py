@@ -143,9 +143,9 @@ def test_a_worker_leaves_signals_to_the_trainer():
 
 
 def test_a_campaign_of_kills(tmp_path):
-    """12 of a run's moments and file operations; by hand more, see there."""
+    """4 of a run's moments and file operations; by hand more, see there."""
     how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    words = [sys.executable, "-m", "tests.kill_campaign", "--kills", "6", "--seed", "1"]
+    words = [sys.executable, "-m", "tests.kill_campaign", "--kills", "4", "--seed", "1"]
     ended = subprocess.run(words, **how)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "kills by moment" in ended.stdout

@@ -13,4 +13,5 @@ if [ -n "$VENV" ]; then
         "$PYTHON" -m pip install -q -e ".[test]" -c constraints.txt
     fi
 fi
-"$PYTHON" -m tools.fetch_wordnet
+# Once it is there, whether it works is what the training asks at its start.
+[ -f "$(dirname "$PYTHON")/../nltk_data/corpora/wordnet/lexnames" ] || "$PYTHON" -m tools.fetch_wordnet
