@@ -11,9 +11,11 @@ first differences if any bit differs.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from safetensors.numpy import load_file
@@ -103,7 +105,8 @@ def main(argv=None):
         expected, found = numbers(before, args.steps), numbers(Path(folder) / "here", args.steps)
         wrong = differences(expected, found)
     print(f"{args.revision} and this tree: {len(expected)} results, {len(wrong)} differ")
-    print("".join(f"  {name}\n" for name in wrong[:10]), end="")
+    kinds = Counter(re.sub(r" (at step|line) \d+$", "", name) for name in wrong)
+    print("".join(f"  {name}: {count}\n" for name, count in list(kinds.items())[:40]), end="")
     sys.exit(bool(wrong))
 
 
