@@ -178,6 +178,8 @@ def test_a_run_started_again_goes_on_from_its_latest_checkpoint(
     data, tmp_path, monkeypatch, restarts
 ):
     monkeypatch.setenv("RL_TRAIN_RESTARTS", restarts)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")  # it had begun
 
     def resume(**changes):
         return cli.parse(flags(data, tmp_path / "run", **changes)).run.resume

@@ -34,7 +34,7 @@ SAME = dict(
 CASES = {
     "both": {},
     "twice": dict(num_iterations=2, gradient_accumulation_steps=2, max_steps=1),
-    "loop 1": dict(caption_to_mask_weight=0),
+    "loop 1": dict(caption_to_mask_weight=0, max_steps=1),
     "loop 2": dict(mask_to_caption_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
 }

@@ -61,9 +61,9 @@ def judged(line) -> bool:
     return line["judge"] is not None and bool(line.get("reply", line["completion"]))
 
 
-@pytest.mark.parametrize("dataset", ["gar", "dam"])
+@pytest.mark.parametrize("dataset", ["dam"])  # the other tests train on gar
 def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
-    """Both loops on a folder of each format, every edge case of its data among the good regions."""
+    """Both loops on a folder with every edge case of its data among the good regions."""
     port = free_port()
     with server(port):
         time.sleep(1)
