@@ -1,6 +1,5 @@
 """What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
 
-import numpy as np
 import pytest
 import torch
 from tqdm import tqdm
@@ -13,7 +12,7 @@ from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.demo_scenes import caption, make_scene
+from tools.demo_scenes import make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 # Before any fixture of any scope: sums of floats depend on the number of threads.
@@ -64,13 +63,12 @@ def scenes() -> list[dict]:
     samples = []
     for i in range(4):
         scene = make_scene(0, 7, i)
-        targets = [scene.objects[t] for t in scene.targets]
-        target = max(targets, key=lambda o: o.mask.sum())  # 4, 6, 1 and 2 cells
+        target = max(scene.objects, key=lambda o: o.mask.sum())
         samples.append(
             dict(
                 image=scene.image,
                 mask=target.mask,
-                caption=caption(target, scene, np.random.default_rng(i)),
+                caption=target.caption,
                 category="",
                 image_id=f"scene{i}",
             )

@@ -3,7 +3,9 @@
 import torch
 import torch.nn.functional as F
 
-from tools.demo_scenes import COLORS, POSITIONS, SHAPES, SIZES
+from tools.demo_scenes import ATTRIBUTES
+
+NORM = 4.0  # of the code of one value; that of an object, the sum of four, has a mean square of 1
 
 
 def balanced_mask_loss(logits, masks):
@@ -29,46 +31,69 @@ def balanced_mask_loss(logits, masks):
     return (inside + outside + 2 * dice).mean()
 
 
-class Attributes(torch.nn.Module):
-    """Supervision by the attributes that a scene's drawer knows.
+class Codes:
+    """A fixed vector for each value of each attribute, orthogonal to all others.
 
-    It gets from random weights to a model in minutes: `code` turns stated attributes into a prompt
-    embedding, with which SAM2 learns first; [SEG]'s embedding learns to equal it and takes over.
-    Linear probes pull the attributes into region features. Thrown away afterwards.
+    An object's code is the sum of its values' four. Which object a prompt embedding z means is
+    then decided by z alone, whatever its scale: the one with the largest product z . code.
     """
 
-    VALUES = dict(
-        color=list(COLORS),
-        shape=list(SHAPES),
-        size=list(SIZES),
-        position=[p for row in POSITIONS for p in row],
-    )
-
-    def __init__(self, prompt_size: int, width: int):
-        super().__init__()
-        self.probes = torch.nn.ModuleDict(
-            {a: torch.nn.Linear(width, len(values)) for a, values in self.VALUES.items()}
-        )
-        self.codes = torch.nn.ParameterDict(
-            {a: torch.randn(len(values), prompt_size) * 0.5 for a, values in self.VALUES.items()}
-        )
-
-    def index(self, obj, attribute):
-        return self.VALUES[attribute].index(getattr(obj, attribute))
-
-    def code(self, objects, said):
-        """(n, prompt_size): the sum of the codes of the attributes said[i] of objects[i]."""
-        return torch.stack(
-            [sum(self.codes[a][self.index(o, a)] for a in s) for o, s in zip(objects, said)]
-        )
-
-    def probe_loss(self, vectors, objects):
-        """Mean cross-entropy of all attributes of objects[i], read off vectors (n, width)."""
-        losses = [
-            F.cross_entropy(
-                self.probes[a](vectors),
-                torch.tensor([self.index(o, a) for o in objects], device=vectors.device),
-            )
-            for a in self.VALUES
+    def __init__(self, prompt_size: int, seed: int, device):
+        generator = torch.Generator().manual_seed(seed)
+        vectors = torch.randn(prompt_size, prompt_size, generator=generator)
+        vectors = NORM * torch.linalg.qr(vectors).Q.to(device)
+        number = sum(map(len, ATTRIBUTES.values()))
+        assert number <= prompt_size, "more values than dimensions"
+        values = [(name, value) for name, values in ATTRIBUTES.items() for value in values]
+        self.of_value = dict(zip(values, vectors))
+        means = [
+            sum(self.of_value[name, v] for v in vs) / len(vs) for name, vs in ATTRIBUTES.items()
         ]
-        return torch.stack(losses).mean()
+        self.mean = sum(means)  # (D,)
+
+    def __call__(self, attributes) -> torch.Tensor:
+        """(n, D) codes of n tuples of attributes."""
+        return torch.stack(
+            [sum(self.of_value[av] for av in zip(ATTRIBUTES, a)) for a in attributes]
+        )
+
+    def nearest(self, z: torch.Tensor, objects) -> int:
+        """Which of the objects z (D,) means."""
+        return int((self([obj.attributes for obj in objects]) @ z).argmax())
+
+    def around(self, objects, rng) -> torch.Tensor:
+        """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
+        said = [
+            [
+                rng.choice(ATTRIBUTES[a]) if rng.random() < 0.2 else v
+                for a, v in zip(ATTRIBUTES, obj.attributes)
+            ]
+            for obj in objects
+        ]
+        n, device = len(objects), self.mean.device
+        draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
+        noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
+        share = draw(0.15, 1)
+        z = self.mean + share * (self(said) - self.mean + draw(0, 0.5) * NORM * noise)
+        return z * torch.exp2(draw(-1.5, 1.5))
+
+
+class Probes(torch.nn.Module):
+    """Linear readings of the attributes off region features, which pull them in there."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.of = torch.nn.ModuleDict(
+            {name: torch.nn.Linear(width, len(values)) for name, values in ATTRIBUTES.items()}
+        )
+
+    def forward(self, vectors, objects) -> tuple[torch.Tensor, dict[str, float]]:
+        """(mean cross-entropy, {attribute: accuracy}) of vectors (n, width) about n objects."""
+        losses, right = [], {}
+        for k, (name, values) in enumerate(ATTRIBUTES.items()):
+            logits = self.of[name](vectors)
+            truth = [values.index(obj.attributes[k]) for obj in objects]
+            truth = torch.tensor(truth, device=vectors.device)
+            losses.append(F.cross_entropy(logits, truth))
+            right[name] = (logits.argmax(1) == truth).float().mean().item()
+        return torch.stack(losses).mean(), right

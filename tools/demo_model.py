@@ -1,18 +1,14 @@
 """The demo's tiny Sa2VA: configuration, tokenizer and random weights."""
 
-import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import PROMPT_TEMPLATE, Sa2VAModel
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
-from tools.demo_scenes import WARM_START, caption, make_scene
+from tools.demo_scenes import WARM_START, make_scene
 from tools.new_folder import new_config, new_tokenizer
 
-# Captions of the warm start by how much they say; those of the data for reinforcement learning are
-# all "full".
-DETAIL_ODDS = {"full": 0.25, "partial": 0.4, "vague": 0.35}
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,15 +78,8 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    rng = np.random.default_rng([seed, 9])
-    texts = []
-    for i in range(300):
-        scene = make_scene(seed, WARM_START, i)
-        texts += [
-            c + "<|end|>\n"
-            for k in scene.targets
-            for c in (caption(scene.objects[k], scene, rng, d) for d in DETAIL_ODDS)
-        ]
+    scenes = [make_scene(seed, WARM_START, i) for i in range(300)]
+    texts = [obj.caption + "<|end|>\n" for scene in scenes for obj in scene.objects]
     template = PROMPT_TEMPLATE["phi3_chat"]["INSTRUCTION"]
     for wording in (DESCRIBE, *SEGMENT_WORDINGS):
         question = "There are 1 part regions in the picture: region1.\n" + wording

@@ -5,6 +5,7 @@ from PIL import Image, ImageDraw
 
 MAX_TILT = 8.0  # degrees; 45 would turn a square into a diamond
 SUPERSAMPLE = 4
+STRIPE = 5  # pixels that a stripe, a band or a field is wide
 
 
 def background(rng, tint, width: int, height: int) -> np.ndarray:
@@ -32,6 +33,15 @@ def stamp(rng, shape: str, diameter: float) -> np.ndarray:
     alpha = np.asarray(big.reduce(SUPERSAMPLE), dtype=np.float64) / 255
     rows, cols = np.nonzero(alpha.any(1))[0], np.nonzero(alpha.any(0))[0]
     return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
+
+
+def pattern(rng, name: str, shape: tuple[int, int]) -> np.ndarray:
+    """(h, w) bool: where a shape of that pattern has its second tone."""
+    start = rng.integers(0, 2 * STRIPE, 2)
+    rows, cols = np.ogrid[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
+    lines = dict(plain=0 * rows + 0 * cols, banded=rows // STRIPE + 0 * cols)
+    lines |= dict(striped=cols // STRIPE + 0 * rows, checked=rows // STRIPE + cols // STRIPE)
+    return lines[name] % 2 == 1
 
 
 def _outline(shape: str) -> list[tuple[float, float]]:

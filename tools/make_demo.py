@@ -16,13 +16,12 @@ import argparse
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_model import CONFIG, initialise, make_tokenizer
-from tools.demo_scenes import HELDOUT, TRAIN, caption, make_scene
+from tools.demo_scenes import HELDOUT, TRAIN, make_scene
 from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
@@ -31,19 +30,14 @@ SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
 
 def write_split(folder: Path, seed: int, split: int, num_scenes: int):
-    """Write one row per target object of each scene, with a full caption, in GAR layout."""
+    """Write one row per object of each scene, in GAR layout."""
 
     def rows():
         for i in range(num_scenes):
             scene = make_scene(seed, split, i)
-            rng = np.random.default_rng([seed, split, i, 1])
-            for k in scene.targets:
-                obj = scene.objects[k]
+            for obj in scene.objects:
                 yield dict(
-                    image=scene.image,
-                    mask=obj.mask,
-                    caption=caption(obj, scene, rng, "full"),
-                    category=obj.shape,
+                    image=scene.image, mask=obj.mask, caption=obj.caption, category=obj.shape
                 )
 
     write_gar(rows(), folder)

@@ -12,19 +12,18 @@ from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import MAX_PIXELS
 from sa2va_hf.processing_sa2va import region_grid
 from tests.data.gar_rows import IMAGE, JPEG, MASK, PNG, H, W, ids, read, row, turns, write
-from tools.demo_scenes import caption, make_scene
+from tools.demo_scenes import make_scene
 from tools.gar_writer import SCHEMA, encode_mask, write_gar
 from tools.messy_cases import huge_png
 
 
 @pytest.mark.parametrize("ipc_format", ["stream", "file"])
 def test_what_is_written_is_read(tmp_path, ipc_format):
-    rng = np.random.default_rng(0)
     rows = [
         {
             "image": scene.image,
             "mask": obj.mask,
-            "caption": caption(obj, scene, rng),
+            "caption": obj.caption,
             "category": obj.shape,
         }
         for scene in (make_scene(0, 0, i) for i in range(2))

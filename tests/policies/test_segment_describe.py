@@ -179,7 +179,7 @@ def test_the_true_region_explains_its_caption_best(model, images, batch):
     true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64)
     for i in range(4):
         scene = make_scene(0, 7, i)  # as the fixture `scenes` draws it
-        masks = [torch.from_numpy(scene.objects[t].mask) for t in scene.targets]
+        masks = [torch.from_numpy(obj.mask) for obj in scene.objects]
         others = [mask for mask in masks if not torch.equal(mask, batch.masks[i])]
         assert 0 < len(others) == len(masks) - 1
         n = len(others)
