@@ -1,4 +1,4 @@
-"""The demo's prompt head: trained alone, from a fresh draw, to a stated IoU or not at all."""
+"""The demo's warm start: what it is wrong about, and its prompt head, trained to a stated share."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,10 @@ import torch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.tokenizer import load_tokenizer
 from tools import demo_warm_start
+from tools.demo_losses import Codes
 from tools.demo_model import CONFIG, make_tokenizer
+from tools.demo_report import told_apart
+from tools.demo_scenes import ATTRIBUTES, Object, Scene, make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 from tools.new_folder import save
 
@@ -30,15 +33,14 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
 
 
 def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch):
-    """The mean of the last 25 IoUs counts: at .5 a step it reaches a target of .1 in the fifth."""
-    losses = []
-    real = warm_start.prompt_head_loss
+    """The mean of the last 25 shares counts: of .5 each, five make .1."""
+    losses, real = [], warm_start.prompt_head_loss
     monkeypatch.setattr(
         warm_start, "prompt_head_loss", lambda rng: losses.append(real(rng)) or (losses[-1][0], 0.5)
     )
     before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
     warm_start.retrain_prompt_head(target=0.1)
-    assert len(losses) == 5 and all(0 <= iou <= 1 and loss > 0 for loss, iou in losses)
+    assert len(losses) == 5 and all(0 <= hits <= 1 and loss > 0 for loss, hits in losses)
     changed = {
         name
         for name, p in warm_start.model.state_dict().items()
@@ -53,12 +55,40 @@ def test_a_target_out_of_reach_is_an_error(warm_start, monkeypatch):
         warm_start.retrain_prompt_head(target=0.99)
 
 
-def test_answers_have_one_wording(warm_start):
-    """So that loop 2 without a sampled mask has nothing to choose among."""
-    scene, rng = warm_start.scenes[0], np.random.default_rng(0)
-    obj = scene.objects[scene.targets[0]]
-    answers = {
-        tuple(i for i in warm_start._segment(obj, scene, rng)[0]["labels"] if i != -100)
-        for _ in range(20)
-    }
-    assert len(answers) == 1
+def test_mistakes_make_no_word_more_frequent_and_half_of_the_values_wrong():
+    partners = dict(demo_warm_start.MISTAKES)
+    for values in ATTRIBUTES.values():
+        pairs = {pair: share for pair, share in partners.items() if pair[0] in values}
+        assert sorted(value for pair in pairs for value in pair) == sorted(values)
+        assert sorted(pairs.values()) == sorted(1 - share for share in pairs.values())
+    rng = np.random.default_rng(0)
+    obj = Object("plain", "red", "circle", "top left", None)
+    said = [demo_warm_start.mistaken(obj, rng) for _ in range(2000)]
+    for word, share in {"plain": 0.65, "orange": 0.65, "square": 0.65, "left": 0.35}.items():
+        assert abs(np.mean([word in text for text in said]) - share) < 0.05
+
+
+def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it_mostly():
+    codes, scene = Codes(64, seed=0, device="cpu"), make_scene(0, 0, 0)
+    z = codes([obj.attributes for obj in scene.objects])
+    assert torch.allclose(z.square().mean(), torch.tensor(1.0), atol=1e-4)
+    for scale in (0.1, 10):
+        for number, one in enumerate(codes.mean + scale * z):
+            assert codes.nearest(one, scene.objects) == number
+    rng = np.random.default_rng(0)
+    found = [
+        codes.nearest(one, scene.objects) == number
+        for _ in range(50)
+        for number, one in enumerate(codes.around(scene.objects, rng))
+    ]
+    assert 0.5 < np.mean(found) < 0.9
+
+
+def test_what_the_report_says_of_scenes():
+    """Three objects: the middle one shares a value with each other one."""
+    objects = [("plain", "red", "circle", "top left"), ("plain", "blue", "cross", "top right")]
+    objects += [("banded", "blue", "square", "bottom left")]
+    scene = Scene(None, tuple(Object(*attributes, None) for attributes in objects))
+    apart = told_apart([scene])
+    # alone: 3 of 4 values of the first and last object, 2 of the middle one
+    assert apart[1] == dict(any=pytest.approx(8 / 12), best=1.0) and apart[4]["any"] == 1

@@ -3,16 +3,18 @@
     python -m tools.make_demo --output_dir outputs/demo      # data + the checkpoint that ships here
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made anew
 
-Everything is drawn by code from --seed. The checkpoint, in the original layout, is warm-started by
-supervised training on the prompts and the encode rule of `sa2va_hf.prompts` and
-`sa2va_hf.templates`, and stopped early: it captions sloppily (half of its training captions leave
-attributes out), and its `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for a
-moment only, so that it segments roughly: the room that the two loops of reinforcement learning
-have. It answers with one wording of Sa2VA's five, so that in loop 2 nothing but the sampled mask
-can differ.
+Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
+layout, is warm-started by supervised training on the prompts and the encode rule of
+`sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
+no shortcut: its captions are of one kind and length and mistake half of the values of each
+attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
+decided and of the right size, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained
+anew until three fifths of them lie on the right object. It answers with one wording of Sa2VA's
+five, so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
+import json
 import shutil
 from pathlib import Path
 
@@ -21,7 +23,7 @@ import torch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_model import CONFIG, initialise, make_tokenizer
-from tools.demo_scenes import HELDOUT, TRAIN, make_scene
+from tools.demo_scenes import ATTRIBUTES, HELDOUT, TRAIN, make_scene
 from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
@@ -63,7 +65,10 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--output_dir", type=Path, required=True, help="receives train/, heldout/ and checkpoint/"
+        "--output_dir",
+        type=Path,
+        required=True,
+        help="receives train/, heldout/, checkpoint/, attributes.json",
     )
     parser.add_argument("--train_scenes", type=int, default=1500, help="scenes drawn for training")
     parser.add_argument(
@@ -85,6 +90,9 @@ def main():
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    vocabulary = {name: {value: [value] for value in vs} for name, vs in ATTRIBUTES.items()}
+    (args.output_dir / "attributes.json").write_text(json.dumps(vocabulary, indent=1) + "\n")
     for name, split, count in (
         ("train", TRAIN, args.train_scenes),
         ("heldout", HELDOUT, args.heldout_scenes),
