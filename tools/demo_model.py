@@ -114,6 +114,8 @@ def initialise(model: Sa2VAModel):
             fan_in = parameter[0].numel() if "upscale_conv" not in name else parameter.shape[0]
             scale = 0.5 if name.endswith(residual_ends) else 1.0
             torch.nn.init.normal_(parameter, std=scale * fan_in**-0.5)
+    # Patches have a mean square of about 1; places would else be learnt long after them.
+    torch.nn.init.normal_(model.vision_model.embeddings.position_embeddings, std=0.6)
     for layer in model.vision_model.encoder.layer:
         torch.nn.init.ones_(layer.lambda_1)
         torch.nn.init.ones_(layer.lambda_2)

@@ -52,7 +52,6 @@ CONTRAST, GREY = (
 )  # of a pattern's second tone: towards black, of a dark paint towards white
 GAP = 3  # pixels between objects, at least
 COLOR_JITTER = 10  # of 255, per object and channel
-NOISE = 4  # of 255, per pixel and channel
 TRIES = 30  # places for one object, before the scene is drawn again
 
 
@@ -142,6 +141,5 @@ def _draw(rng, plan) -> Scene | None:
         paint = np.where(pattern(rng, name, alpha.shape)[..., None], second, paint)
         canvas[box] += alpha[..., None] * (paint - canvas[box])
         objects.append(Object(name, color, shape, position, mask))
-    canvas += rng.integers(-NOISE, NOISE + 1, canvas.shape, dtype=np.int8)
     image = Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8))
     return Scene(image, tuple(objects))

@@ -74,7 +74,7 @@ class WarmStart:
         model = self.model
         scenes, image, objects = self._targets(indices, rng)
         features = model.extract_feature(self.tiles[indices].to(model.device))
-        grids = [self.processor.region_grid(obj.mask)[None] for obj in objects]
+        grids = [self.processor.region_grid(obj.mask) for obj in objects]
         ids, mask, labels = self._batch(
             [
                 self._describe(obj, grid, progress < TRUE_SHARE, rng)
@@ -88,15 +88,14 @@ class WarmStart:
             ids,
             mask,
             image_features=features[image + image],
-            prompt_masks=grids,
+            prompt_masks=[grid[None] for grid in grids],
             vp_overall_mask=flags,
         )
         logits, labels = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
         text = F.cross_entropy(logits, labels, ignore_index=-100)
         prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
         copy = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
-        regions = [features[i][g[0].flatten()].mean(0) for i, g in zip(image, grids)]
-        probe, read = self.probes(torch.stack(regions), objects)
+        probe, read = self._probe(features, image, objects, grids)
         every = [(i, obj) for i, scene in enumerate(scenes) for obj in scene.objects]
         z = self.codes.around([obj for _, obj in every], rng)
         meant = [
@@ -115,6 +114,32 @@ class WarmStart:
         parts = dict(text=text.item(), mask=plain.item(), copy=copy.item(), probe=probe.item())
         parts |= {f"read_{name}": share for name, share in read.items()}
         return text + mask_part + copy + probe, parts
+
+    def _probe(self, features, image, objects, grids):
+        """(loss, accuracies) of the probes on the mean feature of each object's cells."""
+        regions = [features[i][grid.flatten()].mean(0) for i, grid in zip(image, grids)]
+        return self.probes(torch.stack(regions), objects)
+
+    def look(self, steps, batch_size=8, learning_rate=7e-4):
+        """Train the vision encoder, for so many steps, to hold what probes are to read off it."""
+        model = self.model
+        parts = (model.vision_model, model.mlp1, self.probes)
+        parameters = [parameter for part in parts for parameter in part.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
+        with tqdm(range(steps), desc="vision") as progress:
+            for step in progress:
+                rng = np.random.default_rng([self.seed, 6, step])
+                indices = rng.choice(len(self.scenes), batch_size, replace=False)
+                scenes = [self.scenes[i] for i in indices]
+                image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
+                grids = [self.processor.region_grid(obj.mask) for obj in objects]
+                features = model.extract_feature(self.tiles[indices].to(model.device))
+                loss, read = self._probe(features, image, objects, grids)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                progress.set_postfix({name: f"{share:.2f}" for name, share in read.items()})
 
     def _targets(self, indices, rng):
         """(scenes, which of them each object is in, objects)."""

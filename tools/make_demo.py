@@ -28,6 +28,7 @@ from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
 
+VISION_STEPS = 400  # of the vision encoder alone, which cost little
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
 
@@ -55,6 +56,7 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     model = Sa2VAModel(config)
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
+    warm_start.look(VISION_STEPS)
     warm_start.run(steps)
     warm_start.retrain_prompt_head()
     save(model, tokenizer, folder)
