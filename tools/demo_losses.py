@@ -73,9 +73,9 @@ class Codes:
         n, device = len(objects), self.mean.device
         draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
         noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
-        share = draw(0.15, 1)
-        z = self.mean + share * (self(said) - self.mean + draw(0, 0.5) * NORM * noise)
-        return z * torch.exp2(draw(-1.5, 1.5))
+        share = draw(0.3, 1)
+        z = self.mean + share * (self(said) - self.mean + draw(0, 0.25) * NORM * noise)
+        return z * torch.exp2(draw(-1, 1))
 
 
 class Probes(torch.nn.Module):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from rl_train.data.text import phrase
+from rl_train.rewards.iou import mask_iou
 from sa2va_hf import video_lisa_encode_fn
 from sa2va_hf.batches import pad_left
 from sa2va_hf.losses import mask_loss
@@ -32,6 +33,9 @@ MISTAKES = {
     ("top left", "top right"): 0.65,
 }
 TRUE_SHARE = 0.6  # of the steps, in which captions are still true
+# Shares of the steps of SAM2 in which it is prompted by the objects own codes, and in which inside
+# and outside of an object weigh the same.
+CLEAR_SHARE, PLAIN_SHARE = 0.4, 0.6
 HIT_TARGET = 0.62  # share of phrases at whose object the prompt head's embedding points in the end
 PROMPT_HEAD_STEPS = 2000  # at most
 WINDOW = 25  # batches that these shares are taken over
@@ -45,6 +49,12 @@ def mistaken(obj, rng) -> str:
         for v, (other, share) in ((v, partner[v]) for v in obj.attributes)
     ]
     return caption(*said)
+
+
+def resized(mask, logits) -> torch.Tensor:
+    """A mask (H, W) at the size of mask logits (n, h, w)."""
+    pixels = torch.from_numpy(mask)[None, None].to(logits.device).float()
+    return F.interpolate(pixels, logits.shape[-2:])[0, 0] > 0
 
 
 class WarmStart:
@@ -96,50 +106,13 @@ class WarmStart:
         prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
         copy = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
         probe, read = self._probe(features, image, objects, grids)
-        every = [(i, obj) for i, scene in enumerate(scenes) for obj in scene.objects]
-        z = self.codes.around([obj for _, obj in every], rng)
-        meant = [
-            scenes[i].objects[self.codes.nearest(v, scenes[i].objects)]
-            for v, (i, _) in zip(z, every)
-        ]
-        sam = model.sam_features(self.sam_images[indices].to(model.device))
-        logits = model.decode_masks(
-            sam, torch.tensor([i for i, _ in every], device=model.device), z
-        )
-        masks = [obj.mask for obj in meant]
-        balanced = balanced_mask_loss(logits, masks)
-        plain = mask_loss(logits, [torch.from_numpy(m) for m in masks]).mean()
-        share = min(max(2 * progress - 0.5, 0.0), 1.0)
-        mask_part = (1 - share) * balanced + share * plain
-        parts = dict(text=text.item(), mask=plain.item(), copy=copy.item(), probe=probe.item())
-        parts |= {f"read_{name}": share for name, share in read.items()}
-        return text + mask_part + copy + probe, parts
+        parts = dict(text=text.item(), copy=copy.item()) | read
+        return text + copy + probe, parts
 
     def _probe(self, features, image, objects, grids):
         """(loss, accuracies) of the probes on the mean feature of each object's cells."""
         regions = [features[i][grid.flatten()].mean(0) for i, grid in zip(image, grids)]
         return self.probes(torch.stack(regions), objects)
-
-    def look(self, steps, batch_size=8, learning_rate=7e-4):
-        """Train the vision encoder, for so many steps, to hold what probes are to read off it."""
-        model = self.model
-        parts = (model.vision_model, model.mlp1, self.probes)
-        parameters = [parameter for part in parts for parameter in part.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
-        with tqdm(range(steps), desc="vision") as progress:
-            for step in progress:
-                rng = np.random.default_rng([self.seed, 6, step])
-                indices = rng.choice(len(self.scenes), batch_size, replace=False)
-                scenes = [self.scenes[i] for i in indices]
-                image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
-                grids = [self.processor.region_grid(obj.mask) for obj in objects]
-                features = model.extract_feature(self.tiles[indices].to(model.device))
-                loss, read = self._probe(features, image, objects, grids)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
-                progress.set_postfix({name: f"{share:.2f}" for name, share in read.items()})
 
     def _targets(self, indices, rng):
         """(scenes, which of them each object is in, objects)."""
@@ -175,24 +148,78 @@ class WarmStart:
             example, self.tokenizer, max_length=8192, input_ids_with_output=True
         )
 
-    def run(self, steps, batch_size=8, learning_rate=7e-4):
-        """Train everything for so many steps."""
-        parameters = [*self.model.parameters(), *self.probes.parameters()]
+    def mask_loss(self, indices, rng, progress: float):
+        """(loss, its parts as numbers) of SAM2 on the scenes `indices`, prompted by codes.
+
+        What the image features hold of an object is pulled to its code, without which the decoder
+        takes long to see what a prompt has to do with an image. In the end any prompt is to be
+        answered by one of the objects, whole: the one that it means.
+        """
+        scenes = [self.scenes[i] for i in indices]
+        image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
+        codes = z = self.codes([obj.attributes for obj in objects])
+        if progress > CLEAR_SHARE:
+            z = self.codes.around(objects, rng)
+        meant = [
+            scenes[i].objects[self.codes.nearest(v, scenes[i].objects)] for i, v in zip(image, z)
+        ]
+        masks = [obj.mask for obj in meant]
+        features = self.model.sam_features(self.sam_images[indices].to(self.model.device))
+        where = torch.tensor(image, device=self.model.device)
+        logits = self.model.decode_masks(features, where, z)
+        coarse = features[-1][where]  # (n, D, h, w)
+        cells = [torch.from_numpy(obj.mask)[None].float() for obj in objects]
+        cells = [F.adaptive_avg_pool2d(one, coarse.shape[-2:]) for one in cells]
+        cells = torch.stack(cells).to(coarse.device)  # (n, 1, h, w)
+        held = F.mse_loss((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), codes)
+        share = min(max((progress - PLAIN_SHARE) / (1 - PLAIN_SHARE), 0.0), 1.0)
+        plain = mask_loss(logits, [torch.from_numpy(mask) for mask in masks]).mean()
+        loss = held + (1 - share) * balanced_mask_loss(logits, masks) + share * plain
+        found = mask_iou(
+            [one > 0 for one in logits], [resized(mask, logits) for mask in masks], 1.0
+        )
+        return loss, dict(mask=plain.item(), held=held.item(), iou=found.mean().item())
+
+    def look(self, steps):
+        """Train the vision encoder to hold what probes are to read off it."""
+        model = self.model
+
+        def loss(indices, rng, progress):
+            scenes = [self.scenes[i] for i in indices]
+            image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
+            grids = [self.processor.region_grid(obj.mask) for obj in objects]
+            features = model.extract_feature(self.tiles[indices].to(model.device))
+            return self._probe(features, image, objects, grids)
+
+        self._train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
+
+    def talk(self, steps):
+        """Train what makes captions and prompt embeddings."""
+        model = self.model
+        parts = (model.vision_model, model.mlp1, model.language_model, model.text_hidden_fcs)
+        self._train("captions", (*parts, self.probes), self.loss, steps, 7)
+
+    def draw(self, steps):
+        """Train SAM2."""
+        self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
+
+    def _train(self, name, modules, loss_of, steps, stream, batch_size=8, learning_rate=1e-3):
+        parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, learning_rate, total_steps=steps, pct_start=0.05
         )
-        with tqdm(range(steps), desc="warm start") as progress:
+        with tqdm(range(steps), desc=name) as progress:
             for step in progress:
-                rng = np.random.default_rng([self.seed, 7, step])
+                rng = np.random.default_rng([self.seed, stream, step])
                 indices = rng.choice(len(self.scenes), batch_size, replace=False)
-                loss, parts = self.loss(indices, rng, step / steps)
+                loss, parts = loss_of(indices, rng, step / steps)
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 schedule.step()
-                progress.set_postfix({k: f"{v:.2f}" for k, v in parts.items()})
+                progress.set_postfix({name: f"{value:.2f}" for name, value in parts.items()})
 
     def prompt_head_loss(self, rng, num_scenes=4):
         """(loss, share of hits) of [SEG]'s embeddings of some phrases.

@@ -28,7 +28,6 @@ from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
 
-VISION_STEPS = 400  # of the vision encoder alone, which cost little
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 
 
@@ -56,8 +55,9 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     model = Sa2VAModel(config)
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
-    warm_start.look(VISION_STEPS)
-    warm_start.run(steps)
+    warm_start.look(steps)
+    warm_start.talk(steps)
+    warm_start.draw(steps)
     warm_start.retrain_prompt_head()
     save(model, tokenizer, folder)
 
@@ -84,8 +84,8 @@ def main():
     parser.add_argument(
         "--warm_start_steps",
         type=int,
-        default=800,
-        help="optimizer steps of the supervised warm start",
+        default=500,
+        help="optimizer steps of each part of the supervised warm start",
     )
     parser.add_argument(
         "--warm_start_scenes", type=int, default=2000, help="scenes drawn for the warm start"
