@@ -65,7 +65,7 @@ class Codes:
         """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
         said = [
             [
-                rng.choice(ATTRIBUTES[a]) if rng.random() < 0.2 else v
+                rng.choice(ATTRIBUTES[a]) if rng.random() < 0.1 else v
                 for a, v in zip(ATTRIBUTES, obj.attributes)
             ]
             for obj in objects
