@@ -25,7 +25,7 @@ FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
-    *("batch_size", "gradient_accumulation_steps", "world_size"),
+    *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
 }
 PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product

@@ -87,6 +87,14 @@ class DataConfig:
         "that are in --data_dir and --eval_data_dir: refuse, or drop from what is trained on",
         choices=["refuse", "drop"],
     )
+    attributes: str | None = flag(
+        None,
+        "JSON file of the phrases that state an attribute's values, of which captions' accuracy "
+        "and precision are measured held out (docs/algorithm.md)",
+    )
+    other_regions: bool = flag(
+        False, "read them with each region: is it the one that a mask lies on? (measures alone)"
+    )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
     max_caption_length: int = flag(
         512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT

@@ -21,6 +21,7 @@ from rl_train.memory import GIB, standing_memory
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
+from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
@@ -47,6 +48,7 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    vocabulary: Vocabulary  # of --attributes
     claim: object = None  # on the output folder, as long as it lives; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
 
@@ -119,6 +121,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
+    vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
     user_rewards = tuple(load_user_rewards(config.reward.reward))
     judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
@@ -162,7 +165,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     sampler.start = state.step
     agree_on_weights(state, ranks)
     sets = (train_set, heldout, sampler)
-    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps)
+    how = (*sets, max_steps, vocabulary)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *how)
 
 
 def begin(parts: Parts):

@@ -1,31 +1,36 @@
 """From measures of samples to metrics, intervals and paired differences."""
 
+import math
+
 import numpy as np
 import torch
 
-from rl_train.tasks.cycle_measures import METRICS, PARTS
+from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL, metrics_of, parts_of
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
     """What a metric is made of: (n,) values of which the mean, or (n, 2) parts of a ratio."""
-    parts = [values[name] for name in PARTS.get(metric, (metric,))]
+    parts = [values[name] for name in parts_of(metric)]
     if metric == "seg_p50":
         return (parts[0] >= 0.5).double()
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
 
 
 def statistic(rows) -> float:
-    """The mean of (n,) values; of (n, 2) intersections and unions the ratio of their sums."""
-    return float(rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / rows[:, 1].sum())
+    """The mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN of nothing."""
+    if rows.ndim == 1:
+        return float(rows.mean())
+    total = float(rows[:, 1].sum())
+    return float(rows[:, 0].sum()) / total if total else math.nan
 
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """{metric: its value over all samples}, of the METRICS whose measures are there."""
-    return {
-        metric: statistic(rows_of(values, metric))
-        for metric in METRICS
-        if set(PARTS.get(metric, (metric,))) <= set(values)
-    }
+    """{metric: its value over all samples}, of the metrics whose measures are there.
+
+    A share of nothing, as of captions that state a colour where none does, is left out.
+    """
+    found = {metric: statistic(rows_of(values, metric)) for metric in metrics_of(values)}
+    return {metric: value for metric, value in found.items() if not math.isnan(value)}
 
 
 def bootstrap(
@@ -33,12 +38,13 @@ def bootstrap(
 ) -> tuple[float, float]:
     """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
 
-    Rows count as independent; where many share an image, the interval is too narrow.
+    Rows count as independent; where many share an image, the interval is too narrow. Of a ratio,
+    resamples without anything to divide by do not count.
     """
     rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
     n = len(values)
     drawn = [statistic(values[rng.integers(n, size=n)]) for _ in range(num_resamples)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
 
@@ -58,7 +64,10 @@ def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.T
     lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
     for metric, start in means(before).items():
         if metric in ends:
-            change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            row = f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}"
-            lines.append(f"{row}   [{low:+.4f}, {high:+.4f}]")
+            end = ends[metric]
+            lines.append(f"{metric:20s} {start:8.4f} {end:8.4f} {end - start:+8.4f}")
+            if metric not in WITHOUT_INTERVAL:
+                rows = rows_of(before, metric), rows_of(after, metric)
+                _, low, high = paired_difference(*rows)
+                lines[-1] += f"   [{low:+.4f}, {high:+.4f}]"
     return "\n".join(lines)

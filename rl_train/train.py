@@ -193,8 +193,10 @@ def run(parts: Parts, stops: Stops):
     stops.at_once = False
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-    longest = config.data.max_caption_length
-    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers, longest)
+    longest, others = config.data.max_caption_length, config.data.other_regions
+    size = BATCHES * config.rollout.batch_size
+    how = (tokens, workers, longest, others, parts.vocabulary)
+    heldout = HeldOut(parts.heldout, size, *how)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
@@ -203,7 +205,7 @@ def run(parts: Parts, stops: Stops):
             evaluator(state, log)
         if not stops.agreed:
             inputs = state.policy.inputs(tokens, longest)
-            loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
+            loader = train_loader(parts.train_set, inputs, parts.sampler, workers, others)
             held = config.optim.gradient_accumulation_steps
             if warning := shared_memory_warning(loader, held, heldout.batch_size):
                 print0(warning)

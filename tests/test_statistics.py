@@ -1,5 +1,7 @@
 """Means, intervals and paired differences by hand and on known cases."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -33,6 +35,14 @@ def test_bootstrap_of_ciou_resamples_samples():
     )
 
 
+def test_a_ratio_of_which_a_resample_may_have_nothing():
+    """Of two rows one counts: a quarter of the resamples have none, the others say 1."""
+    assert bootstrap(torch.tensor([[1.0, 1.0], [0.0, 0.0]])) == (1, 1)
+    assert math.isnan(statistics.statistic(torch.zeros(3, 2)))
+    said = dict(color_known=torch.ones(2), color_said=torch.zeros(2), color_right=torch.zeros(2))
+    assert set(statistics.means(said)) == {"color_accuracy", "color_stated"}
+
+
 def test_paired_difference_is_narrower_than_its_parts():
     before = torch.from_numpy(np.random.default_rng(0).random(200))
     after = before + 0.01
@@ -62,3 +72,6 @@ def test_table_has_the_difference_and_its_interval():
     ]
     assert lines[1].split() == ["cycle_iou", "0.0000", "0.5000", "+0.5000", "[+0.5000,", "+0.5000]"]
     assert rows_of(values, "seg_ciou").tolist() == [[0, 1]] * 3
+    distinct = values | {"caption_distinct": torch.tensor([1.0, 0, 0])}
+    lines = before_after_table(distinct, values | {"caption_distinct": torch.ones(3)}).split("\n")
+    assert lines[-1].split() == ["caption_distinct", "0.3333", "1.0000", "+0.6667"]

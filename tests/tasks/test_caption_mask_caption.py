@@ -1,5 +1,7 @@
 """Loop 2: whom it asks for a description, what it rewards, and which weights its flags train."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -65,6 +67,11 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()
         assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
+    assert "hit" not in outcome.rewards
+    alone = [torch.zeros(0, *mask.shape, dtype=torch.bool) for mask in batch.masks]
+    rollout.batch = replace(batch, others=alone)
+    rewards = task.judge(rollout).rewards
+    assert torch.equal(rewards["hit"], (rewards["iou"] > 0).float()) and "hit" not in task.weights
 
 
 @pytest.mark.parametrize(
