@@ -16,7 +16,13 @@ from rl_train.rewards.attributes import Vocabulary
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
 from rl_train.stops import Stops
-from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL, measure, measure_texts, score
+from rl_train.tasks.cycle_measures import (
+    WITHOUT_INTERVAL,
+    measure,
+    measure_samples,
+    measure_texts,
+    score,
+)
 
 BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
 
@@ -31,6 +37,7 @@ class HeldOut:
     num_workers: int
     max_caption_length: int | None = None  # see `Sa2VAInputs`
     other_regions: bool = False  # whether it is measured which region a mask lies on
+    best_of: int = 0  # captions that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
 
 
@@ -61,7 +68,8 @@ def evaluate(
 
     Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
-    inputs = policy.inputs(heldout.max_new_tokens, heldout.max_caption_length)
+    tokens = heldout.max_new_tokens
+    inputs = policy.inputs(tokens, heldout.max_caption_length)
     columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how, heldout.other_regions)
@@ -69,7 +77,10 @@ def evaluate(
         features = policy.encode(batch)
         for name in names:
             with roles.use(name) if roles else nullcontext():
-                columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+                found = measure(policy, batch, features, tokens)
+                if heldout.best_of:
+                    found |= measure_samples(policy, batch, features, tokens, heldout.best_of)
+                columns[name].append(found)
             faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
         if stops and stops.asked:
             break

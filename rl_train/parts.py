@@ -1,7 +1,7 @@
 """What a run is made of, built from its config before the first step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -48,9 +48,9 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
-    vocabulary: Vocabulary  # of --attributes
     claim: object = None  # on the output folder, as long as it lives; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
+    vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
         """The teacher's decay at an update of the step in progress; all updates before it count,
@@ -164,9 +164,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
     agree_on_weights(state, ranks)
-    sets = (train_set, heldout, sampler)
-    how = (*sets, max_steps, vocabulary)
-    return Parts(config, flags, ranks, state, judge, failures, damaged, *how)
+    data = (damaged, train_set, heldout, sampler)
+    head = (config, flags, ranks, state, judge, failures)
+    return Parts(*head, *data, max_steps, vocabulary=vocabulary)
 
 
 def begin(parts: Parts):

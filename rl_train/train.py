@@ -195,8 +195,8 @@ def run(parts: Parts, stops: Stops):
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
     longest, others = config.data.max_caption_length, config.data.other_regions
     size = BATCHES * config.rollout.batch_size
-    how = (tokens, workers, longest, others, parts.vocabulary)
-    heldout = HeldOut(parts.heldout, size, *how)
+    how = dict(other_regions=others, vocabulary=parts.vocabulary)
+    heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)

@@ -8,6 +8,7 @@ import torch
 from rl_train import cli
 from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import (
+    ASKED,
     curve,
     distance,
     draw_data,
@@ -40,7 +41,7 @@ TAGS = (
         f"{place}/{metric}"
         for place in ("eval", "eval_ema")
         for metric in METRICS
-        if metric != "caption_cider"
+        if metric not in ASKED | {"caption_cider"}
     }
     | {
         f"perf/{phase}_seconds"

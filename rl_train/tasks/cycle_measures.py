@@ -3,8 +3,9 @@
 import torch
 
 from rl_train.data.text import phrase
+from rl_train.draws import Draws
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.segment_describe import answer, askable, describe
+from rl_train.policies.segment_describe import answer, askable, describe, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.attributes import Vocabulary, attribute_values
 from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
@@ -15,6 +16,8 @@ from rl_train.rewards.meteor import tokenize
 METRICS = {
     "cycle_iou": "region -> caption -> mask', IoU with the region",
     "cycle_hit": "same: mask' lies on the region, on no other of the image (--other_regions)",
+    "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
+    "sampled_cycle_iou": "same, their mean",
     "cycle_meteor": "true caption -> mask -> caption', METEOR",
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
     "seg_ciou": "same: summed intersections / summed unions (cIoU)",
@@ -75,26 +78,20 @@ def score(metrics: dict[str, float]) -> float:
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
-    """{column: B values} of one batch: what `evaluation.Measured` is made of.
+    """{column: B values} of one batch: what `evaluation.Measured` is made of, of greedy answers.
 
     An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
     """
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     captions = describe(policy, images, rows, targets, max_new_tokens)
-    asked = askable(policy, captions, max_new_tokens)
-    cycle_masks, *_ = answer(policy, images, rows, asked, max_new_tokens)
-    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    found = measure_captions(policy, batch, images, captions, max_new_tokens)
     masks, seg_rows, _ = answer(policy, images, rows, batch.captions, max_new_tokens)
     replies = describe(policy, images, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
-    on_target = {}
     if batch.others is not None:
-        regions = batch.masks, batch.others
-        on_target["cycle_hit"] = (hits(cycle_masks, *regions) * spoken).tolist()
-        on_target["seg_hit"] = hits(masks, *regions).tolist()
-    return on_target | dict(
-        cycle_iou=(mask_iou(cycle_masks, targets, 1.0).cpu() * spoken).tolist(),
+        found["seg_hit"] = hits(masks, batch.masks, batch.others).tolist()
+    return found | dict(
         cycle_meteor=meteor(batch.captions, replies).tolist(),
         seg_iou=mask_iou(masks, targets, 1.0).tolist(),
         seg_intersection=[(mask & target).sum().item() for mask, target in zip(masks, targets)],
@@ -110,6 +107,40 @@ def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str
         caption=captions,
         index=batch.index,
     )
+
+
+def measure_captions(
+    policy: Sa2VAPolicy, batch, images, captions: list[str], max_new_tokens: int
+) -> dict[str, list]:
+    """{"cycle_iou" and, with the other regions, "cycle_hit": B values} of what B captions find."""
+    asked = askable(policy, captions, max_new_tokens)
+    masks, *_ = answer(policy, images, list(range(len(batch))), asked, max_new_tokens)
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    found = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
+    if batch.others is not None:
+        found["cycle_hit"] = (hits(masks, batch.masks, batch.others) * spoken).tolist()
+    return found
+
+
+def measure_samples(
+    policy: Sa2VAPolicy, batch, images, max_new_tokens: int, num_generations: int
+) -> dict[str, list]:
+    """{column: B values} of G sampled captions of each region: what choosing among them would give.
+
+    At the policy's temperature; random numbers follow from the sample's place in the data set, so
+    that they are the same for all policies. The masks are those of greedy answers.
+    """
+    G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
+    uniforms = Draws(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
+    _, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    rows = [i for i in range(len(batch)) for _ in range(G)]
+    asked = askable(policy, captions, max_new_tokens)
+    masks = segment_sampled(policy, images, rows, asked, max_new_tokens)
+    targets = [batch.masks[i].to(policy.device) for i in rows]
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)  # (B, G)
+    return dict(best_of_G_cycle_iou=iou.amax(1).tolist(), sampled_cycle_iou=iou.mean(1).tolist())
 
 
 def measure_texts(

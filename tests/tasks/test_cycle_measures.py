@@ -5,15 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_train.draws import Draws
 from rl_train.evaluation import _merged
 from rl_train.rewards import meteor
 from rl_train.statistics import means
 from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS, measure_texts, metrics_of
 from rl_train.types import Batch
+from tests.runs import ASKED
 
-# Of all samples together, or asked for by a flag.
-UNMEASURED = {"caption_cider", "caption_distinct", "cycle_hit", "seg_hit"}
+UNMEASURED = ASKED | {"caption_cider", "caption_distinct"}  # the latter of all samples together
 
 
 def rectangle(height, width, shape=(10, 10)):
@@ -136,3 +137,30 @@ def test_measures_of_all_captions_together():
     )
     assert list(metrics_of(values)) == list(metrics)
     assert metrics_of(values)["color_stated"] == "captions that state any color"
+
+
+def test_the_best_of_sampled_captions_by_hand(monkeypatch):
+    """Two of each region: IoU 1 and .5; one without words (though its mask is right) and .4."""
+    targets = [rectangle(2, 10), rectangle(5, 10)]
+    batch = Batch([3, 8], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
+    asked = []
+
+    def complete(images, prompts, num_generations, num_tokens, uniforms):
+        asked.append((prompts, num_generations, uniforms))
+        return None, ["a cup", "cup", " ", "dog"]
+
+    policy = SimpleNamespace(
+        device=torch.device("cpu"),
+        describe_prompts=lambda images, image, grids: (list(image), grids),
+        complete=complete,
+    )
+    masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
+    monkeypatch.setattr(cycle_measures, "segment_sampled", lambda p, i, rows, texts, n: masks)
+    monkeypatch.setattr(cycle_measures, "askable", lambda policy, texts, _: texts)
+    images = SimpleNamespace(grids=["g", "h"])
+    found = cycle_measures.measure_samples(policy, batch, images, 6, 2)
+    assert found["best_of_G_cycle_iou"] == pytest.approx([1, 0.4])
+    assert found["sampled_cycle_iou"] == pytest.approx([0.75, 0.2])
+    [(prompts, G, uniforms)] = asked
+    assert (prompts, G) == (([0, 1], ["g", "h"]), 2)
+    assert torch.equal(uniforms, Draws(0, 0, 0, [3, 8], 2).uniforms(6))
