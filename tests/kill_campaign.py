@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from rl_train import checkpoint, cli, evaluation, events, files, parts, statistics, tb, train
+from rl_train import checkpoint, cli, evaluation, events, files, parts, tb, train
 from rl_train.stops import SIGNALS, STATUS
 from tests.runs import draw_data, flags
 
@@ -241,7 +241,6 @@ class Campaign:
         self.root, self.ranks, self.board = root, ranks, Board()
         self.random, self.moments, self.failures = random.Random(seed), Counter(), []
         self.last, self.slowest = "", 0.0  # phase of the last kill; seconds until all ranks ended
-        statistics.bootstrap.__defaults__ = (20, *statistics.bootstrap.__defaults__[1:])
         self.data, self.whole = draw_data(root / "data"), root / "whole"
         # What a first run imports and reads is then in all forks; on the CPU it starts no thread.
         tqdm.monitor_interval = 0

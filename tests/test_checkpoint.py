@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 from rl_train import checkpoint, cli, parts
 from rl_train.distributed import Ranks
 from sa2va_hf import Sa2VAModel
-from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, rollouts, run, start, weights
+from tests.runs import CHECKPOINT, flags, on_one_core, rollouts, run, start, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -27,11 +27,6 @@ RUN = dict(
     ema_half_life=0.5,  # the decay differs from step to step
 )
 WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,9 @@ from rl_train.config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks import TASKS, CaptionMaskCaption
 from rl_train.tasks.protocol import Context
-from tests.runs import ROOT, complaint_of, draw_data, flags, on_one_core
+from tests.runs import ROOT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture

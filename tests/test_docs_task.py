@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import finish
 from tests.runs import ROOT, draw_data, rollouts, start, weights
-from tests.test_distributed import finish
 
 BLOCKS = re.findall(
     r"```(\w+)\n(.*?)```", (ROOT / "docs" / "adding_a_task.md").read_text(), re.DOTALL

@@ -13,14 +13,9 @@ from rl_train import checkpoint, evaluation, parts, train
 from rl_train.data.loader import _loader
 from rl_train.stops import STATUS, Stops
 from tests.kill_campaign import RUN, differences
-from tests.runs import ENVIRONMENT, ROOT, draw_data, on_one_core, run
+from tests.runs import ENVIRONMENT, ROOT, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import (
     curve,
     distance,
-    draw_data,
     events,
     flags,
     on_one_core,
@@ -54,11 +53,6 @@ TAGS = (
         "teacher/decay",
     }
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")

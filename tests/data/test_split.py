@@ -7,13 +7,7 @@ from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.split import sample_regions, split_dataset
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
-from tests.runs import draw_data
 from tools.make_demo import TRAIN, write_split
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 def pictures(dataset) -> set[bytes]:
