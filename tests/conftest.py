@@ -21,6 +21,7 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 
 # Before any fixture of any scope: sums of floats depend on the number of threads.
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # no thread that a fork could find with a lock in its hand
 
 
 @pytest.fixture(autouse=True)

@@ -35,19 +35,32 @@ def forked(folder: Path, *jobs) -> list[tuple[int, str]]:
     A process of its own would import for longer than most jobs take. Files of the outputs are left
     in `folder`.
     """
+    places = zip(rank_environments(), jobs, strict=True)
+    children = [start_fork(folder / f"output{rank}", *place) for rank, place in enumerate(places)]
+    return [child() for child in children]
+
+
+def fork(folder: Path, job) -> tuple[int, str]:
+    """(exit status, output) of a fork of this process that does the job."""
+    return start_fork(folder / "output", {}, job)()
+
+
+def start_fork(output: Path, environment: dict[str, str], job):
+    """Start a fork of this process that does the job; return a function that waits for its end."""
     sys.stdout.flush(), sys.stderr.flush()
-    outputs = [folder / f"output{rank}" for rank in range(2)]
-    children = []
-    for environment, output, job in zip(rank_environments(), outputs, jobs, strict=True):
-        children.append(os.fork())
-        if children[-1] == 0:
-            _become_rank(environment, output, job)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return [(status, output.read_text()) for status, output in zip(statuses, outputs)]
+    child = os.fork()
+    if child == 0:
+        _do(environment, output, job)
+
+    def wait() -> tuple[int, str]:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text()
+
+    wait.pid = child
+    return wait
 
 
-def _become_rank(environment, output, job):
-    """End this process as the rank that does the job."""
+def _do(environment, output, job):
+    """End this process with the job's exit status."""
     status = 1
     try:
         signal.alarm(TIMEOUT)

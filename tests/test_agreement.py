@@ -12,10 +12,10 @@ from rl_train import agreement, distributed, train
 from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
 from rl_train.data import DamagedSample
 from tests.ranks import forked
-from tests.runs import CHECKPOINT, flags, on_one_core, run
+from tests.runs import CHECKPOINT, flags, run, unmeasured
 from tools.make_demo import TRAIN, write_split
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 RUN = dict(caption_to_mask_weight=0, eval_samples=1)
 
 
@@ -23,7 +23,7 @@ RUN = dict(caption_to_mask_weight=0, eval_samples=1)
 def whole(data, tmp_path_factory):
     """A run of two steps by one process."""
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("whole"), save_steps=1, **RUN)
     monkeypatch.undo()
     return output

@@ -9,13 +9,13 @@ from rl_train.distributed import PATIENCE, GradientAverage
 from tests.ranks import forked
 from tests.runs import (
     distance,
-    on_one_core,
     rollouts,
     run,
+    unmeasured,
     weights,
 )
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 def two_of(folder, job):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rl_train import train
+from rl_train import evaluation, tb, train
 from rl_train.launch import free_port
 from rl_train.objective import MicroBatchLoss
 from rl_train.policies import sa2va
@@ -17,7 +17,7 @@ from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from rl_train.types import Outcome
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from tests.ranks import forked
-from tests.runs import distance, flags, rollouts, weights
+from tests.runs import distance, flags, measure, picture, rollouts, weights
 
 SAME = dict(
     batch_size=1,
@@ -104,6 +104,7 @@ def work(data: Path, folder: Path, ports: list[str]):
     """What each of two ranks does: each case twice, then the faults, of which it writes a file."""
     rank, ours, build = int(os.environ["RANK"]), train.GradientAverage, train.build
     os.chdir(folder)
+    evaluation.measure, tb.rollout_picture = measure, picture
     for name, changes in CASES.items():
         for kind, average in (("ddp", ours), ("flat", FlatAverage)):
             os.environ["MASTER_PORT"] = ports.pop()

@@ -13,10 +13,10 @@ from rl_train.launch import free_port
 from rl_train.rewards.judge_text import messages
 from tests.judge_server import overlap
 from tests.ranks import forked
-from tests.runs import ENVIRONMENT, ROOT, on_one_core, rollouts, run, start
+from tests.runs import ENVIRONMENT, ROOT, rollouts, run, start, unmeasured
 from tools import messy_data
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 JUDGE = dict(use_llm_judge="", use_llm_judge_loop2="")
 TIMEOUT = 90
 

@@ -10,9 +10,9 @@ from rl_train.curves import Tally
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import GradientAverage
 from rl_train.objective import MicroBatchLoss
-from tests.runs import curve, on_one_core, parts_of, rollouts, run
+from tests.runs import curve, parts_of, rollouts, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 def poison_loss(monkeypatch, task: str):

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.runs import curve, events, on_one_core, parts_of, rollouts, run
+from tests.runs import curve, events, parts_of, rollouts, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.mark.parametrize(
