@@ -89,10 +89,11 @@ def test_the_held_out_folder_is_sampled(data):
 
 
 @pytest.fixture(scope="module")
-def sharing(data):
+def sharing(tmp_path_factory):
     """A folder of the first five of the twenty training scenes."""
-    write_split(data / "shared", seed=0, split=TRAIN, num_scenes=5)
-    return data / "shared"
+    folder = tmp_path_factory.mktemp("shared")
+    write_split(folder, seed=0, split=TRAIN, num_scenes=5)
+    return folder
 
 
 def test_shared_images_are_refused(data, sharing):
