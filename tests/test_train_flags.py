@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from rl_train.data.gar import GarDataset
-from rl_train.rewards import meteor
 from tests.runs import curve, draw_data, events, on_one_core, parts_of, rollouts, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -82,24 +80,6 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     assert not {*updates, "total_loss"} & set(
         events(output).Tags()["scalars"]
     )  # nothing was computed: no 0 either
-
-
-def test_a_control_counts_and_the_measures_stay(data, tmp_path, capsys):
-    """--control fixed: the first sample's caption decides, whatever is shown."""
-    output = run(data, tmp_path, control="fixed", max_steps=1, likelihood_share=0)
-    caption = GarDataset(data / "train")[0]["caption"]
-    assert f"--control fixed: {caption}\n" in capsys.readouterr().out
-    lines = rollouts(output)
-    for line in lines:
-        said = line.get("reply", line["completion"])
-        assert line["reward"] == line["control"] == pytest.approx(meteor([caption], [said]).item())
-    assert any(line["iou"] for line in lines)
-    replies = [line for line in lines if "reply" in line]
-    assert any(line["meteor"] != line["control"] for line in replies)
-    for loop in ("loop1", "loop2"):
-        mine = [line["control"] for line in lines if line["task"] == loop]
-        assert curve(output, f"{loop}/control") == {1: pytest.approx(sum(mine) / len(mine))}
-        assert curve(output, f"{loop}/reward_mean") == curve(output, f"{loop}/control")
 
 
 @pytest.mark.parametrize("decay, twin", [(0, "policy"), (1, "reference")])

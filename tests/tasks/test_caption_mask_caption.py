@@ -72,7 +72,7 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
 
 def test_against_another_sample_s_target(model, batch):
     """--control other and fixed: the task judges the same masks and replies by other captions."""
-    task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
+    task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, mask_sigma=4.0)
     rollout = roll(model, task, batch)
     outcome = task.judge(rollout)
     captions = [*batch.captions[1:], batch.captions[0]]
