@@ -6,6 +6,7 @@ may reach one rank only; ranks tell each other in what they gather anyway, at th
 
 import os
 import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -70,7 +71,17 @@ class Stops:
 def leave_to_the_trainer(_):
     """Ignore the signals, in a DataLoader's worker: a terminal or a cluster sends them to all.
 
-    The trainer ends its workers by closing their queues.
+    The trainer's own SIGTERM ends it: so Python ends the workers that are left when the trainer
+    exits with its loader in use, and waits for them without limit.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # one ignored cannot be waited for
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with_the_trainer, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with_the_trainer(trainer: int):
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != trainer:
+        pass
+    os._exit(0)

@@ -1,5 +1,7 @@
 """What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
 
+import faulthandler
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,11 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 
 # Before any fixture of any scope: sums of floats depend on the number of threads.
 torch.set_num_threads(1)
+
+
+def pytest_unconfigure():
+    """Say where the process stands, and end it with status 1, if it does not exit by itself."""
+    faulthandler.dump_traceback_later(120, exit=True)
 
 
 @pytest.fixture(autouse=True)

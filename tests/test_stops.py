@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from torch.utils.data import Dataset
@@ -137,9 +138,22 @@ def test_a_worker_leaves_signals_to_the_trainer():
         batches = iter(_loader(Pids(), [0] * 50, num_workers=1))
         pid = next(batches)
         assert pid != os.getpid()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(pid, number)
+        for name in ("INT", "TERM", "USR1"):  # not by the trainer, which may end its workers
+            subprocess.run(["bash", "-c", f"kill -{name} {pid}"], check=True)
         assert list(batches) == [pid] * 49
+
+
+def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
+    """At its exit Python sends them SIGTERM and waits, which once lasted for ever."""
+    script = (
+        "import threading\nfrom rl_train.data.loader import _loader\n"
+        "from tests.test_stops import Pids\n"
+        "threading.held = iter(_loader(Pids(), [0] * 50, num_workers=2))\n"
+        "print(next(threading.held))\nraise SystemExit(3)\n"
+    )
+    how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, **how)
+    assert ended.returncode == 3 and not Path("/proc", ended.stdout.strip()).exists()
 
 
 def test_a_campaign_of_kills(tmp_path):
