@@ -99,5 +99,5 @@ def test_the_tables_are_printed_and_kept(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| `loop1` | 1 | +0.300 ± inf |" in printed and "Minus `loop1_length`" in printed
     assert (tmp_path / "table.json").is_file()
-    with pytest.raises(SystemExit, match="sweep: --metrics seg_iuo: not measured in .*seg_iou"):
+    with pytest.raises(SystemExit, match="sweep: --metrics seg_iuo: no run in .*seg_iou"):
         sweep.main(["--output", str(tmp_path), "--metrics", "seg_iuo"])

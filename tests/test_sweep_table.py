@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tools.sweep import METRICS
-from tools.sweep_table import interval, markdown, measure, summary, t_quantile
+from tools.sweep_table import interval, markdown, measures, summary, t_quantile
 
 FOUR = list(METRICS)
 
@@ -39,7 +39,7 @@ def test_the_table_by_hand(tmp_path):
     finished(tmp_path / "arm" / "demo0" / "seed3", [0.0, 0.4], None, [0.5, 0.5])
     finished(tmp_path / "killed" / "demo0" / "seed0", [0.0, 0.4], None, [0.5, 0.5])
     found = summary(tmp_path, FOUR, [])
-    assert set(found["arms"]) == {"arm"} and found["arms"]["arm"]["runs"] == 4
+    assert set(found["arms"]) == {"arm"} and found["arms"]["arm"]["num_runs"] == 4
     assert found["arms"]["arm"]["zero_std"] == {"loop1": 0.5}
     assert found["before"] == pytest.approx(dict.fromkeys(FOUR, 0.2))
     cell = found["arms"]["arm"]["seg_iou"]
@@ -70,7 +70,7 @@ def test_differences_are_paired_by_demo_and_seed(tmp_path):
     found = summary(tmp_path, ["seg_iou"], ["plain"])
     assert list(found["against"]["plain"]) == ["arm"]
     pairs = found["against"]["plain"]["arm"]
-    assert pairs["runs"] == 2 and pairs["seg_iou"]["mean"] == pytest.approx(0.11)
+    assert pairs["num_runs"] == 2 and pairs["seg_iou"]["mean"] == pytest.approx(0.11)
     half = 12.706 * (0.02 / 2**0.5) / 2**0.5
     assert pairs["seg_iou"]["half"] == pytest.approx(half, rel=1e-3)
     lines = markdown(found, ["seg_iou"]).split("\n")[-3:]
@@ -81,16 +81,21 @@ def test_differences_are_paired_by_demo_and_seed(tmp_path):
 
 def test_any_measure_of_the_evaluations(tmp_path):
     """Its mean if there is one, else that of its values where it is known."""
-    file = tmp_path / "step_0.json"
-    file.write_text(
-        '{"means": {"seg_ciou": 0.25}, "values": {"hit": [1, 0, NaN, 1], "union": [4]}}'
-    )
-    assert measure(file, "seg_ciou") == 0.25 and measure(file, "hit") == pytest.approx(2 / 3)
-    with pytest.raises(ValueError) as stopped:
-        measure(file, "colour")
-    assert str(stopped.value) == (
-        f"--metrics colour: not measured in {file}, which knows seg_ciou, hit, union"
-    )
+    for seed, hit in enumerate(("[1, 0, NaN, 1]", "[NaN]")):
+        finished(tmp_path / "arm" / "demo" / f"seed{seed}", [0.2], [0.3], [0.5] * 2)
+        for step, ciou in ((0, 0.25), (2, 0.5)):
+            file = tmp_path / "arm" / "demo" / f"seed{seed}" / "evaluation" / f"step_{step}.json"
+            file.write_text(
+                f'{{"means": {{"seg_ciou": {ciou}}}, "values": {{"hit": {hit}, "union": [4]}}}}'
+            )
+    assert measures(file) == {"union": 4, "seg_ciou": 0.5}
+    found = summary(tmp_path, ["seg_ciou", "hit"], ["arm"])
+    assert found["before"] == pytest.approx({"seg_ciou": 0.25, "hit": 2 / 3})
+    assert found["arms"]["arm"]["seg_ciou"]["mean"] == 0.25
+    line = "| `arm` | 2 | +0.250 ± 0.000 | +0.000 ± inf (1) | loop1 1.00 |"
+    assert line in markdown(found, ["seg_ciou", "hit"]).split("\n")
+    with pytest.raises(ValueError, match="--metrics colour: no run in .*, but .*seg_ciou"):
+        summary(tmp_path, ["colour"], [])
 
 
 def test_student_s_t():
@@ -98,4 +103,4 @@ def test_student_s_t():
     known = {1: 12.706, 2: 4.303, 4: 2.776, 9: 2.262, 14: 2.145, 19: 2.093, 29: 2.045, 10**5: 1.960}
     for freedom, quantile in known.items():
         assert t_quantile(freedom) == pytest.approx(quantile, abs=6e-4), freedom
-    assert interval([0.5])["half"] == math.inf
+    assert interval([0.5])["half"] == math.inf and math.isnan(interval([math.nan])["mean"])
