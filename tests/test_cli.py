@@ -166,6 +166,11 @@ def test_share_of_judge_failures(complaint, share):
     assert "--max_judge_failures" in complaint(max_judge_failures=share)
 
 
+def test_another_s_target_needs_another_sample(complaint):
+    sentence = complaint(control="other", batch_size=1)
+    assert "--control other: " in sentence and "--batch_size 1 has none" in sentence
+
+
 def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):
     """Told before the model, of which there is none here, is read."""
     sentence = complaint(use_llm_judge_loop2="", model_path=tmp_path)

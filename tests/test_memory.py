@@ -64,7 +64,8 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(Sa2VAPolicy, "segment_prompts", segmenting)
     announced = announcing_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(train, "run", lambda *_: None)
-    run(data, tmp_path, batch_size=2, num_generations=3, micro_batch_size=4, **TINY)
+    how = dict(num_generations=3, micro_batch_size=4, control="fixed")  # which is not tried
+    run(data, tmp_path, batch_size=2, **how, **TINY)
     assert [list(peaks) for peaks in announced] == [
         ["encode", "rollout", "teacher", "reference", "update"]
     ]
