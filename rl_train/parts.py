@@ -13,7 +13,7 @@ from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
 from rl_train.data import DATASETS, DamagedSamples
-from rl_train.data.loader import StepSampler, eval_loader
+from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
@@ -22,6 +22,7 @@ from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.attributes import Vocabulary, load_attributes
+from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
@@ -48,6 +49,7 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    control: Control = field(default_factory=Control)  # what counts of the tasks' rewards
     claim: object = None  # on the output folder, as long as it lives; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
@@ -89,6 +91,15 @@ def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     if faults:
         raise ValueError(faults[0])
     return judge
+
+
+def build_control(config: Config, train_set, inputs) -> Control:
+    """The control that the flags ask for; the caption of "fixed" is that of the first sample."""
+    kind, caption = config.reward.control, ""
+    if kind == "fixed":
+        caption = Batches(train_set, inputs)[[0]].captions[0]
+        print0(f"--control fixed: {caption}")
+    return Control(kind, config.run.seed, caption)
 
 
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
@@ -138,6 +149,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     roles = Roles(policy.trainable)
     context = Context(policy, roles, tokens, judge, user_rewards)
     tasks = [load_task(name)(options, context) for name, options in config.tasks.items()]
+    inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
     sampler = StepSampler(len(train_set), *how, ranks.world_size)
@@ -156,17 +168,15 @@ def build(config: Config, ranks: Ranks) -> Parts:
         few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
         for task in tasks:
             if task.action:
-                loader = eval_loader(
-                    few, policy.inputs(tokens, data.max_caption_length), prompts, 0
-                )
-                task.action.calibrate(loader, tokens)
+                task.action.calibrate(eval_loader(few, inputs, prompts, 0), tokens)
                 first = distributed.gather_objects(task.action.state_dict())[0]
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
     agree_on_weights(state, ranks)
-    data = (damaged, train_set, heldout, sampler)
-    head = (config, flags, ranks, state, judge, failures)
-    return Parts(*head, *data, max_steps, vocabulary=vocabulary)
+    sets = (train_set, heldout, sampler)
+    control = build_control(config, train_set, inputs)
+    how = (*sets, max_steps, control)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *how, vocabulary=vocabulary)
 
 
 def begin(parts: Parts):

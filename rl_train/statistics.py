@@ -7,6 +7,8 @@ import torch
 
 from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL, metrics_of, parts_of
 
+RESAMPLED = 2**20  # rows that a bootstrap holds at once
+
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
     """What a metric is made of: (n,) values of which the mean, or (n, 2) parts of a ratio."""
@@ -16,12 +18,14 @@ def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
 
 
-def statistic(rows) -> float:
-    """The mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN of nothing."""
-    if rows.ndim == 1:
-        return float(rows.mean())
-    total = float(rows[:, 1].sum())
-    return float(rows[:, 0].sum()) / total if total else math.nan
+def statistic(rows, samples: int = 0):
+    """The mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN of nothing.
+
+    Of each of many resamples, if `samples`, the axis of the n, is 1.
+    """
+    if rows.ndim == samples + 1:
+        return rows.mean(samples)
+    return rows[..., 0].sum(samples) / rows[..., 1].sum(samples)
 
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
@@ -29,7 +33,7 @@ def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
 
     A share of nothing, as of captions that state a colour where none does, is left out.
     """
-    found = {metric: statistic(rows_of(values, metric)) for metric in metrics_of(values)}
+    found = {metric: float(statistic(rows_of(values, metric))) for metric in metrics_of(values)}
     return {metric: value for metric, value in found.items() if not math.isnan(value)}
 
 
@@ -42,8 +46,12 @@ def bootstrap(
     resamples without anything to divide by do not count.
     """
     rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    n = len(values)
-    drawn = [statistic(values[rng.integers(n, size=n)]) for _ in range(num_resamples)]
+    n, drawn = len(values), []
+    at_once = 1 + RESAMPLED // n
+    for start in range(0, num_resamples, at_once):
+        rows = rng.integers(n, size=(min(at_once, num_resamples - start), n))
+        with np.errstate(invalid="ignore"):  # a share of nothing is NaN
+            drawn.extend(statistic(values[rows], samples=1))
     low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
@@ -51,11 +59,12 @@ def bootstrap(
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
     """(after - before, low, high) of a metric's `rows_of`, paired, with the 95 % interval."""
 
-    def difference(pairs):
-        return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
+    def difference(pairs, samples=0):
+        return statistic(pairs[..., 1], samples) - statistic(pairs[..., 0], samples)
 
     pairs = torch.stack([before, after], dim=-1)
-    return (difference(pairs), *bootstrap(pairs, statistic=difference))
+    change = float(statistic(after)) - float(statistic(before))
+    return (change, *bootstrap(pairs, statistic=difference))
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:

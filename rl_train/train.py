@@ -35,7 +35,7 @@ from rl_train.objective import (
     step_totals,
 )
 from rl_train.parts import Parts, begin, build
-from rl_train.rewards.components import combine, control_rewards
+from rl_train.rewards.components import combine
 from rl_train.rewards.judge import failure_sentence
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
@@ -70,9 +70,9 @@ def train(parts: Parts, loader, end_of_step, average=None):
                         rollout.action = task.action.draw(rollout, draws)
                 clock("rollout")
                 outcome = task.judge(rollout)  # {component: (N,)}
-                reward = combine(outcome.rewards, task.weights)  # (N,)
-                control = (config.reward.control, (seed, state.step, number), batch.index)
-                reward = control_rewards(reward, G, *control)
+                turn = (state.step, number)  # --control: another reward counts
+                outcome, weights = parts.control(task, rollout, outcome, turn)
+                reward = combine(outcome.rewards, weights)  # (N,)
                 advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None

@@ -10,14 +10,9 @@ from rl_train import cli, parts, train
 from rl_train.checkpoint import find
 from rl_train.cli import check_output_dir
 from rl_train.files import write_json
-from tests.runs import CHECKPOINT, complaint_of, draw_data, flags, on_one_core
+from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture

@@ -7,29 +7,29 @@ import torch
 from safetensors.torch import save_file
 
 from rl_train.types import Batch
-from tests.runs import CHECKPOINT, draw_data, on_one_core
-from tools import cross_play
+from tests.runs import CHECKPOINT, on_one_core
+from tools import cross_play, evaluate
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo")) / "heldout"
 
 
 def flags(data, speakers, listeners, *more) -> list[str]:
     numbers = "--num_samples 3 --batch_size 2 --max_completion_length 16 --num_workers 0"
     return [
         *("--speakers", *map(str, speakers), "--listeners", *map(str, listeners)),
-        *("--data_dir", str(data), "--dtype", "float32", *numbers.split(), *map(str, more)),
+        *(
+            "--data_dir",
+            str(data / "heldout"),
+            "--dtype",
+            "float32",
+            *numbers.split(),
+            *map(str, more),
+        ),
     ]
 
 
 def test_the_policy_hears_itself_as_in_an_evaluation(data, tmp_path, capsys):
     """A link to the same folder stands for another player: same captions, no change."""
-    from tools import evaluate
-
     other = tmp_path / "other"
     other.symlink_to(CHECKPOINT)
     file = tmp_path / "new" / "cross.json"

@@ -15,7 +15,7 @@ from rl_train.data.split import sample_regions
 from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS
 from tests.data.test_refcoco import image_name, ref, write
-from tests.runs import ASKED, CHECKPOINT, draw_data, on_one_core, run
+from tests.runs import ASKED, CHECKPOINT, on_one_core, run
 from tools import evaluate, export
 
 MEASURED = [
@@ -25,11 +25,6 @@ MEASURED = [
 ]  # the extra `eval`
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")

@@ -15,16 +15,11 @@ from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
 from rl_train.tasks.cycle_measures import METRICS
-from tests.runs import draw_data, on_one_core, run
+from tests.runs import on_one_core, run
 from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 # The model

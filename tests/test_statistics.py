@@ -25,6 +25,15 @@ def test_bootstrap_of_a_known_case():
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 2)])
+def test_resamples_at_once_are_those_one_by_one(monkeypatch, shape):
+    values, rng = np.random.default_rng(1).random(shape), np.random.default_rng(0)
+    drawn = [statistics.statistic(values[rng.integers(7, size=7)]) for _ in range(2000)]
+    for at_once in (1, 100, statistics.RESAMPLED):
+        monkeypatch.setattr(statistics, "RESAMPLED", at_once)
+        assert bootstrap(values) == tuple(np.percentile(drawn, (2.5, 97.5)))
+
+
 def test_bootstrap_of_ciou_resamples_samples():
     equal = torch.tensor([[1.0, 2.0]] * 10)
     assert bootstrap(equal) == (0.5, 0.5)
