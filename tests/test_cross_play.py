@@ -5,10 +5,15 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils.data import Subset
 
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.split import sample_regions
+from rl_train.distributed import Ranks
+from rl_train.evaluation import HeldOut, evaluate
 from rl_train.types import Batch
 from tests.runs import CHECKPOINT, on_one_core
-from tools import cross_play, evaluate
+from tools import cross_play
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -28,34 +33,40 @@ def flags(data, speakers, listeners, *more) -> list[str]:
     ]
 
 
-def test_the_policy_hears_itself_as_in_an_evaluation(data, tmp_path, capsys):
-    """A link to the same folder stands for another player: same captions, no change."""
-    other = tmp_path / "other"
-    other.symlink_to(CHECKPOINT)
+def test_the_policy_hears_itself_as_in_an_evaluation(data, model, tmp_path, monkeypatch, capsys):
+    """Whatever is opened is the demo model here: all speak alike, and no change is seen."""
+    opened = []
+
+    def open_policy(path, checkpoint, role, device, tokens, flag, **how):
+        opened.append((flag, str(path), role))
+        return model
+
+    monkeypatch.setattr(cross_play, "open_policy", open_policy)
     file = tmp_path / "new" / "cross.json"
     asked = ("--other_regions", "--output", file)
-    cross_play.main(flags(data, [CHECKPOINT, other], [CHECKPOINT], *asked))
+    cross_play.main(flags(data, ["base", "run/checkpoint_step_2:ema"], ["base"], *asked))
     printed, found = capsys.readouterr().out, json.loads(file.read_text())
-    words = flags(data, [], [])[2:]
-    alone = tmp_path / "alone.json"
-    evaluate.main(
-        ["--model_path", str(CHECKPOINT), *words, "--other_regions", "--output", str(alone)]
-    )
-    expected = json.loads(alone.read_text())
-    assert [(p["speaker"], p["listener"]) for p in found["pairs"]] == [
-        (str(CHECKPOINT), str(CHECKPOINT)),
-        (str(other), str(CHECKPOINT)),
+    assert opened == [
+        ("--speakers", "base", "policy"),
+        ("--speakers", "run/checkpoint_step_2", "ema"),
+        ("--listeners", "base", "policy"),
     ]
+    dataset = GraspAnyRegionDataset(data / "heldout")
+    regions = Subset(dataset, sample_regions(dataset.image_keys, 3))
+    heldout = HeldOut(regions, 2, 16, 0, other_regions=True)
+    alone = Ranks(0, 1, torch.device("cpu"))
+    expected = evaluate(model, heldout, alone)["policy"]
+    assert [pair["speaker"] for pair in found["pairs"]] == ["base", "run/checkpoint_step_2:ema"]
     for pair in found["pairs"]:
-        assert set(pair["means"]) == {"cycle_iou", "cycle_hit"}
-        for name in pair["means"]:
-            assert pair["values"][name] == expected["values"][name]
-            assert pair["intervals"][name] == expected["intervals"][name]
+        assert set(pair["means"]) == {"cycle_iou", "cycle_hit"} and pair["listener"] == "base"
+        for name, values in pair["values"].items():
+            assert values == expected.values[name].tolist()
+            assert pair["means"][name] == pytest.approx(sum(values) / 3)
             assert pair["changes"][name] == [0, 0, 0]
-        assert found["captions"][pair["speaker"]] == expected["captions"]
-    assert found["references"] == expected["references"]
-    assert f"  {expected['means']['cycle_iou']:.4f} [" in printed
-    assert f"{other} -> {CHECKPOINT}" in printed and "+0.0000 [+0.0000, +0.0000]" in printed
+        assert found["captions"][pair["speaker"]] == expected.captions
+    assert (found["references"], found["image_ids"]) == (expected.references, expected.image_ids)
+    assert f"  {found['pairs'][0]['means']['cycle_iou']:.4f} [" in printed
+    assert "+0.0000 [+0.0000, +0.0000]  run/checkpoint_step_2:ema -> base" in printed
 
 
 def test_a_pair_and_the_table_by_hand():
