@@ -37,6 +37,12 @@ def test_folder_without_a_model(complaint, tmp_path):
     assert str(tmp_path / "empty" / "config.json") in complaint(model_path=tmp_path / "empty")
 
 
+def test_attributes_of_another_form(complaint, tmp_path):
+    (tmp_path / "words.json").write_text('{"color": ["red"]}')
+    sentence = complaint(attributes=tmp_path / "words.json")
+    assert f"--attributes {tmp_path / 'words.json'} does not hold" in sentence
+
+
 def test_another_kind_of_model(complaint, checkpoint):
     (checkpoint / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 8}))
     assert "config.json" in complaint(model_path=checkpoint)
