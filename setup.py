@@ -22,7 +22,7 @@ setup(
         "safetensors",
     ],
     extras_require={
-        "test": ["pytest", "hypothesis", "datasets", "openai", "ruff"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff"],
         "oracle": ["trl==1.16.0", "pytest", "datasets"],
         "hub": ["datasets"],
         "judge": ["openai"],

@@ -25,7 +25,7 @@ FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
-    *("batch_size", "gradient_accumulation_steps", "world_size"),
+    *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
 }
 PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
@@ -98,6 +98,11 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if args.control == "other" and args.batch_size < 2:
+        raise ValueError(
+            "--control other: takes the target of another sample of the batch, and --batch_size "
+            f"{args.batch_size} has none"
+        )
     for name in ("model_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)

@@ -11,7 +11,7 @@ from types import UnionType
 
 from rl_train.data import DATASETS
 from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
-from rl_train.rewards.components import CONTROLS
+from rl_train.rewards.controls import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 REQUIRED = dataclasses.MISSING
@@ -87,6 +87,14 @@ class DataConfig:
         "that are in --data_dir and --eval_data_dir: refuse, or drop from what is trained on",
         choices=["refuse", "drop"],
     )
+    attributes: str | None = flag(
+        None,
+        "JSON file of the phrases that state an attribute's values, of which captions' accuracy "
+        "and precision are measured held out (docs/algorithm.md)",
+    )
+    other_regions: bool = flag(
+        False, "read them with each region: is it the one that a mask lies on? (measures alone)"
+    )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
     max_caption_length: int = flag(
         512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
@@ -113,7 +121,15 @@ class RewardConfig:
     max_judge_failures: float = flag(
         0.2, f"of the last {FAILURE_WINDOW} captions, above which the run stops", type=SHARE
     )
-    control: str = flag("none", "train on rewards that cannot teach", choices=CONTROLS)
+    control: str = flag(
+        "none",
+        "train on these in place of the tasks' rewards, which stay measured. No one sees which "
+        "region is meant: shuffled in each group; constant; length = -|words - n| / n, n the mean "
+        "of the batch's true captions (loop 2: shares of the image, n of the true regions); fixed "
+        "= one caption of the data set is the true one of all (loop 1: METEOR with it); other = "
+        "the region and caption of another sample of the batch are the true ones",
+        choices=CONTROLS,
+    )
     reward: list[str] = flag(
         [], "functions of your own (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )

@@ -1,7 +1,7 @@
 """Held-out evaluation: n samples, in their order, measured by all ranks together."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -12,10 +12,17 @@ from rl_train.config import RunConfig
 from rl_train.data.loader import eval_loader
 from rl_train.distributed import Ranks, gather_objects, raise_on_any_rank
 from rl_train.files import write_json
+from rl_train.rewards.attributes import Vocabulary
 from rl_train.roles import Roles
 from rl_train.statistics import bootstrap, means, rows_of
 from rl_train.stops import Stops
-from rl_train.tasks.cycle_measures import measure, score
+from rl_train.tasks.cycle_measures import (
+    WITHOUT_INTERVAL,
+    measure,
+    measure_samples,
+    measure_texts,
+    score,
+)
 
 BATCHES = 2  # training batches in one of an evaluation: one answer a prompt and no gradient
 
@@ -29,6 +36,9 @@ class HeldOut:
     max_new_tokens: int
     num_workers: int
     max_caption_length: int | None = None  # see `Sa2VAInputs`
+    other_regions: bool = False  # whether it is measured which region a mask lies on
+    best_of: int = 0  # captions that are sampled of each region; 0 = none
+    vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
 
 
 @dataclass
@@ -58,23 +68,30 @@ def evaluate(
 
     Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
     """
-    inputs = policy.inputs(heldout.max_new_tokens, heldout.max_caption_length)
+    tokens = heldout.max_new_tokens
+    inputs = policy.inputs(tokens, heldout.max_caption_length)
     columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
-    loader = eval_loader(heldout.dataset, inputs, *how)
+    loader = eval_loader(heldout.dataset, inputs, *how, heldout.other_regions)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         features = policy.encode(batch)
         for name in names:
             with roles.use(name) if roles else nullcontext():
-                columns[name].append(measure(policy, batch, features, heldout.max_new_tokens))
+                found = measure(policy, batch, features, tokens)
+                if heldout.best_of:
+                    found |= measure_samples(policy, batch, features, tokens, heldout.best_of)
+                columns[name].append(found)
             faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
         if stops and stops.asked:
             break
     raise_on_any_rank(sorted(faults))
     if stops and stops.agree(gather_objects(stops.asked)):
         return {}
-    size = len(heldout.dataset)
-    return {name: _merged(gather_objects(mine), size) for name, mine in columns.items()}
+    measured = {}
+    for name, mine in columns.items():
+        measured[name] = whole = _merged(gather_objects(mine), len(heldout.dataset))
+        whole.values |= measure_texts(whole.references, whole.captions, heldout.vocabulary)
+    return measured
 
 
 class Evaluator:
@@ -150,8 +167,12 @@ def record(measured: Measured, flags: dict, teacher: Measured | None = None) -> 
 
 
 def summary(measured: Measured) -> dict:
-    """The means, intervals and values of a role."""
+    """The means, intervals and values of a role. A metric of all samples has no interval."""
     metrics = means(measured.values)
-    intervals = {metric: bootstrap(rows_of(measured.values, metric)) for metric in metrics}
+    intervals = {
+        metric: bootstrap(rows_of(measured.values, metric))
+        for metric in metrics
+        if metric not in WITHOUT_INTERVAL
+    }
     values = {name: values.tolist() for name, values in measured.values.items()}
     return dict(means=metrics, intervals=intervals, values=values)

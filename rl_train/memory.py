@@ -19,6 +19,7 @@ from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
 from rl_train.distributed import Ranks, gather_objects, print0
 from rl_train.policies.worst_case import LongestAnswers, worst_batch
+from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import UserReward
 from rl_train.tasks.protocol import Context
 
@@ -102,11 +103,7 @@ def worst_step(parts, train) -> dict[str, float]:
         if task.action:
             tasks[-1].action.load_state_dict(task.action.state_dict())
     one_update = dict(num_iterations=1, gradient_accumulation_steps=1, ema_decay=1.0)
-    trial = replace(
-        config,
-        optim=replace(config.optim, **one_update),
-        reward=replace(config.reward, control="none"),
-    )
+    trial = replace(config, optim=replace(config.optim, **one_update))
     once = RunState(policy, state.roles, tasks, KeepsWeights(policy.trainable), scheduler=None)
 
     def end_of_step(once, work, tally, clock):
@@ -125,7 +122,7 @@ def worst_step(parts, train) -> dict[str, float]:
     batch = worst_batch(policy, policy.inputs(tokens, longest), config.rollout.batch_size)
     device = policy.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        of_trial = replace(parts, config=trial, state=once, max_steps=1)
+        of_trial = replace(parts, config=trial, state=once, max_steps=1, control=Control())
         try:
             train(of_trial, [batch], end_of_step, NotAveraged)
         except ValueError as error:  # here nothing of it is the user's input

@@ -1,7 +1,7 @@
 """What a run is made of, built from its config before the first step."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
 from rl_train.data import DATASETS, DamagedSamples
-from rl_train.data.loader import StepSampler, eval_loader
+from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
@@ -21,6 +21,8 @@ from rl_train.memory import GIB, standing_memory
 from rl_train.policies.lora import parameter_table
 from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
+from rl_train.rewards.attributes import Vocabulary, load_attributes
+from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
@@ -47,8 +49,10 @@ class Parts:
     heldout: object
     sampler: StepSampler
     max_steps: int
+    control: Control = field(default_factory=Control)  # what counts of the tasks' rewards
     claim: object = None  # on the output folder, as long as it lives; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
+    vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
         """The teacher's decay at an update of the step in progress; all updates before it count,
@@ -89,6 +93,15 @@ def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     return judge
 
 
+def build_control(config: Config, train_set, inputs) -> Control:
+    """The control that the flags ask for; the caption of "fixed" is that of the first sample."""
+    kind, caption = config.reward.control, ""
+    if kind == "fixed":
+        caption = Batches(train_set, inputs)[[0]].captions[0]
+        print0(f"--control fixed: {caption}")
+    return Control(kind, config.run.seed, caption)
+
+
 def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     """AdamW of everything that trains; text_hidden_fcs has a rate of its own."""
     groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
@@ -119,6 +132,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
+    vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
     user_rewards = tuple(load_user_rewards(config.reward.reward))
     judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
@@ -135,6 +149,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     roles = Roles(policy.trainable)
     context = Context(policy, roles, tokens, judge, user_rewards)
     tasks = [load_task(name)(options, context) for name, options in config.tasks.items()]
+    inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
     sampler = StepSampler(len(train_set), *how, ranks.world_size)
@@ -153,16 +168,15 @@ def build(config: Config, ranks: Ranks) -> Parts:
         few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
         for task in tasks:
             if task.action:
-                loader = eval_loader(
-                    few, policy.inputs(tokens, data.max_caption_length), prompts, 0
-                )
-                task.action.calibrate(loader, tokens)
+                task.action.calibrate(eval_loader(few, inputs, prompts, 0), tokens)
                 first = distributed.gather_objects(task.action.state_dict())[0]
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step
     agree_on_weights(state, ranks)
     sets = (train_set, heldout, sampler)
-    return Parts(config, flags, ranks, state, judge, failures, damaged, *sets, max_steps)
+    control = build_control(config, train_set, inputs)
+    how = (*sets, max_steps, control)
+    return Parts(config, flags, ranks, state, judge, failures, damaged, *how, vocabulary=vocabulary)
 
 
 def begin(parts: Parts):

@@ -1,31 +1,40 @@
 """From measures of samples to metrics, intervals and paired differences."""
 
+import math
+
 import numpy as np
 import torch
 
-from rl_train.tasks.cycle_measures import METRICS, PARTS
+from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL, metrics_of, parts_of
+
+RESAMPLED = 2**20  # rows that a bootstrap holds at once
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
     """What a metric is made of: (n,) values of which the mean, or (n, 2) parts of a ratio."""
-    parts = [values[name] for name in PARTS.get(metric, (metric,))]
+    parts = [values[name] for name in parts_of(metric)]
     if metric == "seg_p50":
         return (parts[0] >= 0.5).double()
     return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
 
 
-def statistic(rows) -> float:
-    """The mean of (n,) values; of (n, 2) intersections and unions the ratio of their sums."""
-    return float(rows.mean() if rows.ndim == 1 else rows[:, 0].sum() / rows[:, 1].sum())
+def statistic(rows, samples: int = 0):
+    """The mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN of nothing.
+
+    Of each of many resamples, if `samples`, the axis of the n, is 1.
+    """
+    if rows.ndim == samples + 1:
+        return rows.mean(samples)
+    return rows[..., 0].sum(samples) / rows[..., 1].sum(samples)
 
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """{metric: its value over all samples}, of the METRICS whose measures are there."""
-    return {
-        metric: statistic(rows_of(values, metric))
-        for metric in METRICS
-        if set(PARTS.get(metric, (metric,))) <= set(values)
-    }
+    """{metric: its value over all samples}, of the metrics whose measures are there.
+
+    A share of nothing, as of captions that state a colour where none does, is left out.
+    """
+    found = {metric: float(statistic(rows_of(values, metric))) for metric in metrics_of(values)}
+    return {metric: value for metric, value in found.items() if not math.isnan(value)}
 
 
 def bootstrap(
@@ -33,23 +42,29 @@ def bootstrap(
 ) -> tuple[float, float]:
     """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
 
-    Rows count as independent; where many share an image, the interval is too narrow.
+    Rows count as independent; where many share an image, the interval is too narrow. Of a ratio,
+    resamples without anything to divide by do not count.
     """
     rng, values = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    n = len(values)
-    drawn = [statistic(values[rng.integers(n, size=n)]) for _ in range(num_resamples)]
-    low, high = np.percentile(drawn, (2.5, 97.5))
+    n, drawn = len(values), []
+    at_once = 1 + RESAMPLED // n
+    for start in range(0, num_resamples, at_once):
+        rows = rng.integers(n, size=(min(at_once, num_resamples - start), n))
+        with np.errstate(invalid="ignore"):  # a share of nothing is NaN
+            drawn.extend(statistic(values[rows], samples=1))
+    low, high = np.nanpercentile(drawn, (2.5, 97.5))
     return float(low), float(high)
 
 
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
     """(after - before, low, high) of a metric's `rows_of`, paired, with the 95 % interval."""
 
-    def difference(pairs):
-        return statistic(pairs[..., 1]) - statistic(pairs[..., 0])
+    def difference(pairs, samples=0):
+        return statistic(pairs[..., 1], samples) - statistic(pairs[..., 0], samples)
 
     pairs = torch.stack([before, after], dim=-1)
-    return (difference(pairs), *bootstrap(pairs, statistic=difference))
+    change = float(statistic(after)) - float(statistic(before))
+    return (change, *bootstrap(pairs, statistic=difference))
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
@@ -58,7 +73,10 @@ def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.T
     lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
     for metric, start in means(before).items():
         if metric in ends:
-            change, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            row = f"{metric:20s} {start:8.4f} {ends[metric]:8.4f} {change:+8.4f}"
-            lines.append(f"{row}   [{low:+.4f}, {high:+.4f}]")
+            end = ends[metric]
+            lines.append(f"{metric:20s} {start:8.4f} {end:8.4f} {end - start:+8.4f}")
+            if metric not in WITHOUT_INTERVAL:
+                rows = rows_of(before, metric), rows_of(after, metric)
+                _, low, high = paired_difference(*rows)
+                lines[-1] += f"   [{low:+.4f}, {high:+.4f}]"
     return "\n".join(lines)

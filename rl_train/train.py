@@ -35,7 +35,7 @@ from rl_train.objective import (
     step_totals,
 )
 from rl_train.parts import Parts, begin, build
-from rl_train.rewards.components import combine, control_rewards
+from rl_train.rewards.components import combine
 from rl_train.rewards.judge import failure_sentence
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
@@ -70,9 +70,9 @@ def train(parts: Parts, loader, end_of_step, average=None):
                         rollout.action = task.action.draw(rollout, draws)
                 clock("rollout")
                 outcome = task.judge(rollout)  # {component: (N,)}
-                reward = combine(outcome.rewards, task.weights)  # (N,)
-                control = (config.reward.control, (seed, state.step, number), batch.index)
-                reward = control_rewards(reward, G, *control)
+                turn = (state.step, number)  # --control: another reward counts
+                outcome, weights = parts.control(task, rollout, outcome, turn)
+                reward = combine(outcome.rewards, weights)  # (N,)
                 advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None
@@ -193,8 +193,10 @@ def run(parts: Parts, stops: Stops):
     stops.at_once = False
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-    longest = config.data.max_caption_length
-    heldout = HeldOut(parts.heldout, BATCHES * config.rollout.batch_size, tokens, workers, longest)
+    longest, others = config.data.max_caption_length, config.data.other_regions
+    size = BATCHES * config.rollout.batch_size
+    how = dict(other_regions=others, vocabulary=parts.vocabulary)
+    heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
@@ -203,7 +205,7 @@ def run(parts: Parts, stops: Stops):
             evaluator(state, log)
         if not stops.agreed:
             inputs = state.policy.inputs(tokens, longest)
-            loader = train_loader(parts.train_set, inputs, parts.sampler, workers)
+            loader = train_loader(parts.train_set, inputs, parts.sampler, workers, others)
             held = config.optim.gradient_accumulation_steps
             if warning := shared_memory_warning(loader, held, heldout.batch_size):
                 print0(warning)

@@ -19,6 +19,8 @@ class Batch:
     image_ids: list[str]
     damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
     inputs: object  # made by the policy's `inputs.collate`; nobody but the policy looks inside
+    # (K, H, W) bool masks of the K other regions of each image, with --other_regions
+    others: list[torch.Tensor] | None = None
 
     def __len__(self):
         return len(self.index)

@@ -1,6 +1,7 @@
 """What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
 
 import faulthandler
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +15,13 @@ from rl_train.types import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
+from tests.runs import draw_data
 from tools.demo_scenes import make_scene
 from tools.make_demo import SHIPPED_CHECKPOINT
 
 # Before any fixture of any scope: sums of floats depend on the number of threads.
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0  # no thread that a fork could find with a lock in its hand
 
 
 def pytest_unconfigure():
@@ -102,6 +105,12 @@ def prepare():
 def batch(scenes, prepare) -> Batch:
     """The four scenes, one tile each."""
     return prepare(scenes, Sa2VAProcessor(Sa2VAConfig.from_pretrained(SHIPPED_CHECKPOINT), 1))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """The folder of scenes on which short runs train; who changes it draws their own."""
+    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")

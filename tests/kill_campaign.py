@@ -28,15 +28,14 @@ from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from rl_train import checkpoint, cli, evaluation, events, files, parts, statistics, tb, train
+from rl_train import checkpoint, cli, evaluation, events, files, parts, tb, train
 from rl_train.stops import SIGNALS, STATUS
-from tests.runs import draw_data, flags
+from tests.runs import draw_data, flags, measure, picture
 
 PHASES = ("start", "evaluation", "step", "log", "checkpoint")
 RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_samples=1)
@@ -170,20 +169,6 @@ def rank_environments(number: int) -> list[dict[str, str]]:
     return [place | dict(RANK=str(r), LOCAL_RANK=str(r)) for r in range(number)]
 
 
-def measure(policy, batch, *_) -> dict[str, list]:
-    """In place of `cycle_measures.measure`: every number follows from the weights."""
-    number = sum(p.detach().double().sum().item() for p in policy.trainable.values()) % 1
-    texts = dict(image_id=batch.image_ids, reference=batch.captions, caption=batch.captions)
-    values = ("cycle_iou", "cycle_meteor", "seg_iou", "seg_intersection", "seg_union")
-    values += ("caption_meteor",)
-    return texts | {name: [number] * len(batch) for name in values} | dict(index=batch.index)
-
-
-def picture(image, work, row):
-    """In place of `tb.rollout_picture`, a small one."""
-    return np.full((4, 4, 3), int(work.reward[row].item() * 1e6) % 256, np.uint8)
-
-
 def mount(*words):
     subprocess.run(["mount", *map(str, words)], check=True)
 
@@ -241,7 +226,6 @@ class Campaign:
         self.root, self.ranks, self.board = root, ranks, Board()
         self.random, self.moments, self.failures = random.Random(seed), Counter(), []
         self.last, self.slowest = "", 0.0  # phase of the last kill; seconds until all ranks ended
-        statistics.bootstrap.__defaults__ = (20, *statistics.bootstrap.__defaults__[1:])
         self.data, self.whole = draw_data(root / "data"), root / "whole"
         # What a first run imports and reads is then in all forks; on the CPU it starts no thread.
         tqdm.monitor_interval = 0
@@ -342,14 +326,14 @@ class Campaign:
         return sum(self.moments.values())
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--full", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
         campaign = Campaign(Path(root), args.ranks, args.seed)

@@ -2,59 +2,36 @@
 
 import os
 import shutil
-import signal
-import sys
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rl_train import agreement, cli, distributed, train
+from rl_train import agreement, distributed, train
 from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
 from rl_train.data import DamagedSample
-from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, run
-from tests.test_distributed import TIMEOUT, rank_environments
+from tests.ranks import forked
+from tests.runs import CHECKPOINT, flags, run, unmeasured
 from tools.make_demo import TRAIN, write_split
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 RUN = dict(caption_to_mask_weight=0, eval_samples=1)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of two steps by one process."""
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("whole"), save_steps=1, **RUN)
     monkeypatch.undo()
     return output
 
 
-def forked(tmp_path, *argvs) -> list[tuple[int, str]]:
-    """(exit status, output) of each rank's process, forked from this one to save imports."""
-    children = []
-    for rank, (argv, environment) in enumerate(zip(argvs, rank_environments())):
-        output = tmp_path / f"output{rank}"
-        children.append((os.fork(), output))
-        if children[-1][0] == 0:
-            signal.alarm(TIMEOUT)  # a hang is a failure
-            with output.open("w") as file:
-                os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
-            sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
-            os.environ.update(environment, LOCAL_RANK="0")  # each its own machine
-            try:
-                cli.run_program(lambda: train.main(argv))
-            except SystemExit as stopped:
-                os._exit(stopped.code)
-            finally:
-                os._exit(1)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child, _ in children]
-    return [(status, output.read_text()) for status, (_, output) in zip(statuses, children)]
+def on_its_own_machine(argv):
+    os.environ["LOCAL_RANK"] = "0"
+    train.main(argv)
 
 
 @pytest.fixture
@@ -67,7 +44,7 @@ def refusal(data, tmp_path):
             flags(data, folder, **dict(RUN, batch_size=1, **same) | mine)
             for folder, mine in zip(folders, changes)
         ]
-        ended = forked(tmp_path, *argvs)
+        ended = forked(tmp_path, *(partial(on_its_own_machine, argv) for argv in argvs))
         last = [output.strip().splitlines()[-1] for _, output in ended]
         assert [status for status, _ in ended] == [2, 2], ended[1][1]
         assert last[0] == last[1] and last[0].startswith("rl_train: "), last

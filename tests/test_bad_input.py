@@ -10,14 +10,9 @@ from rl_train import cli, parts, train
 from rl_train.checkpoint import find
 from rl_train.cli import check_output_dir
 from rl_train.files import write_json
-from tests.runs import CHECKPOINT, complaint_of, draw_data, flags, on_one_core
+from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture
@@ -40,6 +35,12 @@ def complaint(data, tmp_path, capsys):
 def test_folder_without_a_model(complaint, tmp_path):
     (tmp_path / "empty").mkdir()
     assert str(tmp_path / "empty" / "config.json") in complaint(model_path=tmp_path / "empty")
+
+
+def test_attributes_of_another_form(complaint, tmp_path):
+    (tmp_path / "words.json").write_text('{"color": ["red"]}')
+    sentence = complaint(attributes=tmp_path / "words.json")
+    assert f"--attributes {tmp_path / 'words.json'} does not hold" in sentence
 
 
 def test_another_kind_of_model(complaint, checkpoint):

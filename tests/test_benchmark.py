@@ -1,13 +1,14 @@
 """tools/benchmark.py at a tiny size: the figures that it must give, none of their values."""
 
 import json
+import subprocess
 
 import pytest
 
 from rl_train.memory import standing_memory
 from rl_train.policies import worst_case
 from tools import benchmark
-from tools.benchmarks import decode, floor, step, work
+from tools.benchmarks import decode, floor, scale, step, work
 from tools.benchmarks.common import random_llm
 
 ANSWERS = "--device cpu --sizes tiny --num_generations 2 --lora_r 4 --rounds 1 --prompt_length 5 "
@@ -136,7 +137,16 @@ def test_worst_memory(tmp_path, output, monkeypatch):
     assert written["peak"] == 0 < written["standing"]["gradients"]  # no GPU
 
 
-def test_scale(tmp_path, output, capsys):
+def test_scale(tmp_path, output, capsys, monkeypatch):
+    start = subprocess.run
+
+    def alone_in_process(command, **how):
+        """The one process here, where everything is imported; several by torchrun."""
+        if "torch.distributed.run" in command:
+            return start(command, **how)
+        benchmark.main(command[command.index("tools.benchmark") + 1 :])
+
+    monkeypatch.setattr(scale.subprocess, "run", alone_in_process)
     written = figures(tmp_path, f"scale {output} --rounds 1 --warmup 0 --num_processes 1 2 {STEP}")
     one, two = written["runs"]
     assert (one["num_processes"], two["num_processes"]) == (1, 2) and len(two["rounds"][0]) == 2

@@ -1,6 +1,7 @@
 """A killed run goes on as if nothing had happened, and a checkpoint can be read by others."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -14,9 +15,10 @@ from transformers import Qwen2ForCausalLM
 from rl_train import checkpoint, cli, parts
 from rl_train.distributed import Ranks
 from sa2va_hf import Sa2VAModel
-from tests.runs import CHECKPOINT, draw_data, flags, on_one_core, rollouts, run, start, weights
+from tests.ranks import start_fork
+from tests.runs import CHECKPOINT, flags, rollouts, run, unmeasured, weights
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 ALONE = Ranks(0, 1, torch.device("cpu"))
 RUN = dict(
     max_steps=4,
@@ -30,15 +32,10 @@ WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
-
-
-@pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of four steps that nobody disturbed."""
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("whole"), **RUN)
     monkeypatch.undo()
     return output
@@ -48,14 +45,14 @@ def whole(data, tmp_path_factory):
 def killed(data, tmp_path_factory):
     """The same run in a process that SIGKILL ended after its second step."""
     output = tmp_path_factory.mktemp("killed")
-    process = start(data, output, **RUN)
+    ended = start_fork(output.with_suffix(".log"), {}, lambda: run(data, output, **RUN))
     deadline = time.monotonic() + 120
     while not (output / "checkpoint_step_2").exists():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and not (output / "checkpoint_step_4").exists()
+    os.kill(ended.pid, signal.SIGKILL)
+    status, said = ended()
+    assert status == -signal.SIGKILL and not (output / "checkpoint_step_4").exists(), said
     return output
 
 

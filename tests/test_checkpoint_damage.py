@@ -12,23 +12,18 @@ from rl_train import checkpoint, evaluation
 from rl_train.distributed import Ranks
 from rl_train.files import DamagedFile
 from rl_train.tb import Log
-from tests.runs import draw_data, on_one_core, run, weights
+from tests.runs import run, unmeasured, weights
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 RUN = dict(max_steps=4, save_steps=1, save_total_limit=0, num_generations=4)
 WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of four steps."""
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("whole"), **RUN)
     monkeypatch.undo()
     return output

@@ -11,14 +11,9 @@ from rl_train.config import Config
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks import TASKS, CaptionMaskCaption
 from rl_train.tasks.protocol import Context
-from tests.runs import ROOT, complaint_of, draw_data, flags, on_one_core
+from tests.runs import ROOT, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture
@@ -169,6 +164,11 @@ def test_every_flag_is_a_field_of_a_config(data, tmp_path):
 @pytest.mark.parametrize("share", [-0.1, 1.1, "nan"])
 def test_share_of_judge_failures(complaint, share):
     assert "--max_judge_failures" in complaint(max_judge_failures=share)
+
+
+def test_another_s_target_needs_another_sample(complaint):
+    sentence = complaint(control="other", batch_size=1)
+    assert "--control other: " in sentence and "--batch_size 1 has none" in sentence
 
 
 def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):

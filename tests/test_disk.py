@@ -15,20 +15,15 @@ from rl_train.data.errors import DamagedSample, DamagedSamples
 from rl_train.files import Appended, CannotWrite, claim, write_json
 from rl_train.rewards.judge import FailureWindow, JudgeFailed
 from tests.kill_campaign import RUN, differences
-from tests.runs import ENVIRONMENT, ROOT, complaint_of, curve, draw_data, flags, on_one_core, run
+from tests.runs import ENVIRONMENT, ROOT, complaint_of, curve, flags, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
     monkeypatch.undo()
     return output

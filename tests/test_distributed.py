@@ -1,82 +1,26 @@
 """Two processes compute what one computes on the joined batch, and stop together."""
 
-import socket
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from rl_train import distributed
 from rl_train.data.loader import StepSampler
 from rl_train.distributed import PATIENCE, GradientAverage
+from tests.ranks import forked
 from tests.runs import (
-    ENVIRONMENT,
-    ROOT,
     distance,
-    draw_data,
-    on_one_core,
     rollouts,
     run,
-    start,
+    unmeasured,
     weights,
 )
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-TIMEOUT = 120
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def rank_environments() -> list[dict[str, str]]:
-    """What torchrun sets for two processes of one machine."""
-    port = str(free_port())
-    return [
-        dict(
-            RANK=str(r),
-            LOCAL_RANK=str(r),
-            WORLD_SIZE="2",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for r in range(2)
-    ]
-
-
-def finish(processes, timeout=TIMEOUT) -> list[str]:
-    """Their output; kills what has not ended in time, so that a hang is a failure."""
-    try:
-        return [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def two_of(script: str):
-    """(exit status, output) of each of two ranks of a script that finds `ranks` set up."""
-    script = "from rl_train import distributed\nimport torch\nranks = distributed.init()\n" + script
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=ENVIRONMENT | environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for environment in rank_environments()
-    ]
-    outputs = finish(processes)
-    return [(process.returncode, output) for process, output in zip(processes, outputs)]
+def two_of(folder, job):
+    """(exit status, output) of each of two ranks of a function of `ranks`."""
+    return forked(folder, *[lambda: job(distributed.init())] * 2)
 
 
 @pytest.mark.parametrize("loop1, loop2", [(1, 1), (0, 1), (1, 0)])
@@ -91,13 +35,9 @@ def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
         mask_to_caption_weight=loop1,
         caption_to_mask_weight=loop2,
     )
-    processes = [
-        start(data, tmp_path / "two", environment, batch_size=1, **same)
-        for environment in rank_environments()
-    ]
+    ended = forked(tmp_path, *[lambda: run(data, tmp_path / "two", batch_size=1, **same)] * 2)
+    assert [status for status, _ in ended] == [0, 0], ended
     one = run(data, tmp_path / "one", batch_size=2, **same)
-    outputs = finish(processes)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
 
     def key(line):
         return (
@@ -187,14 +127,16 @@ def test_ranks_share_the_samples_of_a_step(accumulation):
     assert step_indices(2, 4)[:2] == step_indices(1, 4)[:2] == one[4:]
 
 
-def test_a_fault_on_one_rank_stops_both():
-    ended = two_of(
-        "distributed.raise_on_any_rank([])\n"
-        "try:\n    distributed.raise_on_any_rank(['loop2 loss'] if ranks.rank == 1 else [])\n"
-        "    print('WENT ON')\n"
-        "finally:\n    distributed.close()"
-    )
-    for status, output in ended:
+def test_a_fault_on_one_rank_stops_both(tmp_path):
+    def job(ranks):
+        distributed.raise_on_any_rank([])
+        try:
+            distributed.raise_on_any_rank(["loop2 loss"] if ranks.rank == 1 else [])
+            print("WENT ON")
+        finally:
+            distributed.close()
+
+    for status, output in two_of(tmp_path, job):
         # Not always 1: gloo may abort the rank whose peer is gone already.
         assert (
             status != 0
@@ -203,32 +145,37 @@ def test_a_fault_on_one_rank_stops_both():
         )
 
 
-def test_gradients_are_averaged_and_own_norms_are_kept():
+def test_gradients_are_averaged_and_own_norms_are_kept(tmp_path):
     """By hand; what one rank does not reach counts as zero there. Of a second update too."""
-    ended = two_of(
-        "from rl_train.distributed import GradientAverage, gradient_norms\n"
-        "class Both(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.a, self.b = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 3))\n"
-        "    def forward(self, scale, last):\n"
-        "        mine = self.a.sum() * 2 if ranks.rank == 0 else self.b.sum() * 6\n"
-        "        return scale * mine + 0 * (self.a.sum() + self.b.sum())\n"
-        "both = Both()\n"
-        "average = GradientAverage(both, dict(a=both.a, b=both.b))\n"
-        "for update in range(2):\n"
-        "    for scale, last in ((0.25, False), (0.75, True)):\n"
-        "        with average.averaging(last):\n"
-        "            average(scale, last=last).backward()\n"
-        "    assert both.a.grad.tolist() == [1, 1] and both.b.grad.tolist() == [3, 3, 3]\n"
-        "    norms = average.own_norms()\n"
-        "    expected = (dict(a=2 * 2**0.5, b=0), dict(a=0, b=6 * 3**0.5))[ranks.rank]\n"
-        "    assert all(abs(norms[name] - expected[name]) < 1e-5 for name in 'ab'), norms\n"
-        "    both.zero_grad(set_to_none=True)\n"
-        "assert distributed.all_sum({'x': ranks.rank + 0.5}) == {'x': 2.0}\n"
-        "assert distributed.gather_objects('ab'[ranks.rank]) == ['a', 'b']\n"
-        "distributed.print0('SAID')\ndistributed.close()"
-    )
+
+    class Both(torch.nn.Module):
+        def __init__(self, rank):
+            super().__init__()
+            self.a, self.b = (torch.nn.Parameter(torch.zeros(n)) for n in (2, 3))
+            self.rank = rank
+
+        def forward(self, scale, last):
+            mine = self.a.sum() * 2 if self.rank == 0 else self.b.sum() * 6
+            return scale * mine + 0 * (self.a.sum() + self.b.sum())
+
+    def job(ranks):
+        both = Both(ranks.rank)
+        average = GradientAverage(both, dict(a=both.a, b=both.b))
+        for _ in range(2):
+            for scale, last in ((0.25, False), (0.75, True)):
+                with average.averaging(last):
+                    average(scale, last=last).backward()
+            assert both.a.grad.tolist() == [1, 1] and both.b.grad.tolist() == [3, 3, 3]
+            norms = average.own_norms()
+            expected = (dict(a=2 * 2**0.5, b=0), dict(a=0, b=6 * 3**0.5))[ranks.rank]
+            assert all(abs(norms[name] - expected[name]) < 1e-5 for name in "ab"), norms
+            both.zero_grad(set_to_none=True)
+        assert distributed.all_sum({"x": ranks.rank + 0.5}) == {"x": 2.0}
+        assert distributed.gather_objects("ab"[ranks.rank]) == ["a", "b"]
+        distributed.print0("SAID")
+        distributed.close()
+
+    ended = two_of(tmp_path, job)
     assert [status for status, _ in ended] == [0, 0], ended
     assert ["SAID" in output for _, output in ended] == [True, False]
 

@@ -1,12 +1,12 @@
 """docs/adding_a_task.md: its class, saved as the page says, trains, and its reward function too."""
 
 import re
-from pathlib import Path
 
 import pytest
 
-from tests.runs import ROOT, draw_data, rollouts, start, weights
-from tests.test_distributed import finish
+from tests.runs import ROOT, complaint_of, flags, rollouts, run, unmeasured, weights
+
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 BLOCKS = re.findall(
     r"```(\w+)\n(.*?)```", (ROOT / "docs" / "adding_a_task.md").read_text(), re.DOTALL
@@ -15,34 +15,32 @@ BLOCKS = re.findall(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the page's two files and drawn data."""
+    """A folder with the page's two files."""
     folder = tmp_path_factory.mktemp("page")
     (kind, task), (shell, _), (_, reward) = BLOCKS
     assert (kind, shell) == ("python", "bash")
     (folder / "brief.py").write_text(task)
     (folder / "my_rewards.py").write_text(reward)
-    draw_data(folder / "demo")
     return folder
 
 
-def command(folder: Path) -> dict[str, str]:
+@pytest.fixture(autouse=True)
+def importable(folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder)
+
+
+def command() -> dict[str, str]:
     """The flags of the page's command that are not of the run's folders."""
     words = BLOCKS[1][1].split()
-    flags = dict(zip(words, words[1:]))
     return {
         name.removeprefix("--"): value
-        for name, value in flags.items()
+        for name, value in zip(words, words[1:])
         if name in ("--tasks", "--brief_words")
     }
 
 
-def test_the_page_trains_two_steps(folder, tmp_path):
-    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
-    run = start(
-        folder / "demo", tmp_path / "run", where, **command(folder), save_steps=1, max_steps=2
-    )
-    [output] = finish([run])
-    assert run.returncode == 0, output
+def test_the_page_trains_two_steps(data, tmp_path):
+    run(data, tmp_path / "run", **command(), save_steps=1, max_steps=2)
     lines = rollouts(tmp_path / "run")
     assert {line["task"] for line in lines} == {"brief"} and {line["step"] for line in lines} == {
         0,
@@ -56,21 +54,16 @@ def test_the_page_trains_two_steps(folder, tmp_path):
     assert any((before[name] != after[name]).any() for name in after)
 
 
-def test_its_flags_are_in_the_help_and_checked(folder, tmp_path):
-    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
-    run = start(folder / "demo", tmp_path / "run", where, **command(folder), brief_weight=-1)
-    [output] = finish([run])
-    assert run.returncode == 2 and "--brief_weight" in output and "at least 0" in output
+def test_its_flags_are_checked(data, tmp_path, capsys):
+    output = complaint_of(capsys, flags(data, tmp_path / "run", **command(), brief_weight=-1))
+    assert "--brief_weight" in output and "at least 0" in output
 
 
-def test_the_reward_functions_are_added_and_logged(folder, tmp_path):
+def test_the_reward_functions_are_added_and_logged(data, tmp_path):
     """An answer of 8 tokens at most is often cut, which costs 1."""
-    where = dict(PYTHONPATH=f"{folder}:{ROOT}")
     rewards = ["my_rewards:num_words=0.2", "my_rewards:ended"]
-    flags = dict(reward=rewards, tasks="mask_caption_mask", max_steps=1, max_completion_length=8)
-    run = start(folder / "demo", tmp_path / "run", where, **flags)
-    [output] = finish([run])
-    assert run.returncode == 0, output
+    how = dict(reward=rewards, tasks="mask_caption_mask", max_steps=1, max_completion_length=8)
+    run(data, tmp_path / "run", **how)
     for line in rollouts(tmp_path / "run"):
         words = min(len(line["completion"].split()) / 20, 1.0)
         assert line["num_words"] == pytest.approx(words, abs=1e-6)

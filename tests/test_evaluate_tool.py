@@ -15,19 +15,16 @@ from rl_train.data.split import sample_regions
 from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS
 from tests.data.test_refcoco import image_name, ref, write
-from tests.runs import CHECKPOINT, draw_data, on_one_core, run
+from tests.runs import ASKED, CHECKPOINT, on_one_core, run
 from tools import evaluate, export
 
 MEASURED = [
-    metric for metric in METRICS if metric != "caption_cider" or find_spec("pycocoevalcap")
+    metric
+    for metric in METRICS
+    if metric not in ASKED and (metric != "caption_cider" or find_spec("pycocoevalcap"))
 ]  # the extra `eval`
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +90,7 @@ def test_the_file_holds_everything_and_comes_out_the_same_again(data, base, tmp_
         "references",
         "captions",
     }
-    assert set(found["means"]) == set(found["intervals"]) == set(MEASURED)
+    assert set(found["means"]) == set(found["intervals"]) | {"caption_distinct"} == set(MEASURED)
     dataset = DATASETS["gar"](data / "heldout")
     assert (
         found["image_ids"] == [dataset.image_id(i) for i in sample_regions(dataset.image_keys, 5)]
@@ -139,7 +136,9 @@ def test_the_difference_to_an_earlier_file(data, base, trained, tmp_path, capsys
     lines = capsys.readouterr().out.split("\n")
     against = lines[lines.index(f"against {base}") + 1 :]
     assert [line.split()[0] for line in against if line][1:] == MEASURED and "change" in against[0]
-    assert all("+0.0000   [+0.0000, +0.0000]" in line for line in against[1:] if line)
+    for line in filter(None, against[1:]):
+        interval = "" if line.startswith("caption_distinct") else "   [+0.0000, +0.0000]"
+        assert line.endswith(f"+0.0000{interval}")
     found = measured(data, tmp_path, before=base, model_path=trained)
     printed = capsys.readouterr().out
     change = found["means"]["cycle_iou"] - json.loads(base.read_text())["means"]["cycle_iou"]
@@ -152,6 +151,27 @@ def test_the_difference_to_an_earlier_file(data, base, trained, tmp_path, capsys
         row.split()[3] == f"{change:+.4f}"
         and f"--model_path was {CHECKPOINT}, now {trained}" in printed
     )
+
+
+def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
+    """And none of the others changes by them."""
+    words = tmp_path / "words.json"
+    words.write_text(json.dumps({"shape": {s: [s] for s in ("circle", "square", "triangle")}}))
+    asked = dict(attributes=words, best_of=2, temperature=0.7, before=base)
+    evaluate.main([*flags(data, output=tmp_path / "out.json", **asked), "--other_regions"])
+    found, before = json.loads((tmp_path / "out.json").read_text()), json.loads(base.read_text())
+    for name, values in before["values"].items():
+        assert found["values"][name] == values, name
+    new = set(found["means"]) - set(before["means"])
+    assert ASKED <= new <= ASKED | {f"shape_{m}" for m in ("accuracy", "precision", "stated")}
+    means, captions = found["means"], found["captions"]
+    assert means["best_of_G_cycle_iou"] >= means["sampled_cycle_iou"] > 0
+    assert means["caption_distinct"] == len(set(captions)) / 5
+    for hit, iou in (("cycle_hit", "cycle_iou"), ("seg_hit", "seg_iou")):
+        values = found["values"]
+        assert all(v > 0 for h, v in zip(values[hit], values[iou]) if h) and means[hit] > 0
+    printed = capsys.readouterr().out
+    assert "\nbest_of_G_cycle_iou " in printed and "--best_of was 0, now 2" in printed
 
 
 def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
@@ -168,7 +188,7 @@ def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
     two, one = measured(data, tmp_path, num_samples=4), json.loads(base.read_text())
     assert (two["image_ids"], two["captions"]) == (one["image_ids"][:4], one["captions"][:4])
     for name, values in two["values"].items():
-        if name != "caption_cider":  # whose document frequencies are of all samples
+        if name not in ("caption_cider", "caption_distinct"):  # which are of all samples
             assert values == pytest.approx(one["values"][name][:4], abs=1e-4), name
 
 
@@ -216,6 +236,7 @@ def test_bad_input(data, base, trained, tmp_path):
 
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role ema", "is no checkpoint", role="ema")
+    refused("--attributes", "gone.json", "not a readable", attributes=tmp_path / "gone.json")
     refused("--split", "--dataset gar", split="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)

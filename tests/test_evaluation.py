@@ -15,16 +15,11 @@ from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
 from rl_train.tasks.cycle_measures import METRICS
-from tests.runs import draw_data, on_one_core, run
+from tests.runs import on_one_core, run
 from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 # The model
@@ -82,6 +77,8 @@ def test_ranks_are_merged_in_the_dataset_s_order():
 @pytest.fixture(scope="module")
 def three_steps(data, tmp_path_factory):
     monkeypatch = pytest.MonkeyPatch()
+    attributes = tmp_path_factory.mktemp("words") / "attributes.json"
+    attributes.write_text(json.dumps({"size": {s: [s] for s in ("small", "medium", "large")}}))
     for _ in on_one_core(monkeypatch):
         output = run(
             data,
@@ -94,6 +91,8 @@ def three_steps(data, tmp_path_factory):
             ema_decay=0.5,
             warmup_ratio=0,
             eval_samples=4,
+            attributes=attributes,
+            other_regions="",
         )
     monkeypatch.undo()
     return output
@@ -108,13 +107,18 @@ def curves(output) -> dict[str, dict[int, float]]:
 
 def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
     found = curves(three_steps)
-    for metric in set(METRICS) - {"caption_cider"}:
+    of_attributes = {"size_accuracy", "size_stated"}
+    of_tool = {"caption_cider", "best_of_G_cycle_iou", "sampled_cycle_iou"}
+    for metric in (set(METRICS) - of_tool) | of_attributes:
         assert list(found[f"eval/{metric}"]) == list(found[f"eval_ema/{metric}"]) == [0, 1, 2, 3]
         assert found[f"eval/{metric}"][0] == found[f"eval_ema/{metric}"][0]
     assert any(
         found[f"eval/{m}"][3] != found[f"eval_ema/{m}"][3]
         for m in ("cycle_iou", "seg_iou", "cycle_meteor", "caption_meteor")
     )
+    assert found["eval/size_stated"][0] >= found["eval/size_accuracy"][0]
+    for curve in ("loop1/hit", "loop2/hit", "loop2/objects_frac"):
+        assert list(found[curve]) == [1, 2, 3] and 0 <= min(found[curve].values())
 
 
 def test_the_best_step_is_kept(three_steps):
@@ -139,9 +143,11 @@ def test_the_files_hold_the_teacher_beside_the_policy(three_steps):
         measured = read_json(three_steps / "evaluation" / f"step_{step}.json")
         teacher = measured["teacher"]
         assert set(teacher) == {"means", "intervals", "values", "captions"}
+        assert set(teacher["means"]) - set(teacher["intervals"]) == {"caption_distinct"}
         for metric, mean in teacher["means"].items():
             assert mean == pytest.approx(found[f"eval_ema/{metric}"][step], abs=1e-6)
-            assert teacher["intervals"][metric][0] <= mean <= teacher["intervals"][metric][1]
+            if metric in teacher["intervals"]:
+                assert teacher["intervals"][metric][0] <= mean <= teacher["intervals"][metric][1]
         assert [len(values) for values in teacher["values"].values()] == [4] * len(
             teacher["values"]
         )

@@ -11,13 +11,13 @@ from rl_train.config import PolicyConfig
 from rl_train.files import write_json
 from rl_train.policies.sa2va import build_policy
 from sa2va_hf import Sa2VAModel
-from tests.runs import CHECKPOINT, draw_data, on_one_core, run
+from tests.runs import CHECKPOINT, on_one_core, run
 from tools import export
 from tools.trained_policy import load_policy
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(data, tmp_path_factory):
     """A checkpoint after two steps: the policy has moved visibly, and the teacher half as far."""
     monkeypatch = pytest.MonkeyPatch()
     for _ in on_one_core(monkeypatch):
@@ -28,7 +28,7 @@ def trained(tmp_path_factory):
             "# the original code beside a published checkpoint\n"
         )
         run(
-            draw_data(folder / "data"),
+            data,
             folder / "run",
             model_path=base,
             max_steps=2,

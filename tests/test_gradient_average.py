@@ -3,24 +3,22 @@
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rl_train import train
+from rl_train import evaluation, tb, train
+from rl_train.launch import free_port
 from rl_train.objective import MicroBatchLoss
 from rl_train.policies import sa2va
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from rl_train.types import Outcome
 from sa2va_hf.prediction import MASKS_AT_ONCE
-from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, flags, rollouts, weights
-from tests.test_distributed import finish, free_port, rank_environments
+from tests.ranks import forked
+from tests.runs import distance, flags, measure, picture, rollouts, weights
 
-TIMEOUT = 300
 SAME = dict(
     batch_size=1,
     num_generations=3,
@@ -106,6 +104,7 @@ def work(data: Path, folder: Path, ports: list[str]):
     """What each of two ranks does: each case twice, then the faults, of which it writes a file."""
     rank, ours, build = int(os.environ["RANK"]), train.GradientAverage, train.build
     os.chdir(folder)
+    evaluation.measure, tb.rollout_picture = measure, picture
     for name, changes in CASES.items():
         for kind, average in (("ddp", ours), ("flat", FlatAverage)):
             os.environ["MASTER_PORT"] = ports.pop()
@@ -140,27 +139,12 @@ def work(data: Path, folder: Path, ports: list[str]):
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(data, tmp_path_factory):
     """The folder in which two ranks did their `work`."""
-    data, folder = draw_data(tmp_path_factory.mktemp("demo")), tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs")
     ports = [str(free_port()) for _ in range(2 * len(CASES) + len(FAULTS))]
-    script = (
-        "from pathlib import Path\nfrom tests.test_gradient_average import work\n"
-        f"work(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=ENVIRONMENT | environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for environment in rank_environments()
-    ]
-    outputs = finish(processes, TIMEOUT)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    ended = forked(folder, *[lambda: work(data, folder, ports)] * 2)
+    assert [status for status, _ in ended] == [0, 0], ended
     return folder
 
 

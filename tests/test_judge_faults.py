@@ -12,17 +12,12 @@ import pytest
 
 from rl_train.rewards import LLMJudge
 from tests.judge_server import FAULTS, JudgeServer, overlap
-from tests.runs import complaint_of, draw_data, flags, on_one_core, rollouts, run, start
-from tests.test_distributed import finish, rank_environments
+from tests.ranks import finish, rank_environments
+from tests.runs import complaint_of, flags, on_one_core, rollouts, run, start
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 MANY = os.environ.get("JUDGE_FAULTS") == "all"
 REFUSED_AT_THE_START = [name for name in FAULTS if not name.startswith(("sends HTML", "says "))]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,20 +9,16 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rl_train.launch import free_port
 from rl_train.rewards.judge_text import messages
 from tests.judge_server import overlap
-from tests.runs import ENVIRONMENT, ROOT, draw_data, on_one_core, rollouts, run, start
-from tests.test_distributed import finish, free_port, rank_environments
+from tests.ranks import forked
+from tests.runs import ENVIRONMENT, ROOT, rollouts, run, start, unmeasured
 from tools import messy_data
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
+one_core = pytest.fixture(autouse=True)(unmeasured)
 JUDGE = dict(use_llm_judge="", use_llm_judge_loop2="")
 TIMEOUT = 90
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
@@ -160,22 +156,13 @@ def test_a_judge_that_comes_and_goes(data, messy, tmp_path, dataset):
 
 def test_a_judge_that_is_down_stops_all_ranks_at_the_start(data, tmp_path):
     port = free_port()
-    processes = [
-        start(
-            data,
-            tmp_path,
-            environment,
-            batch_size=1,
-            llm_judge_base_url=f"http://127.0.0.1:{port}/v1",
-            **JUDGE,
-        )
-        for environment in rank_environments()
-    ]
-    first, second = finish(processes)
+    how = dict(batch_size=1, llm_judge_base_url=f"http://127.0.0.1:{port}/v1", **JUDGE)
+    ended = forked(tmp_path, *[lambda: run(data, tmp_path / "run", **how)] * 2)
+    first, second = (output for _, output in ended)
     assert f"rl_train: --llm_judge_base_url http://127.0.0.1:{port}/v1: the judge " in first
     assert "rl_train: " not in second and "Traceback" not in first + second
-    assert [process.returncode for process in processes] == [2, 2]
-    assert not (tmp_path / "config.json").exists()
+    assert [status for status, _ in ended] == [2, 2]
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_rewards_of_the_users_own_are_added_and_logged_by_name(data, tmp_path, monkeypatch):

@@ -16,15 +16,10 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.worst_case import worst_batch
 from rl_train.tasks import mask_caption_mask
 from sa2va_hf import Sa2VAModel
-from tests.runs import complaint_of, draw_data, flags, on_one_core, rollouts, run, weights
+from tests.runs import complaint_of, flags, on_one_core, rollouts, run, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 TINY = dict(max_completion_length=6, max_masks_per_answer=3)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 def announcing_as_on_a_gpu(monkeypatch) -> list[dict]:
@@ -69,7 +64,8 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(Sa2VAPolicy, "segment_prompts", segmenting)
     announced = announcing_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(train, "run", lambda *_: None)
-    run(data, tmp_path, batch_size=2, num_generations=3, micro_batch_size=4, **TINY)
+    how = dict(num_generations=3, micro_batch_size=4, control="fixed")  # which is not tried
+    run(data, tmp_path, batch_size=2, **how, **TINY)
     assert [list(peaks) for peaks in announced] == [
         ["encode", "rollout", "teacher", "reference", "update"]
     ]

@@ -7,15 +7,10 @@ from rl_train import cli, parts
 from rl_train.distributed import Ranks
 from rl_train.memory import standing_memory
 from rl_train.policies.sa2va import FLOAT32_MODULES
-from tests.runs import draw_data, flags, on_one_core
+from tests.runs import flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 def test_length_from_epochs(data, tmp_path):

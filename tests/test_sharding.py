@@ -5,8 +5,6 @@ Though their answers differ in length.
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -16,14 +14,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl_train import distributed, train
+from rl_train.launch import free_port
 from rl_train.sharding import NOTHING, Shards, held_bytes
 from sa2va_hf import Sa2VAModel
-from tests.runs import CHECKPOINT, ENVIRONMENT, ROOT, distance, draw_data, flags, rollouts, weights
-from tests.test_distributed import finish, free_port, rank_environments
+from tests.ranks import forked
+from tests.runs import CHECKPOINT, distance, flags, rollouts, weights
 from tools import evaluate
 from tools.export import export
 
-TIMEOUT = 240  # of 35 s on two idle cores: a deadlock is a failure
 # Rank 0 alone has a sample to measure.
 SAME = dict(
     batch_size=1,
@@ -115,27 +113,12 @@ def use_by_hand():
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
+def ended(data, tmp_path_factory):
     """The folder in which two ranks did their `work`, within the time."""
-    data, folder = draw_data(tmp_path_factory.mktemp("demo")), tmp_path_factory.mktemp("runs")
+    folder = tmp_path_factory.mktemp("runs")
     ports = [str(free_port()) for _ in range(len(RUNS) + 2)]
-    script = (
-        "from pathlib import Path\nfrom tests.test_sharding import work\n"
-        f"work(Path({str(data)!r}), Path({str(folder)!r}), {ports})"
-    )
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", script],
-            cwd=ROOT,
-            env=ENVIRONMENT | environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for environment in rank_environments()
-    ]
-    outputs = finish(processes, TIMEOUT)
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    ended = forked(folder, *[lambda: work(data, folder, ports)] * 2)
+    assert [status for status, _ in ended] == [0, 0], ended
     return folder
 
 

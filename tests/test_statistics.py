@@ -1,5 +1,7 @@
 """Means, intervals and paired differences by hand and on known cases."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +25,15 @@ def test_bootstrap_of_a_known_case():
     assert low == pytest.approx(0.40, abs=0.011) and high == pytest.approx(0.60, abs=0.011)
 
 
+@pytest.mark.parametrize("shape", [(7,), (7, 2)])
+def test_resamples_at_once_are_those_one_by_one(monkeypatch, shape):
+    values, rng = np.random.default_rng(1).random(shape), np.random.default_rng(0)
+    drawn = [statistics.statistic(values[rng.integers(7, size=7)]) for _ in range(2000)]
+    for at_once in (1, 100, statistics.RESAMPLED):
+        monkeypatch.setattr(statistics, "RESAMPLED", at_once)
+        assert bootstrap(values) == tuple(np.percentile(drawn, (2.5, 97.5)))
+
+
 def test_bootstrap_of_ciou_resamples_samples():
     equal = torch.tensor([[1.0, 2.0]] * 10)
     assert bootstrap(equal) == (0.5, 0.5)
@@ -31,6 +42,14 @@ def test_bootstrap_of_ciou_resamples_samples():
     assert statistics.statistic(torch.tensor([[0.0, 1.0], [90.0, 100.0]])) == pytest.approx(
         90 / 101
     )
+
+
+def test_a_ratio_of_which_a_resample_may_have_nothing():
+    """Of two rows one counts: a quarter of the resamples have none, the others say 1."""
+    assert bootstrap(torch.tensor([[1.0, 1.0], [0.0, 0.0]])) == (1, 1)
+    assert math.isnan(statistics.statistic(torch.zeros(3, 2)))
+    said = dict(color_known=torch.ones(2), color_said=torch.zeros(2), color_right=torch.zeros(2))
+    assert set(statistics.means(said)) == {"color_accuracy", "color_stated"}
 
 
 def test_paired_difference_is_narrower_than_its_parts():
@@ -62,3 +81,6 @@ def test_table_has_the_difference_and_its_interval():
     ]
     assert lines[1].split() == ["cycle_iou", "0.0000", "0.5000", "+0.5000", "[+0.5000,", "+0.5000]"]
     assert rows_of(values, "seg_ciou").tolist() == [[0, 1]] * 3
+    distinct = values | {"caption_distinct": torch.tensor([1.0, 0, 0])}
+    lines = before_after_table(distinct, values | {"caption_distinct": torch.ones(3)}).split("\n")
+    assert lines[-1].split() == ["caption_distinct", "0.3333", "1.0000", "+0.6667"]

@@ -13,21 +13,18 @@ from torch.utils.data import Dataset
 from rl_train import checkpoint, evaluation, parts, train
 from rl_train.data.loader import _loader
 from rl_train.stops import STATUS, Stops
+from tests import kill_campaign
 from tests.kill_campaign import RUN, differences
-from tests.runs import ENVIRONMENT, ROOT, draw_data, on_one_core, run
+from tests.ranks import fork
+from tests.runs import ENVIRONMENT, ROOT, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     monkeypatch = pytest.MonkeyPatch()
-    for _ in on_one_core(monkeypatch):
+    for _ in unmeasured(monkeypatch):
         output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
     monkeypatch.undo()
     return output
@@ -158,8 +155,5 @@ def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
 
 def test_a_campaign_of_kills(tmp_path):
     """4 of a run's moments and file operations; by hand more, see there."""
-    how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
-    words = [sys.executable, "-m", "tests.kill_campaign", "--kills", "4", "--seed", "1"]
-    ended = subprocess.run(words, **how)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "kills by moment" in ended.stdout
+    status, output = fork(tmp_path, lambda: kill_campaign.main(["--kills", "4", "--seed", "1"]))
+    assert status == 0 and "kills by moment" in output, output

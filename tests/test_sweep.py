@@ -1,14 +1,14 @@
-"""The sweep: arms are the demo's flags with changes, runs are resumed or skipped, and its table is
-of complete runs."""
+"""The sweep: arms are the demo's flags with changes, runs are resumed or skipped."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 
 from rl_train.cli import build_parser, parse
+from rl_train.rewards.controls import CONTROLS
 from rl_train.tasks import TASKS
 from tests.runs import ROOT
+from tests.test_sweep_table import finished
 from tools import sweep
 
 
@@ -20,70 +20,44 @@ def test_the_arms_start_from_the_flags_of_the_launcher():
         assert launcher[launcher.index(flag) + 1] == value, flag
 
 
-@pytest.mark.parametrize("arm", sweep.ARMS)
-def test_every_arm_is_flags_that_the_run_knows(arm, tmp_path):
-    line = sweep.command(arm, 3, tmp_path, tmp_path / "out", ["--max_steps", "7"])
-    args = build_parser(TASKS).parse_args(line[3:])
-    assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
-
-
-def finished(folder, before, after, rewards, steps=2, config=None):
-    """A run's folder as `rl_train.train` leaves it; without `after`, one that was killed."""
-    (folder / "evaluation").mkdir(parents=True)
-    (folder / "rollouts").mkdir()
-    (folder / "config.json").write_text(
-        json.dumps(dict(max_steps=steps, num_generations=2) | (config or {}))
-    )
-    for step, values in ((0, before), (steps, after)):
-        if values is not None:
-            (folder / "evaluation" / f"step_{step}.json").write_text(
-                json.dumps(
-                    dict(
-                        values=dict.fromkeys(
-                            ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor"), values
-                        )
-                    )
-                )
-            )
-    (folder / "rollouts" / "rank0.jsonl").write_text(
-        "".join(json.dumps(dict(task="loop1", reward=r)) + "\n" for r in rewards)
-    )
-
-
-def test_the_table_by_hand(tmp_path, capsys):
-    """Three seeds that gain .1, .2 and .3 on two regions each; a killed run does not count."""
-    for seed, gain in enumerate((0.1, 0.2, 0.3)):
-        finished(
-            tmp_path / "arm" / f"seed{seed}", [0.0, 0.4], [gain, 0.4 + gain], [0.5, 0.5, 0.1, 0.2]
+def test_every_arm_is_flags_that_the_run_knows(tmp_path):
+    parser, demo = build_parser(TASKS), tmp_path / "a b"
+    found = {
+        arm: parser.parse_args(
+            sweep.command(arm, 3, demo, tmp_path / "out", ["--max_steps", "7"])[3:]
         )
-    finished(tmp_path / "arm" / "seed3", [0.0, 0.4], None, [0.5, 0.5])
-    finished(tmp_path / "killed" / "seed0", [0.0, 0.4], None, [0.5, 0.5])
-    found = sweep.table(tmp_path)
-    assert set(found) == {"arm"} and found["arm"]["runs"] == 3
-    assert found["arm"]["zero_std"] == {"loop1": 0.5}
-    cell = found["arm"]["seg_iou"]
-    assert cell["mean"] == pytest.approx(0.2) and cell["before"] == pytest.approx(0.2)
-    assert cell["half"] == pytest.approx(
-        4.303 * 0.1 / 3**0.5, rel=1e-3
-    )  # Student's t of 2 degrees of freedom
-    assert cell["regions"] == pytest.approx((0.2, 0.2))  # both regions gain the same
-    assert "arm" in capsys.readouterr().out
+        for arm in sweep.ARMS
+    }
+    for arm, args in found.items():
+        assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
+        assert args.data_dir == f"{demo}/train" and args.model_path == f"{demo}/checkpoint"
+        assert args.mask_loss_coef == (0.1 if arm == "defaults" or arm.startswith("loop1") else 0)
+        assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
+    controls = {arm: args.control for arm, args in found.items() if args.control != "none"}
+    assert controls == {f"loop{n}_{c}": c for n in (1, 2) for c in CONTROLS if c != "none"}
+    assert found["defaults"].likelihood_share is None and found["defaults"].mask_sigma == "auto"
 
 
 def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_other_flags_refused(
     tmp_path, monkeypatch
 ):
-    demo, output = tmp_path / "demo", tmp_path / "sweep"
-    for name in ("checkpoint", "train", "heldout"):
-        (demo / name).mkdir(parents=True)
+    demos, output = [tmp_path / "one", tmp_path / "two"], tmp_path / "sweep"
+    for demo in demos:
+        for name in ("checkpoint", "train", "heldout"):
+            (demo / name).mkdir(parents=True)
 
-    def flags(seed, *extra):
-        folder = output / "loop1" / f"seed{seed}"
+    def flags(demo, seed, *extra):
+        folder = output / "loop1" / demo.name / f"seed{seed}"
         return parse(sweep.command("loop1", seed, demo, folder, list(extra))[3:]).flags
 
-    finished(output / "loop1" / "seed0", [0.0], [0.1], [0.5] * 8, 120, flags(0))
-    finished(output / "loop1" / "seed1", [0.0], None, [0.5] * 8, 120, flags(1))
-    finished(output / "loop1" / "seed2", [0.0], [0.1], [0.5] * 8, 20, flags(2, "--max_steps", "20"))
+    def made(demo, seed, after, steps=120, *extra):
+        folder = output / "loop1" / demo.name / f"seed{seed}"
+        finished(folder, [0.0], after, [0.5] * 8, steps, flags(demo, seed, *extra))
+
+    one, two = demos
+    made(one, 0, [0.1])
+    made(two, 0, None)
+    made(one, 1, [0.1], 20, "--max_steps", "20")
     lines = []
 
     def run(line, env, **kwargs):
@@ -92,35 +66,38 @@ def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_othe
         return SimpleNamespace(returncode=1)
 
     monkeypatch.setattr(sweep.subprocess, "run", run)
+    how = ["--arms", "loop1", "--seeds", "0", "1", "--jobs", "1", "--output", str(output)]
     with pytest.raises(SystemExit) as stopped:
-        sweep.main(
-            [
-                "--arms",
-                "loop1",
-                "--seeds",
-                "0",
-                "1",
-                "2",
-                "3",
-                "--jobs",
-                "1",
-                "--demo",
-                str(demo),
-                "--output",
-                str(output),
-            ]
-        )
+        sweep.main([*how, "--demos", *map(str, demos)])
     faults = str(stopped.value).split("; ")
     assert len(faults) == 3
-    assert (
-        "seed 1: exit status 1, see" in faults[0]
-        and "--max_steps was 20, now 120" in faults[1]
-        and "seed 3" in faults[2]
-    )
+    assert "loop1 two seed 0: exit status 1, see" in faults[0]
+    assert "--max_steps was 20, now 120" in faults[1] and "one/seed1" in faults[1]
+    assert "loop1 two seed 1" in faults[2]
     assert len(lines) == 2 and lines[0][-1] == "--resume" and "--resume" not in lines[1]
+    assert f"{two}/train" in lines[0] and str(output / "loop1" / "two" / "seed1") in lines[1]
 
 
-def test_an_output_that_is_not_there_is_named(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--output", "typo"], "typo: no such folder"),
+        (["--output", ".", "--demos", "a/demo", "b/demo"], "--demos: 2 folders are called demo"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys, argv, sentence):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
-        sweep.main(["--output", str(tmp_path / "typo")])
-    assert "typo: no such folder" in capsys.readouterr().err
+        sweep.main(argv)
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_tables_are_printed_and_kept(tmp_path, capsys):
+    for arm, gain in (("loop1", 0.3), ("loop1_length", 0.1)):
+        finished(tmp_path / arm / "one" / "seed0", [0.0], [gain], [0.5] * 2)
+    sweep.main(["--output", str(tmp_path), "--against", "loop1_length"])
+    printed = capsys.readouterr().out
+    assert "| `loop1` | 1 | +0.300 ± inf |" in printed and "Minus `loop1_length`" in printed
+    assert (tmp_path / "table.json").is_file()
+    with pytest.raises(SystemExit, match="sweep: --metrics seg_iuo: no run in .*seg_iou"):
+        sweep.main(["--output", str(tmp_path), "--metrics", "seg_iuo"])

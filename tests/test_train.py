@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from rl_train import cli
+from rl_train.data.gar import GraspAnyRegionDataset
+from rl_train.rewards import meteor
 from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import (
+    ASKED,
     curve,
     distance,
-    draw_data,
     events,
     flags,
     on_one_core,
@@ -40,7 +42,7 @@ TAGS = (
         f"{place}/{metric}"
         for place in ("eval", "eval_ema")
         for metric in METRICS
-        if metric != "caption_cider"
+        if metric not in ASKED | {"caption_cider"}
     }
     | {
         f"perf/{phase}_seconds"
@@ -54,11 +56,6 @@ TAGS = (
         "teacher/decay",
     }
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 @pytest.fixture(scope="module")
@@ -258,17 +255,24 @@ def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatc
         run(data, tmp_path / "default", max_steps=1)
 
 
-def test_shuffled_rewards_are_those_of_their_group(data, two_steps, tmp_path):
-    """--control shuffled: the first step is the run's without it, its rewards in another order."""
-    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, control="shuffled")
-    plain = [line for line in rollouts(two_steps) if line["step"] == 0]
-    turned = rollouts(output)
-    assert [line["completion"] for line in turned] == [line["completion"] for line in plain]
-    rewards = [
-        [[line["reward"] for line in lines[i : i + 4]] for i in range(0, 16, 4)]
-        for lines in (plain, turned)
-    ]
-    assert (
-        list(map(sorted, rewards[0])) == list(map(sorted, rewards[1])) and rewards[0] != rewards[1]
-    )
-    assert [line["iou"] for line in turned] == [line["iou"] for line in plain]
+def test_a_control_counts_and_the_measures_stay(data, two_steps, tmp_path, capsys):
+    """--control fixed: the first sample's caption decides; all else is the run's without it."""
+    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, control="fixed")
+    caption = GraspAnyRegionDataset(data / "train")[0]["caption"]
+    assert f"--control fixed: {caption}\n" in capsys.readouterr().out
+    lines, plain = rollouts(output), [line for line in rollouts(two_steps) if line["step"] == 0]
+    assert len(lines) == len(plain) == 16
+    for line, before in zip(lines, plain):
+        changed = ("reward", "advantage", "control")
+        assert {k: v for k, v in line.items() if k not in changed} == {
+            k: v for k, v in before.items() if k not in changed
+        }
+        assert line["reward"] == line["control"] and "control" not in before
+    for line in lines[:8]:
+        by_hand = meteor([caption], [line["completion"]]).item()
+        assert line["control"] == pytest.approx(by_hand, abs=1e-6)
+    assert any(a["reward"] != b["reward"] for a, b in zip(lines[8:], plain[8:]))
+    for loop, mine in (("loop1", lines[:8]), ("loop2", lines[8:])):
+        mean = sum(line["control"] for line in mine) / 8
+        assert curve(output, f"{loop}/control")[1] == pytest.approx(mean, abs=1e-6)
+        assert curve(output, f"{loop}/reward_mean")[1] == pytest.approx(mean, abs=1e-6)

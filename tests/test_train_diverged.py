@@ -7,14 +7,9 @@ import torch
 from rl_train import checkpoint, distributed, train
 from rl_train.distributed import raise_on_any_rank
 from rl_train.objective import Work
-from tests.runs import draw_data, on_one_core, parts_of, run, weights
+from tests.runs import parts_of, run, unmeasured, weights
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 def saved(output) -> list[str]:

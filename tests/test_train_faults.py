@@ -10,14 +10,9 @@ from rl_train.curves import Tally
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.distributed import GradientAverage
 from rl_train.objective import MicroBatchLoss
-from tests.runs import curve, draw_data, on_one_core, parts_of, rollouts, run
+from tests.runs import curve, parts_of, rollouts, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 def poison_loss(monkeypatch, task: str):

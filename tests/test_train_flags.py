@@ -3,14 +3,9 @@
 import pytest
 import torch
 
-from tests.runs import curve, draw_data, events, on_one_core, parts_of, rollouts, run
+from tests.runs import curve, events, parts_of, rollouts, run, unmeasured
 
-one_core = pytest.fixture(autouse=True)(on_one_core)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
+one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.mark.parametrize(

@@ -5,17 +5,13 @@ import sys
 
 import pytest
 
-from tests.runs import ENVIRONMENT, ROOT, distance, draw_data, flags, on_one_core, run, weights
-from tests.test_distributed import finish, free_port
+from rl_train.launch import free_port
+from tests.ranks import finish
+from tests.runs import ENVIRONMENT, ROOT, distance, flags, on_one_core, run, weights
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 RUN = dict(max_steps=1, seed=1, learning_rate=1e-5, caption_to_mask_weight=0)
 TIMEOUT = 300
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 def launch(argv, nproc=1, **environment) -> subprocess.Popen:

@@ -8,6 +8,11 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
     torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
 
+More measures: what captions state of attributes, which region a mask lies on, and what the best of
+8 sampled captions would give:
+
+    python -m tools.evaluate ... --attributes D/attributes.json --other_regions --best_of 8
+
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
 of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
@@ -24,20 +29,20 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, DataConfig, PolicyConfig
+from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, DataConfig
 from rl_train.data import DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.data.split import sample_regions
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
-from rl_train.files import check_writable, read_json
-from rl_train.policies.sa2va import TRAINABLE, build_policy
+from rl_train.files import check_writable
+from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table
-from rl_train.tasks.cycle_measures import METRICS
-from tools.trained_policy import load_policy
+from rl_train.tasks.cycle_measures import metrics_of
+from tools.trained_policy import open_policy
 
 NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
 
@@ -56,14 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         help="Sa2VA folder in the original layout, or a checkpoint folder of a run",
     )
-    add("--data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=[*DATASETS, *NAMES], default="gar", help="its format")
-    add("--split", help="of RefCOCO; default val")
-    add(
-        "--image_root",
-        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
-        "for in --data_dir",
-    )
+    add_data_flags(parser)
     add(
         "--checkpoint",
         type=Path,
@@ -75,13 +73,6 @@ def build_parser() -> argparse.ArgumentParser:
         default="policy",
         help="whose weights of the checkpoint",
     )
-    add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
-    add("--batch_size", type=COUNT, default=8)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
-    add("--max_tiles", type=COUNT, default=1)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add(
         "--shard_base",
         action="store_true",
@@ -93,6 +84,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="caption_meteor of captions without the boilerplate that published region-caption "
         "numbers were cleaned of; training scores captions as they are",
     )
+    add(
+        "--attributes",
+        type=Path,
+        help="JSON file {attribute: {value: [phrases]}}: accuracy and precision of what captions "
+        "state (docs/algorithm.md)",
+    )
+    add("--best_of", type=COUNT_OR_0, default=0, help="captions G to sample of each region too")
+    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
     add(
         "--output",
         type=Path,
@@ -106,31 +105,29 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def build_measured_policy(args, ranks):
-    """The policy that the flags name. Raises ValueError, naming the flag, if there is none."""
-    base, folder = args.model_path, args.checkpoint
-    if any((base / file).is_file() for file in ("trainables.safetensors", "training_state.pt")):
-        if folder:
-            raise ValueError(
-                f"--model_path {base} is itself a checkpoint: --checkpoint {folder} is one too many"
-            )
-        folder, base = base, Path(read_json(base / "config.json")["model_path"])
-        if not base.is_dir():
-            raise ValueError(
-                f"--model_path {folder}: the run started from {base}, which is no folder here; "
-                "give the base as --model_path and this folder as --checkpoint"
-            )
-    if folder is None and args.role == "ema":
-        raise ValueError(
-            f"--role ema: --model_path {base} is no checkpoint of a run, it has no teacher"
-        )
-    shards = Shards(ranks) if args.shard_base else None
-    how = dict(dtype=args.dtype, max_tiles=args.max_tiles)
-    tokens, device = args.max_completion_length, ranks.device
-    if folder:
-        return load_policy(folder, args.role, base, device, tokens, shards, **how)
-    config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **how)
-    return build_policy(config, TRAINABLE, tokens, device, shards)
+def add_data_flags(parser: argparse.ArgumentParser):
+    """Add the flags that name the samples, and how they and models are read."""
+    add = parser.add_argument
+    add("--data_dir", required=True, help="folder of held-out regions")
+    add("--dataset", choices=[*DATASETS, *NAMES], default="gar", help="its format")
+    add("--split", help="of RefCOCO; default val")
+    add(
+        "--image_root",
+        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
+        "for in --data_dir",
+    )
+    add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
+    add(
+        "--other_regions",
+        action="store_true",
+        help="read all regions of an image: does a mask lie on the right one?",
+    )
+    add("--batch_size", type=COUNT, default=8)
+    add("--max_completion_length", type=COUNT, default=128)
+    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
+    add("--max_tiles", type=COUNT, default=1)
+    add("--num_workers", type=COUNT_OR_0, default=2)
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
 
 
 def build_dataset(args):
@@ -204,12 +201,12 @@ def cider(references: list[str], captions: list[str]) -> torch.Tensor:
 
 def table(found: dict) -> str:
     """Means and intervals of a `record`, as text."""
-    lines = [f"{'n = ' + str(found['num_samples']):16s} {'mean':>8s}   95 % interval"]
+    lines = [f"{'n = ' + str(found['num_samples']):20s} {'mean':>8s}   95 % interval"]
+    descriptions = metrics_of(found["values"])
     for metric, mean in found["means"].items():
-        low, high = found["intervals"][metric]
-        lines.append(
-            f"{metric:16s} {mean:8.4f}   {f'[{low:.4f}, {high:.4f}]':20s} {METRICS[metric]}"
-        )
+        interval = found["intervals"].get(metric)
+        words = "[{:.4f}, {:.4f}]".format(*interval) if interval else ""
+        lines.append(f"{metric:20s} {mean:8.4f}   {words:20s} {descriptions[metric]}")
     return "\n".join(lines)
 
 
@@ -219,9 +216,14 @@ def run(args, ranks):
         check_writable("--output", args.output, is_file=True)
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
-    policy = build_measured_policy(args, ranks)
-    lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
-    heldout = HeldOut(dataset, args.batch_size, *lengths)
+    vocabulary = load_attributes(args.attributes) if args.attributes else {}
+    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
+    shards = Shards(ranks) if args.shard_base else None
+    tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
+    policy = open_policy(*whose, ranks.device, tokens, shards, **how)
+    lengths = (tokens, args.num_workers, args.max_caption_length)
+    asked = (args.other_regions, args.best_of, vocabulary)
+    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked)
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return

@@ -1,4 +1,4 @@
-"""The policy that a checkpoint of a run holds."""
+"""The policy that a folder holds: a model's, or a checkpoint's of a run."""
 
 from pathlib import Path
 
@@ -9,6 +9,48 @@ from rl_train.policies.lora import groups_of
 from rl_train.policies.sa2va import TRAINABLE, build_policy
 
 FILES = dict(policy="trainables.safetensors", ema="ema.safetensors")  # of each role
+
+
+def open_policy(
+    folder: Path,
+    checkpoint_folder: Path | None,
+    role: str,
+    device,
+    max_new_tokens=0,
+    shards=None,
+    flag="--model_path",
+    **config,
+):
+    """The policy of a model folder, or with a role's weights of a checkpoint.
+
+    Args:
+        folder: what `flag` names, a model or a checkpoint of a run; checkpoint_folder: of a run
+            that started from the model `folder`; role, config: see `load_policy`.
+
+    Raises:
+        ValueError: there is no such policy; names the flag.
+    """
+    base = folder
+    if any((base / file).is_file() for file in ("trainables.safetensors", "training_state.pt")):
+        if checkpoint_folder:
+            raise ValueError(
+                f"{flag} {base} is itself a checkpoint: --checkpoint {checkpoint_folder} is one "
+                "too many"
+            )
+        checkpoint_folder, base = base, Path(read_json(base / "config.json")["model_path"])
+        if not base.is_dir():
+            advice = "; give the base as --model_path and this folder as --checkpoint"
+            raise ValueError(
+                f"{flag} {checkpoint_folder}: the run started from {base}, which is no folder here"
+                + advice * (flag == "--model_path")
+            )
+    if checkpoint_folder:
+        where = (checkpoint_folder, role, base, device, max_new_tokens, shards)
+        return load_policy(*where, **config)
+    if role == "ema":
+        raise ValueError(f"--role ema: {flag} {base} is no checkpoint of a run, it has no teacher")
+    config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
+    return build_policy(config, TRAINABLE, max_new_tokens, device, shards)
 
 
 def load_policy(

@@ -1,4 +1,7 @@
-"""Datasets of regions with captions; an item is dict(image, mask, caption, category, image_id)."""
+"""Datasets of regions with captions; an item is dict(image, mask, caption, category, image_id).
+
+`image_keys` says which share an image, and `mask(i, size)` reads one's mask alone.
+"""
 
 from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.errors import BadData, DamagedSample, DamagedSamples, check_bad_fraction

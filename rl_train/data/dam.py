@@ -20,7 +20,7 @@ from rl_train.data.arrow import IMAGE, check_columns, image_cells, map_shard, na
 from rl_train.data.hub import resolve
 from rl_train.data.images import NO_IMAGE, check_image, image_key, map_file
 from rl_train.data.masks import check_mask
-from rl_train.data.samples import Counts, read_sample
+from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
 
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
@@ -83,6 +83,11 @@ class DescribeAnythingDataset:
         image_id, caption, rle = json.loads(self._regions[i].as_py())
         path = self._files[file]
         return read_sample(lambda: map_file(path)[start:end], rle, caption, "", image_id)
+
+    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
+        """See `read_mask`, of sample i."""
+        image_id, _, rle = json.loads(self._regions[i].as_py())
+        return read_mask(rle, size, image_id)
 
     def _scan(self, folder: Path):
         """Yields (JSON text, place of the image) of a split's usable regions; counts the rest."""

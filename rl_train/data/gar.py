@@ -23,7 +23,7 @@ from rl_train.data.arrow import (
 from rl_train.data.hub import resolve
 from rl_train.data.images import read_cell
 from rl_train.data.masks import check_mask
-from rl_train.data.samples import Counts, read_sample
+from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
 
 COLUMNS = {"image": IMAGE, "conversations": [{"from": "text", "value": "text"}]}
@@ -89,21 +89,30 @@ class GraspAnyRegionDataset:
 
     def __getitem__(self, i: int) -> dict:
         shard, row, region, turn, _ = self._samples[i].tolist()
+        table, path = self._table(shard), self._shards[shard][1]
+        said = answers(table["conversations"][row].as_py())
+        cell = table["image"][row].as_py()
+        return read_sample(
+            lambda: read_cell(cell["bytes"], cell["path"], path.parent, self._root),
+            rle_of(table, row, region),
+            said[turn],
+            category_of(table, row),
+            self.image_id(i),
+        )
+
+    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
+        """See `read_mask`, of sample i."""
+        shard, row, region, *_ = self._samples[i].tolist()
+        return read_mask(rle_of(self._table(shard), row, region), size, self.image_id(i))
+
+    def _table(self, shard: int) -> pa.Table:
+        """A shard's table. Raises BadData if the file is not whole any more."""
         path = self._shards[shard][1]
         if shard not in self._tables:
             self._tables[shard] = map_again(path, COLUMNS, OPTIONAL)
         table, mapping = self._tables[shard]
         check_whole(path, mapping)
-        rle = table["mask_rle"][row].as_py() if "mask_rle" in table.column_names else None
-        said = answers(table["conversations"][row].as_py())
-        cell = table["image"][row].as_py()
-        return read_sample(
-            lambda: read_cell(cell["bytes"], cell["path"], path.parent, self._root),
-            rle if region == SINGLE else rle[region],
-            said[turn],
-            category_of(table, row),
-            self.image_id(i),
-        )
+        return table
 
     def _scan(self, shard: int):
         """Yields (shard, row, region, turn, key of the image) of a shard's usable samples.
@@ -154,6 +163,12 @@ class GraspAnyRegionDataset:
 def answers(conversation: list[dict | None]) -> list[str | None]:
     """What the assistant says, turn by turn."""
     return [said["value"] for said in conversation if said and said["from"] in ASSISTANT]
+
+
+def rle_of(table: pa.Table, row: int, region: int) -> dict | None:
+    """The run-length mask of a row's region; None where the table has none: the whole image."""
+    rle = table["mask_rle"][row].as_py() if "mask_rle" in table.column_names else None
+    return rle if region == SINGLE else rle[region]
 
 
 def category_of(table: pa.Table, row: int) -> str:

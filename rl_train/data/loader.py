@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.neighbours import OtherRegions
 from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
 from rl_train.stops import leave_to_the_trainer
 from rl_train.types import Batch, Inputs
@@ -18,12 +19,16 @@ class Batches(Dataset):
     In place of a damaged sample comes another one, drawn from (index, attempt) alone, so that a
     batch does not depend on the number of workers.
 
+    Args:
+        other_regions: whether a batch has `others`.
+
     Raises:
         BadData: on access, MAX_ATTEMPTS stand-ins in a row were damaged too.
     """
 
-    def __init__(self, dataset, inputs: Inputs):
+    def __init__(self, dataset, inputs: Inputs, other_regions: bool = False):
         self.dataset, self.inputs = dataset, inputs
+        self.others = OtherRegions(dataset) if other_regions else None
 
     def __getitem__(self, indices: list[int]) -> Batch:
         index, samples, damaged = zip(*map(self._undamaged, indices))
@@ -35,6 +40,9 @@ class Batches(Dataset):
             sum(damaged, []),
             self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
+        if self.others:
+            found = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
+            batch.others = pack([torch.from_numpy(masks) for masks in found])
         return share(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
@@ -101,18 +109,26 @@ class StepSampler:
             step += 1
 
 
-def train_loader(dataset, inputs: Inputs, sampler: StepSampler, num_workers: int) -> DataLoader:
+def train_loader(
+    dataset, inputs: Inputs, sampler: StepSampler, num_workers: int, other_regions=False
+) -> DataLoader:
     """Endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return _loader(Batches(dataset, inputs), sampler, num_workers)
+    return _loader(Batches(dataset, inputs, other_regions), sampler, num_workers)
 
 
 def eval_loader(
-    dataset, inputs: Inputs, batch_size: int, num_workers: int, rank=0, world_size=1
+    dataset,
+    inputs: Inputs,
+    batch_size: int,
+    num_workers: int,
+    rank=0,
+    world_size=1,
+    other_regions=False,
 ) -> DataLoader:
     """Loader of every `world_size`-th sample from `rank` on, in order, each once."""
     mine = list(range(rank, len(dataset), world_size))
     parts = [mine[i : i + batch_size] for i in range(0, len(mine), batch_size)]
-    return _loader(Batches(dataset, inputs), parts, num_workers)
+    return _loader(Batches(dataset, inputs, other_regions), parts, num_workers)
 
 
 def _loader(batches: Batches, sampler, num_workers: int) -> DataLoader:

@@ -16,7 +16,7 @@ from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, map_file
 from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, rle_runs
-from rl_train.data.samples import Counts, read_sample
+from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
 
 NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
@@ -84,6 +84,11 @@ class RefCOCODataset:
     def __getitem__(self, i: int) -> dict:
         path, segmentation, size, *words, _ = self._rows[i]
         return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)
+
+    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
+        """See `read_mask`, of sample i."""
+        _, segmentation, stated, _, _, image_id, _ = self._rows[i]
+        return read_mask(encode_segmentation(segmentation, *stated), size, image_id)
 
     def _usable(self, ref: dict, images: dict, annotations: dict):
         """Yields the rows of one ref; counts the rest.

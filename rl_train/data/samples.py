@@ -40,7 +40,13 @@ def read_sample(read, rle: dict | None, caption: str, category: str, image_id: s
         image = decode_image(read())
     except DAMAGED as error:
         raise DamagedSample(image_id, "damaged image") from error
-    size = mask_size(image.height, image.width)
+    mask = read_mask(rle, mask_size(image.height, image.width), image_id)
+    text = clean_caption(caption)
+    return dict(image=image, mask=mask, caption=text, category=category, image_id=image_id)
+
+
+def read_mask(rle: dict | None, size: tuple[int, int], image_id: str) -> np.ndarray:
+    """The mask at `size` (H, W), bool, without its image. Raises DamagedSample: `read_sample`."""
     try:
         mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
     except ValueError as error:  # it was good when the data set was opened
@@ -49,8 +55,7 @@ def read_sample(read, rle: dict | None, caption: str, category: str, image_id: s
         mask = resize_nearest(mask, *size)
     if not mask.any():
         raise DamagedSample(image_id, LOST_MASK)
-    text = clean_caption(caption)
-    return dict(image=image, mask=mask, caption=text, category=category, image_id=image_id)
+    return mask
 
 
 def number_images(keys: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Intersection over union of segmentation masks, the reward of loop 1.
 
-Letters: N samples, H W the pixels of the ground truth at its own size.
+Letters: N samples, H W the pixels of the ground truth at its own size; B, G, K: see `best_objects`.
 """
 
 from collections.abc import Sequence
@@ -56,6 +56,34 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
     # float64 holds the pixel counts exactly, so the quotient is rounded once, to float32.
     iou = intersection.double() / union.clamp(min=1).double()
     return torch.where(union == 0, empty_value, iou).float()
+
+
+def best_objects(
+    masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
+) -> Tensor:
+    """Return which object of its image each mask lies on, (N,) int64: 0 = the target, k = the k-th
+    of the others, -1 = none.
+
+    That is the one whose IoU with the mask is above 0 and larger than any other's.
+
+    Args:
+        masks: N = B*G masks (H, W) bool, row i*G+j about sample i.
+        targets: B masks (H, W) bool; others: B of (K, H, W) bool.
+    """
+    size, best = len(masks) // len(targets), []
+    for i, (target, rest) in enumerate(zip(targets, others, strict=True)):
+        mine = masks[i * size : (i + 1) * size]
+        objects = torch.cat([target[None], rest]).to(mine[0].device)  # (1 + K, H, W)
+        for mask in mine:
+            iou = _batch_iou(mask.expand_as(objects), objects, 0.0)  # (1 + K,)
+            at_best = (iou == iou.max()).nonzero()[:, 0]
+            best.append(at_best.item() if len(at_best) == 1 and iou.max() > 0 else -1)
+    return torch.tensor(best)
+
+
+def hits(masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+    """Return whether each mask lies on its target, (N,) float32, 1 or 0; see `best_objects`."""
+    return (best_objects(masks, targets, others) == 0).float()
 
 
 def mask_spread(masks: torch.Tensor) -> float:

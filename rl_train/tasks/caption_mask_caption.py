@@ -8,6 +8,7 @@ from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components, with_components
+from rl_train.rewards.iou import hits
 from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
@@ -85,7 +86,8 @@ class CaptionMaskCaption:
         likelihood that the teacher gives the prompt's caption as a description of it. The IoU with
         the region is a measurement that the reward does not see. With --use_llm_judge_loop2 "judge"
         scores the same pair as METEOR; where it gives NaN the row is not scored at all. The user's
-        own rewards see the sampled masks and the teacher's replies: see `user_components`.
+        own rewards see the sampled masks and the teacher's replies: see `user_components`. With
+        --other_regions "hit" is a measurement too: see `hits`.
         """
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks
@@ -98,6 +100,8 @@ class CaptionMaskCaption:
                 rewards["likelihood"] = likelihood
         targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
+        if rollout.batch.others is not None:
+            rewards["hit"] = hits(masks, rollout.batch.masks, rollout.batch.others)
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
         prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]

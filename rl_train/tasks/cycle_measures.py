@@ -3,21 +3,29 @@
 import torch
 
 from rl_train.data.text import phrase
+from rl_train.draws import Draws
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.segment_describe import answer, askable, describe
+from rl_train.policies.segment_describe import answer, askable, describe, segment_sampled
 from rl_train.rewards import mask_iou, meteor
+from rl_train.rewards.attributes import Vocabulary, attribute_values
 from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
+from rl_train.rewards.iou import hits
 from rl_train.rewards.meteor import tokenize
 
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
     "cycle_iou": "region -> caption -> mask', IoU with the region",
+    "cycle_hit": "same: mask' lies on the region, on no other of the image (--other_regions)",
+    "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
+    "sampled_cycle_iou": "same, their mean",
     "cycle_meteor": "true caption -> mask -> caption', METEOR",
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
     "seg_ciou": "same: summed intersections / summed unions (cIoU)",
     "seg_p50": "same: share with IoU >= 0.5",
+    "seg_hit": "same: it lies on the region, on no other of the image (--other_regions)",
     "caption_meteor": "caption of the region, METEOR",
     "caption_cider": "same, CIDEr-D (0 to 10)",
+    "caption_distinct": "different captions / regions",
     "caption_words": "guard: words of the caption",
     "caption_repeats": "guard: captions that say three words twice",
     "caption_digits": "guard: captions with a digit, as coordinates have",
@@ -28,8 +36,40 @@ METRICS = {
 # own masks and captions. The cycles are what the rewards raise, also where captioner and segmenter
 # agree on a language that nobody else understands.
 SCORES = ("seg_iou", "caption_meteor")
-# Measures behind a metric of another name.
+# Measures behind a metric of another name: one, or two of which the sums make a ratio.
 PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
+# The same of each attribute of --attributes, for {attribute}_{name}: see `attribute_values`.
+ATTRIBUTE_PARTS = {
+    "accuracy": ("right", "known"),
+    "precision": ("right", "said"),
+    "stated": ("said", "known"),
+}
+ATTRIBUTE_METRICS = {
+    "accuracy": "captions that state the true {}, of all whose true one states one",
+    "precision": "same, of those that state any {}",
+    "stated": "captions that state any {}",
+}
+# Of n samples together: samples drawn from them again have fewer different captions.
+WITHOUT_INTERVAL = ("caption_distinct",)
+
+
+def metrics_of(values: dict) -> dict[str, str]:
+    """{metric: its description} of all that the measures among `values` make."""
+    attributes = [name.removesuffix("_known") for name in values if name.endswith("_known")]
+    known = METRICS | {
+        f"{attribute}_{name}": text.format(attribute)
+        for attribute in attributes
+        for name, text in ATTRIBUTE_METRICS.items()
+    }
+    return {metric: text for metric, text in known.items() if set(parts_of(metric)) <= set(values)}
+
+
+def parts_of(metric: str) -> tuple[str, ...]:
+    """The names of the measures behind a metric."""
+    attribute, _, name = metric.rpartition("_")
+    if name in ATTRIBUTE_PARTS:
+        return tuple(f"{attribute}_{part}" for part in ATTRIBUTE_PARTS[name])
+    return PARTS.get(metric, (metric,))
 
 
 def score(metrics: dict[str, float]) -> float:
@@ -38,21 +78,20 @@ def score(metrics: dict[str, float]) -> float:
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
-    """{column: B values} of one batch: what `evaluation.Measured` is made of.
+    """{column: B values} of one batch: what `evaluation.Measured` is made of, of greedy answers.
 
     An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
     """
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     captions = describe(policy, images, rows, targets, max_new_tokens)
-    asked = askable(policy, captions, max_new_tokens)
-    cycle_masks, *_ = answer(policy, images, rows, asked, max_new_tokens)
-    cycle = mask_iou(cycle_masks, targets, 1.0).cpu()
+    found = measure_captions(policy, batch, images, captions, max_new_tokens)
     masks, seg_rows, _ = answer(policy, images, rows, batch.captions, max_new_tokens)
     replies = describe(policy, images, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
-    return dict(
-        cycle_iou=(cycle * torch.tensor([bool(phrase(text)) for text in captions])).tolist(),
+    if batch.others is not None:
+        found["seg_hit"] = hits(masks, batch.masks, batch.others).tolist()
+    return found | dict(
         cycle_meteor=meteor(batch.captions, replies).tolist(),
         seg_iou=mask_iou(masks, targets, 1.0).tolist(),
         seg_intersection=[(mask & target).sum().item() for mask, target in zip(masks, targets)],
@@ -67,4 +106,51 @@ def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str
         reference=batch.captions,
         caption=captions,
         index=batch.index,
+    )
+
+
+def measure_captions(
+    policy: Sa2VAPolicy, batch, images, captions: list[str], max_new_tokens: int
+) -> dict[str, list]:
+    """{"cycle_iou" and, with the other regions, "cycle_hit": B values} of what B captions find."""
+    asked = askable(policy, captions, max_new_tokens)
+    masks, *_ = answer(policy, images, list(range(len(batch))), asked, max_new_tokens)
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    found = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
+    if batch.others is not None:
+        found["cycle_hit"] = (hits(masks, batch.masks, batch.others) * spoken).tolist()
+    return found
+
+
+def measure_samples(
+    policy: Sa2VAPolicy, batch, images, max_new_tokens: int, num_generations: int
+) -> dict[str, list]:
+    """{column: B values} of G sampled captions of each region: what choosing among them would give.
+
+    At the policy's temperature; random numbers follow from the sample's place in the data set, so
+    that they are the same for all policies. The masks are those of greedy answers.
+    """
+    G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
+    uniforms = Draws(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
+    _, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    rows = [i for i in range(len(batch)) for _ in range(G)]
+    asked = askable(policy, captions, max_new_tokens)
+    masks = segment_sampled(policy, images, rows, asked, max_new_tokens)
+    targets = [batch.masks[i].to(policy.device) for i in rows]
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)  # (B, G)
+    return dict(best_of_G_cycle_iou=iou.amax(1).tolist(), sampled_cycle_iou=iou.mean(1).tolist())
+
+
+def measure_texts(
+    references: list[str], captions: list[str], vocabulary: Vocabulary
+) -> dict[str, torch.Tensor]:
+    """{measure: (n,) float64} of n captions together: those of attributes, and whether a caption
+    is the first of its words.
+    """
+    first = {text: row for row, text in reversed(list(enumerate(captions)))}
+    distinct = [first[text] == row for row, text in enumerate(captions)]
+    return dict(caption_distinct=torch.tensor(distinct, dtype=torch.float64)) | attribute_values(
+        references, captions, vocabulary
     )

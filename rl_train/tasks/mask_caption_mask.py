@@ -10,6 +10,7 @@ from rl_train.policies.segment_describe import askable, segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components, with_components
+from rl_train.rewards.iou import hits
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
@@ -48,7 +49,8 @@ class MaskCaptionMask:
         --use_llm_judge "caption_reward", the caption reward of the sampled caption against the
         true one, counts beside it; its parts "meteor" and "judge" are measurements. Where the judge
         gives NaN the row is not scored, by IoU neither. The user's own rewards see the teacher's
-        masks: see `user_components`.
+        masks: see `user_components`. With --other_regions "hit" is a measurement:
+        see `hits`.
         """
         context, policy = self.context, self.context.policy
         captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
@@ -65,7 +67,9 @@ class MaskCaptionMask:
                 answers = segment_sampled(*question, context.max_new_tokens)
         for row, mask in zip(asked, answers):
             masks[row] = mask
-        rewards = {"iou": mask_iou(masks, targets).cpu()}
+        rewards, batch = {"iou": mask_iou(masks, targets).cpu()}, rollout.batch
+        if batch.others is not None:
+            rewards["hit"] = hits(masks, batch.masks, batch.others)
         if context.judge:
             rewards["meteor"] = meteor(captions, rollout.texts)
             rewards["judge"] = judged = context.judge.score(captions, rollout.texts)

@@ -18,7 +18,7 @@ from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
 from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.segment_describe import answer, row_masks
-from rl_train.rewards.iou import mask_iou, mask_spread
+from rl_train.rewards.iou import best_objects, mask_iou, mask_spread
 from rl_train.types import Outcome, Rollout
 from sa2va_hf.losses import mask_loss
 
@@ -128,9 +128,10 @@ class SampledMask:
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
         """{curve: (total, count)}: how far a group's masks lie apart, [SEG] of none or many, sigma.
 
-        capped_frac: rows with more [SEG] than are decoded.
+        capped_frac: rows with more [SEG] than are decoded; objects_frac: groups whose masks lie on
+        two objects or more, with --other_regions.
         """
-        G = rollout.num_generations
+        G, batch = rollout.num_generations, rollout.batch
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.action.rows.unique())
         spread = sum(map(mask_spread, groups))
@@ -140,6 +141,10 @@ class SampledMask:
             no_seg_frac=(no_seg, len(rollout)),
             capped_frac=(capped, len(rollout)),
         )
+        if batch.others is not None:
+            best = best_objects(outcome.masks, batch.masks, batch.others).view(-1, G)  # (B, G)
+            differ = sum(len(set(row) - {-1}) > 1 for row in best.tolist())
+            curves["objects_frac"] = differ, len(groups)
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:

@@ -7,13 +7,7 @@ from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.split import sample_regions, split_dataset
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
-from tests.runs import draw_data
 from tools.make_demo import TRAIN, write_split
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return draw_data(tmp_path_factory.mktemp("demo"))
 
 
 def pictures(dataset) -> set[bytes]:
@@ -95,10 +89,11 @@ def test_the_held_out_folder_is_sampled(data):
 
 
 @pytest.fixture(scope="module")
-def sharing(data):
+def sharing(tmp_path_factory):
     """A folder of the first five of the twenty training scenes."""
-    write_split(data / "shared", seed=0, split=TRAIN, num_scenes=5)
-    return data / "shared"
+    folder = tmp_path_factory.mktemp("shared")
+    write_split(folder, seed=0, split=TRAIN, num_scenes=5)
+    return folder
 
 
 def test_shared_images_are_refused(data, sharing):

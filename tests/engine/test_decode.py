@@ -28,7 +28,7 @@ def engine():
         dict(stop=STOP),
         dict(stop=STOP, steps=5),
     ],
-    ids=str,
+    ids=lambda how: str({name: "STOP" if value is STOP else value for name, value in how.items()}),
 )
 @pytest.mark.parametrize("temperature", [1.0, 1.7])
 def test_fast_equals_plain(engine, monkeypatch, temperature, how):

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from rl_train.rewards import mask_iou
+from rl_train.rewards.iou import best_objects, hits
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -88,3 +89,17 @@ def test_arguments_are_not_written():
     pred, target = mask("#.")[None], mask("##")[None]
     mask_iou(pred, target)
     assert pred.tolist() == [[[True, False]]] and target.tolist() == [[[True, True]]]
+
+
+def test_the_object_that_a_mask_lies_on_by_hand():
+    """Two samples of two masks each; objects of 2, 2 and 4 pixels, then one alone in its image."""
+    target, right, below = mask("##..", "...."), mask("..##", "...."), mask("....", "####")
+    masks = [mask("###.", "...."), mask("#...", "####"), mask("#...", "...."), mask("....", "...#")]
+    others = [torch.stack([right, below]), torch.zeros(0, 2, 4, dtype=torch.bool)]
+    targets = [target, target]
+    assert best_objects(masks, targets, others).tolist() == [0, 2, 0, -1]
+    assert hits(masks, targets, others).tolist() == [1, 0, 1, 0]
+    between = [mask(".##.", "....")]  # a pixel of each of two, whose IoU is the same
+    assert best_objects(between, targets[:1], others[:1]).tolist() == [-1]
+    empty = [torch.zeros(2, 4, dtype=torch.bool)]
+    assert best_objects(empty, targets[:1], others[:1]).tolist() == [-1]

@@ -9,7 +9,7 @@ from rl_train.data.text import phrase
 from sa2va_hf.prompts import DESCRIBE, PromptBuilder
 from sa2va_hf.templates import IGNORE_INDEX, PROMPT_TEMPLATE, template_map, video_lisa_encode_fn
 from sa2va_hf.tokenizer import load_tokenizer
-from tests.runs import CHECKPOINT, draw_data, on_one_core, rollouts, run
+from tests.runs import CHECKPOINT, on_one_core, rollouts, run
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_lower_case_makes_no_special_token():
     assert phrase("A <IMG> dog <|END|>\n<|Assistant|> [seg].") == "a dog"
 
 
-def test_vicuna_runs(tmp_path, monkeypatch):
+def test_vicuna_runs(data, tmp_path, monkeypatch):
     """It has no stop text, so answers end at the tokenizer's EOS or at the limit."""
     for _ in on_one_core(monkeypatch):
         model = tmp_path / "model"
         shutil.copytree(CHECKPOINT, model)
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"template": "vicuna"}))
-        run(draw_data(tmp_path / "data"), tmp_path / "run", model_path=model)
+        run(data, tmp_path / "run", model_path=model)
     lines = rollouts(tmp_path / "run")
     assert {line["step"] for line in lines} == {0, 1} and {line["task"] for line in lines} == {
         "loop1",

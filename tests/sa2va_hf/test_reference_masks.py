@@ -28,9 +28,10 @@ def test_sam_masks(original, recorded, pyramid, x):
     logits = original.decode_masks(raw, first, recorded["lang_emb"][:1])
     recorded.close(f"sam_{x}_inject256", logits[0])
     recorded.close(f"sam_{x}_langinf1024_stride4", at_1024(logits)[0])
-    logits = original.decode_masks(pyramid(x, False), first, recorded["lang_emb"][:1])
-    recorded.close(f"sam_{x}_inject256_exact", logits[0])
-    recorded.close(f"sam_{x}_langinf1024_exact_stride4", at_1024(logits)[0])
+    if x == "A":  # of one image: each pass of the full-size encoder costs as much as all else
+        logits = original.decode_masks(pyramid(x, False), first, recorded["lang_emb"][:1])
+        recorded.close(f"sam_{x}_inject256_exact", logits[0])
+        recorded.close(f"sam_{x}_langinf1024_exact_stride4", at_1024(logits)[0])
 
 
 def at_1024(logits):

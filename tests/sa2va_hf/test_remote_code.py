@@ -11,7 +11,7 @@ from PIL import Image
 
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tests.runs import CHECKPOINT, draw_data, on_one_core, run
+from tests.runs import CHECKPOINT, on_one_core, run
 from tools import evaluate, export
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -51,8 +51,7 @@ def eager(monkeypatch):
         yield lambda: os.read(end, len(ANSWERS) + 1)
 
 
-def test_no_code_of_a_folder_runs(folder, eager, tmp_path, capfd):
-    data = draw_data(tmp_path / "data")
+def test_no_code_of_a_folder_runs(folder, data, eager, tmp_path, capfd):
     step = run(data, tmp_path / "run", model_path=folder, max_steps=1, save_steps=1)
     exported = tmp_path / "exported"
     export.main(["--checkpoint", f"{step}/checkpoint_step_1", "--output", str(exported)])

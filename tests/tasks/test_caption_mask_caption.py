@@ -1,10 +1,13 @@
 """Loop 2: whom it asks for a description, what it rewards, and which weights its flags train."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rl_train.policies.segment_describe import describe
 from rl_train.rewards import UserReward, meteor
+from rl_train.rewards.controls import Control
 from rl_train.roles import Roles
 from rl_train.tasks import CaptionMaskCaption
 from rl_train.tasks.protocol import Context
@@ -65,6 +68,26 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()
         assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
+    assert "hit" not in outcome.rewards
+    alone = [torch.zeros(0, *mask.shape, dtype=torch.bool) for mask in batch.masks]
+    rollout.batch = replace(batch, others=alone)
+    rewards = task.judge(rollout).rewards
+    assert torch.equal(rewards["hit"], (rewards["iou"] > 0).float()) and "hit" not in task.weights
+
+
+def test_against_another_sample_s_target(model, batch):
+    """--control other and fixed: the task judges the same masks and replies by other captions."""
+    task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, mask_sigma=4.0)
+    rollout = roll(model, task, batch)
+    outcome = task.judge(rollout)
+    captions = [*batch.captions[1:], batch.captions[0]]
+    for kind, wanted in (("other", captions), ("fixed", ["a big red dog"] * 4)):
+        found, _ = Control(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
+        about = replace(rollout, batch=replace(batch, captions=wanted))
+        likelihood = torch.tensor([likelihood_by_hand(model, about, row) for row in range(8)])
+        by_hand = 0.5 * likelihood + 0.5 * meteor(about.of_rows(wanted), outcome.replies)
+        assert torch.allclose(found.rewards["control"], by_hand, atol=1e-5)
+        assert not torch.allclose(found.rewards["likelihood"], likelihood, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_train.draws import Draws
 from rl_train.evaluation import _merged
 from rl_train.rewards import meteor
 from rl_train.statistics import means
 from rl_train.tasks import cycle_measures
-from rl_train.tasks.cycle_measures import METRICS
+from rl_train.tasks.cycle_measures import METRICS, measure_texts, metrics_of
 from rl_train.types import Batch
+from tests.runs import ASKED
+
+UNMEASURED = ASKED | {"caption_cider", "caption_distinct"}  # the latter of all samples together
 
 
 def rectangle(height, width, shape=(10, 10)):
@@ -24,13 +28,14 @@ def measure_answers(monkeypatch):
     """What is measured of two regions of 20 and 50 of 100 pixels.
 
     A function of captions of the regions, masks found by these, masks of the true captions, the
-    rows of these with [SEG], and replies.
+    rows of these with [SEG], and replies; and the other regions.
     """
     targets = [rectangle(2, 10), rectangle(5, 10)]
     batch = Batch([0, 1], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
     policy = SimpleNamespace(device=torch.device("cpu"))
 
-    def measure(captions, cycle_masks, masks, seg_rows, replies):
+    def measure(captions, cycle_masks, masks, seg_rows, replies, others=None):
+        batch.others = others
         described = iter([captions, replies])
         answered = iter([(cycle_masks, [0, 1]), (masks, seg_rows)])
 
@@ -67,7 +72,7 @@ def test_segmentation_by_hand(measure_answers):
         meteor(["a red cup", "the dog"], ["a cup", "dog"]).mean().item()
     )
     assert metrics["no_seg"] == metrics["mask_whole"] == 0
-    assert set(metrics) == set(METRICS) - {"caption_cider"}
+    assert set(metrics) == set(METRICS) - UNMEASURED
     assert (found.image_ids, found.references, found.captions, found.num_damaged) == (
         ["a", "b"],
         ["a red cup", "the dog"],
@@ -105,3 +110,57 @@ def test_guards_by_hand(measure_answers):
     assert values["caption_repeats"].tolist() == [0, 1]
     assert values["mask_whole"].tolist() == [1, 0]  # 100 and 90 of 100 pixels
     assert values["cycle_iou"][0] == 0  # no caption finds nothing, whatever the model drew
+
+
+def test_whether_a_mask_lies_on_the_region_by_hand(measure_answers):
+    """Of 10 rows the regions are the first 2 and 5, the others the last 5 and 2."""
+    below = ~rectangle(5, 10), ~rectangle(8, 10)
+    found = measure_answers(
+        ["", "dog"],
+        [rectangle(2, 10), rectangle(9, 10)],
+        [rectangle(10, 10), rectangle(1, 1)],
+        [0, 1],
+        ["x", "x"],
+        others=[torch.stack([below[0]]), torch.stack([below[1]])],
+    )
+    assert found.values["cycle_hit"].tolist() == [0, 1]  # no caption, no hit
+    assert found.values["seg_hit"].tolist() == [0, 1]
+    assert means(found.values)["seg_hit"] == 0.5
+
+
+def test_measures_of_all_captions_together():
+    values = measure_texts(["red"] * 4, ["red", "a", "red", "b"], {"color": {"red": ["red"]}})
+    assert values["caption_distinct"].tolist() == [1, 1, 0, 1]
+    metrics = means(values)
+    assert metrics == dict(
+        caption_distinct=0.75, color_accuracy=0.5, color_precision=1, color_stated=0.5
+    )
+    assert list(metrics_of(values)) == list(metrics)
+    assert metrics_of(values)["color_stated"] == "captions that state any color"
+
+
+def test_the_best_of_sampled_captions_by_hand(monkeypatch):
+    """Two of each region: IoU 1 and .5; one without words (though its mask is right) and .4."""
+    targets = [rectangle(2, 10), rectangle(5, 10)]
+    batch = Batch([3, 8], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
+    asked = []
+
+    def complete(images, prompts, num_generations, num_tokens, uniforms):
+        asked.append((prompts, num_generations, uniforms))
+        return None, ["a cup", "cup", " ", "dog"]
+
+    policy = SimpleNamespace(
+        device=torch.device("cpu"),
+        describe_prompts=lambda images, image, grids: (list(image), grids),
+        complete=complete,
+    )
+    masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
+    monkeypatch.setattr(cycle_measures, "segment_sampled", lambda p, i, rows, texts, n: masks)
+    monkeypatch.setattr(cycle_measures, "askable", lambda policy, texts, _: texts)
+    images = SimpleNamespace(grids=["g", "h"])
+    found = cycle_measures.measure_samples(policy, batch, images, 6, 2)
+    assert found["best_of_G_cycle_iou"] == pytest.approx([1, 0.4])
+    assert found["sampled_cycle_iou"] == pytest.approx([0.75, 0.2])
+    [(prompts, G, uniforms)] = asked
+    assert (prompts, G) == (([0, 1], ["g", "h"]), 2)
+    assert torch.equal(uniforms, Draws(0, 0, 0, [3, 8], 2).uniforms(6))

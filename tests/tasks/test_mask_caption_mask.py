@@ -1,6 +1,7 @@
 """Loop 1: whom it asks for a mask, what it rewards, and that judging changes nothing."""
 
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,15 @@ def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
     rollout = roll(model, task, batch)
     outcome = task.judge(rollout)
     assert task.weights == {"iou": 1.0} and set(outcome.rewards) == {"iou"}
+    # what its mask does not cover of each image is another object: one measurement more
+    rollout.batch = replace(batch, others=[~mask[None] for mask in batch.masks])
+    rewards = task.judge(rollout).rewards
+    assert torch.equal(rewards["iou"], outcome.rewards["iou"]) and set(rewards) == {"iou", "hit"}
+    for row, mask in enumerate(outcome.masks):
+        region = batch.masks[row // 2]
+        inside, outside = ((mask & one).sum() / (mask | one).sum() for one in (region, ~region))
+        assert rewards["hit"][row] == (inside > outside)
+    assert 0 < rewards["hit"].mean() < 1
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()

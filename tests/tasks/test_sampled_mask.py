@@ -11,7 +11,7 @@ from rl_train.draws import Draws
 from rl_train.objective import Reference
 from rl_train.rewards.iou import mask_spread
 from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss
-from rl_train.types import Outcome, Rollout
+from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.losses import mask_loss
 from tests.updates import (
     ADVANTAGES,
@@ -99,10 +99,16 @@ def test_spread_by_hand(model):
     ids = torch.full((4, 12), 5)
     ids[2, :10] = model.model.seg_id  # of which 8 are decoded
     said = dict(ids=ids, logp=None, valid=ids > 0, stopped=None, hidden=None, action=drawn)
-    rollout = Rollout(*[None] * 3, ["a"] * 4, 2, **said)
+    batch = Batch([0, 1], [half, half], [], [], [], None)
+    rollout = Rollout(batch, *[None] * 2, ["a"] * 4, 2, **said)
     curves = SampledMask(model, 0.5, 0.0).curves(rollout, Outcome({}, [whole, half, none, none]))
     shares = dict(no_seg_frac=(2, 4), capped_frac=(1, 4))
     assert curves == dict(mask_spread=(0.5, 2), mask_sigma=(0.5, 1)) | shares
+    # Of two objects the first group finds one twice, the second both, if none is no object.
+    batch.others = [~half[None], ~half[None]]
+    action = SampledMask(model, 0.0, 0.0)
+    for masks, differ in (([half, none, half, ~half], 1), ([half, ~half, ~half, half], 2)):
+        assert action.curves(rollout, Outcome({}, masks))["objects_frac"] == (differ, 2)
 
 
 # The policy term

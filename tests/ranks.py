@@ -1,0 +1,79 @@
+"""Two ranks of one machine: what the tests of several processes share."""
+
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+from rl_train import cli
+from rl_train.launch import free_port
+
+TIMEOUT = 240  # seconds, of 40 on two idle cores: a deadlock is a failure
+
+
+def rank_environments() -> list[dict[str, str]]:
+    """What torchrun sets for two processes of one machine."""
+    where = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    return [where | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+
+
+def finish(processes, timeout=TIMEOUT) -> list[str]:
+    """Their output; kills what has not ended in time, so that a hang is a failure."""
+    try:
+        return [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def forked(folder: Path, *jobs) -> list[tuple[int, str]]:
+    """[(exit status, output)] of two ranks, each a fork of this process that does its job.
+
+    A process of its own would import for longer than most jobs take. Files of the outputs are left
+    in `folder`.
+    """
+    places = zip(rank_environments(), jobs, strict=True)
+    children = [start_fork(folder / f"output{rank}", *place) for rank, place in enumerate(places)]
+    return [child() for child in children]
+
+
+def fork(folder: Path, job) -> tuple[int, str]:
+    """(exit status, output) of a fork of this process that does the job."""
+    return start_fork(folder / "output", {}, job)()
+
+
+def start_fork(output: Path, environment: dict[str, str], job):
+    """Start a fork of this process that does the job; return a function that waits for its end."""
+    sys.stdout.flush(), sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _do(environment, output, job)
+
+    def wait() -> tuple[int, str]:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text()
+
+    wait.pid = child
+    return wait
+
+
+def _do(environment, output, job):
+    """End this process with the job's exit status."""
+    status = 1
+    try:
+        signal.alarm(TIMEOUT)
+        with output.open("w") as file:
+            os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
+        os.environ.update(environment)
+        torch.cuda.is_available = lambda: False
+        cli.run_program(job)
+        status = 0
+    except SystemExit as stopped:
+        status = stopped.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)

@@ -1,0 +1,174 @@
+"""What the runs of a sweep changed: means over runs with 95 % intervals, as markdown.
+
+Runs count as independent, though those of one demo share its checkpoint and its held-out regions:
+of one demo an interval is for other seeds, not for other regions.
+"""
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rl_train.grpo import group_std
+
+HEAD = """\
+Change of held-out measures, after minus before: mean over runs (demos x seeds) ± half of its 95 %
+interval (Student's t of the runs' changes). zero std: share of groups without variance."""
+
+
+def evaluations(output: Path) -> list[Path]:
+    """The files of the measures before the first step and, of a complete run, after the last."""
+    steps = json.loads((output / "config.json").read_text())["max_steps"]
+    files = [output / "evaluation" / f"step_{step}.json" for step in (0, steps)]
+    return [file for file in files if file.is_file()]
+
+
+def complete(folder: Path) -> dict[str, dict[tuple[str, str], Path]]:
+    """{arm: {(demo, seed): output folder}} of the complete runs in a sweep's folder, sorted."""
+    found = defaultdict(dict)
+    for config in sorted(folder.glob("*/*/*/config.json")):
+        output = config.parent
+        if len(evaluations(output)) == 2:
+            arm, demo, seed = output.relative_to(folder).parts
+            found[arm][demo, seed] = output
+    return dict(found)
+
+
+def measures(file: Path) -> dict[str, float]:
+    """{name: its mean} of all that an evaluation measured, of "values" those that are known."""
+    found = json.loads(file.read_text())
+    values = {name: np.array(of, dtype=np.float64) for name, of in found["values"].items()}
+    known = {name: of[~np.isnan(of)] for name, of in values.items()}
+    return {name: float(of.mean()) for name, of in known.items() if len(of)} | found["means"]
+
+
+def t_quantile(freedom: int) -> float:
+    """The .975 quantile of Student's t with these degrees of freedom.
+
+    In t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1).
+    """
+    angle = np.linspace(0, np.pi / 2, 100_001)
+    area = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (freedom - 1))
+    return freedom**0.5 * float(np.tan(np.interp(0.95 * area[-1], area, angle[1:])))
+
+
+def interval(values: list[float]) -> dict:
+    """The mean of n runs and half of its 95 % interval, infinite for a single run.
+
+    Runs in which a share was one of nothing (NaN) are left out.
+    """
+    runs = [value for value in values if not math.isnan(value)]
+    n, mean, half = len(runs), math.nan, math.inf
+    if n > 0:
+        mean = float(np.mean(runs))
+    if n > 1:
+        half = t_quantile(n - 1) * float(np.std(runs, ddof=1)) / n**0.5
+    return dict(mean=mean, half=half, runs=runs)
+
+
+def zero_std(output: Path) -> dict[str, float]:
+    """{task: share of all groups of a run whose rewards were equal}."""
+    groups = defaultdict(list)
+    for line in (output / "rollouts" / "rank0.jsonl").read_text().split("\n")[:-1]:
+        row = json.loads(line)
+        groups[row["task"]].append(np.nan if row["reward"] is None else row["reward"])
+    size = json.loads((output / "config.json").read_text())["num_generations"]
+    return {
+        task: float((group_std(torch.tensor(rewards), size) == 0).float().mean())
+        for task, rewards in groups.items()
+    }
+
+
+def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
+    """What `markdown` prints of all complete runs: each arm, and arms minus some of them.
+
+    Args:
+        against: arms from which the others are told apart, paired by (demo, seed).
+
+    Raises:
+        ValueError: a metric or an arm of `against` is not there.
+    """
+    runs = complete(folder)
+    ends = {
+        arm: {run: list(map(measures, evaluations(output))) for run, output in of_arm.items()}
+        for arm, of_arm in runs.items()
+    }
+    bases = [before for of_arm in ends.values() for before, _ in of_arm.values()]
+    check_names(folder, ends, metrics, against)
+    changed = {arm: {m: changes(of_arm, m) for m in metrics} for arm, of_arm in ends.items()}
+    before = {m: interval([base.get(m, math.nan) for base in bases])["mean"] for m in metrics}
+    found = dict(before=before, arms={}, against={control: {} for control in against})
+    for arm, of_arm in runs.items():
+        shares = [zero_std(output) for output in of_arm.values()]
+        share = {task: float(np.mean([s[task] for s in shares])) for task in shares[0]}
+        cells = {m: interval(list(changed[arm][m].values())) for m in metrics}
+        found["arms"][arm] = dict(num_runs=len(of_arm), zero_std=share, **cells)
+        for control in set(against) - {arm}:
+            pairs = [run for run in of_arm if run in runs[control]]
+            if pairs:
+                found["against"][control][arm] = dict(num_runs=len(pairs)) | {
+                    m: interval([changed[arm][m][p] - changed[control][m][p] for p in pairs])
+                    for m in metrics
+                }
+    return found
+
+
+def check_names(folder: Path, ends: dict, metrics: list[str], against: list[str]):
+    """Raise ValueError if an arm of `against` or a metric is in none of a folder's runs."""
+    for arm in against:
+        if arm not in ends:
+            known = ", ".join(ends) or "none"
+            raise ValueError(f"--against {arm}: {folder} has no complete run of it, but of {known}")
+    files = [file for of_arm in ends.values() for pair in of_arm.values() for file in pair]
+    known = list(dict.fromkeys(name for file in files for name in file))
+    for metric in metrics:
+        if files and metric not in known:
+            raise ValueError(
+                f"--metrics {metric}: no run in {folder} measured it, but {', '.join(known)}"
+            )
+
+
+def changes(ends: dict[tuple, list], metric: str) -> dict[tuple, float]:
+    """{run: after minus before} of a metric; NaN where a run does not know both."""
+    return {
+        run: after.get(metric, math.nan) - before.get(metric, math.nan)
+        for run, (before, after) in ends.items()
+    }
+
+
+def markdown(found: dict, metrics: list[str]) -> str:
+    """A `summary` as tables."""
+    lines = [HEAD, "", row("arm", "runs", [*metrics, "zero std"])]
+    lines.append("|---" * (3 + len(metrics)) + "|")
+    if found["arms"]:
+        lines.append(row("*before*", "", [*(f"{x:.3f}" for x in found["before"].values()), ""]))
+    for arm, of_arm in found["arms"].items():
+        shares = ", ".join(f"{task} {share:.2f}" for task, share in of_arm["zero_std"].items())
+        cells = [*(cell(of_arm[m], of_arm["num_runs"]) for m in metrics), shares]
+        lines.append(row(f"`{arm}`", of_arm["num_runs"], cells))
+    for control, arms in found["against"].items():
+        lines += ["", f"Minus `{control}`, paired by demo and seed:", ""]
+        lines += [row("arm", "pairs", metrics), "|---" * (2 + len(metrics)) + "|"]
+        for arm, pairs in arms.items():
+            lines.append(
+                row(
+                    f"`{arm}`",
+                    pairs["num_runs"],
+                    [cell(pairs[m], pairs["num_runs"]) for m in metrics],
+                )
+            )
+    return "\n".join(lines)
+
+
+def row(name: str, count, cells) -> str:
+    return f"| {name} | {count} | {' | '.join(cells)} |"
+
+
+def cell(found: dict, num_runs: int) -> str:
+    """Mean ± half of the interval, and of how many runs, if not all."""
+    n = len(found["runs"])
+    some = "" if n == num_runs else f" ({n})"
+    return f"{found['mean']:+.3f} ± {found['half']:.3f}{some}"
