@@ -16,6 +16,7 @@ from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
 from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import on_one_core, run
+from tools.demo_scenes import PATTERNS
 from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -78,7 +79,7 @@ def test_ranks_are_merged_in_the_dataset_s_order():
 def three_steps(data, tmp_path_factory):
     monkeypatch = pytest.MonkeyPatch()
     attributes = tmp_path_factory.mktemp("words") / "attributes.json"
-    attributes.write_text(json.dumps({"size": {s: [s] for s in ("small", "medium", "large")}}))
+    attributes.write_text(json.dumps({"pattern": {p: [p] for p in PATTERNS}}))
     for _ in on_one_core(monkeypatch):
         output = run(
             data,
@@ -107,7 +108,7 @@ def curves(output) -> dict[str, dict[int, float]]:
 
 def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
     found = curves(three_steps)
-    of_attributes = {"size_accuracy", "size_stated"}
+    of_attributes = {"pattern_accuracy", "pattern_stated"}
     of_tool = {"caption_cider", "best_of_G_cycle_iou", "sampled_cycle_iou"}
     for metric in (set(METRICS) - of_tool) | of_attributes:
         assert list(found[f"eval/{metric}"]) == list(found[f"eval_ema/{metric}"]) == [0, 1, 2, 3]
@@ -116,7 +117,7 @@ def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
         found[f"eval/{m}"][3] != found[f"eval_ema/{m}"][3]
         for m in ("cycle_iou", "seg_iou", "cycle_meteor", "caption_meteor")
     )
-    assert found["eval/size_stated"][0] >= found["eval/size_accuracy"][0]
+    assert found["eval/pattern_stated"][0] >= found["eval/pattern_accuracy"][0]
     for curve in ("loop1/hit", "loop2/hit", "loop2/objects_frac"):
         assert list(found[curve]) == [1, 2, 3] and 0 <= min(found[curve].values())
 

@@ -45,7 +45,7 @@ def write_split(folder: Path, seed: int, split: int, num_scenes: int):
     write_gar(rows(), folder)
 
 
-def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
+def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int):
     """Train the tiny Sa2VA from random weights and save it (bf16 numbers) with its tokenizer."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer(seed)
@@ -55,9 +55,8 @@ def train_checkpoint(folder: Path, seed: int, steps: int, num_scenes: int):
     model = Sa2VAModel(config)
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
-    warm_start.look(steps)
-    warm_start.talk(steps)
-    warm_start.draw(steps)
+    for part, number in zip((warm_start.look, warm_start.talk, warm_start.draw), steps):
+        part(number)
     warm_start.retrain_prompt_head()
     save(model, tokenizer, folder)
 
@@ -84,11 +83,14 @@ def main():
     parser.add_argument(
         "--warm_start_steps",
         type=int,
-        default=500,
-        help="optimizer steps of each part of the supervised warm start",
+        nargs=3,
+        default=[800, 450, 1200],
+        metavar=("LOOK", "TALK", "DRAW"),
+        help="optimizer steps of the parts of the supervised warm start: vision encoder, language "
+        "model, SAM2",
     )
     parser.add_argument(
-        "--warm_start_scenes", type=int, default=2000, help="scenes drawn for the warm start"
+        "--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start"
     )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

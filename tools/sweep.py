@@ -29,9 +29,12 @@ from tools.sweep_table import evaluations, markdown, summary
 
 # Flags of rl_train.train: what of a demo's folder a run is given, those of the demo in
 # run_rl_train.sh, what makes a run shorter, and what each arm changes.
-OF_DEMO = "--model_path {demo}/checkpoint --data_dir {demo}/train --eval_data_dir {demo}/heldout"
+OF_DEMO = (
+    "--model_path {demo}/checkpoint --data_dir {demo}/train --eval_data_dir {demo}/heldout "
+    "--attributes {demo}/attributes.json --other_regions"
+)
 DEMO = (
-    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 32 "
     "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
     "--kl_coef 0.02"
 )
