@@ -33,14 +33,16 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
 
 
 def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch):
-    """The mean of the last 25 shares counts: of .5 each, five make .1."""
+    """The mean of the last 10 shares counts, which are .5 each."""
     losses, real = [], warm_start.prompt_head_loss
     monkeypatch.setattr(
         warm_start, "prompt_head_loss", lambda rng: losses.append(real(rng)) or (losses[-1][0], 0.5)
     )
     before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
     warm_start.retrain_prompt_head(target=0.1)
-    assert len(losses) == 5 and all(0 <= hits <= 1 and loss > 0 for loss, hits in losses)
+    assert len(losses) == demo_warm_start.WINDOW and all(
+        0 <= hits <= 1 and loss > 0 for loss, hits in losses
+    )
     changed = {
         name
         for name, p in warm_start.model.state_dict().items()
@@ -79,7 +81,7 @@ def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it
     found = [
         codes.nearest(one, scene.objects) == number
         for _ in range(50)
-        for number, one in enumerate(codes.around(scene.objects, rng))
+        for number, one in enumerate(codes.around(scene.objects, rng, 0.25))
     ]
     assert 0.5 < np.mean(found) < 0.9
 

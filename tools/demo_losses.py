@@ -61,7 +61,7 @@ class Codes:
         """Which of the objects z (D,) means."""
         return int((self([obj.attributes for obj in objects]) @ z).argmax())
 
-    def around(self, objects, rng) -> torch.Tensor:
+    def around(self, objects, rng, noise_up_to: float) -> torch.Tensor:
         """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
         said = [
             [
@@ -74,7 +74,7 @@ class Codes:
         draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
         noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
         share = draw(0.3, 1)
-        z = self.mean + share * (self(said) - self.mean + draw(0, 0.25) * NORM * noise)
+        z = self.mean + share * (self(said) - self.mean + draw(0, noise_up_to) * NORM * noise)
         return z * torch.exp2(draw(-1, 1))
 
 

@@ -38,7 +38,7 @@ TRUE_SHARE = 0.6  # of the steps, in which captions are still true
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
 HIT_TARGET = 0.62  # share of phrases at whose object the prompt head's embedding points in the end
 PROMPT_HEAD_STEPS = 2000  # at most
-WINDOW = 25  # batches that these shares are taken over
+WINDOW = 10  # batches that these shares are taken over
 
 
 def mistaken(obj, rng) -> str:
@@ -148,7 +148,7 @@ class WarmStart:
             example, self.tokenizer, max_length=8192, input_ids_with_output=True
         )
 
-    def mask_loss(self, indices, rng, progress: float):
+    def mask_loss(self, indices, rng, progress: float, noise_up_to: float = 0.25):
         """(loss, its parts as numbers) of SAM2 on the scenes `indices`, prompted by codes.
 
         What the image features hold of an object is pulled to its code, without which the decoder
@@ -159,7 +159,7 @@ class WarmStart:
         image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
         codes = z = self.codes([obj.attributes for obj in objects])
         if progress > CLEAR_SHARE:
-            z = self.codes.around(objects, rng)
+            z = self.codes.around(objects, rng, noise_up_to)
         meant = [
             scenes[i].objects[self.codes.nearest(v, scenes[i].objects)] for i, v in zip(image, z)
         ]
@@ -215,6 +215,14 @@ class WarmStart:
         """Train SAM2."""
         self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
 
+    def decide(self, steps):
+        """Train SAM2 on, to take one object whole whatever the prompt."""
+
+        def loss(indices, rng, progress):
+            return self.mask_loss(indices, rng, 1.0, noise_up_to=1.0)
+
+        self._train("choices", (self.model.grounding_encoder,), loss, steps, 10)
+
     def _train(self, name, modules, loss_of, steps, stream, batch_size=8, learning_rate=1e-3):
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
@@ -252,14 +260,14 @@ class WarmStart:
         ]
         return loss, float(np.mean([one is obj for one, obj in zip(meant, objects)]))
 
-    def retrain_prompt_head(self, target=HIT_TARGET, learning_rate=1e-3):
+    def retrain_prompt_head(self, target=HIT_TARGET, learning_rate=3e-4):
         """Draw text_hidden_fcs anew and train it alone, until so many of its masks hit."""
         for layer in self.model.text_hidden_fcs:
             if isinstance(layer, torch.nn.Linear):
                 torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
                 torch.nn.init.zeros_(layer.bias)
         optimizer = torch.optim.Adam(self.model.text_hidden_fcs.parameters(), lr=learning_rate)
-        hits = deque([0.0] * WINDOW, maxlen=WINDOW)
+        hits = deque(maxlen=WINDOW)
         with tqdm(range(PROMPT_HEAD_STEPS), desc="prompt head") as progress:
             for step in progress:
                 loss, hit = self.prompt_head_loss(np.random.default_rng([self.seed, 8, step]))
@@ -268,7 +276,7 @@ class WarmStart:
                 optimizer.step()
                 hits.append(hit)
                 progress.set_postfix(hits=np.mean(hits))
-                if np.mean(hits) >= target:
+                if len(hits) == WINDOW and np.mean(hits) >= target:
                     return
         raise RuntimeError(
             f"the prompt head hits {np.mean(hits):.2f} after {PROMPT_HEAD_STEPS} steps, "

@@ -55,7 +55,8 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int)
     model = Sa2VAModel(config)
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
-    for part, number in zip((warm_start.look, warm_start.talk, warm_start.draw), steps):
+    parts = (warm_start.look, warm_start.talk, warm_start.draw, warm_start.decide)
+    for part, number in zip(parts, steps):
         part(number)
     warm_start.retrain_prompt_head()
     save(model, tokenizer, folder)
@@ -83,11 +84,11 @@ def main():
     parser.add_argument(
         "--warm_start_steps",
         type=int,
-        nargs=3,
-        default=[800, 450, 1200],
-        metavar=("LOOK", "TALK", "DRAW"),
-        help="optimizer steps of the parts of the supervised warm start: vision encoder, language "
-        "model, SAM2",
+        nargs=4,
+        default=[800, 450, 1200, 300],
+        metavar=("LOOK", "TALK", "DRAW", "DECIDE"),
+        help="optimizer steps of the parts of the supervised warm start: vision encoder, captions, "
+        "masks, and masks of prompts that fit no object",
     )
     parser.add_argument(
         "--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start"
