@@ -30,7 +30,7 @@ from rl_train.policies.segment_describe import answer, row_masks
 from rl_train.rewards import mask_iou
 from rl_train.statistics import paired_difference
 from sa2va_hf.processing_sa2va import upsample_masks
-from tools.evaluate import build_measured_policy
+from tools.trained_policy import open_policy
 
 # {scalar: (values tried, the one that changes nothing)}
 GRIDS = dict(
@@ -56,7 +56,6 @@ def build_parser() -> argparse.ArgumentParser:
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--output", type=Path, required=True, help="JSON file, with the IoU of every region")
-    parser.set_defaults(checkpoint=None, role="policy", shard_base=False)
     return parser
 
 
@@ -146,7 +145,9 @@ def run(args, ranks):
     )
     chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
     print0(f"--data_dir {args.data_dir}: {damaged.report}")
-    policy = build_measured_policy(args, ranks)
+    how = dict(max_tiles=args.max_tiles, dtype=args.dtype)
+    tokens = args.max_completion_length
+    policy = open_policy(args.model_path, None, "policy", ranks.device, tokens, **how)
     train, test = (
         explaining(args.num_workers, all_ious, policy, dataset, args)
         for dataset in (chosen_on, heldout)
