@@ -36,7 +36,7 @@ TRUE_SHARE = 0.6  # of the steps, in which captions are still true
 # Shares of the steps of SAM2 in which it is prompted by the objects own codes, and in which inside
 # and outside of an object weigh the same.
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
-HIT_TARGET = 0.62  # share of phrases at whose object the prompt head's embedding points in the end
+HIT_TARGET = 0.9  # share of phrases whose embedding in the end means the right object, by the codes
 PROMPT_HEAD_STEPS = 2000  # at most
 WINDOW = 10  # batches that these shares are taken over
 
