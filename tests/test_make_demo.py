@@ -81,7 +81,7 @@ def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it
     found = [
         codes.nearest(one, scene.objects) == number
         for _ in range(50)
-        for number, one in enumerate(codes.around(scene.objects, rng, 0.25))
+        for number, one in enumerate(codes.around(scene.objects, rng, 1.0))
     ]
     assert 0.5 < np.mean(found) < 0.9
 

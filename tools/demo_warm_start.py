@@ -38,6 +38,7 @@ TRUE_SHARE = 0.6  # of the steps, in which captions are still true
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
 HIT_TARGET = 0.9  # share of phrases whose embedding in the end means the right object, by the codes
 PROMPT_HEAD_STEPS = 2000  # at most
+SCALES = [2 ** (k / 2) for k in range(-4, 7)]  # that a prompt head so cut short may lack
 WINDOW = 10  # batches that these shares are taken over
 
 
@@ -246,19 +247,24 @@ class WarmStart:
 
         Nothing but text_hidden_fcs gets a gradient.
         """
-        model, indices = self.model, rng.choice(len(self.scenes), num_scenes, replace=False)
+        indices = rng.choice(len(self.scenes), num_scenes, replace=False)
         scenes, image, objects = self._targets(indices, rng)
-        ids, mask, _ = self._batch([self._segment(obj, rng) for obj in objects])
-        with torch.no_grad():
-            features = model.extract_feature(self.tiles[indices].to(model.device))
-            hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
-        prompts = model.text_hidden_fcs(hidden[ids == model.seg_id])
+        prompts = self._prompts(indices, image, objects, rng)
         loss = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
         meant = [
             scenes[i].objects[self.codes.nearest(z, scenes[i].objects)]
             for i, z in zip(image, prompts)
         ]
         return loss, float(np.mean([one is obj for one, obj in zip(meant, objects)]))
+
+    def _prompts(self, indices, image, objects, rng):
+        """(n, D) [SEG]'s embeddings of the objects' captions, each in scene indices[image[n]]."""
+        model = self.model
+        ids, mask, _ = self._batch([self._segment(obj, rng) for obj in objects])
+        with torch.no_grad():
+            features = model.extract_feature(self.tiles[indices].to(model.device))
+            hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
+        return model.text_hidden_fcs(hidden[ids == model.seg_id])
 
     def retrain_prompt_head(self, target=HIT_TARGET, learning_rate=3e-4):
         """Draw text_hidden_fcs anew and train it alone, until so many of its masks hit."""
@@ -282,3 +288,22 @@ class WarmStart:
             f"the prompt head hits {np.mean(hits):.2f} after {PROMPT_HEAD_STEPS} steps, "
             f"not {target}"
         )
+
+    @torch.no_grad()
+    def scale_prompt_head(self, num_scenes=64):
+        """Give the prompt embeddings the scale of which their masks are best."""
+        model, rng, ious = self.model, np.random.default_rng([self.seed, 11]), {}
+        for index in rng.choice(len(self.scenes), num_scenes, replace=False).tolist():
+            _, image, objects = self._targets([index], rng)
+            prompts = self._prompts([index], image, objects, rng)
+            features = model.sam_features(self.sam_images[[index]].to(model.device))
+            where = torch.tensor(image, device=model.device)
+            for scale in SCALES:
+                logits = model.decode_masks(features, where, scale * prompts)
+                masks = [resized(obj.mask, logits) for obj in objects]
+                found = mask_iou([one > 0 for one in logits], masks, 1.0)
+                ious.setdefault(scale, []).append(found.mean().item())
+        best = max(SCALES, key=lambda scale: np.mean(ious[scale]))
+        last = model.text_hidden_fcs[2]
+        last.weight.mul_(best)
+        last.bias.mul_(best)

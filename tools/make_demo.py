@@ -59,6 +59,7 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int)
     for part, number in zip(parts, steps):
         part(number)
     warm_start.retrain_prompt_head()
+    warm_start.scale_prompt_head()
     save(model, tokenizer, folder)
 
 
