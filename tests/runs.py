@@ -17,6 +17,7 @@ from tools.make_demo import HELDOUT, TRAIN, write_split
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
+REGIONS = 97  # training regions of `draw_data`
 # Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
 ASKED = {"cycle_hit", "seg_hit", "best_of_G_cycle_iou", "sampled_cycle_iou"}
 # A process on one CPU core, without what a launcher around the tests may have set.
@@ -28,7 +29,7 @@ ENVIRONMENT = {
 
 
 def draw_data(folder: Path) -> Path:
-    """`folder` with 20 training scenes (three regions each) and 4 held-out ones."""
+    """`folder` with 20 training scenes (four to six regions each) and 4 held-out ones."""
     write_split(folder / "train", seed=0, split=TRAIN, num_scenes=20)
     write_split(folder / "heldout", seed=0, split=HELDOUT, num_scenes=4)
     return folder

@@ -12,7 +12,7 @@ from rl_train import agreement, distributed, train
 from rl_train.agreement import PLACE, PLACES, base_files, digest, samples
 from rl_train.data import DamagedSample
 from tests.ranks import forked
-from tests.runs import CHECKPOINT, flags, run, unmeasured
+from tests.runs import CHECKPOINT, REGIONS, flags, run, unmeasured
 from tools.make_demo import TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -124,7 +124,7 @@ def test_data_and_models_that_differ(refusal, data, tmp_path):
         opened.seek(-1, os.SEEK_END)
         opened.write(bytes([last ^ 1]))
     sentence = refusal({}, dict(data_dir=tmp_path / "other", model_path=model))
-    assert "samples of the training data: 60 (" in sentence
+    assert f"samples of the training data: {REGIONS} (" in sentence
     assert "samples of the heldout data" not in sentence
     assert "files of --model_path: " in sentence and sentence.endswith("same model and data.")
 

@@ -10,7 +10,7 @@ from rl_train import cli, parts, train
 from rl_train.checkpoint import find
 from rl_train.cli import check_output_dir
 from rl_train.files import write_json
-from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core
+from tests.runs import CHECKPOINT, REGIONS, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -84,12 +84,13 @@ def test_folder_without_shards(complaint):
 
 
 def test_dataset_smaller_than_a_step(complaint):
-    sentence = complaint(batch_size=61)
-    assert "60 samples" in sentence and "--batch_size 61" in sentence and "--data_dir" in sentence
+    sentence = complaint(batch_size=REGIONS + 1)
+    assert f"{REGIONS} samples" in sentence and f"--batch_size {REGIONS + 1}" in sentence
+    assert "--data_dir" in sentence
 
 
 def test_nothing_left_to_hold_out(complaint):
-    assert "--eval_samples 60" in complaint(eval_data_dir=None, eval_samples=60)
+    assert f"--eval_samples {REGIONS}" in complaint(eval_data_dir=None, eval_samples=REGIONS)
 
 
 def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
@@ -97,7 +98,7 @@ def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
     sentence = complaint(eval_data_dir=train)
     assert f"--eval_data_dir {train} share images" in sentence and "--shared_images" in sentence
     assert "--data_dir holds 0 samples" in complaint(eval_data_dir=train, shared_images="drop")
-    assert "--shared_images drop: 60 of these regions" in capsys.readouterr().out
+    assert f"--shared_images drop: {REGIONS} of these regions" in capsys.readouterr().out
 
 
 # The output folder
@@ -204,6 +205,6 @@ def test_resume_of_what_is_no_checkpoint(complaint, data, tmp_path):
 
 
 def test_bad_input_does_not_use_up_the_output_folder(complaint, tmp_path):
-    complaint(batch_size=61)
+    complaint(batch_size=REGIONS + 1)
     assert not (tmp_path / "run" / "config.json").exists()
-    assert "--data_dir" in complaint(batch_size=62)  # and not: already holds a run
+    assert "--data_dir" in complaint(batch_size=REGIONS + 2)  # and not: already holds a run

@@ -74,7 +74,11 @@ def test_the_ratio_of_gspo_is_one_at_the_first_update_whatever_the_sampler_said(
     before = parameter.detach().clone()
     with torch.no_grad():
         parameter += 0.1
-    _, moved, _ = backward(model, work, config, micro_batch_size=2)
+    _, one, _ = backward(model, work, config, micro_batch_size=2)
+    work.advantages = -work.advantages
+    _, other, _ = backward(model, work, config, micro_batch_size=2)
     with torch.no_grad():
         parameter.copy_(before)
-    assert moved["clip_frac"][0] > 0
+    # A row outside the window is clipped with one sign of its advantage: no luck with either.
+    tokens = one["clip_frac"][1]
+    assert one["clip_frac"][0] + other["clip_frac"][0] == tokens > 0

@@ -72,7 +72,7 @@ def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_othe
     faults = str(stopped.value).split("; ")
     assert len(faults) == 3
     assert "loop1 two seed 0: exit status 1, see" in faults[0]
-    assert "--max_steps was 20, now 120" in faults[1] and "one/seed1" in faults[1]
+    assert "--max_steps was 20, now 160" in faults[1] and "one/seed1" in faults[1]
     assert "loop1 two seed 1" in faults[2]
     assert len(lines) == 2 and lines[0][-1] == "--resume" and "--resume" not in lines[1]
     assert f"{two}/train" in lines[0] and str(output / "loop1" / "two" / "seed1") in lines[1]

@@ -144,7 +144,7 @@ def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, c
         tmp_path / "run",
         max_steps=2,
         max_bad_fraction=1,
-        max_caption_length=5000,
+        max_caption_length=10_000,
         tasks="caption_mask_caption",
         mask_sigma="auto",
         eval_samples=4,
@@ -153,7 +153,7 @@ def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, c
         line["caption"] != long for line in rollouts(output)
     )
     assert (
-        "caption of 10799 characters: its prompt of 2781 tokens (--max_tiles 1) and "
+        "caption of 10799 characters: its prompt of 5481 tokens (--max_tiles 1) and "
         "--max_completion_length 12" in capsys.readouterr().out
     )
 

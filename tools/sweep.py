@@ -35,11 +35,11 @@ OF_DEMO = (
 )
 DEMO = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 32 "
-    "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
+    "--batch_size 4 --num_generations 8 --learning_rate 4e-4 --prompt_learning_rate 1e-3 "
     "--kl_coef 0.02"
 )
 SHORT = (
-    "--no-gradient_checkpointing --num_workers 0 --max_steps 120 "
+    "--no-gradient_checkpointing --num_workers 0 --max_steps 160 "
     "--eval_samples 128 --eval_steps 0 --save_steps 1000"
 )
 POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term

@@ -7,7 +7,10 @@ from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.split import sample_regions, split_dataset
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
+from tests.runs import REGIONS
 from tools.make_demo import TRAIN, write_split
+
+SHARED = 24  # regions of the first five training scenes
 
 
 def pictures(dataset) -> set[bytes]:
@@ -82,7 +85,7 @@ def test_the_held_out_folder_is_sampled(data):
     training, heldout, _ = split_dataset(
         GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0
     )
-    assert len(training) == 60 and len(heldout) == 4 == len(pictures(heldout))
+    assert len(training) == REGIONS and len(heldout) == 4 == len(pictures(heldout))
 
 
 # Images on both sides
@@ -97,7 +100,9 @@ def sharing(tmp_path_factory):
 
 
 def test_shared_images_are_refused(data, sharing):
-    with pytest.raises(ValueError, match="^--data_dir .* share images: of 15 of 60 ") as refused:
+    with pytest.raises(
+        ValueError, match=f"^--data_dir .* share images: of {SHARED} of {REGIONS} "
+    ) as refused:
         split_dataset(GraspAnyRegionDataset, data / "train", sharing, 4, 0)
     name = GraspAnyRegionDataset(data / "train").image_id(0)
     assert name in str(refused.value) and "--shared_images drop" in str(refused.value)
@@ -105,9 +110,9 @@ def test_shared_images_are_refused(data, sharing):
 
 def test_shared_images_are_dropped_from_training(data, sharing):
     training, heldout, _ = split_dataset(
-        GraspAnyRegionDataset, data / "train", sharing, 15, 0, "drop"
+        GraspAnyRegionDataset, data / "train", sharing, SHARED, 0, "drop"
     )
-    assert (len(training), len(heldout)) == (45, 15)
+    assert (len(training), len(heldout)) == (REGIONS - SHARED, SHARED)
     assert pictures(training).isdisjoint(pictures(heldout))
 
 

@@ -177,8 +177,8 @@ def test_an_empty_mask_is_not_asked_about(model, images, batch, monkeypatch):
 def test_the_true_region_explains_its_caption_best(model, images, batch):
     """On average over the scenes, against the masks of the other objects of each."""
     true = caption_likelihood(model, images, [0, 1, 2, 3], batch.masks, batch.captions, 64)
-    for i in range(4):
-        scene = make_scene(0, 7, i)  # as the fixture `scenes` draws it
+    for i, name in enumerate(batch.image_ids):
+        scene = make_scene(0, 7, int(name.removeprefix("scene")))  # as the fixture `scenes` does
         masks = [torch.from_numpy(obj.mask) for obj in scene.objects]
         others = [mask for mask in masks if not torch.equal(mask, batch.masks[i])]
         assert 0 < len(others) == len(masks) - 1

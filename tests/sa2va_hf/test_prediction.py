@@ -100,7 +100,7 @@ def test_scripts_of_the_original_run(built, scenes, policy):
 
 
 def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
-    ids = torch.tensor([[560, 561]])
+    ids = torch.tensor([[460, 461]])
     model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
     features = model.extract_feature(batch.inputs.pixel_values[0])
     with pytest.raises(
@@ -114,8 +114,8 @@ def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
     bare = Sa2VAModel(model.config)
     with pytest.raises(ValueError, match="call bind_tokenizer"):
         bare.embed(ids, features)
-    bare.img_context_token_id, bare.seg_token_idx = 561, 5
-    assert (bare.img_context_id, bare.seg_id) == (561, 5)
+    bare.img_context_token_id, bare.seg_token_idx = 461, 5
+    assert (bare.img_context_id, bare.seg_id) == (461, 5)
     assert bare.embed(ids, features[:, :1]).shape == (1, 2, model.config.llm.hidden_size)
 
 
