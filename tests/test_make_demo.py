@@ -94,3 +94,14 @@ def test_what_the_report_says_of_scenes():
     apart = told_apart([scene])
     # alone: 3 of 4 values of the first and last object, 2 of the middle one
     assert apart[1] == dict(any=pytest.approx(8 / 12), best=1.0) and apart[4]["any"] == 1
+
+
+def test_a_prompt_head_that_has_lost_its_scale_gets_it_back(warm_start):
+    last = warm_start.model.text_hidden_fcs[2]
+    shipped = last.weight.detach().clone()
+    with torch.no_grad():
+        for parameter in last.parameters():
+            parameter.div_(8)
+    warm_start.scale_prompt_head(num_scenes=4)
+    factor = float((last.weight / (shipped / 8)).mean())
+    assert any(factor == pytest.approx(scale) for scale in demo_warm_start.SCALES) and factor > 2
