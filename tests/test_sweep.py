@@ -50,7 +50,7 @@ def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_othe
         folder = output / "loop1" / demo.name / f"seed{seed}"
         return parse(sweep.command("loop1", seed, demo, folder, list(extra))[3:]).flags
 
-    def made(demo, seed, after, steps=120, *extra):
+    def made(demo, seed, after, steps=160, *extra):
         folder = output / "loop1" / demo.name / f"seed{seed}"
         finished(folder, [0.0], after, [0.5] * 8, steps, flags(demo, seed, *extra))
 
