@@ -35,9 +35,8 @@ class Endings:
             print0(f"rl_train: stopped by {error}; {self._how_to_go_on()}")
             raise SystemExit(STATUS) from error
         exhausted = isinstance(error, RuntimeError) and memory.is_exhaustion(error)
-        if not exhausted and (
-            how := lost_rank(error)
-        ):  # status 1: the rank that it lost says why, with its own
+        how = None if exhausted else lost_rank(error)
+        if how:  # status 1: the rank that it lost says why, with its own
             print(f"rl_train: rank {self.ranks.rank} has lost another rank: {how}", file=sys.stderr)
             raise SystemExit(1) from error
         if sentence := self._sentence(error):

@@ -8,9 +8,9 @@ layout, is warm-started by supervised training on the prompts and the encode rul
 `sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
-decided and of the right size, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained
-anew until three fifths of them lie on the right object. It answers with one wording of Sa2VA's
-five, so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
+decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for a moment only,
+so that three fifths of them lie on the right object. It answers with one wording of Sa2VA's five,
+so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
