@@ -44,8 +44,18 @@ BACKGROUNDS = {
 }
 IMAGE_SIZES = ((256, 256), (320, 240), (240, 320), (288, 240))  # (W, H)
 
-NUM_OBJECTS = (4, 5, 6)
-DIAMETER = (0.15, 0.26)  # of min(H, W)
+PAIRS = (  # of values that are easily taken for one another; a scene has both of a pair or none
+    ("plain", "checked"),
+    ("striped", "banded"),
+    ("blue", "purple"),
+    ("black", "white"),
+    ("red", "orange"),
+    ("green", "yellow"),
+    ("triangle", "cross"),
+    ("circle", "square"),
+)
+NUM_OBJECTS = (5, 6)
+DIAMETER = (0.20, 0.28)  # of min(H, W)
 CONTRAST, GREY = (
     0.45,
     100,
@@ -105,10 +115,13 @@ def _plan(rng) -> list[tuple[str, ...]]:
 
 
 def _shared(rng, values, number: int) -> list[str]:
-    """`number` of the values, in random order, each that occurs at least twice."""
-    distinct = int(rng.integers(2, min(number // 2, len(values)) + 1))
-    used = rng.permutation(values)[:distinct].tolist()
-    return rng.permutation(used * 2 + rng.choice(used, number - 2 * distinct).tolist()).tolist()
+    """`number` of the values, in random order, each that occurs at least twice: a pair if any."""
+    pairs = [pair for pair in PAIRS if pair[0] in values]
+    if pairs:
+        used = list(pairs[rng.integers(len(pairs))])
+    else:
+        used = rng.permutation(values)[: rng.integers(2, number // 2 + 1)].tolist()
+    return rng.permutation(used * 2 + rng.choice(used, number - 2 * len(used)).tolist()).tolist()
 
 
 def _draw(rng, plan) -> Scene | None:
