@@ -18,7 +18,11 @@ def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor
         if id(t) not in resized:  # rows about one region share its mask
             pixels = t[None, None].to(logits.device, torch.uint8)
             resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
-    target = torch.stack([resized[id(t)] for t in targets])
+    return resized_mask_loss(logits, torch.stack([resized[id(t)] for t in targets]))
+
+
+def resized_mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """(M,) `mask_loss` of masks that have the logits' size: target (M, h, w) float32, 0 or 1."""
     bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
     probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
     overlap = 2 * (probability * target).sum(1) + 1

@@ -136,7 +136,10 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
 
 def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
     """(.., 3, S, S) float32 of uint8 pixels, ImageNet-normalised."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    mean, std = (
+        torch.tensor(values, device=pixels.device).view(3, 1, 1)
+        for values in (IMAGENET_MEAN, IMAGENET_STD)
+    )
     return pixels.float().div_(255).sub_(mean).div_(std)
 
 

@@ -3,9 +3,41 @@
 import torch
 import torch.nn.functional as F
 
-from tools.demo_scenes import ATTRIBUTES
+from tools.demo_scenes import TINY
 
-NORM = 4.0  # of the code of one value; that of an object, the sum of four, has a mean square of 1
+
+def region_means(features, image, grids) -> torch.Tensor:
+    """(n, C) mean feature of the cells of each region.
+
+    Args:
+        features: (B, g * g, C) of images; image: (n,) long, that of each region.
+        grids: (n, g, g) bool, none empty.
+    """
+    region, cell = grids.flatten(1).nonzero(as_tuple=True)
+    sums = features.new_zeros(len(grids), features.shape[-1])
+    sums = sums.index_add(0, region, features[image[region], cell])
+    return sums / grids.flatten(1).sum(1, keepdim=True)
+
+
+def choice_loss(logits, masks, image, meant) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy of the meant object among its scene's by mean logit, share of hits).
+
+    Args:
+        logits: (n, h, w) of n prompts, one about each object of some scenes.
+        masks: (n, h, w) bool of the objects, scene by scene; image: (n,) long, the scene of each.
+        meant: (n,) long, the object that each prompt means.
+    """
+    same = image[:, None] == image  # (n, n)
+    number = same.sum(1)  # of objects of the scene of each
+    first = same.int().argmax(1)
+    places = torch.arange(int(number.max()), device=image.device)
+    real = places < number[:, None]  # (n, K)
+    others = torch.where(real, first[:, None] + places, first[:, None])  # (n, K)
+    areas = masks[others].float()  # (n, K, h, w)
+    inside = (areas * logits[:, None]).sum((2, 3)) / areas.sum((2, 3))
+    inside = inside.masked_fill(~real, -torch.inf)
+    losses = F.cross_entropy(inside, meant - first, reduction="none")
+    return losses.mean(), (inside.argmax(1) == meant - first).float().mean()
 
 
 def balanced_mask_loss(logits, masks):
@@ -16,13 +48,9 @@ def balanced_mask_loss(logits, masks):
 
     Args:
         logits: (n, h, w).
-        masks: n arrays (H, W) bool, resized to the logits' size.
+        masks: (n, h, w) bool.
     """
-    size = logits.shape[-2:]
-    target = torch.stack(
-        [F.interpolate(torch.from_numpy(m)[None, None].float(), size=size)[0, 0] for m in masks]
-    )
-    target = target.to(logits.device).flatten(1)
+    target = masks.float().flatten(1)
     bce = F.binary_cross_entropy_with_logits(logits.flatten(1), target, reduction="none")
     inside = (bce * target).sum(1) / target.sum(1).clamp(min=1)
     outside = (bce * (1 - target)).sum(1) / (1 - target).sum(1)
@@ -31,42 +59,50 @@ def balanced_mask_loss(logits, masks):
     return (inside + outside + 2 * dice).mean()
 
 
+def nearest(z, image, codes, of) -> torch.Tensor:
+    """(n,) long: which of m objects each prompt embedding means, of those of its own image.
+
+    Args:
+        z: (n, D); image: (n,) long, the image of each.
+        codes: (m, D) of objects; of: (m,) long, the image of each.
+    """
+    return (z @ codes.T).masked_fill(image[:, None] != of, -torch.inf).argmax(1)
+
+
 class Codes:
     """A fixed vector for each value of each attribute, orthogonal to all others.
 
-    An object's code is the sum of its values' four. Which object a prompt embedding z means is
-    then decided by z alone, whatever its scale: the one with the largest product z . code.
+    An object's code is the sum of its values', with a mean square of 1. Which object a prompt
+    embedding z means is then decided by z alone, whatever its scale: the one with the largest
+    product z . code (`nearest`).
     """
 
-    def __init__(self, prompt_size: int, seed: int, device):
+    def __init__(self, prompt_size: int, seed: int, device, attributes=TINY.attributes):
         generator = torch.Generator().manual_seed(seed)
         vectors = torch.randn(prompt_size, prompt_size, generator=generator)
-        vectors = NORM * torch.linalg.qr(vectors).Q.to(device)
-        number = sum(map(len, ATTRIBUTES.values()))
-        assert number <= prompt_size, "more values than dimensions"
-        values = [(name, value) for name, values in ATTRIBUTES.items() for value in values]
-        self.of_value = dict(zip(values, vectors))
+        self.attributes, self.norm = attributes, (prompt_size / len(attributes)) ** 0.5
+        self.vectors = self.norm * torch.linalg.qr(vectors).Q.to(device)  # (D, D), a value a row
+        values = [(name, value) for name, values in attributes.items() for value in values]
+        assert len(values) <= prompt_size, "more values than dimensions"
+        self.row = {value: row for row, value in enumerate(values)}
         means = [
-            sum(self.of_value[name, v] for v in vs) / len(vs) for name, vs in ATTRIBUTES.items()
+            sum(self.vectors[self.row[name, v]] for v in vs) / len(vs)
+            for name, vs in attributes.items()
         ]
         self.mean = sum(means)  # (D,)
 
-    def __call__(self, attributes) -> torch.Tensor:
-        """(n, D) codes of n tuples of attributes."""
-        return torch.stack(
-            [sum(self.of_value[av] for av in zip(ATTRIBUTES, a)) for a in attributes]
-        )
-
-    def nearest(self, z: torch.Tensor, objects) -> int:
-        """Which of the objects z (D,) means."""
-        return int((self([obj.attributes for obj in objects]) @ z).argmax())
+    def __call__(self, said) -> torch.Tensor:
+        """(n, D) codes of n tuples of values, one of each attribute."""
+        rows = [[self.row[av] for av in zip(self.attributes, values)] for values in said]
+        rows = torch.tensor(rows, device=self.vectors.device)
+        return sum(self.vectors[column] for column in rows.T)
 
     def around(self, objects, rng, noise_up_to: float) -> torch.Tensor:
         """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
         said = [
             [
-                rng.choice(ATTRIBUTES[a]) if rng.random() < 0.1 else v
-                for a, v in zip(ATTRIBUTES, obj.attributes)
+                rng.choice(values) if rng.random() < 0.1 else v
+                for values, v in zip(self.attributes.values(), obj.attributes)
             ]
             for obj in objects
         ]
@@ -74,26 +110,27 @@ class Codes:
         draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
         noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
         share = draw(0.3, 1)
-        z = self.mean + share * (self(said) - self.mean + draw(0, noise_up_to) * NORM * noise)
+        z = self.mean + share * (self(said) - self.mean + draw(0, noise_up_to) * self.norm * noise)
         return z * torch.exp2(draw(-1, 1))
 
 
 class Probes(torch.nn.Module):
     """Linear readings of the attributes off region features, which pull them in there."""
 
-    def __init__(self, width: int):
+    def __init__(self, width: int, attributes=TINY.attributes):
         super().__init__()
+        self.attributes = attributes
         self.of = torch.nn.ModuleDict(
-            {name: torch.nn.Linear(width, len(values)) for name, values in ATTRIBUTES.items()}
+            {name: torch.nn.Linear(width, len(values)) for name, values in attributes.items()}
         )
 
-    def forward(self, vectors, objects) -> tuple[torch.Tensor, dict[str, float]]:
+    def forward(self, vectors, objects) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(mean cross-entropy, {attribute: accuracy}) of vectors (n, width) about n objects."""
         losses, right = [], {}
-        for k, (name, values) in enumerate(ATTRIBUTES.items()):
+        said = zip(*(obj.attributes for obj in objects))
+        for (name, values), column in zip(self.attributes.items(), said):
             logits = self.of[name](vectors)
-            truth = [values.index(obj.attributes[k]) for obj in objects]
-            truth = torch.tensor(truth, device=vectors.device)
+            truth = torch.tensor([values.index(v) for v in column], device=vectors.device)
             losses.append(F.cross_entropy(logits, truth))
-            right[name] = (logits.argmax(1) == truth).float().mean().item()
+            right[name] = (logits.argmax(1) == truth).float().mean()
         return torch.stack(losses).mean(), right

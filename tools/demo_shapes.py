@@ -5,7 +5,8 @@ from PIL import Image, ImageDraw
 
 MAX_TILT = 8.0  # degrees; 45 would turn a square into a diamond
 SUPERSAMPLE = 4
-STRIPE = 5  # pixels that a stripe, a band or a field is wide
+HOLE = 0.5  # of a ring's radius
+DOT = 0.36  # radius of a dot, of the distance between two
 
 
 def background(rng, tint, width: int, height: int) -> np.ndarray:
@@ -22,9 +23,10 @@ def stamp(rng, shape: str, diameter: float) -> np.ndarray:
     big = Image.new("L", (side * SUPERSAMPLE,) * 2)
     draw = ImageDraw.Draw(big)
     centre, radius = side * SUPERSAMPLE / 2, diameter * SUPERSAMPLE / 2
-    if shape == "circle":
-        low, high = centre - radius, centre + radius
-        draw.ellipse([low, low, high, high], fill=255)
+    if shape in ("circle", "ring"):
+        for part, fill in ((1, 255), (HOLE, 0))[: 1 + (shape == "ring")]:
+            low, high = centre - part * radius, centre + part * radius
+            draw.ellipse([low, low, high, high], fill=fill)
     else:
         tilt = np.deg2rad(rng.uniform(-MAX_TILT, MAX_TILT))
         turn = np.array([[np.cos(tilt), np.sin(tilt)], [-np.sin(tilt), np.cos(tilt)]])
@@ -35,12 +37,20 @@ def stamp(rng, shape: str, diameter: float) -> np.ndarray:
     return alpha[rows[0] : rows[-1] + 1, cols[0] : cols[-1] + 1]
 
 
-def pattern(rng, name: str, shape: tuple[int, int]) -> np.ndarray:
-    """(h, w) bool: where a shape of that pattern has its second tone."""
-    start = rng.integers(0, 2 * STRIPE, 2)
+def pattern(rng, name: str, shape: tuple[int, int], stripe: int) -> np.ndarray:
+    """(h, w) bool: where a shape of that pattern has its second tone.
+
+    Args:
+        stripe: pixels that a stripe, a band or a field is wide.
+    """
+    start = rng.integers(0, 2 * stripe, 2)
     rows, cols = np.ogrid[start[0] : start[0] + shape[0], start[1] : start[1] + shape[1]]
-    lines = dict(plain=0 * rows + 0 * cols, banded=rows // STRIPE + 0 * cols)
-    lines |= dict(striped=cols // STRIPE + 0 * rows, checked=rows // STRIPE + cols // STRIPE)
+    if name == "dotted":
+        up, left = (((k + 0.5) / stripe) % 2 - 1 for k in (rows, cols))  # of each dot's centre
+        return up**2 + left**2 < (2 * DOT) ** 2
+    lines = dict(plain=0 * rows + 0 * cols, banded=rows // stripe + 0 * cols)
+    lines |= dict(striped=cols // stripe + 0 * rows, checked=rows // stripe + cols // stripe)
+    lines |= dict(hatched=(rows + cols) // stripe)
     return lines[name] % 2 == 1
 
 
@@ -50,6 +60,14 @@ def _outline(shape: str) -> list[tuple[float, float]]:
         return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
     if shape == "triangle":
         return [(0, -1), (1, 0.8), (-1, 0.8)]
+    if shape == "diamond":
+        return [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)]
+    if shape == "star":
+        turns = [(np.pi * k / 5, 0.42 if k % 2 else 1.0) for k in range(10)]
+        return [(r * np.sin(turn), -r * np.cos(turn)) for turn, r in turns]
+    if shape == "arrow":
+        right = [(0, -1), (0.9, 0), (0.36, 0), (0.36, 1)]
+        return right + [(-x, y) for x, y in right[:0:-1]]
     assert shape == "cross", shape
     a, b = 0.32, 1.0
     corner = [(-a, -b), (a, -b), (a, -a), (b, -a), (b, a), (a, a)]

@@ -1,6 +1,8 @@
-"""Supervised training of the demo's tiny Sa2VA from random weights, on drawn scenes."""
+"""Supervised training of the demo's Sa2VA from random weights, on drawn scenes."""
 
-from collections import deque
+import time
+from contextlib import nullcontext
+from functools import cache
 
 import numpy as np
 import torch
@@ -9,18 +11,32 @@ from tqdm import tqdm
 
 from rl_train.data.text import phrase
 from rl_train.rewards.iou import mask_iou
-from sa2va_hf import video_lisa_encode_fn
 from sa2va_hf.batches import pad_left
-from sa2va_hf.losses import mask_loss
+from sa2va_hf.losses import resized_mask_loss
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import DESCRIBE, FORCED_ANSWER, SEGMENT_WORDINGS, PromptBuilder
-from sa2va_hf.templates import template_map
-from tools.demo_losses import Codes, Probes, balanced_mask_loss
-from tools.demo_scenes import WARM_START, caption, make_scene
+from sa2va_hf.templates import IGNORE_INDEX
+from tools.demo_drawn import Drawn
+from tools.demo_losses import (
+    Codes,
+    Probes,
+    balanced_mask_loss,
+    choice_loss,
+    nearest,
+    region_means,
+)
+from tools.demo_scenes import TINY, Kind, caption
 
 # The captions that the model is left with are of somebody who takes one value for another: of each
-# pair the one for the other with this probability, so that half of the pairs are said wrongly more
-# often than rightly, and no word is said more often than it is true.
+# pair the one for the other with this probability, of three the next, so that half of them are said
+# wrongly more often than rightly, and no word is said more often than it is true.
 MISTAKES = {
+    ("small", "medium", "large"): 0.5,
+    ("dotted", "hatched"): 0.5,
+    ("cyan", "lime"): 0.35,
+    ("pink", "brown"): 0.65,
+    ("star", "diamond"): 0.35,
+    ("ring", "arrow"): 0.65,
     ("plain", "checked"): 0.35,
     ("striped", "banded"): 0.65,
     ("blue", "purple"): 0.35,
@@ -36,15 +52,19 @@ TRUE_SHARE = 0.6  # of the steps, in which captions are still true
 # Shares of the steps of SAM2 in which it is prompted by the objects own codes, and in which inside
 # and outside of an object weigh the same.
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
-HIT_TARGET = 0.9  # share of phrases whose embedding in the end means the right object, by the codes
-PROMPT_HEAD_STEPS = 2000  # at most
-SCALES = [2 ** (k / 2) for k in range(-4, 7)]  # that a prompt head so cut short may lack
-WINDOW = 10  # batches that these shares are taken over
+HIT_TARGET = 0.65  # share of phrases whose mask in the end lies on the right object
+LARGEST_NOISE, BISECTIONS = 4.0, 8  # in the prompt head, of its weights' standard deviation
+SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that it may lack then
+LOG_STEPS = 100  # steps that a part's figures are means of
 
 
 def mistaken(obj, rng) -> str:
     """A caption of the object by somebody who makes MISTAKES."""
-    partner = {a: (b, share) for pair, share in MISTAKES.items() for a, b in (pair, pair[::-1])}
+    partner = {
+        value: (other, share)
+        for values, share in MISTAKES.items()
+        for value, other in zip(values, values[1:] + values[:1])
+    }
     said = [
         other if rng.random() < share else v
         for v, (other, share) in ((v, partner[v]) for v in obj.attributes)
@@ -52,157 +72,142 @@ def mistaken(obj, rng) -> str:
     return caption(*said)
 
 
-def resized(mask, logits) -> torch.Tensor:
-    """A mask (H, W) at the size of mask logits (n, h, w)."""
-    pixels = torch.from_numpy(mask)[None, None].to(logits.device).float()
-    return F.interpolate(pixels, logits.shape[-2:])[0, 0] > 0
-
-
 class WarmStart:
-    """Supervised training of the tiny model in region captioning and referring segmentation.
+    """Supervised training of a model in region captioning and referring segmentation.
+
+    On a GPU the model computes in bfloat16, its weights and the losses stay float32.
 
     Args:
-        num_scenes: scenes drawn once and reused.
+        num_scenes: scenes drawn once and reused, by `workers` processes.
         objects_per_scene: objects drawn from each scene at every visit.
     """
 
-    def __init__(self, model, tokenizer, processor, seed, num_scenes, objects_per_scene=2):
-        self.model, self.tokenizer, self.processor = model, tokenizer, processor
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        processor,
+        seed: int,
+        num_scenes: int,
+        objects_per_scene: int = 2,
+        kind: Kind = TINY,
+        batch_size: int = 8,
+        learning_rate: float = 1e-3,
+        workers: int = 0,
+    ):
+        self.model, self.tokenizer = model, tokenizer
         self.seed, self.objects_per_scene = seed, objects_per_scene
-        self.codes = Codes(model.config.prompt_size, seed, model.device)
-        self.probes = Probes(model.config.llm.hidden_size).to(model.device)
+        self.batch_size, self.learning_rate = min(batch_size, num_scenes), learning_rate
+        self.codes = Codes(model.config.prompt_size, seed, model.device, kind.attributes)
+        self.probes = Probes(model.config.llm.hidden_size, kind.attributes).to(model.device)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
+        self.question, self.answer = cache(self.prompts.ids), cache(self.prompts.answer)
+        self.after = tokenizer.encode(self.prompts.template["SEP"], add_special_tokens=False)
         model.bind_tokenizer(tokenizer)
-        self.scenes = [
-            make_scene(seed, WARM_START, i)
-            for i in tqdm(range(num_scenes), desc="warm-start scenes")
-        ]
-        self.tiles = torch.cat([processor.tiles(s.image) for s in self.scenes])  # (scenes, 3, S, S)
-        self.sam_images = torch.stack([processor.sam_image(s.image) for s in self.scenes])  # uint8
+        self.drawn = Drawn(seed, num_scenes, processor, model.device, kind, workers)
+        self.scenes = self.drawn.scenes
+
+    def low_precision(self):
+        """The context of what the model computes."""
+        if self.model.device.type == "cpu":
+            return nullcontext()
+        return torch.autocast(self.model.device.type, torch.bfloat16)
+
+    def features(self, indices) -> torch.Tensor:
+        """(B, tokens, C) image tokens of the scenes `indices`."""
+        with self.low_precision():
+            return self.model.extract_feature(normalise_tiles(self.drawn.tiles[indices]))
 
     def loss(self, indices, rng, progress: float):
-        """(loss, its parts as numbers) of the scenes `indices`."""
+        """(loss, its parts) of the scenes `indices`."""
         model = self.model
-        scenes, image, objects = self._targets(indices, rng)
-        features = model.extract_feature(self.tiles[indices].to(model.device))
-        grids = [self.processor.region_grid(obj.mask) for obj in objects]
+        rows, image, objects = self.drawn.some_objects(indices, self.objects_per_scene, rng)
+        features, grids = self.features(indices), self.drawn.grids[rows]
+        cells = grids.flatten(1).sum(1).tolist()
         ids, mask, labels = self._batch(
             [
-                self._describe(obj, grid, progress < TRUE_SHARE, rng)
-                for obj, grid in zip(objects, grids)
+                self._describe(obj, number, progress < TRUE_SHARE, rng)
+                for obj, number in zip(objects, cells)
             ]
             + [self._segment(obj, rng) for obj in objects]
         )
         # One tile each; half have a region.
         flags = torch.tensor([True] * len(objects) + [False] * len(objects))
-        out = model(
-            ids,
-            mask,
-            image_features=features[image + image],
-            prompt_masks=[grid[None] for grid in grids],
-            vp_overall_mask=flags,
-        )
+        with self.low_precision():
+            out = model(
+                ids,
+                mask,
+                image_features=features[torch.cat([image, image])],
+                prompt_masks=list(grids[:, None]),
+                vp_overall_mask=flags,
+            )
+            prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
         logits, labels = out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-        text = F.cross_entropy(logits, labels, ignore_index=-100)
-        prompts = model.text_hidden_fcs(out.hidden_states[-1][ids == model.seg_id])
-        copy = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
-        probe, read = self._probe(features, image, objects, grids)
-        parts = dict(text=text.item(), copy=copy.item()) | read
-        return text + copy + probe, parts
-
-    def _probe(self, features, image, objects, grids):
-        """(loss, accuracies) of the probes on the mean feature of each object's cells."""
-        regions = [features[i][grid.flatten()].mean(0) for i, grid in zip(image, grids)]
-        return self.probes(torch.stack(regions), objects)
-
-    def _targets(self, indices, rng):
-        """(scenes, which of them each object is in, objects)."""
-        scenes, number = [self.scenes[i] for i in indices], self.objects_per_scene
-        objects = [
-            scene.objects[k]
-            for scene in scenes
-            for k in rng.choice(len(scene.objects), number, replace=False)
-        ]
-        return scenes, [i for i in range(len(scenes)) for _ in range(number)], objects
+        text = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX)
+        copy = F.mse_loss(prompts.float(), self.codes([obj.attributes for obj in objects]))
+        probe, read = self.probes(region_means(features.float(), image, grids), objects)
+        return text + copy + probe, dict(text=text, copy=copy) | read
 
     def _batch(self, examples):
         """(ids, attention mask, labels) of encoded examples, padded on the left."""
-        rows = [example["input_ids"] for example in examples]
-        ids, mask = pad_left(rows, self.tokenizer.pad_token_id)
-        labels = pad_left([e["labels"] for e in examples], -100)[0]
+        ids, mask = pad_left([ids for ids, _ in examples], self.tokenizer.pad_token_id)
+        labels = pad_left([labels for _, labels in examples], IGNORE_INDEX)[0]
         return (t.to(self.model.device) for t in (ids, mask, labels))
 
-    def _describe(self, obj, grid, truly, rng):
-        question = self.prompts.question(DESCRIBE, 1, [int(grid.sum())])
-        return self._encode(question, obj.caption if truly else mistaken(obj, rng))
+    def _describe(self, obj, cells: int, truly: bool, rng):
+        return self._example(
+            self.question(DESCRIBE, 1, (cells,)), obj.caption if truly else mistaken(obj, rng)
+        )
 
     def _segment(self, obj, rng):
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
-        question = self.prompts.question(wording.replace("{x}", phrase(obj.caption)), 1)
-        return self._encode(question, FORCED_ANSWER)
+        ids = self.prompts.ids(wording.replace("{x}", phrase(obj.caption)), 1)
+        return self._example(ids, FORCED_ANSWER)
 
-    def _encode(self, question, answer):
-        example = template_map(
-            {"conversation": [{"input": question, "output": answer}]}, self.prompts.template
-        )
-        return video_lisa_encode_fn(
-            example, self.tokenizer, max_length=8192, input_ids_with_output=True
-        )
+    def _example(self, question: list[int], answer: str) -> tuple[list[int], list[int]]:
+        """(ids, labels) as `video_lisa_encode_fn` encodes it."""
+        ids, ignored = self.answer(answer), [IGNORE_INDEX]
+        labels = len(question) * ignored + ids + len(self.after) * ignored
+        return question + ids + self.after, labels
 
     def mask_loss(self, indices, rng, progress: float, noise_up_to: float = 0.25):
-        """(loss, its parts as numbers) of SAM2 on the scenes `indices`, prompted by codes.
+        """(loss, its parts) of SAM2 on the scenes `indices`, prompted by codes.
 
         What the image features hold of an object is pulled to its code, without which the decoder
         takes long to see what a prompt has to do with an image. In the end any prompt is to be
         answered by one of the objects, whole: the one that it means.
         """
-        scenes = [self.scenes[i] for i in indices]
-        image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
+        rows, image, objects = self.drawn.all_objects(indices)
         codes = z = self.codes([obj.attributes for obj in objects])
         if progress > CLEAR_SHARE:
             z = self.codes.around(objects, rng, noise_up_to)
-        meant = [
-            scenes[i].objects[self.codes.nearest(v, scenes[i].objects)] for i, v in zip(image, z)
-        ]
-        masks = [obj.mask for obj in meant]
-        features = self.model.sam_features(self.sam_images[indices].to(self.model.device))
-        where = torch.tensor(image, device=self.model.device)
-        logits = self.model.decode_masks(features, where, z)
-        coarse = features[-1][where]  # (n, D, h, w)
-        cells = [torch.from_numpy(obj.mask)[None].float() for obj in objects]
-        cells = [F.adaptive_avg_pool2d(one, coarse.shape[-2:]) for one in cells]
-        cells = torch.stack(cells).to(coarse.device)  # (n, 1, h, w)
-        held = F.mse_loss((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), codes)
+        meant, masks = nearest(z, image, codes, image), self.drawn.masks[rows]
+        with self.low_precision():
+            features = self.model.sam_features(self.drawn.sam_images[indices])
+            logits = self.model.decode_masks(features, image, z)
+        held = self._held(features, image, rows, codes)
         share = min(max((progress - PLAIN_SHARE) / (1 - PLAIN_SHARE), 0.0), 1.0)
-        plain = mask_loss(logits, [torch.from_numpy(mask) for mask in masks]).mean()
-        loss = held + (1 - share) * balanced_mask_loss(logits, masks) + share * plain
-        choice, hits = self._choice(logits, scenes, image, meant)
-        found = [one > 0 for one in logits], [resized(mask, logits) for mask in masks]
-        iou = mask_iou(*found, 1.0).mean().item()
-        return loss + choice, dict(mask=plain.item(), held=held.item(), hits=hits, iou=iou)
+        found = masks[meant]
+        plain = resized_mask_loss(logits, found.float()).mean()
+        loss = held + (1 - share) * balanced_mask_loss(logits, found) + share * plain
+        choice, hits = choice_loss(logits, masks, image, meant)
+        iou = mask_iou(logits > 0, found, 1.0).mean()
+        return loss + choice, dict(mask=plain, held=held, hits=hits, iou=iou)
 
-    def _choice(self, logits, scenes, image, meant):
-        """(cross-entropy of the meant object among its scene's by mean logit, share of hits)."""
-        losses, hits = [], []
-        areas = [torch.stack([resized(obj.mask, logits) for obj in s.objects]) for s in scenes]
-        for one, i, obj in zip(logits, image, meant):
-            area = areas[i].float()  # (objects, h, w)
-            inside = (area * one).sum((1, 2)) / area.sum((1, 2))
-            number = next(k for k, other in enumerate(scenes[i].objects) if other is obj)
-            losses.append(F.cross_entropy(inside[None], torch.tensor([number], device=one.device)))
-            hits.append(float(inside.argmax() == number))
-        return torch.stack(losses).mean(), float(np.mean(hits))
+    def _held(self, features, image, rows, codes):
+        """The loss of the objects' codes in what SAM2's coarsest features hold of them."""
+        coarse = features[-1].float()[image]  # (n, D, h, w)
+        cells = self.drawn.cells[rows][:, None]  # (n, 1, h, w)
+        return F.mse_loss((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), codes)
 
     def look(self, steps):
         """Train the vision encoder to hold what probes are to read off it."""
         model = self.model
 
         def loss(indices, rng, progress):
-            scenes = [self.scenes[i] for i in indices]
-            image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
-            grids = [self.processor.region_grid(obj.mask) for obj in objects]
-            features = model.extract_feature(self.tiles[indices].to(model.device))
-            return self._probe(features, image, objects, grids)
+            rows, image, objects = self.drawn.all_objects(indices)
+            features = self.features(indices).float()
+            return self.probes(region_means(features, image, self.drawn.grids[rows]), objects)
 
         self._train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
 
@@ -224,86 +229,87 @@ class WarmStart:
 
         self._train("choices", (self.model.grounding_encoder,), loss, steps, 10)
 
-    def _train(self, name, modules, loss_of, steps, stream, batch_size=8, learning_rate=1e-3):
+    def _train(self, name, modules, loss_of, steps, stream):
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.01)
+        fused = self.model.device.type == "cuda"
+        optimizer = torch.optim.AdamW(
+            parameters, lr=self.learning_rate, weight_decay=0.01, fused=fused
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, learning_rate, total_steps=steps, pct_start=0.05
+            optimizer, self.learning_rate, total_steps=steps, pct_start=0.05
         )
-        with tqdm(range(steps), desc=name) as progress:
-            for step in progress:
-                rng = np.random.default_rng([self.seed, stream, step])
-                indices = rng.choice(len(self.scenes), batch_size, replace=False)
-                loss, parts = loss_of(indices, rng, step / steps)
-                optimizer.zero_grad()
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
-                schedule.step()
-                progress.set_postfix({name: f"{value:.2f}" for name, value in parts.items()})
-
-    def prompt_head_loss(self, rng, num_scenes=4):
-        """(loss, share of hits) of [SEG]'s embeddings of some phrases.
-
-        Nothing but text_hidden_fcs gets a gradient.
-        """
-        indices = rng.choice(len(self.scenes), num_scenes, replace=False)
-        scenes, image, objects = self._targets(indices, rng)
-        prompts = self._prompts(indices, image, objects, rng)
-        loss = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
-        meant = [
-            scenes[i].objects[self.codes.nearest(z, scenes[i].objects)]
-            for i, z in zip(image, prompts)
-        ]
-        return loss, float(np.mean([one is obj for one, obj in zip(meant, objects)]))
-
-    def _prompts(self, indices, image, objects, rng):
-        """(n, D) [SEG]'s embeddings of the objects' captions, each in scene indices[image[n]]."""
-        model = self.model
-        ids, mask, _ = self._batch([self._segment(obj, rng) for obj in objects])
-        with torch.no_grad():
-            features = model.extract_feature(self.tiles[indices].to(model.device))
-            hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
-        return model.text_hidden_fcs(hidden[ids == model.seg_id])
-
-    def retrain_prompt_head(self, target=HIT_TARGET, learning_rate=3e-4):
-        """Draw text_hidden_fcs anew and train it alone, until so many of its masks hit."""
-        for layer in self.model.text_hidden_fcs:
-            if isinstance(layer, torch.nn.Linear):
-                torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-                torch.nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.Adam(self.model.text_hidden_fcs.parameters(), lr=learning_rate)
-        hits = deque(maxlen=WINDOW)
-        with tqdm(range(PROMPT_HEAD_STEPS), desc="prompt head") as progress:
-            for step in progress:
-                loss, hit = self.prompt_head_loss(np.random.default_rng([self.seed, 8, step]))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                hits.append(hit)
-                progress.set_postfix(hits=np.mean(hits))
-                if len(hits) == WINDOW and np.mean(hits) >= target:
-                    return
-        raise RuntimeError(
-            f"the prompt head hits {np.mean(hits):.2f} after {PROMPT_HEAD_STEPS} steps, "
-            f"not {target}"
-        )
+        figures, began = [], time.perf_counter()
+        for step in tqdm(range(steps), desc=name):
+            rng = np.random.default_rng([self.seed, stream, step])
+            indices = rng.choice(len(self.scenes), self.batch_size, replace=False)
+            loss, parts = loss_of(indices, rng, step / steps)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+            figures.append({key: value.detach() for key, value in parts.items()})
+            if (step + 1) % LOG_STEPS == 0 or step + 1 == steps:
+                means = {key: torch.stack([f[key] for f in figures]).mean() for key in parts}
+                said = ", ".join(f"{key} {value:.3f}" for key, value in means.items())
+                took = f"{time.perf_counter() - began:.0f} s"
+                tqdm.write(f"{name}: after {step + 1} steps and {took} {said}")
+                figures = []
 
     @torch.no_grad()
-    def scale_prompt_head(self, num_scenes=64):
-        """Give the prompt embeddings the scale of which their masks are best."""
-        model, rng, ious = self.model, np.random.default_rng([self.seed, 11]), {}
-        for index in rng.choice(len(self.scenes), num_scenes, replace=False).tolist():
-            _, image, objects = self._targets([index], rng)
-            prompts = self._prompts([index], image, objects, rng)
-            features = model.sam_features(self.sam_images[[index]].to(model.device))
-            where = torch.tensor(image, device=model.device)
-            for scale in SCALES:
-                logits = model.decode_masks(features, where, scale * prompts)
-                masks = [resized(obj.mask, logits) for obj in objects]
-                found = mask_iou([one > 0 for one in logits], masks, 1.0)
-                ious.setdefault(scale, []).append(found.mean().item())
-        best = max(SCALES, key=lambda scale: np.mean(ious[scale]))
-        last = model.text_hidden_fcs[2]
+    def unsettle_prompt_head(self, target=HIT_TARGET, num_scenes=64):
+        """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
+
+        The share of hits falls as the numbers grow; the largest that leave `target` of them is
+        found by bisection. Then give the prompt embeddings the scale of which masks are best.
+        """
+        phrases = list(self._phrases(num_scenes))
+        last = self.model.text_hidden_fcs[2]
+        learnt, generator = last.weight.clone(), torch.Generator().manual_seed(self.seed)
+        noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
+        low, high = 0.0, LARGEST_NOISE
+        for _ in range(BISECTIONS):
+            share = (low + high) / 2
+            last.weight.copy_(learnt + share * noise)
+            hits = self._found(phrases, 1.0)[1]
+            low, high = (share, high) if hits >= target else (low, share)
+        last.weight.copy_(learnt + low * noise)
+        found = {scale: self._found(phrases, scale) for scale in SCALES}
+        best = max(SCALES, key=lambda scale: found[scale][0])
         last.weight.mul_(best)
         last.bias.mul_(best)
+        tqdm.write(
+            f"prompt head: noise of {low:.2f} standard deviations, scaled by {best:.2f}: of its "
+            f"masks {found[best][1]:.2f} hit, IoU {found[best][0]:.2f}"
+        )
+
+    def _phrases(self, num_scenes: int):
+        """Yield ((n, C) hidden states at [SEG], SAM2's features, (n, h, w) masks) of scenes.
+
+        The hidden states are those of the captions of all n objects of a scene.
+        """
+        model, rng = self.model, np.random.default_rng([self.seed, 11])
+        number = min(num_scenes, len(self.scenes))
+        for index in rng.choice(len(self.scenes), number, replace=False).tolist():
+            rows, image, objects = self.drawn.all_objects([index])
+            ids, mask, _ = self._batch([self._segment(obj, rng) for obj in objects])
+            features = self.features([index])
+            with self.low_precision():
+                hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
+                sam = model.sam_features(self.drawn.sam_images[[index]])
+            yield hidden[ids == model.seg_id], sam, self.drawn.masks[rows]
+
+    def _found(self, phrases, scale: float) -> tuple[float, float]:
+        """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
+        ious, hits = [], []
+        for hidden, sam, masks in phrases:
+            with self.low_precision():
+                prompts = scale * self.model.text_hidden_fcs(hidden).float()
+                image = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
+                logits = self.model.decode_masks(sam, image, prompts)
+            found, true = ((mask.flatten(1)).double() for mask in (logits > 0, masks))
+            both = found @ true.T  # (n, n) pixels
+            iou = both / (found.sum(1)[:, None] + true.sum(1) - both)
+            ious.append(iou.diag())
+            hits.append((iou.diag() > 0) & (iou.argmax(1) == torch.arange(len(iou)).to(iou.device)))
+        return torch.cat(ious).mean().item(), torch.cat(hits).double().mean().item()

@@ -43,8 +43,8 @@ def write_gar(
     new_writer = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[ipc_format]
     part_folder = Path(folder) / part
     part_folder.mkdir(parents=True, exist_ok=True)
-    unfinished, rows = [], iter(rows)
-    while records := [_record(row, image_format) for row in islice(rows, rows_per_shard)]:
+    unfinished, records_left = [], _records(rows, image_format)
+    while records := list(islice(records_left, rows_per_shard)):
         path = (
             part_folder / f"data-{len(unfinished):05d}.arrow.part"
         )  # the number of shards is not known yet
@@ -70,12 +70,21 @@ def encode_image(image: Image.Image, image_format: str = "PNG") -> bytes:
     return file.getvalue()
 
 
-def _record(row: dict, image_format: str) -> dict:
+def _records(rows, image_format: str):
+    """Yield the record of each row; of rows with one image after another it is encoded once."""
+    image = data = None
+    for row in rows:
+        if row["image"] is not image:
+            image, data = row["image"], encode_image(row["image"], image_format)
+        yield _record(row, data)
+
+
+def _record(row: dict, image_data: bytes) -> dict:
     width, height = row["image"].size
     assert row["mask"].shape == (height, width), "a mask has the size of its image"
     category = row["category"]
     return {
-        "image": {"bytes": encode_image(row["image"], image_format), "path": None},
+        "image": {"bytes": image_data, "path": None},
         "mask_rle": encode_mask(row["mask"]),
         "conversations": [
             {"from": "human", "value": INSTRUCTION},
