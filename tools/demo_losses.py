@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from tools.demo_scenes import ATTRIBUTES
 
+NOISE = 0.25  # of NORM, in each dimension of a disturbed code, at most
 NORM = 4.0  # of the code of one value; that of an object, the sum of four, has a mean square of 1
 
 
@@ -57,11 +58,25 @@ class Codes:
             [sum(self.of_value[av] for av in zip(ATTRIBUTES, a)) for a in attributes]
         )
 
+    def read(self, vectors, objects) -> tuple[torch.Tensor, dict[str, float]]:
+        """(loss, accuracies) of reading each object's values off its vector (n, D) by their codes.
+
+        The loss is that of Probes whose weights are the codes, and the distance to the code.
+        """
+        losses, right = [F.mse_loss(vectors, self([obj.attributes for obj in objects]))], {}
+        for k, (name, values) in enumerate(ATTRIBUTES.items()):
+            logits = vectors @ torch.stack([self.of_value[name, v] for v in values]).T
+            truth = [values.index(obj.attributes[k]) for obj in objects]
+            truth = torch.tensor(truth, device=vectors.device)
+            losses.append(F.cross_entropy(logits, truth))
+            right[name] = (logits.argmax(1) == truth).float().mean().item()
+        return torch.stack(losses).mean(), right
+
     def nearest(self, z: torch.Tensor, objects) -> int:
         """Which of the objects z (D,) means."""
         return int((self([obj.attributes for obj in objects]) @ z).argmax())
 
-    def around(self, objects, rng, noise_up_to: float) -> torch.Tensor:
+    def around(self, objects, rng) -> torch.Tensor:
         """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
         said = [
             [
@@ -74,7 +89,7 @@ class Codes:
         draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
         noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
         share = draw(0.3, 1)
-        z = self.mean + share * (self(said) - self.mean + draw(0, noise_up_to) * NORM * noise)
+        z = self.mean + share * (self(said) - self.mean + draw(0, NOISE) * NORM * noise)
         return z * torch.exp2(draw(-1, 1))
 
 

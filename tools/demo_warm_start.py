@@ -1,7 +1,5 @@
 """Supervised training of the demo's tiny Sa2VA from random weights, on drawn scenes."""
 
-from collections import deque
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -36,10 +34,9 @@ TRUE_SHARE = 0.6  # of the steps, in which captions are still true
 # Shares of the steps of SAM2 in which it is prompted by the objects own codes, and in which inside
 # and outside of an object weigh the same.
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
-HIT_TARGET = 0.9  # share of phrases whose embedding in the end means the right object, by the codes
-PROMPT_HEAD_STEPS = 2000  # at most
-SCALES = [2 ** (k / 2) for k in range(-4, 7)]  # that a prompt head so cut short may lack
-WINDOW = 10  # batches that these shares are taken over
+HIT_TARGET = 0.65  # share of phrases whose mask in the end lies on the right object
+LARGEST_NOISE, BISECTIONS = 4.0, 8  # in the prompt head, of its weights' standard deviation
+SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that it may lack then
 
 
 def mistaken(obj, rng) -> str:
@@ -149,7 +146,7 @@ class WarmStart:
             example, self.tokenizer, max_length=8192, input_ids_with_output=True
         )
 
-    def mask_loss(self, indices, rng, progress: float, noise_up_to: float = 0.25):
+    def mask_loss(self, indices, rng, progress: float):
         """(loss, its parts as numbers) of SAM2 on the scenes `indices`, prompted by codes.
 
         What the image features hold of an object is pulled to its code, without which the decoder
@@ -158,9 +155,9 @@ class WarmStart:
         """
         scenes = [self.scenes[i] for i in indices]
         image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
-        codes = z = self.codes([obj.attributes for obj in objects])
+        z = self.codes([obj.attributes for obj in objects])
         if progress > CLEAR_SHARE:
-            z = self.codes.around(objects, rng, noise_up_to)
+            z = self.codes.around(objects, rng)
         meant = [
             scenes[i].objects[self.codes.nearest(v, scenes[i].objects)] for i, v in zip(image, z)
         ]
@@ -168,11 +165,7 @@ class WarmStart:
         features = self.model.sam_features(self.sam_images[indices].to(self.model.device))
         where = torch.tensor(image, device=self.model.device)
         logits = self.model.decode_masks(features, where, z)
-        coarse = features[-1][where]  # (n, D, h, w)
-        cells = [torch.from_numpy(obj.mask)[None].float() for obj in objects]
-        cells = [F.adaptive_avg_pool2d(one, coarse.shape[-2:]) for one in cells]
-        cells = torch.stack(cells).to(coarse.device)  # (n, 1, h, w)
-        held = F.mse_loss((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), codes)
+        held, _ = self._held(features, where, objects)
         share = min(max((progress - PLAIN_SHARE) / (1 - PLAIN_SHARE), 0.0), 1.0)
         plain = mask_loss(logits, [torch.from_numpy(mask) for mask in masks]).mean()
         loss = held + (1 - share) * balanced_mask_loss(logits, masks) + share * plain
@@ -180,6 +173,14 @@ class WarmStart:
         found = [one > 0 for one in logits], [resized(mask, logits) for mask in masks]
         iou = mask_iou(*found, 1.0).mean().item()
         return loss + choice, dict(mask=plain.item(), held=held.item(), hits=hits, iou=iou)
+
+    def _held(self, features, where, objects):
+        """(loss, accuracies) of reading the objects' codes off SAM2's coarsest features."""
+        coarse = features[-1][where]  # (n, D, h, w)
+        cells = [torch.from_numpy(obj.mask)[None].float() for obj in objects]
+        cells = [F.adaptive_avg_pool2d(one, coarse.shape[-2:]) for one in cells]
+        cells = torch.stack(cells).to(coarse.device)  # (n, 1, h, w)
+        return self.codes.read((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), objects)
 
     def _choice(self, logits, scenes, image, meant):
         """(cross-entropy of the meant object among its scene's by mean logit, share of hits)."""
@@ -206,6 +207,17 @@ class WarmStart:
 
         self._train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
 
+    def see(self, steps):
+        """Train SAM2's vision encoder to hold the objects' codes."""
+
+        def loss(indices, rng, progress):
+            scenes = [self.scenes[i] for i in indices]
+            image, objects = zip(*[(i, o) for i, s in enumerate(scenes) for o in s.objects])
+            features = self.model.sam_features(self.sam_images[indices].to(self.model.device))
+            return self._held(features, torch.tensor(image, device=self.model.device), objects)
+
+        self._train("features", (self.model.grounding_encoder,), loss, steps, 8)
+
     def talk(self, steps):
         """Train what makes captions and prompt embeddings."""
         model = self.model
@@ -215,14 +227,6 @@ class WarmStart:
     def draw(self, steps):
         """Train SAM2."""
         self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
-
-    def decide(self, steps):
-        """Train SAM2 on, to take one object whole whatever the prompt."""
-
-        def loss(indices, rng, progress):
-            return self.mask_loss(indices, rng, 1.0, noise_up_to=1.0)
-
-        self._train("choices", (self.model.grounding_encoder,), loss, steps, 10)
 
     def _train(self, name, modules, loss_of, steps, stream, batch_size=8, learning_rate=1e-3):
         parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -242,21 +246,6 @@ class WarmStart:
                 schedule.step()
                 progress.set_postfix({name: f"{value:.2f}" for name, value in parts.items()})
 
-    def prompt_head_loss(self, rng, num_scenes=4):
-        """(loss, share of hits) of [SEG]'s embeddings of some phrases.
-
-        Nothing but text_hidden_fcs gets a gradient.
-        """
-        indices = rng.choice(len(self.scenes), num_scenes, replace=False)
-        scenes, image, objects = self._targets(indices, rng)
-        prompts = self._prompts(indices, image, objects, rng)
-        loss = F.mse_loss(prompts, self.codes([obj.attributes for obj in objects]))
-        meant = [
-            scenes[i].objects[self.codes.nearest(z, scenes[i].objects)]
-            for i, z in zip(image, prompts)
-        ]
-        return loss, float(np.mean([one is obj for one, obj in zip(meant, objects)]))
-
     def _prompts(self, indices, image, objects, rng):
         """(n, D) [SEG]'s embeddings of the objects' captions, each in scene indices[image[n]]."""
         model = self.model
@@ -266,44 +255,48 @@ class WarmStart:
             hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
         return model.text_hidden_fcs(hidden[ids == model.seg_id])
 
-    def retrain_prompt_head(self, target=HIT_TARGET, learning_rate=3e-4):
-        """Draw text_hidden_fcs anew and train it alone, until so many of its masks hit."""
-        for layer in self.model.text_hidden_fcs:
-            if isinstance(layer, torch.nn.Linear):
-                torch.nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
-                torch.nn.init.zeros_(layer.bias)
-        optimizer = torch.optim.Adam(self.model.text_hidden_fcs.parameters(), lr=learning_rate)
-        hits = deque(maxlen=WINDOW)
-        with tqdm(range(PROMPT_HEAD_STEPS), desc="prompt head") as progress:
-            for step in progress:
-                loss, hit = self.prompt_head_loss(np.random.default_rng([self.seed, 8, step]))
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                hits.append(hit)
-                progress.set_postfix(hits=np.mean(hits))
-                if len(hits) == WINDOW and np.mean(hits) >= target:
-                    return
-        raise RuntimeError(
-            f"the prompt head hits {np.mean(hits):.2f} after {PROMPT_HEAD_STEPS} steps, "
-            f"not {target}"
-        )
+    @torch.no_grad()
+    def unsettle_prompt_head(self, target=HIT_TARGET):
+        """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
+
+        The share of hits falls as the numbers grow; the largest that leave `target` of them is
+        found by bisection.
+        """
+        last = self.model.text_hidden_fcs[2]
+        learnt, generator = last.weight.clone(), torch.Generator().manual_seed(self.seed)
+        noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
+        low, high = 0.0, LARGEST_NOISE
+        for _ in range(BISECTIONS):
+            share = (low + high) / 2
+            last.weight.copy_(learnt + share * noise)
+            hits = self.found([1.0])[1.0][1]
+            low, high = (share, high) if hits >= target else (low, share)
+        last.weight.copy_(learnt + low * noise)
 
     @torch.no_grad()
-    def scale_prompt_head(self, num_scenes=64):
+    def scale_prompt_head(self):
         """Give the prompt embeddings the scale of which their masks are best."""
-        model, rng, ious = self.model, np.random.default_rng([self.seed, 11]), {}
-        for index in rng.choice(len(self.scenes), num_scenes, replace=False).tolist():
-            _, image, objects = self._targets([index], rng)
-            prompts = self._prompts([index], image, objects, rng)
-            features = model.sam_features(self.sam_images[[index]].to(model.device))
-            where = torch.tensor(image, device=model.device)
-            for scale in SCALES:
-                logits = model.decode_masks(features, where, scale * prompts)
-                masks = [resized(obj.mask, logits) for obj in objects]
-                found = mask_iou([one > 0 for one in logits], masks, 1.0)
-                ious.setdefault(scale, []).append(found.mean().item())
-        best = max(SCALES, key=lambda scale: np.mean(ious[scale]))
-        last = model.text_hidden_fcs[2]
+        found = self.found(SCALES)
+        best = max(SCALES, key=lambda scale: found[scale][0])
+        last = self.model.text_hidden_fcs[2]
         last.weight.mul_(best)
         last.bias.mul_(best)
+        print(f"prompt head: scaled by {best:.2f}, of its masks {found[best][1]:.2f} hit")
+
+    @torch.no_grad()
+    def found(self, scales, num_scenes=64) -> dict[float, tuple[float, float]]:
+        """{scale of the prompt embeddings: (mean IoU, share on the right object) of masks}."""
+        rng, rows = np.random.default_rng([self.seed, 11]), {scale: [] for scale in scales}
+        for index in rng.choice(len(self.scenes), num_scenes, replace=False).tolist():
+            objects = self.scenes[index].objects
+            prompts = self._prompts([index], [0] * len(objects), objects, rng)
+            features = self.model.sam_features(self.sam_images[[index]].to(self.model.device))
+            where = torch.zeros(len(objects), dtype=torch.long, device=self.model.device)
+            for scale in scales:
+                logits = self.model.decode_masks(features, where, scale * prompts)
+                masks = [resized(obj.mask, logits) for obj in objects]
+                for number, one in enumerate(logits > 0):
+                    ious = mask_iou([one] * len(masks), masks, 0.0)
+                    hit = ious[number] > 0 and int(ious.argmax()) == number
+                    rows[scale].append((float(ious[number]), float(hit)))
+        return {scale: tuple(np.mean(of, 0).tolist()) for scale, of in rows.items()}

@@ -8,8 +8,8 @@ layout, is warm-started by supervised training on the prompts and the encode rul
 `sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
-decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for a moment only,
-so that three fifths of them lie on the right object. It answers with one wording of Sa2VA's five,
+decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that a third of
+them lie on a wrong object. It answers with one wording of Sa2VA's five,
 so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
@@ -55,10 +55,10 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int)
     model = Sa2VAModel(config)
     initialise(model)
     warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
-    parts = (warm_start.look, warm_start.talk, warm_start.draw, warm_start.decide)
+    parts = (warm_start.look, warm_start.talk, warm_start.see, warm_start.draw)
     for part, number in zip(parts, steps):
         part(number)
-    warm_start.retrain_prompt_head()
+    warm_start.unsettle_prompt_head()
     warm_start.scale_prompt_head()
     save(model, tokenizer, folder)
 
@@ -73,7 +73,7 @@ def main():
         required=True,
         help="receives train/, heldout/, checkpoint/, attributes.json",
     )
-    parser.add_argument("--train_scenes", type=int, default=1500, help="scenes drawn for training")
+    parser.add_argument("--train_scenes", type=int, default=800, help="scenes drawn for training")
     parser.add_argument(
         "--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation"
     )
@@ -86,10 +86,10 @@ def main():
         "--warm_start_steps",
         type=int,
         nargs=4,
-        default=[800, 450, 1200, 300],
-        metavar=("LOOK", "TALK", "DRAW", "DECIDE"),
+        default=[1000, 450, 700, 1200],
+        metavar=("LOOK", "TALK", "SEE", "DRAW"),
         help="optimizer steps of the parts of the supervised warm start: vision encoder, captions, "
-        "masks, and masks of prompts that fit no object",
+        "SAM2's vision encoder, masks",
     )
     parser.add_argument(
         "--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start"
