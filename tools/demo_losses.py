@@ -5,6 +5,8 @@ import torch.nn.functional as F
 
 from tools.demo_scenes import TINY
 
+NOISE = 0.25  # of a value's code, in each dimension of a disturbed one, at most
+
 
 def region_means(features, image, grids) -> torch.Tensor:
     """(n, C) mean feature of the cells of each region.
@@ -81,7 +83,8 @@ class Codes:
         generator = torch.Generator().manual_seed(seed)
         vectors = torch.randn(prompt_size, prompt_size, generator=generator)
         self.attributes, self.norm = attributes, (prompt_size / len(attributes)) ** 0.5
-        self.vectors = self.norm * torch.linalg.qr(vectors).Q.to(device)  # (D, D), a value a row
+        vectors = self.norm * torch.linalg.qr(vectors).Q.to(device)
+        self.vectors = vectors.contiguous()  # (D, D), a value a row
         values = [(name, value) for name, values in attributes.items() for value in values]
         assert len(values) <= prompt_size, "more values than dimensions"
         self.row = {value: row for row, value in enumerate(values)}
@@ -97,7 +100,22 @@ class Codes:
         rows = torch.tensor(rows, device=self.vectors.device)
         return sum(self.vectors[column] for column in rows.T)
 
-    def around(self, objects, rng, noise_up_to: float) -> torch.Tensor:
+    def read(self, vectors, objects) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss, accuracies) of reading each object's values off its vector (n, D) by their codes.
+
+        The loss is that of Probes whose weights are the codes, and the distance to the code.
+        """
+        said = [obj.attributes for obj in objects]
+        losses, right, first = [F.mse_loss(vectors, self(said))], {}, 0
+        for (name, values), column in zip(self.attributes.items(), zip(*said)):
+            logits = vectors @ self.vectors[first : first + len(values)].T
+            truth = torch.tensor([values.index(v) for v in column], device=vectors.device)
+            losses.append(F.cross_entropy(logits, truth))
+            right[name] = (logits.argmax(1) == truth).float().mean()
+            first += len(values)
+        return torch.stack(losses).mean(), right
+
+    def around(self, objects, rng) -> torch.Tensor:
         """(n, D) random embeddings, one about each object: wrong in places, weak, noisy, scaled."""
         said = [
             [
@@ -110,7 +128,7 @@ class Codes:
         draw = lambda low, high: torch.from_numpy(rng.uniform(low, high, (n, 1))).float().to(device)  # noqa
         noise = torch.from_numpy(rng.standard_normal((n, len(self.mean)))).float().to(device)
         share = draw(0.3, 1)
-        z = self.mean + share * (self(said) - self.mean + draw(0, noise_up_to) * self.norm * noise)
+        z = self.mean + share * (self(said) - self.mean + draw(0, NOISE) * self.norm * noise)
         return z * torch.exp2(draw(-1, 1))
 
 

@@ -1,6 +1,7 @@
 """What the demo leaves to learn: which attributes tell objects apart, say, read and find what.
 
     python -m tools.demo_report --checkpoint outputs/demo/checkpoint [--output F.json]
+    python -m tools.demo_report --checkpoint outputs/mid/checkpoint --size mid --device cuda
 
 On held-out scenes: how many attributes tell an object from the others of its scene; which of them
 the checkpoint's greedy captions get right, beside a linear probe on the features of the region that
@@ -21,7 +22,8 @@ from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import build_policy
 from rl_train.policies.segment_describe import answer, describe
 from rl_train.rewards import mask_iou
-from tools.demo_scenes import ATTRIBUTES, HELDOUT, TRAIN, caption, make_scene
+from tools.demo_scenes import HELDOUT, TRAIN, caption, make_scene
+from tools.demo_sizes import SIZES
 
 TOKENS = 32  # of an answer, at most
 PROBE_STEPS = 300
@@ -29,13 +31,13 @@ PROBE_STEPS = 300
 
 def told_apart(scenes) -> dict[int, dict[str, float]]:
     """{k: shares of objects that k attributes tell from all others: "any" k, the "best" k}."""
-    shares = {k: [] for k in range(1, len(ATTRIBUTES) + 1)}
+    shares = {k: [] for k in range(1, len(scenes[0].objects[0].attributes) + 1)}
     for scene in scenes:
         for obj in scene.objects:
             others = [o for o in scene.objects if o is not obj]
             differ = [[a != b for a, b in zip(obj.attributes, o.attributes)] for o in others]
             for k, found in shares.items():
-                picks = combinations(range(len(ATTRIBUTES)), k)
+                picks = combinations(range(len(obj.attributes)), k)
                 found.append([all(any(d[a] for a in pick) for d in differ) for pick in picks])
     return {
         k: dict(any=float(np.mean(found)), best=float(np.mean(np.any(found, 1))))
@@ -46,10 +48,10 @@ def told_apart(scenes) -> dict[int, dict[str, float]]:
 class Report:
     """Measures of one checkpoint on scenes that are drawn by a seed."""
 
-    def __init__(self, checkpoint: Path, seed: int):
+    def __init__(self, checkpoint: Path, seed: int, attributes, device: str = "cpu"):
         config = PolicyConfig(model_path=str(checkpoint), lora_r=1, dtype="float32")
-        self.policy = build_policy(config, ("lora", "mlp1"), TOKENS, torch.device("cpu"))
-        self.seed = seed
+        self.policy = build_policy(config, ("lora", "mlp1"), TOKENS, torch.device(device))
+        self.seed, self.attributes = seed, attributes
 
     def features(self, scene):
         """Features of a scene's image, by the same path as in a run."""
@@ -64,18 +66,18 @@ class Report:
         """(n, C) mean feature of each object's cells, as the language model is given them."""
         rows, policy = [], self.policy
         for scene in scenes:
-            tile = policy.processor.tiles(scene.image)
+            tile = policy.processor.tiles(scene.image).to(policy.model.device)
             (tokens,) = policy.model.extract_feature(tile)
             for obj in scene.objects:
                 rows.append(tokens[policy.processor.region_grid(obj.mask).flatten()].mean(0))
-        return torch.stack(rows)
+        return torch.stack(rows).cpu()
 
     def probe(self, training, heldout) -> dict[str, float]:
         """{attribute: accuracy on held-out objects} of linear probes on `regions`."""
         xs = [self.regions(scenes) for scenes in (training, heldout)]
         mean, std = xs[0].mean(0), xs[0].std(0) + 1e-6
         xs, accuracy = [(x - mean) / std for x in xs], {}
-        for k, (name, values) in enumerate(ATTRIBUTES.items()):
+        for k, (name, values) in enumerate(self.attributes.items()):
             ys = [
                 torch.tensor([values.index(o.attributes[k]) for s in scenes for o in s.objects])
                 for scenes in (training, heldout)
@@ -99,7 +101,7 @@ class Report:
                 right.append([value in text.lower() for value in obj.attributes])
                 words.append(len(text.split()))
                 texts.append(text)
-        shares = dict(zip(ATTRIBUTES, np.mean(right, 0).tolist()))
+        shares = dict(zip(self.attributes, np.mean(right, 0).tolist()))
         return shares | dict(words=float(np.mean(words)), distinct=len(set(texts)) / len(texts))
 
     def found(self, scenes) -> dict[int, dict[str, float]]:
@@ -112,16 +114,16 @@ class Report:
             features = self.features(scene)
             truth = torch.stack([torch.from_numpy(obj.mask) for obj in scene.objects])
             for number, obj in enumerate(scene.objects):
-                phrases, kept = [], range(len(ATTRIBUTES) + 1)
+                phrases, kept = [], range(len(self.attributes) + 1)
                 for num_right in kept:
-                    keep = rng.permutation(len(ATTRIBUTES))[:num_right]
+                    keep = rng.permutation(len(self.attributes))[:num_right]
                     phrases.append(
                         tuple(
                             value
                             if a in keep
                             else str(rng.choice([v for v in values if v != value]))
                             for a, (value, values) in enumerate(
-                                zip(obj.attributes, ATTRIBUTES.values())
+                                zip(obj.attributes, self.attributes.values())
                             )
                         )
                     )
@@ -146,22 +148,27 @@ def main(argv=None):
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--checkpoint", type=Path, required=True)
+    sizes = "that the demo was made with"
+    parser.add_argument("--size", choices=list(SIZES), default="tiny", help=sizes)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--scenes", type=int, default=60, help="held-out scenes")
     parser.add_argument("--probe_scenes", type=int, default=300, help="that probes are fitted on")
     parser.add_argument("--seed", type=int, default=0, help="of the demo's scenes")
     parser.add_argument("--output", type=Path, help="JSON file of all figures")
     args = parser.parse_args(argv)
+    kind = SIZES[args.size].kind
     heldout, training = (
-        [make_scene(args.seed, split, i) for i in range(number)]
+        [make_scene(args.seed, split, i, kind) for i in range(number)]
         for split, number in ((HELDOUT, args.scenes), (TRAIN, args.probe_scenes))
     )
-    report, apart = Report(args.checkpoint, args.seed), told_apart(heldout)
+    report = Report(args.checkpoint, args.seed, kind.attributes, args.device)
+    apart = told_apart(heldout)
     for k, row in apart.items():
         print(
             f"{k} attributes tell an object apart: {row['any']:.2f}, the best {k} {row['best']:.2f}"
         )
     said, read = report.said(heldout), report.probe(training, heldout)
-    for name, values in ATTRIBUTES.items():
+    for name, values in kind.attributes.items():
         print(f"{name}: said {said[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}")
     print(f"captions: {said['words']:.1f} words, {said['distinct']:.2f} of them distinct")
     found = report.found(heldout)

@@ -190,7 +190,9 @@ def _draw(rng, plan, kind) -> Scene | None:
     canvas = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
     taken, objects, areas = np.zeros((height, width), dtype=bool), [], []
     for values in plan:
-        obj = Object(mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values)))
+        obj = Object(
+            mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values))
+        )
         diameter = rng.uniform(*kind.diameters[obj.size]) * min(width, height)
         alpha = stamp(rng, obj.shape, diameter)  # (h, w) in 0..1
         top, left = (

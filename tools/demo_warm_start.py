@@ -170,7 +170,7 @@ class WarmStart:
         labels = len(question) * ignored + ids + len(self.after) * ignored
         return question + ids + self.after, labels
 
-    def mask_loss(self, indices, rng, progress: float, noise_up_to: float = 0.25):
+    def mask_loss(self, indices, rng, progress: float):
         """(loss, its parts) of SAM2 on the scenes `indices`, prompted by codes.
 
         What the image features hold of an object is pulled to its code, without which the decoder
@@ -180,12 +180,12 @@ class WarmStart:
         rows, image, objects = self.drawn.all_objects(indices)
         codes = z = self.codes([obj.attributes for obj in objects])
         if progress > CLEAR_SHARE:
-            z = self.codes.around(objects, rng, noise_up_to)
+            z = self.codes.around(objects, rng)
         meant, masks = nearest(z, image, codes, image), self.drawn.masks[rows]
         with self.low_precision():
             features = self.model.sam_features(self.drawn.sam_images[indices])
             logits = self.model.decode_masks(features, image, z)
-        held = self._held(features, image, rows, codes)
+        held, _ = self._held(features, image, rows, objects)
         share = min(max((progress - PLAIN_SHARE) / (1 - PLAIN_SHARE), 0.0), 1.0)
         found = masks[meant]
         plain = resized_mask_loss(logits, found.float()).mean()
@@ -194,11 +194,11 @@ class WarmStart:
         iou = mask_iou(logits > 0, found, 1.0).mean()
         return loss + choice, dict(mask=plain, held=held, hits=hits, iou=iou)
 
-    def _held(self, features, image, rows, codes):
-        """The loss of the objects' codes in what SAM2's coarsest features hold of them."""
+    def _held(self, features, image, rows, objects):
+        """(loss, accuracies) of reading the objects' codes off SAM2's coarsest features."""
         coarse = features[-1].float()[image]  # (n, D, h, w)
         cells = self.drawn.cells[rows][:, None]  # (n, 1, h, w)
-        return F.mse_loss((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), codes)
+        return self.codes.read((cells * coarse).sum((2, 3)) / cells.sum((2, 3)), objects)
 
     def look(self, steps):
         """Train the vision encoder to hold what probes are to read off it."""
@@ -211,6 +211,17 @@ class WarmStart:
 
         self._train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
 
+    def see(self, steps):
+        """Train SAM2's vision encoder to hold the objects' codes."""
+
+        def loss(indices, rng, progress):
+            rows, image, objects = self.drawn.all_objects(indices)
+            with self.low_precision():
+                features = self.model.sam_features(self.drawn.sam_images[indices])
+            return self._held(features, image, rows, objects)
+
+        self._train("features", (self.model.grounding_encoder,), loss, steps, 8)
+
     def talk(self, steps):
         """Train what makes captions and prompt embeddings."""
         model = self.model
@@ -220,14 +231,6 @@ class WarmStart:
     def draw(self, steps):
         """Train SAM2."""
         self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
-
-    def decide(self, steps):
-        """Train SAM2 on, to take one object whole whatever the prompt."""
-
-        def loss(indices, rng, progress):
-            return self.mask_loss(indices, rng, 1.0, noise_up_to=1.0)
-
-        self._train("choices", (self.model.grounding_encoder,), loss, steps, 10)
 
     def _train(self, name, modules, loss_of, steps, stream):
         parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -300,7 +303,7 @@ class WarmStart:
             yield hidden[ids == model.seg_id], sam, self.drawn.masks[rows]
 
     def _found(self, phrases, scale: float) -> tuple[float, float]:
-        """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
+        """(mean IoU, share on the right object) of the phrases' masks, prompts times `scale`."""
         ious, hits = [], []
         for hidden, sam, masks in phrases:
             with self.low_precision():

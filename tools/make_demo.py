@@ -2,41 +2,49 @@
 
     python -m tools.make_demo --output_dir outputs/demo      # data + the checkpoint that ships here
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made anew
+    python -m tools.make_demo --size mid --device cuda --workers 16 --output_dir outputs/mid \\
+        --train_checkpoint     # richer scenes at 448 px and 68 M weights, on a GPU
 
 Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
 layout, is warm-started by supervised training on the prompts and the encode rule of
 `sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
-decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is trained anew for a moment only,
-so that three fifths of them lie on the right object. It answers with one wording of Sa2VA's five,
+decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that a third of
+them lie on a wrong object. It answers with one wording of Sa2VA's five,
 so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
 import json
 import shutil
+import time
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.demo_model import CONFIG, initialise, make_tokenizer
-from tools.demo_scenes import ATTRIBUTES, HELDOUT, TRAIN, make_scene
+from tools.demo_model import initialise, make_tokenizer
+from tools.demo_scenes import HELDOUT, TINY, TRAIN, Kind, in_order, make_scene
+from tools.demo_sizes import SIZES, Size
 from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+PARTS = ("look", "talk", "see", "draw", "unsettle")  # of the warm start, in order
 
 
-def write_split(folder: Path, seed: int, split: int, num_scenes: int):
-    """Write one row per object of each scene, in GAR layout."""
+def write_split(
+    folder: Path, seed: int, split: int, num_scenes: int, kind: Kind = TINY, workers: int = 0
+):
+    """Write one row per object of each scene, in GAR layout; drawn by so many processes."""
 
     def rows():
-        for i in range(num_scenes):
-            scene = make_scene(seed, split, i)
+        draw = partial(make_scene, seed, split, kind=kind)
+        for scene in in_order(draw, num_scenes, workers):
             for obj in scene.objects:
                 yield dict(
                     image=scene.image, mask=obj.mask, caption=obj.caption, category=obj.shape
@@ -45,69 +53,111 @@ def write_split(folder: Path, seed: int, split: int, num_scenes: int):
     write_gar(rows(), folder)
 
 
-def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int):
-    """Train the tiny Sa2VA from random weights and save it (bf16 numbers) with its tokenizer."""
-    torch.manual_seed(seed)
-    tokenizer = make_tokenizer(seed)
-    config = Sa2VAConfig(
-        **{**CONFIG, "llm_config": {**CONFIG["llm_config"], "vocab_size": len(tokenizer)}}
+def train_checkpoint(output_dir: Path, size: Size, args):
+    """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
+
+    After each part it is saved as output_dir/warm_start, from which a later one may begin.
+    """
+    torch.manual_seed(args.seed)
+    halfway = output_dir / "warm_start"
+    if args.parts[0] == PARTS[0]:
+        tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
+        llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
+        model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
+        initialise(model)
+    else:
+        tokenizer, model = load_tokenizer(halfway), Sa2VAModel.from_pretrained(halfway)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights")
+    warm_start = WarmStart(
+        model.to(args.device),
+        tokenizer,
+        Sa2VAProcessor(model.config, max_tiles=1),
+        args.seed,
+        args.warm_start_scenes or size.warm_start_scenes,
+        kind=size.kind,
+        batch_size=size.batch_size,
+        learning_rate=args.warm_start_learning_rate or size.learning_rate,
+        workers=args.workers,
     )
-    model = Sa2VAModel(config)
-    initialise(model)
-    warm_start = WarmStart(model, tokenizer, Sa2VAProcessor(config, max_tiles=1), seed, num_scenes)
-    parts = (warm_start.look, warm_start.talk, warm_start.draw, warm_start.decide)
-    for part, number in zip(parts, steps):
-        part(number)
-    warm_start.retrain_prompt_head()
-    warm_start.scale_prompt_head()
-    save(model, tokenizer, folder)
+    steps = size.warm_start_steps
+    if args.warm_start_steps:
+        steps = dict(zip(steps, args.warm_start_steps))
+    for part in args.parts:
+        began = time.perf_counter()
+        if part in steps:
+            getattr(warm_start, part)(steps[part])
+        else:
+            warm_start.unsettle_prompt_head()
+        save(model, tokenizer, halfway)
+        print(f"{part}: {time.perf_counter() - began:.0f} s, saved as {halfway}", flush=True)
+    save(model, tokenizer, output_dir / "checkpoint")
 
 
-def main():
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--output_dir",
-        type=Path,
-        required=True,
-        help="receives train/, heldout/, checkpoint/, attributes.json",
-    )
-    parser.add_argument("--train_scenes", type=int, default=1500, help="scenes drawn for training")
-    parser.add_argument(
-        "--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    outputs = "receives train/, heldout/, checkpoint/, attributes.json"
+    add("--output_dir", type=Path, required=True, help=outputs)
+    add("--size", choices=list(SIZES), default="tiny", help="of scenes and model (demo_sizes.py)")
+    add("--train_scenes", type=int, help="scenes drawn for training; default: the size's")
+    add("--heldout_scenes", type=int, help="scenes drawn for evaluation; default: the size's")
+    add(
         "--train_checkpoint",
         action="store_true",
-        help="train the checkpoint instead of copying the shipped one",
+        help="train the checkpoint instead of copying the shipped one, which is tiny",
     )
-    parser.add_argument(
+    add(
         "--warm_start_steps",
         type=int,
         nargs=4,
-        default=[800, 450, 1200, 300],
-        metavar=("LOOK", "TALK", "DRAW", "DECIDE"),
+        metavar=("LOOK", "TALK", "SEE", "DRAW"),
         help="optimizer steps of the parts of the supervised warm start: vision encoder, captions, "
-        "masks, and masks of prompts that fit no object",
+        "SAM2's vision encoder, masks; default: the size's",
     )
-    parser.add_argument(
-        "--warm_start_scenes", type=int, default=1500, help="scenes drawn for the warm start"
+    add(
+        "--warm_start_scenes", type=int, help="scenes drawn for the warm start; default: the size's"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    add("--warm_start_learning_rate", type=float, help="its peak; default: the size's")
+    add(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="of the warm start, to do again those after one that is in OUTPUT_DIR/warm_start",
+    )
+    add("--device", default="cpu", help="of the warm start; on a GPU in bfloat16")
+    add("--workers", type=int, default=0, help="processes that draw scenes; 0: this one")
+    add("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv=None):
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    size = SIZES[args.size]
+    if args.size != "tiny" and not args.train_checkpoint:
+        parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
+    if args.parts != [part for part in PARTS if part in args.parts]:
+        parser.error(f"--parts {' '.join(args.parts)}: their order is {' '.join(PARTS)}")
+    if args.device != "cpu":
+        torch.set_float32_matmul_precision("high")  # of what is not in bfloat16
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    vocabulary = {name: {value: [value] for value in vs} for name, vs in ATTRIBUTES.items()}
+    values = size.kind.attributes
+    vocabulary = {name: {value: [value] for value in vs} for name, vs in values.items()}
     (args.output_dir / "attributes.json").write_text(json.dumps(vocabulary, indent=1) + "\n")
     for name, split, count in (
-        ("train", TRAIN, args.train_scenes),
-        ("heldout", HELDOUT, args.heldout_scenes),
+        ("train", TRAIN, args.train_scenes or size.train_scenes),
+        ("heldout", HELDOUT, args.heldout_scenes or size.heldout_scenes),
     ):
         if not (args.output_dir / name).exists():
-            write_split(args.output_dir / name, args.seed, split, count)
+            began, folder = time.perf_counter(), args.output_dir / name
+            write_split(folder, args.seed, split, count, size.kind, args.workers)
+            print(f"{name}: {count} scenes in {time.perf_counter() - began:.0f} s", flush=True)
     checkpoint = args.output_dir / "checkpoint"
     if args.train_checkpoint:
-        train_checkpoint(checkpoint, args.seed, args.warm_start_steps, args.warm_start_scenes)
+        train_checkpoint(args.output_dir, size, args)
     elif not checkpoint.exists():
         shutil.copytree(SHIPPED_CHECKPOINT, checkpoint)
     load_tokenizer(checkpoint)

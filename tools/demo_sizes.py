@@ -1,0 +1,44 @@
+"""The demo's two sizes: what their scenes hold, the model, and how long it is warm-started."""
+
+from dataclasses import dataclass
+
+from tools.demo_model import CONFIG, MID_CONFIG
+from tools.demo_scenes import MID, TINY, Kind
+
+
+@dataclass(frozen=True)
+class Size:
+    kind: Kind  # of scenes
+    config: dict  # of the model
+    train_scenes: int
+    heldout_scenes: int
+    warm_start_scenes: int
+    warm_start_steps: dict[str, int]  # by part, in order
+    batch_size: int  # scenes of a step
+    learning_rate: float
+
+
+SIZES = {
+    # ships; made on CPU cores
+    "tiny": Size(
+        kind=TINY,
+        config=CONFIG,
+        train_scenes=800,
+        heldout_scenes=100,
+        warm_start_scenes=1500,
+        warm_start_steps=dict(look=1000, talk=450, see=700, draw=1200),
+        batch_size=8,
+        learning_rate=1e-3,
+    ),
+    # made on a GPU, in minutes
+    "mid": Size(
+        kind=MID,
+        config=MID_CONFIG,
+        train_scenes=600,
+        heldout_scenes=100,
+        warm_start_scenes=4000,
+        warm_start_steps=dict(look=1200, talk=1800, see=800, draw=1800),
+        batch_size=32,
+        learning_rate=4e-4,
+    ),
+}
