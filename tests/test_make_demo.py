@@ -1,17 +1,21 @@
 """The demo's warm start: what it is wrong about, and its prompt head, trained to a stated share."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from sa2va_hf.prompts import DESCRIBE
+from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from sa2va_hf.tokenizer import load_tokenizer
-from tools import demo_warm_start
-from tools.demo_losses import Codes
+from tools import demo_warm_start, make_demo
+from tools.demo_losses import Codes, choice_loss, nearest, region_means
 from tools.demo_model import CONFIG, make_tokenizer
 from tools.demo_report import told_apart
-from tools.demo_scenes import ATTRIBUTES, Object, Scene, make_scene
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo_scenes import MID, TINY, Object, Scene, make_scene
+from tools.make_demo import SHIPPED_CHECKPOINT, main
 from tools.new_folder import save
 
 
@@ -32,34 +36,31 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
         assert (tmp_path / name).read_text() == (SHIPPED_CHECKPOINT / name).read_text()
 
 
-def test_nothing_else_is_trained_and_the_target_ends_it(warm_start, monkeypatch):
-    """The mean of the last 10 shares counts, which are .5 each."""
-    losses, real = [], warm_start.prompt_head_loss
-    monkeypatch.setattr(
-        warm_start, "prompt_head_loss", lambda rng: losses.append(real(rng)) or (losses[-1][0], 0.5)
-    )
+def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(warm_start, monkeypatch):
+    """Hits fall by a quarter with each standard deviation; best at twice the scale."""
+    last = warm_start.model.text_hidden_fcs[2]
+    learnt = last.weight.detach().clone()
+    found = []
+
+    def fake(phrases, scale):
+        noise = float((last.weight.detach() - learnt).std() / learnt.std())
+        found.append((1 - abs(scale - 2) / 10, 1 - noise / 4))
+        return found[-1]
+
+    monkeypatch.setattr(warm_start, "_found", fake)
     before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
-    warm_start.retrain_prompt_head(target=0.1)
-    assert len(losses) == demo_warm_start.WINDOW and all(
-        0 <= hits <= 1 and loss > 0 for loss, hits in losses
-    )
-    changed = {
-        name
-        for name, p in warm_start.model.state_dict().items()
-        if not torch.equal(p, before[name])
-    }
-    assert changed == {name for name in before if name.startswith("text_hidden_fcs.")}
-
-
-def test_a_target_out_of_reach_is_an_error(warm_start, monkeypatch):
-    monkeypatch.setattr(demo_warm_start, "PROMPT_HEAD_STEPS", 1)
-    with pytest.raises(RuntimeError, match="after 1 steps, not 0.99"):
-        warm_start.retrain_prompt_head(target=0.99)
+    warm_start.unsettle_prompt_head(target=0.5, num_scenes=1)
+    after = warm_start.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"text_hidden_fcs.2.weight", "text_hidden_fcs.2.bias"}
+    assert torch.allclose(after["text_hidden_fcs.2.bias"], 2 * before["text_hidden_fcs.2.bias"])
+    noise = (last.weight.detach() / 2 - learnt).std() / learnt.std()
+    assert float(noise) == pytest.approx(2, abs=0.05)
 
 
 def test_mistakes_make_no_word_more_frequent_and_half_of_the_values_wrong():
     partners = dict(demo_warm_start.MISTAKES)
-    for values in ATTRIBUTES.values():
+    for values in (*TINY.attributes.values(), *MID.attributes.values()):
         pairs = {pair: share for pair, share in partners.items() if pair[0] in values}
         assert sorted(value for pair in pairs for value in pair) == sorted(values)
         assert sorted(pairs.values()) == sorted(1 - share for share in pairs.values())
@@ -70,20 +71,48 @@ def test_mistakes_make_no_word_more_frequent_and_half_of_the_values_wrong():
         assert abs(np.mean([word in text for text in said]) - share) < 0.05
 
 
-def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it_mostly():
-    codes, scene = Codes(64, seed=0, device="cpu"), make_scene(0, 0, 0)
-    z = codes([obj.attributes for obj in scene.objects])
+@pytest.mark.parametrize("kind, size", [(TINY, 64), (MID, 256)])
+def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it_mostly(kind, size):
+    codes = Codes(size, seed=0, device="cpu", attributes=kind.attributes)
+    scenes = [make_scene(0, 0, i, kind) for i in (0, 1)]
+    objects = [obj for scene in scenes for obj in scene.objects]
+    image = torch.tensor([0] * len(scenes[0].objects) + [1] * len(scenes[1].objects))
+    z, places = codes([obj.attributes for obj in objects]), torch.arange(len(objects))
     assert torch.allclose(z.square().mean(), torch.tensor(1.0), atol=1e-4)
     for scale in (0.1, 10):
-        for number, one in enumerate(codes.mean + scale * z):
-            assert codes.nearest(one, scene.objects) == number
+        assert torch.equal(nearest(scale * (codes.mean + z), image, z, image), places)
     rng = np.random.default_rng(0)
-    found = [
-        codes.nearest(one, scene.objects) == number
-        for _ in range(50)
-        for number, one in enumerate(codes.around(scene.objects, rng, 1.0))
-    ]
-    assert 0.5 < np.mean(found) < 0.9
+    found = [nearest(codes.around(objects, rng), image, z, image) == places for _ in range(50)]
+    assert 0.5 < torch.stack(found).float().mean() < 0.95
+    assert torch.equal(image[nearest(z.flip(0), image, z, image)], image)  # of its own image
+    assert all(share == 1 for share in codes.read(z, objects)[1].values())
+
+
+def test_region_means_and_the_choice_by_hand():
+    features = torch.arange(8.0).view(1, 4, 2)  # of one image, 2 x 2 cells
+    grids = torch.tensor([[[True, False], [False, True]], [[False, True], [False, False]]])
+    means = region_means(features, torch.tensor([0, 0]), grids)
+    assert means.tolist() == [[3.0, 4.0], [2.0, 3.0]]
+    # Two scenes, of two objects and of one, in images of three pixels.
+    masks = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 1, 0]]).bool().view(3, 1, 3)
+    logits = torch.tensor([[2.0, 0, 0], [4, 1, 1], [0, 0, 9]]).view(3, 1, 3)
+    image, meant = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2])
+    loss, hits = choice_loss(logits, masks, image, meant)
+    # mean logits 2 and 0, of which the first is meant; 4 and 1, the second; one of one
+    by_hand = np.log1p(np.exp(-2)) + np.log1p(np.exp(3))
+    assert loss.item() == pytest.approx(by_hand / 3, abs=1e-5) and hits.item() == pytest.approx(
+        2 / 3
+    )
+
+
+def test_examples_are_encoded_by_the_rule_of_supervised_training(warm_start):
+    prompts, tokenizer = warm_start.prompts, warm_start.tokenizer
+    obj, rng = warm_start.scenes[0].objects[0], np.random.default_rng(0)
+    turn = {"input": prompts.question(DESCRIBE, 1, [3]), "output": obj.caption}
+    encoded = template_map({"conversation": [turn]}, prompts.template)
+    encoded = video_lisa_encode_fn(encoded, tokenizer, max_length=8192)
+    ids, labels = warm_start._describe(obj, 3, True, rng)
+    assert (ids, labels) == (encoded["input_ids"], encoded["labels"])
 
 
 def test_what_the_report_says_of_scenes():
@@ -96,12 +125,41 @@ def test_what_the_report_says_of_scenes():
     assert apart[1] == dict(any=pytest.approx(8 / 12), best=1.0) and apart[4]["any"] == 1
 
 
-def test_a_prompt_head_that_has_lost_its_scale_gets_it_back(warm_start):
-    last = warm_start.model.text_hidden_fcs[2]
-    shipped = last.weight.detach().clone()
-    with torch.no_grad():
-        for parameter in last.parameters():
-            parameter.div_(8)
-    warm_start.scale_prompt_head(num_scenes=4)
-    factor = float((last.weight / (shipped / 8)).mean())
-    assert any(factor == pytest.approx(scale) for scale in demo_warm_start.SCALES) and factor > 2
+def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path, monkeypatch):
+    done = []
+
+    class Fake:
+        def __init__(self, model, tokenizer, processor, seed, num_scenes, **how):
+            self.model = model
+            done.append((num_scenes, how["batch_size"], float(model.mlp1[1].bias[0])))
+
+        def see(self, steps):
+            self.model.mlp1[1].bias.data[0] += 1
+            done.append(("see", steps))
+
+        def unsettle_prompt_head(self):
+            done.append("unsettle")
+
+    monkeypatch.setattr(make_demo, "WarmStart", Fake)
+    shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start")
+    flags = f"--output_dir {tmp_path} --train_scenes 1 --heldout_scenes 1 --train_checkpoint"
+    flags += " --warm_start_steps 1 2 3 4 --parts see unsettle"
+    main(flags.split())
+    first = done[0][-1]
+    assert done == [(1500, 8, first), ("see", 3), "unsettle"]
+    for folder in ("warm_start", "checkpoint"):
+        saved = Sa2VAModel.from_pretrained(tmp_path / folder).mlp1[1].bias[0]
+        assert float(saved) == pytest.approx(first + 1, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "flags, complaint",
+    [
+        ("--size mid", "--size mid needs --train_checkpoint"),
+        ("--train_checkpoint --parts draw talk", "--parts draw talk: their order is look talk"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags, complaint, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path), *flags.split()])
+    assert complaint in capsys.readouterr().err

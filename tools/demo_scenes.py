@@ -204,7 +204,7 @@ def _draw(rng, plan, kind) -> Scene | None:
             box = np.s_[top + rows.start : top + rows.stop, left + cols.start : left + cols.stop]
             around = tuple(slice(max(s.start - GAP, 0), s.stop + GAP) for s in box)
             apart = not taken[around].any()
-            if apart or kind.visible < 1 and _leaves(kind.visible, objects, areas, box, alpha):
+            if apart or kind.visible < 1 and leaves(kind.visible, objects, areas, box, alpha):
                 break
         else:
             return None
@@ -225,7 +225,7 @@ def _draw(rng, plan, kind) -> Scene | None:
     return Scene(image, tuple(objects))
 
 
-def _leaves(visible: float, objects, areas, box, alpha) -> bool:
+def leaves(visible: float, objects, areas, box, alpha) -> bool:
     """Whether a stamp drawn in the window `box` leaves so much of each object to see.
 
     Args:
