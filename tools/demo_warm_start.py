@@ -1,7 +1,6 @@
 """Supervised training of the demo's Sa2VA from random weights, on drawn scenes."""
 
 import time
-from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -76,7 +75,7 @@ def mistaken(obj, rng) -> str:
 class WarmStart:
     """Supervised training of a model in region captioning and referring segmentation.
 
-    On a GPU the model computes in bfloat16, its weights and the losses stay float32.
+    With `bfloat16` the model computes in it, its weights and the losses stay float32.
 
     Args:
         num_scenes: scenes drawn once and reused, by `workers` processes.
@@ -95,8 +94,9 @@ class WarmStart:
         batch_size: int = 8,
         learning_rate: float = 1e-3,
         workers: int = 0,
+        bfloat16: bool = False,
     ):
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.bfloat16 = model, tokenizer, bfloat16
         self.seed, self.objects_per_scene = seed, objects_per_scene
         self.batch_size, self.learning_rate = min(batch_size, num_scenes), learning_rate
         self.codes = Codes(model.config.prompt_size, seed, model.device, kind.attributes)
@@ -110,9 +110,7 @@ class WarmStart:
 
     def low_precision(self):
         """The context of what the model computes."""
-        if self.model.device.type == "cpu":
-            return nullcontext()
-        return torch.autocast(self.model.device.type, torch.bfloat16)
+        return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.bfloat16)
 
     def features(self, indices) -> torch.Tensor:
         """(B, tokens, C) image tokens of the scenes `indices`."""
