@@ -16,19 +16,21 @@ class Size:
     warm_start_steps: dict[str, int]  # by part, in order
     batch_size: int  # scenes of a step
     learning_rate: float
+    bfloat16: bool  # what the model computes on a GPU; its weights and losses are float32
 
 
 SIZES = {
-    # ships; made on CPU cores
+    # ships
     "tiny": Size(
         kind=TINY,
         config=CONFIG,
         train_scenes=800,
         heldout_scenes=100,
         warm_start_scenes=1500,
-        warm_start_steps=dict(look=1000, talk=450, see=700, draw=1200),
-        batch_size=8,
+        warm_start_steps=dict(look=900, talk=600, see=700, draw=900),
+        batch_size=16,
         learning_rate=1e-3,
+        bfloat16=False,
     ),
     # made on a GPU, in minutes
     "mid": Size(
@@ -40,5 +42,6 @@ SIZES = {
         warm_start_steps=dict(look=1200, talk=1800, see=800, draw=1800),
         batch_size=32,
         learning_rate=4e-4,
+        bfloat16=True,
     ),
 }

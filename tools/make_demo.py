@@ -78,6 +78,7 @@ def train_checkpoint(output_dir: Path, size: Size, args):
         batch_size=size.batch_size,
         learning_rate=args.warm_start_learning_rate or size.learning_rate,
         workers=args.workers,
+        bfloat16=size.bfloat16 and args.device != "cpu",
     )
     steps = size.warm_start_steps
     if args.warm_start_steps:
@@ -127,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
         default=list(PARTS),
         help="of the warm start, to do again those after one that is in OUTPUT_DIR/warm_start",
     )
-    add("--device", default="cpu", help="of the warm start; on a GPU in bfloat16")
+    add("--device", default="cpu", help="of the warm start")
     add("--workers", type=int, default=0, help="processes that draw scenes; 0: this one")
     add("--seed", type=int, default=0)
     return parser
