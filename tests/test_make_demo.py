@@ -58,17 +58,26 @@ def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(warm_start, 
     assert float(noise) == pytest.approx(2, abs=0.05)
 
 
-def test_mistakes_make_no_word_more_frequent_and_half_of_the_values_wrong():
-    partners = dict(demo_warm_start.MISTAKES)
-    for values in (*TINY.attributes.values(), *MID.attributes.values()):
-        pairs = {pair: share for pair, share in partners.items() if pair[0] in values}
-        assert sorted(value for pair in pairs for value in pair) == sorted(values)
-        assert sorted(pairs.values()) == sorted(1 - share for share in pairs.values())
-    rng = np.random.default_rng(0)
-    obj = Object("plain", "red", "circle", "top left", None)
+@pytest.mark.parametrize("kind", [TINY, MID])
+def test_mistakes_make_no_word_more_frequent_and_half_of_the_groups_mostly_wrong(kind):
+    """Each value is in one group, and of a group each is taken for another equally often."""
+    values = [value for of in kind.attributes.values() for value in of]
+    groups = [group for group in demo_warm_start.MISTAKES if group[0] in values]
+    assert sorted(value for group in groups for value in group) == sorted(values)
+    for of in kind.attributes.values():
+        shares = [share for group, share in demo_warm_start.MISTAKES.items() if group[0] in of]
+        assert 0.3 < np.mean(shares) < 0.5 and max(shares) < 0.6
+
+
+def test_captions_with_mistakes():
+    rng, shares = np.random.default_rng(0), demo_warm_start.MISTAKES
+    obj = Object("plain", "red", "circle", "top left", None, "large")
     said = [demo_warm_start.mistaken(obj, rng) for _ in range(2000)]
-    for word, share in {"plain": 0.65, "orange": 0.65, "square": 0.65, "left": 0.35}.items():
-        assert abs(np.mean([word in text for text in said]) - share) < 0.05
+    wrong = {("plain", "checked"): "checked", ("red", "orange"): "orange"}
+    wrong |= {("circle", "square"): "square", ("top left", "top right"): "top right"}
+    wrong |= {("small", "medium", "large"): "small"}  # of three the next
+    for group, word in wrong.items():
+        assert abs(np.mean([word in text for text in said]) - shares[group]) < 0.05
 
 
 @pytest.mark.parametrize("kind, size", [(TINY, 64), (MID, 256)])

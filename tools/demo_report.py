@@ -66,7 +66,7 @@ class Report:
         """(n, C) mean feature of each object's cells, as the language model is given them."""
         rows, policy = [], self.policy
         for scene in scenes:
-            tile = policy.processor.tiles(scene.image).to(policy.model.device)
+            tile = policy.processor.tiles(scene.image).to(policy.device)
             (tokens,) = policy.model.extract_feature(tile)
             for obj in scene.objects:
                 rows.append(tokens[policy.processor.region_grid(obj.mask).flatten()].mean(0))
@@ -112,7 +112,8 @@ class Report:
         rng, rows = np.random.default_rng([self.seed, 10]), {}
         for scene in scenes:
             features = self.features(scene)
-            truth = torch.stack([torch.from_numpy(obj.mask) for obj in scene.objects])
+            truth = np.stack([obj.mask for obj in scene.objects])
+            truth = torch.from_numpy(truth).to(self.policy.device)
             for number, obj in enumerate(scene.objects):
                 phrases, kept = [], range(len(self.attributes) + 1)
                 for num_right in kept:

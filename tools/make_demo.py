@@ -11,8 +11,8 @@ layout, is warm-started by supervised training on the prompts and the encode rul
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
 decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that a third of
-them lie on a wrong object. It answers with one wording of Sa2VA's five,
-so that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
+them lie on a wrong object. It answers with one wording of Sa2VA's five, so that in loop 2 nothing
+but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def main(argv=None):
         parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
     if args.parts != [part for part in PARTS if part in args.parts]:
         parser.error(f"--parts {' '.join(args.parts)}: their order is {' '.join(PARTS)}")
-    if args.device != "cpu":
+    if size.bfloat16 and args.device != "cpu":
         torch.set_float32_matmul_precision("high")  # of what is not in bfloat16
     args.output_dir.mkdir(parents=True, exist_ok=True)
     values = size.kind.attributes
