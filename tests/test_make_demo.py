@@ -15,6 +15,7 @@ from tools.demo_losses import Codes, choice_loss, nearest, region_means
 from tools.demo_model import CONFIG, make_tokenizer
 from tools.demo_report import told_apart
 from tools.demo_scenes import MID, TINY, Object, Scene, make_scene
+from tools.demo_sizes import SIZES
 from tools.make_demo import SHIPPED_CHECKPOINT, main
 from tools.new_folder import save
 
@@ -140,7 +141,7 @@ def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path,
     class Fake:
         def __init__(self, model, tokenizer, processor, seed, num_scenes, **how):
             self.model = model
-            done.append((num_scenes, how["batch_size"], float(model.mlp1[1].bias[0])))
+            done.append((num_scenes, how["batch_size"], model.mlp1[1].bias[0].item()))
 
         def see(self, steps):
             self.model.mlp1[1].bias.data[0] += 1
@@ -155,10 +156,12 @@ def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path,
     flags += " --warm_start_steps 1 2 3 4 --parts see unsettle"
     main(flags.split())
     first = done[0][-1]
-    assert done == [(1500, 8, first), ("see", 3), "unsettle"]
+    tiny = SIZES["tiny"]
+    built = (tiny.warm_start_scenes, tiny.batch_size, first)
+    assert done == [built, ("see", 3), "unsettle"]
     for folder in ("warm_start", "checkpoint"):
-        saved = Sa2VAModel.from_pretrained(tmp_path / folder).mlp1[1].bias[0]
-        assert float(saved) == pytest.approx(first + 1, abs=0.01)
+        saved = Sa2VAModel.from_pretrained(tmp_path / folder).mlp1[1].bias[0].item()
+        assert saved == pytest.approx(first + 1, abs=0.01)
 
 
 @pytest.mark.parametrize(
