@@ -66,7 +66,7 @@ CONFIG = new_config(
         ),
     ),
 )
-MID_CONFIG = new_config(  # 68 M weights
+MID_CONFIG = new_config(  # 63 M weights
     vision=dict(
         image_size=448,
         hidden_size=512,

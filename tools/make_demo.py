@@ -3,7 +3,7 @@
     python -m tools.make_demo --output_dir outputs/demo      # data + the checkpoint that ships here
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made anew
     python -m tools.make_demo --size mid --device cuda --workers 16 --output_dir outputs/mid \\
-        --train_checkpoint     # richer scenes at 448 px and 68 M weights, on a GPU
+        --train_checkpoint     # richer scenes at 448 px and 63 M weights, on a GPU
 
 Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
 layout, is warm-started by supervised training on the prompts and the encode rule of
