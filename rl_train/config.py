@@ -130,6 +130,11 @@ class RewardConfig:
         "the region and caption of another sample of the batch are the true ones",
         choices=CONTROLS,
     )
+    scale_components: bool = flag(
+        False,
+        "divide each component by its std inside the group, before the weighted sum that the "
+        "advantages are of",
+    )
     reward: list[str] = flag(
         [], "functions of your own (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )

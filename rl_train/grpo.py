@@ -182,14 +182,34 @@ def _row_mean(values, valid):
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
 
 
-def gaussian_logp(z: torch.Tensor, mean: torch.Tensor, sigma: float) -> torch.Tensor:
-    """(M,) log-density of z (M, D) under N(mean, sigma^2 I), averaged over the D dimensions.
+def gaussian_logp(
+    z: torch.Tensor, mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(M,) log-density of z (M, D) under N(mean, sigma^2 L L^T), averaged over the D dimensions.
 
     The mean, as the joint ratio of 256 dimensions would leave any clip range after one step.
+
+    Args:
+        factor: (D, D) lower triangular L; None is the identity.
     """
-    return torch.distributions.Normal(mean.float(), sigma).log_prob(z.float()).mean(-1)
+    y = whitened(z.float() - mean.float(), factor)
+    logp = torch.distributions.Normal(0.0, sigma).log_prob(y).mean(-1)
+    return logp if factor is None else logp - factor.diagonal().log().mean()
 
 
-def gaussian_kl(mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float) -> torch.Tensor:
-    """(M,) exact KL(N(mean, sigma^2) || N(ref_mean, sigma^2)), averaged over D, of means (M, D)."""
-    return ((mean.float() - ref_mean.float()) ** 2).mean(-1) / (2 * sigma**2)
+def gaussian_kl(
+    mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(M,) exact KL between N(mean, sigma^2 L L^T) and the same around ref_mean, averaged over D.
+
+    Args:
+        mean, ref_mean: (M, D); factor: as of `gaussian_logp`.
+    """
+    return (whitened(mean.float() - ref_mean.float(), factor) ** 2).mean(-1) / (2 * sigma**2)
+
+
+def whitened(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """(M, D) y with L y = x, of x (M, D) and L (D, D) lower triangular, None the identity."""
+    if factor is None:
+        return x
+    return torch.linalg.solve_triangular(factor.to(x.device), x.T, upper=False).T

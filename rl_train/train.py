@@ -35,7 +35,7 @@ from rl_train.objective import (
     step_totals,
 )
 from rl_train.parts import Parts, begin, build
-from rl_train.rewards.components import combine
+from rl_train.rewards.components import combine, scaled
 from rl_train.rewards.judge import failure_sentence
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
@@ -73,7 +73,10 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 turn = (state.step, number)  # --control: another reward counts
                 outcome, weights = parts.control(task, rollout, outcome, turn)
                 reward = combine(outcome.rewards, weights)  # (N,)
-                advantages = group_advantages(reward, G, scale).to(policy.device)  # (N,)
+                counted = reward
+                if config.reward.scale_components:
+                    counted = combine(scaled(outcome.rewards, weights, G), weights)
+                advantages = group_advantages(counted, G, scale).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None
                 if config.loss.kl_coef:

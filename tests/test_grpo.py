@@ -268,6 +268,25 @@ def test_gaussian_logp_and_kl():
     ).item() == pytest.approx(1.25, abs=1e-6)
 
 
+def test_gaussian_with_a_covariance_is_torchs_multivariate_normal():
+    """D times our means are torch's joint log-density and KL; the identity as factor is none."""
+    generator, D, sigma = torch.Generator().manual_seed(2), 5, 0.7
+    z, mean, reference = torch.randn(3, 4, D, generator=generator).unbind(0)
+    factor = torch.randn(D, D, generator=generator).tril(-1) + torch.diag(torch.arange(1.0, 6) / 3)
+    joint = [
+        torch.distributions.MultivariateNormal(m.double(), scale_tril=sigma * factor.double())
+        for m in (mean, reference)
+    ]
+    logp = grpo.gaussian_logp(z, mean, sigma, factor)
+    torch.testing.assert_close(D * logp.double(), joint[0].log_prob(z.double()), rtol=1e-5, atol=0)
+    kl = grpo.gaussian_kl(mean, reference, sigma, factor)
+    torch.testing.assert_close(D * kl.double(), kl_divergence(*joint), rtol=1e-5, atol=0)
+    same = grpo.gaussian_logp(z, mean, sigma, torch.eye(D))
+    torch.testing.assert_close(same, grpo.gaussian_logp(z, mean, sigma))
+    half = grpo.gaussian_logp(z.bfloat16(), mean.bfloat16(), sigma, factor)
+    assert half.dtype == torch.float32
+
+
 def test_gaussian_gradient_is_the_score_function():
     # d log N / d mean = (z - mean) / sigma^2, divided by D = 2 dimensions
     mean = torch.zeros(1, 2, requires_grad=True)

@@ -153,7 +153,7 @@ def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path,
     monkeypatch.setattr(make_demo, "WarmStart", Fake)
     shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start")
     flags = f"--output_dir {tmp_path} --train_scenes 1 --heldout_scenes 1 --train_checkpoint"
-    flags += " --warm_start_steps 1 2 3 4 --parts see unsettle"
+    flags += " --warm_start_steps 1 2 5 3 4 --parts see unsettle"
     main(flags.split())
     first = done[0][-1]
     tiny = SIZES["tiny"]
@@ -168,7 +168,7 @@ def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path,
     "flags, complaint",
     [
         ("--size mid", "--size mid needs --train_checkpoint"),
-        ("--train_checkpoint --parts draw talk", "--parts draw talk: their order is look talk"),
+        ("--train_checkpoint --parts draw talk", "--parts draw talk: their order is look talk err"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, complaint, tmp_path, capsys):

@@ -24,8 +24,9 @@ class CaptionMaskCaption:
         weight: float = flag(1.0, "of loop 2's loss", name="caption_to_mask_weight", type=WEIGHT)
         mask_sigma: float | str = flag(
             "auto",
-            "std of the Gaussian over SAM2's prompt embedding; auto = masks so drawn have a mean "
-            "IoU of 0.8 with the mean's; 0 = none is drawn, the text is the only action",
+            "std of the Gaussian over SAM2's prompt embedding, root mean square over dimensions; "
+            "auto = masks so drawn have a mean IoU of 0.5 with the mean's; 0 = none is drawn, the "
+            "text is the only action",
             type=lambda text: text if text == "auto" else WEIGHT(text),
         )
         mask_loss_coef: float = flag(

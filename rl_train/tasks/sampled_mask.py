@@ -1,15 +1,14 @@
 """The action of loop 2: the mask of each [SEG], drawn as a prompt embedding of SAM2.
 
 The answer's text is nearly constant and the mask a deterministic function of it, so G equal texts
-would give one mask, equal rewards and no gradient. The action is z ~ N(mean, sigma^2), mean the
-prompt embedding that text_hidden_fcs makes of the hidden state at [SEG]; what decodes z into a mask
-learns by a supervised term alone (--mask_loss_coef).
+would give one mask, equal rewards and no gradient. The action is z ~ N(mean, sigma^2 L L^T), mean
+the prompt embedding that text_hidden_fcs makes of the hidden state at [SEG], L of `prompt_noise`;
+what decodes z into a mask learns by a supervised term alone (--mask_loss_coef).
 
 Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -17,13 +16,11 @@ from rl_train.distributed import gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
 from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
-from rl_train.policies.segment_describe import answer, row_masks
-from rl_train.rewards.iou import best_objects, mask_iou, mask_spread
+from rl_train.policies.segment_describe import row_masks
+from rl_train.rewards.iou import best_objects, mask_spread
+from rl_train.tasks.prompt_noise import along, ask, calibrate_sigma, covariance_factor
 from rl_train.types import Outcome, Rollout
 from sa2va_hf.losses import mask_loss
-
-SIGMA_IOU = 0.8  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
-SIGMA_SAMPLES = 4  # drawn for each caption to measure it
 
 
 @dataclass
@@ -41,7 +38,8 @@ class SampledMask:
     """Draws masks and computes their part of the loss.
 
     Args:
-        sigma: standard deviation in each dimension, 0 for none, or "auto" until `calibrate`.
+        sigma: standard deviation, root mean square over dimensions; 0 for none, or "auto" until
+            `calibrate`. Until then `factor` L is None, the identity.
         mask_loss_coef: weight of the supervised BCE + Dice term on the sampled masks.
         clip_range: of the ratio, whose log is the mean over the D dimensions.
         kl_weight: of the KL, the mean over D, relative to that of the text's.
@@ -56,22 +54,30 @@ class SampledMask:
         kl_weight: float = 1.0,
     ):
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
-        self.clip_range, self.kl_weight = clip_range, kl_weight
+        self.clip_range, self.kl_weight, self.factor = clip_range, kl_weight, None
 
     def calibrate(self, batches, max_new_tokens: int):
-        """Replace "auto" by a number, the same on all ranks, by the base's answers."""
+        """Fit the noise to the base's answers, on all ranks to rank 0's; "auto" is a number then.
+
+        Of no answers with [SEG] a given sigma is kept as it is, the same in all directions.
+        """
+        if self.sigma == 0:
+            return
+        asked = ask(self.policy, batches, max_new_tokens)
+        embeddings = [one.embeddings for one in asked]
+        factor = covariance_factor(torch.cat(embeddings)) if asked else None
+        self.factor = gather_objects(factor)[0]
         if self.sigma == "auto":
-            value = calibrate_sigma(self.policy, batches, max_new_tokens)
-            self.sigma = gather_objects(value)[0]
+            self.sigma = gather_objects(calibrate_sigma(asked, self.factor))[0]
             print0(f"--mask_sigma auto: {self.sigma:.3g}")
 
     def draw(self, rollout: Rollout, draws: Draws) -> DrawnMasks:
         rows, mean = self.policy.mask_embeddings(rollout)
         z, logp = mean, None
         if self.sigma > 0:
-            noise = draws.normals(rows.tolist(), mean.shape[1])
-            z = mean + self.sigma * noise.to(mean.device)
-            logp = gaussian_logp(z, mean, self.sigma)
+            noise = draws.normals(rows.tolist(), mean.shape[1]).to(mean.device)
+            z = mean + self.sigma * along(noise, self.factor)
+            logp = gaussian_logp(z, mean, self.sigma, self.factor)
         masks = row_masks(self.policy, rollout.features, rollout.prompts.image, rows.tolist(), z)
         return DrawnMasks(rows, masks, z, z - mean, logp)
 
@@ -102,6 +108,7 @@ class SampledMask:
                 work.advantages[segs],
                 scored,
                 sigma=self.sigma,
+                factor=self.factor,
                 clip_range=self.clip_range,
                 kl_coef=config.kl_coef * self.kl_weight,
                 num_actions=totals.actions,
@@ -148,18 +155,32 @@ class SampledMask:
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:
-        return dict(sigma=self.sigma)
+        return dict(sigma=self.sigma, factor=self.factor)
 
     def load_state_dict(self, state: dict):
-        self.sigma = state["sigma"]
+        self.sigma, self.factor = state["sigma"], state["factor"]
 
 
 def latent_loss(
-    mean, z, old_logp, ref_mean, advantages, scored, *, sigma, clip_range, kl_coef, num_actions
+    mean,
+    z,
+    old_logp,
+    ref_mean,
+    advantages,
+    scored,
+    *,
+    sigma,
+    factor=None,
+    clip_range,
+    kl_coef,
+    num_actions,
 ):
     """(clipped policy term of m sampled embeddings z (m, D) plus their exact KL, its statistics).
 
     Ratio and KL are of means over the D dimensions, so both weigh 1/D of the joint distribution's.
+    Their gradient by the mean is the natural one (`natural`): a good sample attracts along z - mean
+    as for an isotropic sigma. The plain one is (L L^T)^-1 of that, largest in the directions in
+    which phrases, and so the samples, hardly differ.
 
     Args:
         mean, ref_mean: (m, D) by the weights in use and by the reference, None if kl_coef is 0.
@@ -170,61 +191,23 @@ def latent_loss(
         statistics, detached: the term itself, the share of clipped actions, and the KL in nats of
         the joint distribution, D times that of the loss.
     """
-    logp = gaussian_logp(z, mean, sigma)  # (m,)
+    mean = natural(mean, factor)
+    logp = gaussian_logp(z, mean, sigma, factor)  # (m,)
     one_token = (logp[:, None], old_logp[:, None], None, advantages, scored[:, None])
     how = dict(clip_range=clip_range, loss_type="bnpo", num_tokens=num_actions)
     loss, stats = grpo_loss(*one_token, **how)
     clipped, count = stats["clip_low"] + stats["clip_high"], scored.sum()
     statistics = dict(latent_clip_frac=(clipped, count))
     if ref_mean is not None:
-        kl = (gaussian_kl(mean, ref_mean, sigma) * scored).sum()
+        kl = (gaussian_kl(mean, ref_mean, sigma, factor) * scored).sum()
         loss = loss + kl_coef * kl / num_actions
         statistics["latent_joint_kl"] = (kl.detach() * mean.shape[1], count)
     return loss, statistics | dict(latent_loss=loss.detach())
 
 
-@torch.no_grad()
-def calibrate_sigma(policy: Sa2VAPolicy, batches, max_new_tokens: int) -> float:
-    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's, over `batches`.
-
-    Of each answer the first [SEG] counts. By bisection of the logarithm, between 1/64 and 16 times
-    the spread of the prompt embeddings themselves: SAM2's embedding has no scale of its own.
-
-    Raises:
-        ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
-    """
-    drawn = []  # (decoder, mean, noise) of each batch
-    for batch in batches:
-        features = policy.encode(batch)
-        asked = (range(len(batch)), batch.captions)
-        _, rows, means = answer(policy, features, *asked, max_new_tokens)
-        if len(rows):
-            first = rows.diff(prepend=rows[:1] - 1) > 0
-            image = rows[first].tolist()
-            mean = means[first].repeat_interleave(SIGMA_SAMPLES, 0)
-            draws = Draws(0, 0, 0, [batch.index[i] for i in image], SIGMA_SAMPLES)
-            draws.uniforms(1)
-            noise = draws.normals(list(range(len(mean))), mean.shape[1]).to(mean.device)
-            image = [i for i in image for _ in range(SIGMA_SAMPLES)]
-            drawn.append((partial(policy.decode_masks, features, image), mean, noise))
-    if not drawn:
-        raise ValueError("--mask_sigma auto: no caption was answered with [SEG], give a number")
-    masks = [decode(mean) > 0 for decode, mean, _ in drawn]
-
-    def agreement(sigma):
-        noisy = [decode(mean + sigma * noise) > 0 for decode, mean, noise in drawn]
-        return torch.cat([mask_iou(*pair, 1.0) for pair in zip(noisy, masks)]).mean().item()
-
-    scale = torch.cat([mean for _, mean, _ in drawn]).std().log2().item()
-    low, high = scale - 6, scale + 4
-    ends = agreement(2**low), agreement(2**high)
-    if not ends[0] > SIGMA_IOU > ends[1]:
-        raise ValueError(
-            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
-            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
-            "at the model's masks, or give a number"
-        )
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if agreement(2**middle) > SIGMA_IOU else (low, middle)
-    return 2**low
+def natural(mean: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """The mean (m, D) itself, whose gradient arrives multiplied by L L^T (Amari 1998)."""
+    if factor is None:
+        return mean
+    fixed, factor = mean.detach(), factor.to(mean.device)
+    return fixed + (mean - fixed) @ factor @ factor.T

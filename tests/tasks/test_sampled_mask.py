@@ -10,6 +10,7 @@ from rl_train.config import LossConfig
 from rl_train.draws import Draws
 from rl_train.objective import Reference
 from rl_train.rewards.iou import mask_spread
+from rl_train.tasks.prompt_noise import covariance_factor
 from rl_train.tasks.sampled_mask import DrawnMasks, SampledMask, latent_loss
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.losses import mask_loss
@@ -139,6 +140,27 @@ def test_the_latent_term_points_to_the_better_mask(rollout):
     assert far.item() == pytest.approx(loss.item() + 0.5 * 2, rel=1e-4)
 
 
+def test_a_covariance_turns_the_noise_not_the_gradient_along_it(model, rollout):
+    """z is mean + sigma L eps, its ratio 1 when drawn; the gradient is as above, along z - mean."""
+    D, (draws, same) = model.model.config.prompt_size, (Draws(0, 0, 1, [0, 1], 2) for _ in range(2))
+    action = SampledMask(model, SIGMA, 0.0)
+    action.factor = covariance_factor(torch.randn(3, D, generator=torch.Generator().manual_seed(0)))
+    drawn = action.draw(rollout, draws)
+    noise = same.normals(drawn.rows.tolist(), D)
+    torch.testing.assert_close(drawn.offset, SIGMA * noise @ action.factor.T, atol=1e-5, rtol=0)
+    mean = model.mask_embeddings(rollout)[1].requires_grad_()
+    m, a = len(mean), ADVANTAGES[drawn.rows]
+    how = dict(sigma=SIGMA, factor=action.factor, clip_range=0.2, kl_coef=0.5, num_actions=m)
+    reference = mean.detach() + SIGMA * action.factor.sum(1)  # 1 in each whitened dimension
+    every = torch.ones(m, dtype=torch.bool)
+    loss, sums = latent_loss(mean, drawn.z, drawn.logp, reference, a, every, **how)
+    assert loss.item() == pytest.approx(-a.mean().item() + 0.5 * 0.5, rel=1e-4)
+    assert sums["latent_joint_kl"][0].item() == pytest.approx(0.5 * D * m, rel=1e-3)
+    loss.backward()
+    pull = -a[:, None] * drawn.offset + 0.5 * (mean.detach() - reference)
+    torch.testing.assert_close(mean.grad, pull / (SIGMA**2 * D * m), atol=1e-5, rtol=1e-2)
+
+
 def test_the_latent_has_a_window_and_a_kl_weight_of_its_own(model, rollout):
     """A ratio of exp(-.1), inside the text's window; a reference 1 sigma off, KL 1 / 2."""
     drawn = rollout.action
@@ -234,9 +256,14 @@ def test_a_row_without_reward_has_neither_term(model, rollout):
     assert sums["mask_loss"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_its_state_is_sigma():
+def test_its_state_is_the_noise():
     action, other = SampledMask(None, 1.25, 0.1), SampledMask(None, "auto", 0.1)
+    action.factor = torch.eye(3)
     other.load_state_dict(action.state_dict())
-    assert other.sigma == 1.25
-    other.calibrate(SimpleNamespace(), 8)  # a number stays: neither model nor data are asked
-    assert other.sigma == 1.25
+    assert other.sigma == 1.25 and torch.equal(other.factor, torch.eye(3))
+
+
+def test_without_noise_nothing_is_calibrated():
+    action = SampledMask(None, 0.0, 0.1)
+    action.calibrate(SimpleNamespace(), 8)  # neither model nor data are asked
+    assert action.state_dict() == dict(sigma=0.0, factor=None)

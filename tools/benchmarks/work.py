@@ -43,7 +43,7 @@ WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # o
 HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
 # Flags of rl_train.train that a measured step does not follow.
 FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
-FIXED += "mask_to_caption_weight caption_to_mask_weight"
+FIXED += "mask_to_caption_weight caption_to_mask_weight scale_components"
 GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
 GIVEN += "--ema_decay 0.999 --reward tools.benchmarks.work:order"
 SEG_AT = 2  # place of [SEG] in an answer
