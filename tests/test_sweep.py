@@ -35,6 +35,7 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
         assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
     controls = {arm: args.control for arm, args in found.items() if args.control != "none"}
     assert controls == {f"loop{n}_{c}": c for n in (1, 2) for c in CONTROLS if c != "none"}
+    assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
     assert found["defaults"].likelihood_share is None and found["defaults"].mask_sigma == "auto"
 
 

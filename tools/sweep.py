@@ -56,6 +56,7 @@ ARMS = LOOPS | {
 ARMS |= {  # loop2's reward is half METEOR, half likelihood
     "loop2_meteor": f"{LOOPS['loop2']} --likelihood_share 0",
     "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_share 1",
+    "loop2_scaled": f"{LOOPS['loop2']} --scale_components",
     "loop2_tokens": f"{LOOPS['loop2']} --mask_sigma 0",
     "both": POLICY_TERM,
     "defaults": "",  # the demo as it ships: both loops, with the mask term
