@@ -6,11 +6,11 @@ from functools import cache, partial
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from rl_train.data.text import phrase
 from rl_train.rewards.iou import mask_iou
-from sa2va_hf.batches import pad_left
 from sa2va_hf.losses import resized_mask_loss
 from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import DESCRIBE, FORCED_ANSWER, SEGMENT_WORDINGS, PromptBuilder
@@ -144,10 +144,17 @@ class WarmStart:
         return text + copy + probe, dict(text=text, copy=copy) | read
 
     def _batch(self, examples):
-        """(ids, attention mask, labels) of encoded examples, padded on the left."""
-        ids, mask = pad_left([ids for ids, _ in examples], self.tokenizer.pad_token_id)
-        labels = pad_left([labels for _, labels in examples], IGNORE_INDEX)[0]
-        return (t.to(self.model.device) for t in (ids, mask, labels))
+        """(ids, attention mask, labels) of encoded examples.
+
+        Padded on the right: then no row attends to nothing, of which some kernels make NaN.
+        """
+        ids, labels = zip(*examples)
+        padding = (self.tokenizer.pad_token_id, 0, IGNORE_INDEX)
+        columns = (ids, [[1] * len(row) for row in ids], labels)
+        return (
+            pad_sequence([torch.tensor(row) for row in rows], True, value).to(self.model.device)
+            for rows, value in zip(columns, padding)
+        )
 
     def _describe(self, obj, cells: int, truly: bool, rng):
         return self._example(
@@ -259,6 +266,8 @@ class WarmStart:
                 said = ", ".join(f"{key} {value:.3f}" for key, value in means.items())
                 took = f"{time.perf_counter() - began:.0f} s"
                 tqdm.write(f"{name}: after {step + 1} steps and {took} {said}")
+                if not all(value.isfinite() for value in means.values()):
+                    raise RuntimeError(f"{name}: not finite within {step + 1} steps")
                 figures = []
 
     @torch.no_grad()
@@ -278,6 +287,8 @@ class WarmStart:
             last.weight.copy_(learnt + share * noise)
             hits = self._found(phrases, 1.0)[1]
             low, high = (share, high) if hits >= target else (low, share)
+        if low == 0:
+            raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
         last.weight.copy_(learnt + low * noise)
         found = {scale: self._found(phrases, scale) for scale in SCALES}
         best = max(SCALES, key=lambda scale: found[scale][0])
