@@ -16,6 +16,11 @@ SWAPPED, TOO_MANY, NO_NEGATIVE = "swapped_corners", "too_many", "no_negative"
 REASONS = (NO_ANSWER, TWO_ANSWERS, NO_JSON, WRONG_KEYS, NO_NUMBERS, OUTSIDE)
 REASONS += (SWAPPED, TOO_MANY, NO_NEGATIVE)
 
+# The frame of a text's coordinates: its largest x and y, or None = the size of the image as the
+# language model sees it.
+FRAMES = {"pixels": None, "unit": 1.0, "thousand": 1000.0}
+STYLES, NEGATIVE_POINTS = ("segzero", "visionreasoner", "points"), ("off", "optional", "required")
+
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 
@@ -53,11 +58,13 @@ class Form:
         style: segzero (one box, two points), visionreasoner (a list of boxes with a point each) or
             points (points and perhaps a box, as bare JSON without thoughts).
         negative_points: off, optional or required; where off, they are not read.
+        frame: one of FRAMES.
         max_points: boxes, positive and negative points that an answer may have in all.
     """
 
     style: str = "segzero"
     negative_points: str = "off"
+    frame: str = "pixels"
     max_points: int = 8
 
     @property
@@ -65,13 +72,31 @@ class Form:
         """Whether answers stand in <answer> tags, behind thoughts in <think> tags."""
         return self.style != "points"
 
+    @property
+    def with_negatives(self) -> bool:
+        return self.negative_points != "off"
+
+    def read(self, text: str, seen: tuple, size: tuple) -> tuple[Answer | None, str]:
+        """(the answer in pixels of the original image, "") or (None, why it is refused).
+
+        Args:
+            seen: (H, W) of the image as the language model sees it; size: of the original.
+        """
+        largest = FRAMES[self.frame]
+        limits = (largest, largest) if largest else seen[::-1]
+        try:
+            answer = self.parse(text, limits)
+        except Refused as refused:
+            return None, str(refused)
+        return answer.scaled(size[1] / limits[0], size[0] / limits[1]), ""
+
     def parse(self, text: str, limits: tuple[float, float]) -> Answer:
         """The answer that `text` states, in its own frame; a point that is stated twice is one.
 
         Other keys than the style's are left unread.
 
         Args:
-            limits: (x, y) that no coordinate of this frame exceeds.
+            limits: the largest (x, y) of the frame.
 
         Raises:
             Refused: it states none, or one that is not to be used.
@@ -103,7 +128,7 @@ class Form:
             [[int(n) if n == int(n) else n for n in one] for one in kind]
             for kind in (answer.boxes, answer.positive, answer.negative)
         )
-        more = {NEGATIVES: negative} if self.negative_points != "off" else {}
+        more = {NEGATIVES: negative} if self.with_negatives else {}
         if self.style == "segzero":
             [box], (first, second) = boxes, positive
             stated = dict(bbox=box, points_1=first, points_2=second, **more)
@@ -152,7 +177,7 @@ class Form:
         """(boxes, positive, negative points) of one object of JSON. Raises Refused."""
         if not isinstance(stated, dict):
             raise Refused(WRONG_KEYS)
-        negative = stated.get(NEGATIVES, []) if self.negative_points != "off" else []
+        negative = stated.get(NEGATIVES, []) if self.with_negatives else []
         keys = dict(
             segzero=("bbox", "points_1", "points_2"),
             visionreasoner=("bbox_2d", "point_2d"),

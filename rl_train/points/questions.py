@@ -9,10 +9,8 @@ evaluations (VisionReasoner's training had a line break between).
 import re
 
 from rl_train.data.text import clean_caption
-from rl_train.points.answers import ANSWER, Answer, Form
+from rl_train.points.answers import ANSWER, FRAMES, Answer, Form
 
-# The frame of coordinates: the largest x and y, or None = the image's size as the model sees it.
-FRAMES = {"pixels": None, "unit": 1.0, "thousand": 1000.0}
 NUMBERS = re.compile(r"(?<=\d), (?=\d)")  # of which the examples have no blank between
 _SIDE = 840  # of the image that the examples' pixels are of
 _COMPARE = {
@@ -23,6 +21,7 @@ _COMPARE = {
 _THINK = (
     "Output the thinking process in <think> </think> and final answer in <answer> </answer> tags."
 )
+_EXCLUDE = "that should be excluded using negative points."
 _SCHEMA = "i.e., <think> thinking process here </think><answer>{}</answer>"
 _EXAMPLES = {
     "segzero": Answer(((10, 100, 200, 210),), ((30, 110), (35, 180)), ((250, 150),)),
@@ -37,54 +36,35 @@ _FRAME = {
 }
 
 
-def question(caption: str, form: Form, frame: str = "pixels") -> str:
+def question(caption: str, form: Form) -> str:
     """The question for what `caption` refers to, which is lower case without final stops in it."""
     x = clean_caption(caption.lower()).strip(".")
     if form.style == "points":
-        return f'Please find "{x}" with points{" and negative points" * _negative(form)}.'
-    return "".join([_asked(x, form), _FRAME[frame], _SCHEMA.format(example(form, frame))])
+        return f'Please find "{x}" with points{" and negative points" * form.with_negatives}.'
+    one = form.style == "segzero"
+    boxes, quoted = ("bbox", f"'{x}'") if one else ("bboxs", f'"{x}"')
+    wanted = "the bbox(es){} point(s) inside the interested object(s)"
+    if one:
+        wanted = "the one bbox{} points of two largest inscribed circles inside the interested "
+        wanted += "object"
+    parts = [f"Please find {quoted} with {boxes} and points.", _COMPARE[form.style]]
+    parts += [_THINK, f"Output {wanted.format(' and')} in JSON format."]
+    if form.with_negatives:
+        maybe = ", if any," * (form.negative_points == "optional")
+        parts = [f"Please find {quoted} with {boxes}, points, and negative points."]
+        parts += [_COMPARE[form.style], f"Identify confusing background regions{maybe} {_EXCLUDE}"]
+        parts += [_THINK, f"Output {wanted.format(',')}, and negative points in confusing "]
+        parts += ["background regions, all in JSON format."]
+    return "".join([*parts, _FRAME[form.frame], _SCHEMA.format(example(form))])
 
 
-def _asked(x: str, form: Form) -> str:
-    negative, maybe = _negative(form), ", if any," * (form.negative_points == "optional")
-    if form.style == "segzero":
-        what = "bbox, points, and negative points" if negative else "bbox and points"
-        parts = [f"Please find '{x}' with {what}."]
-        wanted = "the one bbox and points of two largest inscribed circles inside the interested "
-        wanted += "object in JSON format."
-        if negative:
-            wanted = "the one bbox, points of two largest inscribed circles inside the interested "
-            wanted += "object, and negative points in confusing background regions, all in JSON "
-            wanted += "format."
-    else:
-        what = "bboxs, points, and negative points" if negative else "bboxs and points"
-        parts = [f'Please find "{x}" with {what}.']
-        wanted = "the bbox(es) and point(s) inside the interested object(s) in JSON format."
-        if negative:
-            wanted = "the bbox(es) and point(s) inside the interested object(s), and negative "
-            wanted += "points in confusing background regions, all in JSON format."
-    parts.append(_COMPARE[form.style])
-    if negative:
-        parts.append(
-            f"Identify confusing background regions{maybe} that should be excluded using negative "
-            "points."
-        )
-    return "".join([*parts, _THINK, f"Output {wanted}"])
-
-
-def example(form: Form, frame: str = "pixels") -> str:
+def example(form: Form) -> str:
     """The example of an answer that the question shows."""
-    shown = _EXAMPLES[form.style]
-    if FRAMES[frame]:
-        scaled = shown.scaled(*[FRAMES[frame] / _SIDE] * 2)
-        digits = 0 if FRAMES[frame] > 1 else 3
-        kinds = (scaled.boxes, scaled.positive, scaled.negative)
-        shown = Answer(
-            *(tuple(tuple(round(n, digits) for n in one) for one in kind) for kind in kinds)
-        )
+    shown, largest = _EXAMPLES[form.style], FRAMES[form.frame]
+    if largest:
+        shown = shown.scaled(largest / _SIDE, largest / _SIDE)
+        digits = 0 if largest > 1 else 3
+        kinds = (shown.boxes, shown.positive, shown.negative)
+        shown = Answer(*([tuple(round(n, digits) for n in one) for one in kind] for kind in kinds))
     text = NUMBERS.sub(",", form.format(shown).partition(ANSWER[0])[2].removesuffix(ANSWER[1]))
-    return text if form.style == "visionreasoner" or _negative(form) else text.replace('"', "'")
-
-
-def _negative(form: Form) -> bool:
-    return form.negative_points != "off"
+    return text if form.style == "visionreasoner" or form.with_negatives else text.replace('"', "'")

@@ -28,7 +28,7 @@ def with_negatives(text: str) -> str:
 def read(text: str, style="segzero", negative="optional", limits=(840, 840), max_points=8):
     """The answer, or the reason why there is none."""
     try:
-        return Form(style, negative, max_points).parse(text, limits)
+        return Form(style, negative, max_points=max_points).parse(text, limits)
     except Refused as refused:
         assert str(refused) in answers.REASONS
         return str(refused)
@@ -164,6 +164,16 @@ def test_limits_are_of_each_axis():
     assert read(text % (20, 10), "points", limits=(20, 10)).positive == ((20.0, 10.0),)
     assert read(text % (10, 11), "points", limits=(20, 10)) == answers.OUTSIDE
     assert read(text % (0.5, 1.01), "points", limits=(1, 1)) == answers.OUTSIDE
+
+
+def test_coordinates_are_read_in_the_checkpoint_s_frame():
+    """A model that sees an image of 40 x 20 pixels (W, H) at 560 x 280."""
+    seen, size, text = (280, 560), (20, 40), '{"points": [[%s, %s]]}'
+    for frame, right in dict(pixels=(280, 70), unit=(0.5, 0.25), thousand=(500, 250)).items():
+        form = Form("points", frame=frame)
+        assert form.read(text % right, seen, size) == (Answer(positive=((20.0, 5.0),)), "")
+        assert form.read(text % (1001, 1), seen, size) == (None, answers.OUTSIDE)
+    assert form.read("", seen, size) == (None, answers.NO_JSON)
 
 
 def test_scaled_is_into_another_frame():

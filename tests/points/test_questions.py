@@ -1,7 +1,5 @@
 """The questions: published ones to the letter, and what is added for negative points."""
 
-import json
-
 import pytest
 
 from rl_train.points.answers import Form
@@ -42,6 +40,12 @@ def test_negative_points_add_a_key_and_their_sentences():
         "object, and negative points in confusing background regions, all in JSON format." in text
     )
     assert text.endswith('"points_2": [35,180], "negative_points": [[250,150]]}</answer>')
+    many = question("cups", Form("visionreasoner", "required"))
+    assert 'Please find "cups" with bboxs, points, and negative points.Compare' in many
+    assert (
+        "Output the bbox(es), point(s) inside the interested object(s), and negative points in "
+        "confusing background regions, all in JSON format.i.e.," in many
+    )
     maybe = question("the cup", Form("segzero", "optional"))
     assert "background regions, if any, that should be" in maybe
 
@@ -50,15 +54,15 @@ def test_negative_points_add_a_key_and_their_sentences():
 @pytest.mark.parametrize("negative", ["off", "optional", "required"])
 @pytest.mark.parametrize("frame, limit", [("pixels", 840), ("unit", 1), ("thousand", 1000)])
 def test_the_example_is_an_answer_in_the_questions_frame(style, negative, frame, limit):
-    form = Form(style, negative)
-    shown = example(form, frame)
-    assert f"<answer>{shown}</answer>" in question("a", form, frame)
-    assert (f"[0, {limit}]." in question("a", form, frame)) == (frame != "pixels")
+    form = Form(style, negative, frame)
+    shown = example(form)
+    assert f"<answer>{shown}</answer>" in question("a", form)
+    assert (f"[0, {limit}]." in question("a", form)) == (frame != "pixels")
     answer = form.parse(f"<answer>{shown.replace(chr(39), chr(34))}</answer>", (limit, limit))
     assert answer.boxes[0][2] == pytest.approx(200 / 840 * limit, abs=0.002 * limit)
     assert bool(answer.negative) == (negative != "off")
 
 
 def test_a_phrase_cannot_hold_the_tokens_of_a_turn():
-    text = question("a cup<|im_end|> <|image_pad|>of tea...", Form("points", "optional"))
+    text = question("A cup<|im_end|> <|image_pad|>of tea...", Form("points", "optional"))
     assert text == 'Please find "a cup of tea" with points and negative points.'
