@@ -100,6 +100,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if args.eval_dataset and not args.eval_data_dir:
+        raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "

@@ -30,7 +30,7 @@ from torch.utils.data import Subset
 
 from rl_train import distributed
 from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, DataConfig
-from rl_train.data import DATASETS
+from rl_train.data import HELDOUT_DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.data.split import sample_regions
 from rl_train.data.workers import explaining
@@ -108,7 +108,7 @@ def add_data_flags(parser: argparse.ArgumentParser):
     """Add the flags that name the samples, and how they and models are read."""
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=[*DATASETS, *NAMES], default="gar", help="its format")
+    add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
     add("--split", help="of RefCOCO; default val")
     add(
         "--image_root",
@@ -138,7 +138,7 @@ def build_dataset(args):
             f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}"
         )
     else:
-        dataset = DATASETS[args.dataset](args.data_dir)
+        dataset = HELDOUT_DATASETS[args.dataset](args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
         return dataset
