@@ -45,7 +45,7 @@ class PointImages:
 
     vision: list[torch.Tensor]  # (tokens, C) of each
     grids: list[tuple[int, int]]  # (rows, columns) of its tokens
-    frames: list[tuple[int, int]]  # (H', W') as Qwen2.5-VL sees it
+    seen_sizes: list[tuple[int, int]]  # (H', W') as Qwen2.5-VL sees it
     sam: list[torch.Tensor]  # `sam_points.sam_features`
     sizes: list[tuple[int, int]]  # (H, W) of the original
 
@@ -114,15 +114,15 @@ class QwenPointsPolicy:
         pixels, seen = batch.inputs.pixels, self.seen
         how = (seen.sizes, seen.mean, seen.std, seen.frames)
         values = torch.cat([patches(one.to(self.device), *how) for one in pixels])
-        frames = [tuple(one.shape[1:]) for one in pixels]
-        grids = torch.tensor([[1, h, w] for h, w in frames]) // torch.tensor(
+        seen_sizes = [tuple(one.shape[1:]) for one in pixels]
+        grids = torch.tensor([[1, h, w] for h, w in seen_sizes]) // torch.tensor(
             [1, seen.sizes.patch, seen.sizes.patch]
         )
         found = self.model.vlm.get_image_features(values, grids.to(self.device))
         sam = sam_points.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         unit = seen.sizes.factor
-        tokens = [(h // unit, w // unit) for h, w in frames]
-        return PointImages(list(found.pooler_output), tokens, frames, sam, batch.sizes)
+        tokens = [(h // unit, w // unit) for h, w in seen_sizes]
+        return PointImages(list(found.pooler_output), tokens, seen_sizes, sam, batch.sizes)
 
     def point_prompts(self, images: PointImages, image: list[int], questions: list[str]) -> Prompts:
         """Prompts of questions[p], which are all that the user says, behind image[p]."""
