@@ -18,7 +18,7 @@ from rl_train.distributed import (
     stop_together,
 )
 from rl_train.files import check_writable, claim, read_json
-from rl_train.tasks import TASKS, load_task
+from rl_train.tasks import CYCLES, TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
@@ -58,7 +58,7 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
 
 def add_tasks_flag(parser):
     known = f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)"
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=known)
+    parser.add_argument("--tasks", nargs="+", default=list(CYCLES), metavar="TASK", help=known)
 
 
 def parse(argv=None) -> Config:
@@ -95,6 +95,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     active = {name: option for name, option in options.items() if option.weight > 0}
     if len({task.name for task in tasks.values()}) < len(args.tasks):
         raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
+    if len({task.measure is None for task in tasks.values()}) > 1:
+        raise ValueError(f"{chosen}: ask two kinds of models, and a run has one")
     if not active:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:

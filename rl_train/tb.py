@@ -61,6 +61,7 @@ class Log:
             line["advantage"] = round(work.advantages[row].item(), 4)
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
+            line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
             lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # surrogates as \ud800
 

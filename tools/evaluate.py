@@ -40,8 +40,7 @@ from rl_train.files import check_writable
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
-from rl_train.statistics import before_after_table
-from rl_train.tasks.cycle_measures import metrics_of
+from rl_train.statistics import before_after_table, metrics_of
 from tools.trained_policy import open_policy
 
 NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number

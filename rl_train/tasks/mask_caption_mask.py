@@ -19,6 +19,7 @@ from sa2va_hf.prompts import DESCRIBE
 
 class MaskCaptionMask:
     name = "loop1"
+    asks_teacher, measure = True, None
     action = None
 
     @dataclass(frozen=True)
