@@ -145,12 +145,16 @@ def build(config: Config, ranks: Ranks) -> Parts:
     if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
         print0(f"--shared_images drop: {shared} of these regions are not trained on")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
-    policy = build_policy(config.policy, config.tasks, tokens, ranks.device, shards)
-    teacher = any(options.teacher for options in config.tasks.values())
-    roles = Roles(policy.trainable, COPIES if teacher else ("reference",))
+    groups = {group for options in config.tasks.values() for group in options.trains}
+    kinds = {name: load_task(name) for name in config.tasks}
+    families = {name: kind.family for name, kind in kinds.items()}
+    how = (families, sorted(groups), tokens, ranks.device, shards)
+    policy = build_policy(config.policy, *how)
+    asked = any(kind.asks_teacher for kind in kinds.values())
+    roles = Roles(policy.trainable, COPIES if asked else ("reference",))
     print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)
-    tasks = [load_task(name)(options, context) for name, options in config.tasks.items()]
+    tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)

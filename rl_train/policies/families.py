@@ -6,7 +6,6 @@ from pathlib import Path
 from rl_train.config import PolicyConfig
 from rl_train.files import read_json
 from rl_train.policies import qwen_points, qwen_worst_case, sa2va, worst_case
-from rl_train.sharding import Shards
 from rl_train.types import Batch
 
 
@@ -14,7 +13,6 @@ from rl_train.types import Batch
 class Family:
     """What builds a policy, and the worst that its flags allow."""
 
-    groups: tuple[str, ...]  # of weights that may train
     build: object  # (config, groups, max_new_tokens, device, shards) -> the policy
     longest_answers: object  # policy -> the same, whose answers are as long as they may be
     worst_batch: object  # (policy, its inputs, batch size) -> the longest prompts
@@ -28,14 +26,12 @@ def _build_points(config, groups, max_new_tokens, device, shards):
 
 
 SA2VA = Family(
-    tuple(sa2va.TRAINABLE),
     sa2va.build_policy,
     worst_case.LongestAnswers,
     worst_case.worst_batch,
     has_sam=True,
 )
 QWEN_POINTS = Family(
-    tuple(qwen_points.TRAINABLE),
     _build_points,
     qwen_worst_case.LongestPoints,
     qwen_worst_case.worst_batch,
@@ -54,28 +50,27 @@ def family_of(path) -> str:
 
 
 def build_policy(
-    config: PolicyConfig, tasks: dict, max_new_tokens: int, device, shards: Shards | None = None
+    config: PolicyConfig, tasks: dict[str, str], groups, max_new_tokens: int, device, shards=None
 ):
-    """The policy that `config` names: its base, a fresh LoRA, and what the tasks' losses reach.
+    """The policy that `config` names: its base, a fresh LoRA, and the groups that the loss reaches.
 
     Args:
-        tasks: {name: its Options}.
+        tasks: {task: the family that it asks}; shards: see `sa2va.build_policy`.
 
     Raises:
         ValueError: a folder is not what its flag asks for, a task asks another family; names the
             flag.
     """
     name = family_of(config.model_path)
-    for task, options in tasks.items():
-        if options.family != name:
+    for task, asked in tasks.items():
+        if asked != name:
             raise ValueError(
-                f"--tasks {task}: asks a model of the family {options.family}, and --model_path "
+                f"--tasks {task}: asks a model of the family {asked}, and --model_path "
                 f"{config.model_path} is of {name}"
             )
     family = FAMILIES[name]
     if family.has_sam and config.sam_path:
         raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
-    groups = sorted({group for options in tasks.values() for group in options.trains})
     return family.build(config, groups, max_new_tokens, device, shards)
 
 
