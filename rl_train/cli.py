@@ -22,7 +22,8 @@ from rl_train.tasks import CYCLES, TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
-    *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
+    *("resume", "output_dir", "model_path", "sam_path", "data_dir", "eval_data_dir"),
+    *("num_workers",),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
@@ -107,9 +108,9 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
         )
-    for name in ("model_path", "data_dir", "eval_data_dir"):
+    for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
+        on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)
         if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
     return Config(**parts, tasks=active, flags=vars(args))

@@ -111,11 +111,8 @@ class Evaluator:
 
     def __call__(self, state: checkpoint.RunState, log):
         """Measure the policy, and the teacher if there is one. A signal leaves the step without."""
-        names = ("policy", "teacher") if self._with_teacher(state) else ("policy",)
+        names = ("policy", "teacher") if state.roles.has_teacher else ("policy",)
         self._measure(state.step, state, names, log)
-
-    def _with_teacher(self, state: checkpoint.RunState) -> bool:
-        return any(task.asks_teacher for task in state.tasks)
 
     def due(self, step: int) -> bool:
         return self.eval_steps > 0 and step % self.eval_steps == 0
@@ -139,7 +136,7 @@ class Evaluator:
             return
         self.measured[step] = found[0].values
         metrics = [means(measured.values) for measured in found]
-        places = ("eval", "eval_ema")[: 1 + self._with_teacher(state)]
+        places = ("eval", "eval_ema")[: 1 + state.roles.has_teacher]
         for place, role in zip(places, (metrics[0], metrics[-1])):
             log.scalars({f"{place}/{name}": value for name, value in role.items()}, step)
         if step and self.eval_steps:

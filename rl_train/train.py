@@ -131,7 +131,8 @@ class EndOfStep:
         run = self.parts.config.run
         num_iterations = self.parts.config.optim.num_iterations
         tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
+        if state.roles.has_teacher:
+            tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
         for _ in range(num_iterations):
             state.scheduler.step()  # by time, also where nothing was learnt
         clock("update")
@@ -175,8 +176,7 @@ class EndOfStep:
         for name in parts.damaged.add(name for t in tallies for name in t.damaged):
             print0(f"left out, another sample in its place: {name}")
         points["data/damaged"] = len(parts.damaged.names)
-        points["teacher/drift"] = state.roles.distance("teacher", "reference")
-        points["teacher/lag"] = state.roles.distance("teacher", "policy")
+        points |= state.roles.drift()
         self.log.scalars(points, state.step)
         names = [task.name for task in state.tasks]
         self.progress.set_postfix({name: points.get(f"{name}/reward_mean") for name in names})

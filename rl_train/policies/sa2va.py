@@ -47,6 +47,8 @@ class Sa2VAPolicy:
             alike), checkpointing and masks of an answer are used; groups: which of TRAINABLE train.
     """
 
+    family = "sa2va"
+
     def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
         model.bind_tokenizer(tokenizer)

@@ -24,7 +24,7 @@ MIN_POINTS = 3  # a box and two points: what segzero answers
 class PointSegmentation:
     name = "points"
     action = None
-    asks_teacher = False
+    family, asks_teacher = "qwen2_5_vl", False
 
     @dataclass(frozen=True)
     class Options:

@@ -55,7 +55,8 @@ class Task(Protocol):
     weight: float  # of its loss
     weights: dict[str, float]  # of the reward components that count; others are logged only
     action: Action | None  # what is drawn beside the text
-    asks_teacher: bool  # whether `judge` asks that role; of the class
+    family: str  # of the models that it asks, see `policies.families`; of the class
+    asks_teacher: bool  # whether `judge` asks that role, which else is not kept; of the class
     # (policy, batch, features, max_new_tokens) -> {column: B values} held out, in place of
     # `cycle_measures.measure`, which is None's; of the class
     measure: Callable | None
