@@ -183,7 +183,7 @@ def test_it_is_no_part_of_a_run_by_default_and_trains_alone(tmp_path, capsys):
     assert options.negative_weight == 0.3 and options.trains == ("lora",)
     with pytest.raises(SystemExit):
         cli.parse([*base, "--tasks", "point_segmentation", "mask_caption_mask"])
-    assert "two kinds of models" in capsys.readouterr().err
+    assert "ask models of qwen2_5_vl and sa2va" in capsys.readouterr().err
     assert not PointSegmentation.asks_teacher and MaskCaptionMask.asks_teacher
 
 
