@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -15,7 +17,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rl_train.config import PolicyConfig
-from rl_train.policies.qwen_points import QwenPointsPolicy, build_policy
+from rl_train.policies.qwen_points import build_policy
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -154,9 +156,6 @@ def tiny_policy(qwen: Path, sam: Path, seed=0, temperature=1.0, std=0.05, **how)
 
 def samples(sizes, seed=0) -> list[dict]:
     """Noise of sizes (H, W), of which a corner is meant."""
-    import numpy as np
-    from PIL import Image
-
     random, found = np.random.default_rng(seed), []
     for number, (height, width) in enumerate(sizes):
         pixels = random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
@@ -166,6 +165,3 @@ def samples(sizes, seed=0) -> list[dict]:
         words = dict(caption=f"thing {number}", category="", image_id=f"noise{number}")
         found.append(dict(image=image, mask=mask, **words))
     return found
-
-
-__all__ = ["QwenPointsPolicy", "samples", "tiny_policy", "tiny_tokenizer", "write_qwen"]
