@@ -220,6 +220,7 @@ def test_reasons_are_counted_on_all_ranks():
     points = curves_of(first, second)
     assert points["loop1/refused_frac"] == 3 / 6
     assert points["loop1/refused/no_json"] == 2 / 6 and points["loop1/refused/outside"] == 1 / 6
+    assert "loop1/digits_frac" not in points  # which JSON of coordinates always has
     assert "loop1/refused_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))
 
 

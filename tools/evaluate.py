@@ -329,12 +329,11 @@ def run(args, ranks):
 def main(argv=None):
     parser = build_parser()
     args = parser.parse_args(argv)
-    parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
-    args = parser.parse_args(argv)
     require_wordnet()
     ranks = distributed.init()
     try:
-        run(args, ranks)
+        parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
+        run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error
     finally:
