@@ -129,8 +129,8 @@ def check_first_answers(tallies: list[Tally], points: dict[str, float]):
                 reasons = {n.removeprefix(refused): points[n] for n in points if refused in n}
                 most = max(reasons, key=reasons.get)
                 raise Unreadable(
-                    f"{task}: {share:.0%} of the first step's answers could be read, most not for "
-                    f"{most!r}. The checkpoint must answer as the task's flags say, within "
+                    f"{task}: {share:.0%} of the first step's answers could be read (others: most "
+                    f"often {most}). The checkpoint must answer as the task's flags say, within "
                     f"--max_completion_length. It said: {text[:SHOWN]!r}"
                 )
 
