@@ -95,12 +95,15 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     active = {name: option for name, option in options.items() if option.weight > 0}
     if len({task.name for task in tasks.values()}) < len(args.tasks):
         raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
-    if len({task.measure is None for task in tasks.values()}) > 1:
-        raise ValueError(f"{chosen}: ask two kinds of models, and a run has one")
+    if len(families := {task.family for task in tasks.values()}) > 1:
+        asked = " and ".join(sorted(families))
+        raise ValueError(f"{chosen}: ask models of {asked}, and a run has one")
     if not active:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if args.eval_dataset and not args.eval_data_dir:
+        raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "

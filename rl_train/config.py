@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from types import UnionType
 
-from rl_train.data import DATASETS
+from rl_train.data import DATASETS, HELDOUT_DATASETS
 from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
 from rl_train.rewards.controls import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
@@ -87,6 +87,9 @@ class DataConfig:
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
+    eval_dataset: str | None = flag(
+        None, "format of --eval_data_dir; default --dataset", choices=list(HELDOUT_DATASETS)
+    )
     eval_samples: int = flag(
         64,
         "held-out regions in an evaluation: always the same ones, spread over images",

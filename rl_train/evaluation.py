@@ -110,7 +110,7 @@ class Evaluator:
         self._measure(0, state, ("reference",), log)
 
     def __call__(self, state: checkpoint.RunState, log):
-        """Measure policy and teacher, if a task has one. A signal leaves the step without measures."""
+        """Measure the policy, and the teacher if there is one. A signal leaves the step without."""
         names = ("policy", "teacher") if state.roles.has_teacher else ("policy",)
         self._measure(state.step, state, names, log)
 

@@ -12,7 +12,7 @@ from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
-from rl_train.data import DATASETS, DamagedSamples
+from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
@@ -140,7 +140,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
+    kinds = DATASETS[data.dataset], HELDOUT_DATASETS[data.eval_dataset or data.dataset]
+    sets = split_dataset(kinds[0], *where, data.shared_images, kinds[1])
+    train_set, heldout, damaged = sets
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
     if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
         print0(f"--shared_images drop: {shared} of these regions are not trained on")

@@ -1,4 +1,4 @@
-"""Held-out measures of box and points: of greedy answers, and of the same ones with other negatives.
+"""Held-out measures of greedy answers of box and points, and of these with other negatives.
 
 Letters: B samples, P answers, H W the pixels of a mask.
 """

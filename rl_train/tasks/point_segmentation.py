@@ -58,7 +58,7 @@ class PointSegmentation:
         )
         format_weight: float = flag(
             0.1,
-            "of the reward for an answer that can be read, half of it for its tags",
+            "of the reward for an answer that can be read, half of it for tags",
             type=WEIGHT,
         )
         negative_weight: float = flag(
