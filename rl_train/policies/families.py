@@ -1,5 +1,6 @@
 """The families of models that can be a policy, by the model_type in their config.json."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from rl_train.types import Batch
 class Family:
     """What builds a policy, and the worst that its flags allow."""
 
-    build: object  # (config, groups, max_new_tokens, device, shards) -> the policy
-    longest_answers: object  # policy -> the same, whose answers are as long as they may be
-    worst_batch: object  # (policy, its inputs, batch size) -> the longest prompts
+    build: Callable  # (config, groups, max_new_tokens, device, shards) -> the policy
+    longest_answers: Callable  # policy -> the same, whose answers are as long as they may be
+    worst_batch: Callable  # (policy, its inputs, batch size) -> the longest prompts
     has_sam: bool  # in its own folder
 
 
@@ -38,16 +39,23 @@ QWEN_POINTS = Family(
     has_sam=False,
 )
 FAMILIES = {sa2va.Sa2VAPolicy.family: SA2VA, qwen_points.QwenPointsPolicy.family: QWEN_POINTS}
+MODEL_TYPES = {"sa2va_chat": sa2va.Sa2VAPolicy.family}
+MODEL_TYPES |= {"qwen2_5_vl": qwen_points.QwenPointsPolicy.family}
 
 
 def family_of(path) -> str:
-    """The name in FAMILIES of the model in folder `path`; what is none of the others is Sa2VA.
+    """The name in FAMILIES of the model in folder `path`; what says nothing of it is Sa2VA.
 
-    Its own reader says of that what it lacks. Raises DamagedFile for a config.json that is no JSON.
+    Its own reader says of that what it lacks. Raises ValueError for a config.json of another kind
+    of model, or that is no JSON.
     """
-    file = Path(path) / "config.json"
-    kind = read_json(file).get("model_type") if file.is_file() else None
-    return kind if kind in FAMILIES else sa2va.Sa2VAPolicy.family
+    file, kind = Path(path) / "config.json", "sa2va_chat"
+    if file.is_file():
+        kind = read_json(file).get("model_type", kind)
+    if kind not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise ValueError(f"{file} says model_type {kind!r}; known: {known}")
+    return MODEL_TYPES[kind]
 
 
 def build_policy(

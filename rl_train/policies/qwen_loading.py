@@ -8,7 +8,6 @@ from torch import nn
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
     Sam2Config,
     Sam2Model,
 )
@@ -19,6 +18,9 @@ from rl_train.policies.qwen_inputs import ImageSizes
 from sa2va_hf.weights import find_keys
 
 SAM_CONFIGS = ("vision_config", "prompt_encoder_config", "mask_decoder_config")
+# What preprocessor_config.json says of still images.
+PREPROCESSING = ("patch_size", "merge_size", "temporal_patch_size", "min_pixels", "max_pixels")
+PREPROCESSING += ("image_mean", "image_std")
 # SAM2 has one such matrix, transformers two copies of it, of which a file may hold but one.
 TWICE = ("prompt_encoder.shared_embedding", "shared_image_embedding")
 
@@ -118,18 +120,21 @@ def image_sizes(path, config: PolicyConfig) -> Seen:
     """How the folder's checkpoint sees images, under --image_side and --max_image_tokens.
 
     Raises:
-        ValueError: there is no preprocessor_config.json, or --image_side is none of its sizes.
+        ValueError: preprocessor_config.json is not there or not whole, or --image_side is none of
+            its sizes.
     """
-    read_json(Path(path) / "preprocessor_config.json")
-    published = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
-    unit, side = published.patch_size * published.merge_size, config.image_side
-    least, most = published.size["shortest_edge"], published.size["longest_edge"]
+    file = Path(path) / "preprocessor_config.json"
+    raw = read_json(file)
+    limits = raw.get("size", {})  # newer files have these, older ones the others
+    raw = dict(min_pixels=limits.get("shortest_edge"), max_pixels=limits.get("longest_edge")) | raw
+    if missing := [name for name in PREPROCESSING if raw.get(name) is None]:
+        raise ValueError(f"{file}: lacks {', '.join(missing)}")
+    patch, merge, frames, least, most, mean, std = (raw[name] for name in PREPROCESSING)
+    unit, side = patch * merge, config.image_side
     if side % unit or side and not least <= side**2 <= most:
         raise ValueError(
             f"--image_side {side}: must be 0 or a multiple of {unit}, whose square is from {least} "
-            f"to {most}, as {path}/preprocessor_config.json says"
+            f"to {most}, as {file} says"
         )
     most = min(most, config.max_image_tokens * unit**2)
-    sizes = ImageSizes(published.patch_size, published.merge_size, least, most, side)
-    colours = tuple(published.image_mean), tuple(published.image_std)
-    return Seen(sizes, published.temporal_patch_size, *colours)
+    return Seen(ImageSizes(patch, merge, least, most, side), frames, tuple(mean), tuple(std))

@@ -8,7 +8,11 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
 
 from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches
@@ -317,8 +321,14 @@ def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
     refused("--image_side 28: .* from 3136 to 12845056", qwen, sam, image_side=28)
     refused("--max_completion_length 8: with 900 tokens of an image", qwen, sam)
     folder = copied(qwen, tmp_path / "other")
-    (folder / "preprocessor_config.json").unlink()
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(dict(patch_size=14, merge_size=2, size=dict(shortest_edge=3136))))
+    words = "preprocessor_config.json: lacks temporal_patch_size, max_pixels, image_mean, image_std"
+    refused(words, folder, sam)
+    file.unlink()
     refused("preprocessor_config.json", folder, sam)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    refused("says model_type 'qwen3_vl'; known: sa2va_chat, qwen2_5_vl", folder, sam)
 
 
 def test_a_task_asks_its_own_family(qwen, sam):
@@ -335,6 +345,10 @@ def test_larger_images_are_reduced(qwen):
     sizes = image_sizes(qwen, config).sizes
     assert sizes.resized(1000, 1500) == (28 * 4, 28 * 6)
     whole = json.loads((qwen / "preprocessor_config.json").read_text())
+    published = Qwen2VLImageProcessorPil.from_pretrained(qwen)
+    seen = image_sizes(qwen, config)
+    assert [*seen.mean, *seen.std] == [*published.image_mean, *published.image_std]
+    assert published.size["longest_edge"] == whole["max_pixels"] and seen.frames == 2
     many = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=10**6)
     assert image_sizes(qwen, many).sizes.max_pixels == whole["max_pixels"]
 

@@ -152,6 +152,10 @@ def test_an_answer_of_nothing_draws_nothing(model, features):
     assert not masks[0].any() and not masks[1].any() and not without[1].any() and masks[2].any()
 
 
+def test_no_answers_are_no_masks(model, features):
+    assert point_masks(model, features, SIZES, [], []) == ([], [])
+
+
 def test_the_image_is_encoded_once(points, features, monkeypatch):
     def encode(*_):
         raise AssertionError("encoded again")
