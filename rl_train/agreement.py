@@ -16,7 +16,7 @@ from rl_train.data import DamagedSample
 from rl_train.distributed import Ranks, gather_objects
 
 OF_A_MACHINE = {"model_path", "data_dir", "eval_data_dir", "output_dir", "resume", "num_workers"}
-OF_A_MACHINE |= {"llm_judge_base_url", "attributes"}
+OF_A_MACHINE |= {"sam_path", "llm_judge_base_url", "attributes"}
 SAMPLES = 32  # of a data set, evenly spread, that are compared in full
 PLACES, PLACE = 16, 2**16  # parts of a file of weights that are compared, and bytes of each
 
@@ -49,7 +49,10 @@ def agree_on_inputs(config: Config, ranks: Ranks, **datasets):
     """Raise ValueError on all ranks unless all read the same base model and the same samples."""
     if ranks.world_size > 1:
         facts = {f"samples of the {name} data": samples(one) for name, one in datasets.items()}
-        facts["files of --model_path"] = digest(base_files(Path(config.policy.model_path)))
+        folders = dict(model_path=config.policy.model_path, sam_path=config.policy.sam_path)
+        for flag, folder in folders.items():
+            if folder:
+                facts[f"files of --{flag}"] = digest(base_files(Path(folder)))
         agree(facts, "Give all machines the same model and data.")
 
 
@@ -57,7 +60,8 @@ def agree_on_weights(state: RunState, ranks: Ranks):
     """Raise ValueError on all ranks unless all hold the same step, weights and optimizer state."""
     if ranks.world_size > 1:
         facts = dict(step=state.step, weights=digest(state.policy.trainable))
-        facts |= {"the teacher's weights": digest(state.roles.banks["teacher"])}
+        if state.roles.has_teacher:
+            facts |= {"the teacher's weights": digest(state.roles.banks["teacher"])}
         facts |= {"optimizer and tasks": digest(state.state_dict())}
         agree(facts, "Copy rank 0's checkpoint to the other machines; use one version of torch.")
 

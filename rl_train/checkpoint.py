@@ -3,7 +3,7 @@
 checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
     trainables.safetensors   all trainable weights by native name, float32
-    ema.safetensors          the teacher's
+    ema.safetensors          the teacher's, if a task has one
     training_state.pt        optimizer, scheduler, step, tasks, what is watched, RNG of each rank
     config.json              the run's flags
 checkpoint_best/             the same of the step that scored best on held-out samples, and
@@ -58,7 +58,9 @@ class RunState:
 
     def check_finite(self):
         """Raise FloatingPointError if a weight of policy or teacher, alike on all ranks, is not."""
-        weights = dict(policy=self.policy.trainable, teacher=self.roles.banks["teacher"])
+        weights = dict(policy=self.policy.trainable)
+        if self.roles.has_teacher:
+            weights["teacher"] = self.roles.banks["teacher"]
         for role, of_role in weights.items():
             finite = torch.stack([weight.isfinite().all() for weight in of_role.values()])
             if names := [n for n, fine in zip(of_role, finite.tolist()) if not fine]:
@@ -187,7 +189,9 @@ def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: 
     """Write the files of a checkpoint into a folder."""
     state.policy.peft.save_pretrained(folder / "adapter")
     own = {name: parameter.detach() for name, parameter in state.policy.trainable.items()}
-    weights = dict(trainables=own, ema=state.roles.banks["teacher"])
+    weights = dict(trainables=own)
+    if state.roles.has_teacher:
+        weights["ema"] = state.roles.banks["teacher"]
     for name, bank in weights.items():
         on_cpu = {n: tensor.cpu().contiguous() for n, tensor in bank.items()}
         save_file(on_cpu, folder / f"{name}.safetensors")
@@ -251,7 +255,8 @@ def load_weights(folder: Path, parameters: dict, file: str = "trainables.safeten
 def load(folder: Path, state: RunState, output_dir, rank: int):
     """Restore a run from `folder`. Raises ValueError if a file there or of the best is damaged."""
     load_weights(folder, state.policy.trainable)
-    load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
+    if state.roles.has_teacher:
+        load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")
     found = read_state(folder)
     if missing := sorted(set(state.state_dict()) - set(found)):
         raise ValueError(f"{folder}/training_state.pt has no {missing}, it is of another version")

@@ -18,11 +18,12 @@ from rl_train.distributed import (
     stop_together,
 )
 from rl_train.files import check_writable, claim, read_json
-from rl_train.tasks import TASKS, load_task
+from rl_train.tasks import CYCLES, TASKS, load_task
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
-    *("resume", "output_dir", "model_path", "data_dir", "eval_data_dir", "num_workers"),
+    *("resume", "output_dir", "model_path", "sam_path", "data_dir", "eval_data_dir"),
+    *("num_workers",),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
@@ -57,7 +58,7 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
 
 def add_tasks_flag(parser):
     known = f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)"
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), metavar="TASK", help=known)
+    parser.add_argument("--tasks", nargs="+", default=list(CYCLES), metavar="TASK", help=known)
 
 
 def parse(argv=None) -> Config:
@@ -94,18 +95,23 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
     active = {name: option for name, option in options.items() if option.weight > 0}
     if len({task.name for task in tasks.values()}) < len(args.tasks):
         raise ValueError(f"{chosen}: names a task twice, or two whose curves have one name")
+    if len(families := {task.family for task in tasks.values()}) > 1:
+        asked = " and ".join(sorted(families))
+        raise ValueError(f"{chosen}: ask models of {asked}, and a run has one")
     if not active:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if args.eval_dataset and not args.eval_data_dir:
+        raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
         )
-    for name in ("model_path", "data_dir", "eval_data_dir"):
+    for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        on_hub = name != "model_path" and path and hub.NAME.fullmatch(path)
+        on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)
         if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
     return Config(**parts, tasks=active, flags=vars(args))

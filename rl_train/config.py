@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from types import UnionType
 
-from rl_train.data import DATASETS
+from rl_train.data import DATASETS, HELDOUT_DATASETS
 from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
 from rl_train.rewards.controls import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
@@ -55,7 +55,17 @@ SHARE_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 class PolicyConfig:
     """model"""
 
-    model_path: str = flag(help="Sa2VA checkpoint folder in the original layout")
+    model_path: str = flag(help="Sa2VA folder in the original layout, or one of Qwen2.5-VL")
+    sam_path: str | None = flag(None, "SAM2 folder, which Qwen2.5-VL needs beside it")
+    image_side: int = flag(
+        840,
+        "pixels to which Qwen2.5-VL's images are resized, whatever their shape, as those that "
+        "Seg-Zero and VisionReasoner were trained on; 0 = each keeps its shape",
+        type=COUNT_OR_0,
+    )
+    max_image_tokens: int = flag(
+        1280, "of an image that keeps its shape, of Qwen2.5-VL: larger ones are reduced", type=COUNT
+    )
     dtype: str = flag("bfloat16", "of the frozen base", choices=["float32", "bfloat16"])
     max_tiles: int = flag(1, "tiles of an image: 1 = all of it at 448 px, .. 12", type=COUNT)
     max_masks_per_answer: int = flag(
@@ -77,6 +87,9 @@ class DataConfig:
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
+    eval_dataset: str | None = flag(
+        None, "format of --eval_data_dir; default --dataset", choices=list(HELDOUT_DATASETS)
+    )
     eval_samples: int = flag(
         64,
         "held-out regions in an evaluation: always the same ones, spread over images",

@@ -11,6 +11,13 @@ from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.guards import has_digit, is_whole, repeats
 
+MIN_READ = 0.05  # share of the first step's answers: with fewer, no group has rewards that differ
+SHOWN = 300  # characters of an answer, in a sentence
+
+
+class Unreadable(ValueError):
+    """A checkpoint does not answer in the form that a task wants."""
+
 
 class Tally:
     """One rank's counts of a step. A mean is a total and a count; without count it is no point."""
@@ -20,6 +27,7 @@ class Tally:
         self.sums, self.updates = Counter(), 0  # over micro-batches; what they are divided by
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
+        self.unread: dict[str, str] = {}  # {task: the first answer that could not be read}
         self.judge_reasons = Counter()  # {why the judge failed: times}
         self.points: dict[str, float] = {}  # numbers that are equal on all ranks
         self.stop: str | None = None  # the signal that asked this rank to stop
@@ -42,11 +50,19 @@ class Tally:
             ("truncated_frac", (~rollout.stopped).sum(), rows),
             ("empty_frac", sum(not text for text in rollout.texts), rows),
             ("unscored_frac", work.reward.isnan().sum(), rows),
-            ("repeats_frac", sum(map(repeats, captions)), rows),
-            ("digits_frac", sum(map(has_digit, captions)), rows),
             ("whole_mask_frac", sum(map(is_whole, outcome.masks)), rows),
         ):
             self.mean(f"{task}/{name}", total, count)
+        if not outcome.refused:
+            self.mean(f"{task}/repeats_frac", sum(map(repeats, captions)), rows)
+            self.mean(f"{task}/digits_frac", sum(map(has_digit, captions)), rows)
+        else:  # what has a form has digits, and says its keys again
+            unread = torch.stack(list(outcome.refused.values())).any(0)  # (N,)
+            self.mean(f"{task}/refused_frac", unread.sum(), rows)
+            for reason, mine in outcome.refused.items():
+                self.mean(f"{task}/refused/{reason}", mine.sum(), rows)
+            if unread.any():
+                self.unread.setdefault(task, rollout.texts[unread.int().argmax()])
         if work.task.action:
             for name, (total, count) in work.task.action.curves(rollout, outcome).items():
                 self.mean(f"{task}/{name}", total, count)
@@ -97,6 +113,26 @@ def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
     if updates:
         points["total_loss"] = sum(weights[task] * points[f"{task}/loss"] for task in weights)
     return points
+
+
+def check_first_answers(tallies: list[Tally], points: dict[str, float]):
+    """Raise Unreadable if of a run's first answers fewer than MIN_READ could be read.
+
+    Args:
+        tallies: of all ranks; points: their `curves`.
+    """
+    for tally in tallies:
+        for task, text in tally.unread.items():
+            share = 1 - points[f"{task}/refused_frac"]
+            if share < MIN_READ:
+                refused = f"{task}/refused/"
+                reasons = {n.removeprefix(refused): points[n] for n in points if refused in n}
+                most = max(reasons, key=reasons.get)
+                raise Unreadable(
+                    f"{task}: {share:.0%} of the first step's answers could be read (others: most "
+                    f"often {most}). The checkpoint must answer as the task's flags say, within "
+                    f"--max_completion_length. It said: {text[:SHOWN]!r}"
+                )
 
 
 class Clock:

@@ -7,6 +7,7 @@ import sys
 
 from rl_train import checkpoint, memory
 from rl_train.config import Config
+from rl_train.curves import Unreadable
 from rl_train.data import BadData
 from rl_train.data.workers import WorkerFailed
 from rl_train.distributed import Ranks, lost_rank, once_a_machine, print0
@@ -60,7 +61,7 @@ class Endings:
         if self.parts is None:
             asked = isinstance(error, ValueError)
             return once_a_machine(f"rl_train: {error}") if asked else None
-        if isinstance(error, (DamagedFile, BadReward, WorkerFailed, *places)):
+        if isinstance(error, (DamagedFile, BadReward, Unreadable, WorkerFailed, *places)):
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             return f"rl_train: {places.get(type(error), '')}{sentence}"
 

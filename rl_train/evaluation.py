@@ -1,5 +1,6 @@
 """Held-out evaluation: n samples, in their order, measured by all ranks together."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ class HeldOut:
     other_regions: bool = False  # whether it is measured which region a mask lies on
     best_of: int = 0  # captions that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
+    measure: Callable | None = None  # see `tasks.protocol.Task`
 
 
 @dataclass
@@ -77,7 +79,7 @@ def evaluate(
         features = policy.encode(batch)
         for name in names:
             with roles.use(name) if roles else nullcontext():
-                found = measure(policy, batch, features, tokens)
+                found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
                     found |= measure_samples(policy, batch, features, tokens, heldout.best_of)
                 columns[name].append(found)
@@ -90,7 +92,8 @@ def evaluate(
     measured = {}
     for name, mine in columns.items():
         measured[name] = whole = _merged(gather_objects(mine), len(heldout.dataset))
-        whole.values |= measure_texts(whole.references, whole.captions, heldout.vocabulary)
+        if heldout.measure is None:
+            whole.values |= measure_texts(whole.references, whole.captions, heldout.vocabulary)
     return measured
 
 
@@ -107,8 +110,9 @@ class Evaluator:
         self._measure(0, state, ("reference",), log)
 
     def __call__(self, state: checkpoint.RunState, log):
-        """Measure policy and teacher as they are. A signal leaves the step without measures."""
-        self._measure(state.step, state, ("policy", "teacher"), log)
+        """Measure the policy, and the teacher if there is one. A signal leaves the step without."""
+        names = ("policy", "teacher") if state.roles.has_teacher else ("policy",)
+        self._measure(state.step, state, names, log)
 
     def due(self, step: int) -> bool:
         return self.eval_steps > 0 and step % self.eval_steps == 0
@@ -132,11 +136,12 @@ class Evaluator:
             return
         self.measured[step] = found[0].values
         metrics = [means(measured.values) for measured in found]
-        for place, role in (("eval", metrics[0]), ("eval_ema", metrics[-1])):
+        places = ("eval", "eval_ema")[: 1 + state.roles.has_teacher]
+        for place, role in zip(places, (metrics[0], metrics[-1])):
             log.scalars({f"{place}/{name}": value for name, value in role.items()}, step)
         if step and self.eval_steps:
-            policy, teacher = (role | dict(score=score(role)) for role in metrics)
-            both = policy | dict(teacher=teacher)
+            scored = [role | dict(score=score(role)) for role in metrics]
+            both = scored[0] | {"teacher": role for role in scored[1:]}
             checkpoint.save_if_best(self.folder, state, self.flags, both, self.ranks.is_main)
         if self.ranks.is_main:  # last: it says that the step is done
             write_json(self._file(step), record(found[0], self.flags, *found[1:]))

@@ -18,9 +18,10 @@ from rl_train.checkpoint import RunState, how_to_go_on
 from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
 from rl_train.distributed import Ranks, gather_objects, print0
-from rl_train.policies.worst_case import LongestAnswers, worst_batch
+from rl_train.policies.families import longest_answers, worst_batch
 from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import UserReward
+from rl_train.roles import COPIES
 from rl_train.tasks.protocol import Context
 
 GIB = 2**30
@@ -48,11 +49,12 @@ REMEDIES = dict(
 )
 
 
-def standing_memory(policy) -> dict[str, int]:
+def standing_memory(policy, copies=COPIES) -> dict[str, int]:
     """{part: bytes} that a run holds on each GPU whatever its batch."""
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
-    trained = {"trainable weights": 1, "teacher and reference": 2, "optimizer": 2, "gradients": 1}
+    trained = {"trainable weights": 1, " and ".join(copies): len(copies)}
+    trained |= {"optimizer": 2, "gradients": 1}
     return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
 
@@ -94,7 +96,7 @@ def worst_step(parts, train) -> dict[str, float]:
         parts: `parts.Parts` of the run; train: its loop, `train.train`.
     """
     state, config, peaks = parts.state, parts.config, {}
-    policy, tokens = LongestAnswers(state.policy), config.rollout.max_completion_length
+    policy, tokens = longest_answers(state.policy), config.rollout.max_completion_length
     judge = SilentJudge() if config.reward.use_llm_judge else None
     context = Context(policy, state.roles, tokens, judge, (UserReward(f"{__name__}:rising"),))
     tasks = []

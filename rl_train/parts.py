@@ -12,21 +12,21 @@ from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
-from rl_train.data import DATASETS, DamagedSamples
+from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
 from rl_train.memory import GIB, standing_memory
+from rl_train.policies.families import build_policy
 from rl_train.policies.lora import parameter_table
-from rl_train.policies.sa2va import build_policy
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import Roles, half_life_decay
+from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
@@ -112,10 +112,12 @@ def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
-def print_sizes(policy, shards: Shards | None):
+def print_sizes(policy, roles: Roles, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
-    held = ", ".join(f"{part} {n / GIB:.1f}" for part, n in standing_memory(policy).items())
+    held = ", ".join(
+        f"{part} {n / GIB:.1f}" for part, n in standing_memory(policy, roles.banks).items()
+    )
     print0(f"memory before activations, GiB: {held}")
     if shards:
         mine, whole = (f"{size / 2**20:.1f} MiB" for size in held_bytes(policy.model))
@@ -138,17 +140,23 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    train_set, heldout, damaged = split_dataset(DATASETS[data.dataset], *where, data.shared_images)
+    kinds = DATASETS[data.dataset], HELDOUT_DATASETS[data.eval_dataset or data.dataset]
+    sets = split_dataset(kinds[0], *where, data.shared_images, kinds[1])
+    train_set, heldout, damaged = sets
     print0(f"--data_dir {data.data_dir}: {damaged.report}")
     if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
         print0(f"--shared_images drop: {shared} of these regions are not trained on")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = {group for options in config.tasks.values() for group in options.trains}
-    policy = build_policy(config.policy, sorted(groups), tokens, ranks.device, shards)
-    print_sizes(policy, shards)
-    roles = Roles(policy.trainable)
+    kinds = {name: load_task(name) for name in config.tasks}
+    families = {name: kind.family for name, kind in kinds.items()}
+    how = (families, sorted(groups), tokens, ranks.device, shards)
+    policy = build_policy(config.policy, *how)
+    asked = any(kind.asks_teacher for kind in kinds.values())
+    roles = Roles(policy.trainable, COPIES if asked else ("reference",))
+    print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)
-    tasks = [load_task(name)(options, context) for name, options in config.tasks.items()]
+    tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)

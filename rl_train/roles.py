@@ -24,12 +24,13 @@ class Roles:
 
     Args:
         trainable: {name: parameter}, all float32 (a bf16 average at decay 0.999 would never move).
+        copies: the roles beside the policy; without "teacher" nothing is averaged.
 
     Raises:
         ValueError: a parameter that is not float32, or none at all.
     """
 
-    def __init__(self, trainable: dict[str, torch.nn.Parameter]):
+    def __init__(self, trainable: dict[str, torch.nn.Parameter], copies=COPIES):
         if not trainable:
             raise ValueError("no trainable parameters")
         for name, parameter in trainable.items():
@@ -38,8 +39,12 @@ class Roles:
             parameter.register_hook(self._assert_policy)
         self.trainable, self.active = dict(trainable), "policy"
         self.banks = {
-            role: {n: p.detach().clone() for n, p in trainable.items()} for role in COPIES
+            role: {n: p.detach().clone() for n, p in trainable.items()} for role in copies
         }
+
+    @property
+    def has_teacher(self) -> bool:
+        return "teacher" in self.banks
 
     def _assert_policy(self, gradient):
         # A recomputed (checkpointed) forward inside a role would silently use the role's weights.
@@ -49,8 +54,8 @@ class Roles:
     @contextlib.contextmanager
     def use(self, name: str):
         """Let the model compute with the weights of a role, without gradient."""
-        if name not in ("policy", *COPIES):
-            raise ValueError(f"role {name!r} is unknown; known: policy, {', '.join(COPIES)}")
+        if name not in ("policy", *self.banks):
+            raise ValueError(f"role {name!r} is unknown; known: policy, {', '.join(self.banks)}")
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
         own = {n: p.data for n, p in self.trainable.items()}
         self.active = name
@@ -68,8 +73,10 @@ class Roles:
 
     @torch.no_grad()
     def update_teacher(self, decay: float):
-        """teacher <- decay teacher + (1 - decay) policy; once after each optimizer step."""
+        """teacher <- decay teacher + (1 - decay) policy, if there is one; after each update."""
         assert self.active == "policy"
+        if not self.has_teacher:
+            return
         teacher = [self.banks["teacher"][name] for name in self.trainable]
         torch._foreach_lerp_(teacher, [p.data for p in self.trainable.values()], 1 - decay)
 
@@ -83,6 +90,13 @@ class Roles:
         difference = torch._foreach_sub(left, right)
         norms = [torch.stack(torch._foreach_norm(x)).norm().item() for x in (difference, reference)]
         return norms[0] / norms[1]
+
+    def drift(self) -> dict[str, float]:
+        """{curve: `distance`} of the teacher; empty without one."""
+        if not self.has_teacher:
+            return {}
+        others = {"teacher/drift": "reference", "teacher/lag": "policy"}
+        return {curve: self.distance("teacher", other) for curve, other in others.items()}
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """{"teacher": .., "reference": ..}: the banks; the policy is the model itself."""

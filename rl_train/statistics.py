@@ -5,9 +5,25 @@ import math
 import numpy as np
 import torch
 
-from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL, metrics_of, parts_of
+from rl_train.tasks import cycle_measures, point_measures
+from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL
 
 RESAMPLED = 2**20  # rows that a bootstrap holds at once
+
+
+def metrics_of(values: dict) -> dict[str, str]:
+    """{metric: its description} of all that the measures among `values` make."""
+    of_points = {
+        metric: text
+        for metric, text in point_measures.METRICS.items()
+        if set(parts_of(metric)) <= set(values)
+    }
+    return cycle_measures.metrics_of(values) | of_points
+
+
+def parts_of(metric: str) -> tuple[str, ...]:
+    """The names of the measures behind a metric."""
+    return point_measures.PARTS.get(metric) or cycle_measures.parts_of(metric)
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
@@ -69,7 +85,7 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
     """Metrics before and after, and the paired difference with its 95 % interval, as text."""
-    title, ends = f"held out, n = {len(after['cycle_iou'])}", means(after)
+    title, ends = f"held out, n = {len(next(iter(after.values())))}", means(after)
     lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
     for metric, start in means(before).items():
         if metric in ends:

@@ -15,8 +15,11 @@ from rl_train.events import Events
 from rl_train.files import Appended, DamagedFile, writing
 from rl_train.grpo import group_std
 from rl_train.objective import Work
+from rl_train.points.answers import Answer
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)  # colours of the given region and of a model's mask
+BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # of what prompts a mask
+RADIUS = 4  # of a point, in pixels
 PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one side, in pixels, at most
 FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
 
@@ -61,6 +64,7 @@ class Log:
             line["advantage"] = round(work.advantages[row].item(), 4)
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
+            line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
             lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # surrogates as \ud800
 
@@ -112,6 +116,9 @@ def _number(value: torch.Tensor) -> float | None:
 def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
     """(H, W, 3) uint8: the region (yellow) left, the judged mask (magenta) right, text below.
 
+    Of an answer that prompts a mask its box and points too (green; negative ones red), and at the
+    right the mask that it makes without the negative points.
+
     Args:
         image: of the row's sample, in any size and shape: it is drawn in the mask's shape.
     """
@@ -119,15 +126,24 @@ def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
     height, width = batch.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     size = (max(round(width * scale), 1), max(round(height * scale), 1))
-    image, masks = image.resize(size), work.outcome.masks
+    image, outcome = image.resize(size), work.outcome
+    panels = [_overlay(image, batch.masks[i], REGION), _overlay(image, outcome.masks[row], FOUND)]
+    if outcome.answers:
+        panels.append(_overlay(image, outcome.masks_without[row], FOUND))
+        shape = (size[0] / width, size[1] / height)
+        for panel in panels:
+            _prompt(panel, outcome.answers[row], *shape)
     words = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
-    if work.outcome.replies:
-        words.append(f"teacher's reply: {work.outcome.replies[row]}")
+    if outcome.answers:
+        words.append("masks: of the whole answer, and without its negative points")
+    if outcome.replies:
+        words.append(f"teacher's reply: {outcome.replies[row]}")
     words.append(f"reward {work.reward[row]:.3f}  advantage {work.advantages[row]:+.2f}")
     lines = [line for word in words for line in textwrap.wrap(word, LINE_CHARACTERS)]
-    canvas = Image.new("RGB", (2 * PICTURE_WIDTH + 8, size[1] + 18 * len(lines) + 8), "white")
-    canvas.paste(_overlay(image, batch.masks[i], REGION), (0, 0))
-    canvas.paste(_overlay(image, masks[row].cpu(), FOUND), (PICTURE_WIDTH + 8, 0))
+    across = len(panels) * (PICTURE_WIDTH + 8) - 8
+    canvas = Image.new("RGB", (across, size[1] + 18 * len(lines) + 8), "white")
+    for k, panel in enumerate(panels):
+        canvas.paste(panel, (k * (PICTURE_WIDTH + 8), 0))
     draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(FONT_SIZE)
     for k, line in enumerate(lines):
         draw.text((4, size[1] + 4 + 18 * k), line, fill="black", font=font)
@@ -137,8 +153,22 @@ def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
 def _overlay(image: Image.Image, mask: torch.Tensor, color) -> Image.Image:
     """The image with the mask tinted and outlined in `color`."""
     pixels = np.array(image).astype(np.float32)
-    stencil = Image.fromarray(mask.numpy().astype(np.uint8) * 255).resize(image.size, Image.NEAREST)
+    stencil = Image.fromarray(mask.cpu().numpy().astype(np.uint8) * 255).resize(
+        image.size, Image.NEAREST
+    )
     inside, around = np.array(stencil) > 0, np.array(stencil.filter(ImageFilter.MaxFilter(5))) > 0
     pixels[inside] = 0.7 * pixels[inside] + 0.3 * np.array(color)
     pixels[around & ~inside] = color
     return Image.fromarray(pixels.astype(np.uint8))
+
+
+def _prompt(image: Image.Image, answer: Answer | None, x: float, y: float):
+    """Draw an answer's box and points into the image, which is x, y times the mask's size."""
+    if answer is None:
+        return
+    draw, answer = ImageDraw.Draw(image), answer.scaled(x, y)
+    for box in answer.boxes:
+        draw.rectangle(box, outline=BOX, width=2)
+    for points, color in ((answer.positive, POSITIVE), (answer.negative, NEGATIVE)):
+        for point in points:
+            draw.circle(point, RADIUS, fill=color, outline="white")

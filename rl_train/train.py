@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from rl_train import checkpoint, cli, distributed, memory
 from rl_train.checkpoint import RunState
-from rl_train.curves import Clock, Tally, curves
+from rl_train.curves import Clock, Tally, check_first_answers, curves
 from rl_train.data.loader import shared_memory_warning, steps, train_loader
 from rl_train.data.workers import explaining
 from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
@@ -134,7 +134,8 @@ class EndOfStep:
         run = self.parts.config.run
         num_iterations = self.parts.config.optim.num_iterations
         tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
+        if state.roles.has_teacher:
+            tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
         for _ in range(num_iterations):
             state.scheduler.step()  # by time, also where nothing was learnt
         clock("update")
@@ -159,7 +160,8 @@ class EndOfStep:
             raise Stopped(f"{stops.agreed}, after step {state.step}")
 
     def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
-        """Log the step; raises on all ranks if judge or data have failed too often."""
+        """Log the step; raises on all ranks if judge or data have failed too often, or if the first
+        answers cannot be read."""
         parts, failed_frac = self.parts, "judge/failed_frac"
         for w in work:
             tally.add_rollout(w)
@@ -171,12 +173,13 @@ class EndOfStep:
         tallies = gather_objects(tally)
         self.stops.agree([t.stop for t in tallies])
         points = curves(tallies, {task.name: task.weight for task in state.tasks})
+        if state.step == 1:
+            check_first_answers(tallies, points)
         points |= clock.curves(sum(t.num_tokens for t in tallies))
         for name in parts.damaged.add(name for t in tallies for name in t.damaged):
             print0(f"left out, another sample in its place: {name}")
         points["data/damaged"] = len(parts.damaged.names)
-        points["teacher/drift"] = state.roles.distance("teacher", "reference")
-        points["teacher/lag"] = state.roles.distance("teacher", "policy")
+        points |= state.roles.drift()
         self.log.scalars(points, state.step)
         names = [task.name for task in state.tasks]
         self.progress.set_postfix({name: points.get(f"{name}/reward_mean") for name in names})
@@ -198,7 +201,7 @@ def run(parts: Parts, stops: Stops):
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
     longest, others = config.data.max_caption_length, config.data.other_regions
     size = BATCHES * config.rollout.batch_size
-    how = dict(other_regions=others, vocabulary=parts.vocabulary)
+    how = dict(other_regions=others, vocabulary=parts.vocabulary, measure=state.tasks[0].measure)
     heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
     with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
         log.hparams(parts.flags)

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from rl_train.points.answers import Answer
+
 
 @dataclass
 class Batch:
@@ -78,3 +80,8 @@ class Outcome:
     rewards: dict[str, torch.Tensor]  # {component: (N,)} on the CPU, NaN = could not be obtained
     masks: list[torch.Tensor]  # N (H, W) bool: what was judged, for pictures and guards
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
+    # Where answers must have a form: {reason: (N,) bool} of those that could not be read for it
+    refused: dict[str, torch.Tensor] = field(default_factory=dict)
+    # What a mask was drawn from (None of a refused answer), and without its negative points
+    answers: list[Answer | None] = field(default_factory=list)
+    masks_without: list[torch.Tensor] = field(default_factory=list)

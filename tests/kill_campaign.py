@@ -235,7 +235,7 @@ class Campaign:
             train.main(flags(self.data, root / "warm", **RUN | dict(max_steps=1)))
             config = cli.parse(flags(self.data, root / "warm", **RUN))
             cpu = torch.device("cpu")
-            built = parts.build_policy(config.policy, ["lora", "mlp1"], 3, cpu, None)
+            built = parts.build_policy(config.policy, {}, ["lora", "mlp1"], 3, cpu, None)
         parts.build_policy = lambda *_: built
         begin = time.monotonic()
         # Counts all operations, and dies at none.

@@ -1,12 +1,13 @@
 """The curves of a step by hand: shares of rows, means over ranks, what has no point, the clock."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_train import curves as of_curves
-from rl_train.curves import Clock, Tally, curves
+from rl_train.curves import Clock, Tally, Unreadable, check_first_answers, curves
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
 from rl_train.types import Batch, Outcome, Rollout
@@ -201,3 +202,37 @@ def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
     clock = Clock(torch.device("cpu"))
     clock("rollout")
     assert list(clock.seconds) == ["rollout"] and clock.peaks == {}
+
+
+# Answers that could not be read
+
+
+def refusing(*reasons, texts=None) -> Tally:
+    """Of rows refused for "no_json", for "outside" or, "", not at all."""
+    work = work_of(texts or [f"text {k}" for k in range(len(reasons))], torch.zeros(len(reasons)))
+    names = ("no_json", "outside")
+    refused = {name: torch.tensor([name == reason for reason in reasons]) for name in names}
+    return tally_of(replace(work, outcome=replace(work.outcome, refused=refused)))
+
+
+def test_reasons_are_counted_on_all_ranks():
+    first, second = refusing("no_json", "", "outside", "no_json"), refusing("", "")
+    points = curves_of(first, second)
+    assert points["loop1/refused_frac"] == 3 / 6
+    assert points["loop1/refused/no_json"] == 2 / 6 and points["loop1/refused/outside"] == 1 / 6
+    assert "loop1/digits_frac" not in points  # which JSON of coordinates always has
+    assert "loop1/refused_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))
+
+
+def test_a_first_step_of_unreadable_answers_stops_the_run_on_all_ranks():
+    few = [refusing("", *["no_json"] * 17), refusing(*["outside"] * 6, texts=["It's\n9"] * 6)]
+    with pytest.raises(Unreadable) as stopped:
+        check_first_answers(few, curves_of(*few))
+    sentence = str(stopped.value)
+    assert sentence.startswith("loop1: 4% of the first step's answers could be read (others: ")
+    assert "most often no_json)" in sentence and sentence.endswith("It said: 'text 1'")
+    with pytest.raises(Unreadable, match=r"0% .* \"It's.n9\""):
+        check_first_answers(few[1:], curves_of(*few[1:]))
+    enough = [refusing("", *["no_json"] * 19)]
+    check_first_answers(enough, curves_of(*enough))
+    check_first_answers([refusing("", "")], curves_of(refusing("", "")))

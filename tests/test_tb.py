@@ -11,7 +11,8 @@ from PIL import Image
 
 from rl_train.distributed import Ranks
 from rl_train.objective import Work
-from rl_train.tb import FOUND, REGION, Log, rollout_picture
+from rl_train.points.answers import Answer
+from rl_train.tb import BOX, FOUND, NEGATIVE, POSITIVE, REGION, Log, rollout_picture
 from rl_train.types import Batch, Outcome, Rollout
 
 
@@ -42,6 +43,31 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     assert (left[:, :drawn_width] == tinted).all() and (left[:, drawn_width:] == 255).all()
     assert (right[:, :drawn_width] == 0).all()
     assert not (picture == FOUND).all(-1).any()
+
+
+def test_an_answer_s_box_and_points_are_drawn():
+    """Of a mask of 20 x 10 (W, H), drawn at 240 x 120, on black: three pictures."""
+    region = torch.zeros(10, 20, dtype=torch.bool)
+    found, without = region.clone(), torch.ones_like(region)
+    found[:5] = True
+    batch = Batch([0], [region], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["{}", "no"], 2, *[None] * 5)
+    answer = Answer(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
+    drawn = dict(answers=[answer, None], masks_without=[without, region])
+    outcome = Outcome({}, [found, region], **drawn)
+    work = Work(None, rollout, outcome, torch.ones(2), torch.ones(2), None)
+    picture = rollout_picture(Image.new("RGB", (64, 64)), work, 0)
+    assert picture.shape[1] == 3 * 248 - 8
+    for left in (0, 248, 496):  # (x, y) in a picture = 12 times that in the mask
+        assert tuple(picture[7 * 12, left + 5 * 12]) == POSITIVE
+        assert tuple(picture[8 * 12, left + 15 * 12]) == NEGATIVE
+        assert tuple(picture[2 * 12, left + 7 * 12]) == BOX
+    tinted = tuple((0.3 * np.array(FOUND)).astype(np.uint8))
+    for left, at_top, below in ((0, 0, 0), (248, tinted, 0), (496, tinted, tinted)):
+        assert (picture[10, left + 200] == at_top).all()
+        assert (picture[110, left + 200] == below).all()
+    refused = rollout_picture(Image.new("RGB", (64, 64)), work, 1)
+    assert (refused[:120, :240] == 0).all() and refused.shape == picture.shape
 
 
 def test_rollouts_are_json_whatever_they_say(tmp_path):

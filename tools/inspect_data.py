@@ -17,12 +17,13 @@ from PIL import Image, ImageDraw, ImageFont
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from rl_train.data import DATASETS, DamagedSample, check_bad_fraction
+from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSample, check_bad_fraction
 from rl_train.data.workers import Loader, explaining
 from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
 GRID, TILE = 16, 448  # of one tile of Sa2VA, see region_grid
+READERS = HELDOUT_DATASETS | DATASETS
 QUANTILES = {"min": 0, "5%": 5, "50%": 50, "95%": 95, "max": 100}
 COLUMNS, ROWS, SIDE, TEXT = (
     5,
@@ -161,7 +162,7 @@ def main(argv=None):
     parser.add_argument(
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
     )
-    parser.add_argument("--dataset", choices=list(DATASETS), default="gar", help="its format")
+    parser.add_argument("--dataset", choices=list(READERS), default="gar", help="its format")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument(
@@ -175,7 +176,7 @@ def main(argv=None):
     try:
         if args.output:
             check_writable("--output", args.output, is_file=True)
-        dataset = DATASETS[args.dataset](args.data_dir)
+        dataset = READERS[args.dataset](args.data_dir)
         workers = args.num_workers
         numbers, damaged, good = explaining(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))

@@ -12,11 +12,13 @@ import pyarrow.compute as pc
 from rl_train.data.errors import BadData
 from rl_train.data.images import check_read, map_file, read_cell
 
-# What a column holds: "bytes", "text", "int", [list of], {field: of a struct}, (one, or the other)
+# What a column holds: "bytes", "text", "int", "bool", [list of], {field: of a struct},
+# (one, or the other)
 LEAVES = {
     "bytes": (pa.types.is_binary, pa.types.is_large_binary),
     "text": (pa.types.is_string, pa.types.is_large_string),
     "int": (pa.types.is_integer,),
+    "bool": (pa.types.is_boolean,),
 }
 MAPPED = {}  # {shard: its bytes when this process mapped it}
 LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)

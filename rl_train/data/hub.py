@@ -8,6 +8,13 @@ PATTERNS = ["*.arrow", "*.json", "*.tar"]  # what the readers read
 NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+def folder_of(data_dir) -> Path:
+    """The local folder of `data_dir`. Raises ValueError that names --data_dir if it is none."""
+    if not Path(data_dir).is_dir():
+        raise ValueError(f"--data_dir {data_dir} is not a folder.")
+    return Path(data_dir)
+
+
 def resolve(data_dir) -> Path:
     """The local folder of `data_dir`: itself if it is one, else that of the data set "owner/name",
     fetched into the hub's cache.

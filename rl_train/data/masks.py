@@ -10,6 +10,7 @@ Letters: C characters, R runs.
 """
 
 import numpy as np
+from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS
 
@@ -45,6 +46,11 @@ def check_mask(rle, image_size: tuple[int, int]) -> tuple[str | None, bool]:
     if smaller and not resize_nearest(decode_runs(runs, height, width), *size).any():
         return LOST_MASK, True
     return None, resized
+
+
+def encode_mask(mask: np.ndarray) -> dict:
+    """{"counts": bytes, "size": [H, W]} of a mask (H, W) bool, compressed."""
+    return coco.encode(np.asfortranarray(mask, dtype=np.uint8))
 
 
 def decode_mask(rle: dict) -> np.ndarray:

@@ -81,6 +81,10 @@ class RefCOCODataset:
         """See `Counts.report`."""
         return self._counts.report(len(self))
 
+    def image_id(self, i: int) -> str:
+        """Of sample i, without reading it."""
+        return self._rows[i][5]
+
     def __getitem__(self, i: int) -> dict:
         path, segmentation, size, *words, _ = self._rows[i]
         return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)

@@ -9,12 +9,21 @@ from rl_train.data.samples import number_images
 
 
 def split_dataset(
-    dataset_class, data_dir, eval_data_dir, eval_samples, max_bad_fraction, shared_images="refuse"
+    dataset_class,
+    data_dir,
+    eval_data_dir,
+    eval_samples,
+    max_bad_fraction,
+    shared_images="refuse",
+    heldout_class=None,
 ):
     """(training set, held-out set, the damaged samples of the training data).
 
     Held out is a sample of --eval_data_dir, see `sample_regions`; without it the last images of a
     fixed shuffle, with all their regions, in whatever rows these are.
+
+    Args:
+        heldout_class: of --eval_data_dir, default `dataset_class`.
 
     Raises:
         ValueError: nothing is left to train on, or an image of both folders is to be refused.
@@ -23,7 +32,7 @@ def split_dataset(
     dataset = dataset_class(data_dir)
     damaged = DamagedSamples(dataset.report(), max_bad_fraction)
     if eval_data_dir:
-        heldout = dataset_class(eval_data_dir)
+        heldout = (heldout_class or dataset_class)(eval_data_dir)
         check_bad_fraction(heldout.report(), 0, max_bad_fraction)
         shared = np.isin(dataset.image_keys, heldout.image_keys)
         if shared.any() and shared_images == "refuse":

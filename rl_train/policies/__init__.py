@@ -1,4 +1,4 @@
-"""Who answers: the protocol, a family of models by its name, and `lora`, which all share."""
+"""Who answers: the protocol, the families of models that are policies, what all of them share."""
 
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from rl_train.types import Batch, Rollout
 class Policy(Protocol):
     """What the loop knows of a policy; a task also knows what its own family can be asked."""
 
+    family: str  # its name in `families.FAMILIES`
     model: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     device: torch.device
@@ -30,6 +31,9 @@ class Policy(Protocol):
 
     def score(self, rollout: Rollout, rows: slice = slice(None)):
         """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward."""
+
+    def save_merged(self, folder, dtype: torch.dtype | None = None):
+        """Write the base with the LoRA merged in, in its published layout; ends its use."""
 
     def not_finite(self) -> list[str]:
         """Names of the outputs, of any role since the last call, that had a NaN or infinity."""

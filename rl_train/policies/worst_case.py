@@ -57,6 +57,13 @@ def worst_batch(policy: Sa2VAPolicy, inputs: Sa2VAInputs, batch_size: int) -> Ba
     image = Image.new("RGB", size[::-1])
     sample = dict(image=image, mask=np.ones(size, dtype=bool), category="", image_id="worst")
 
+    caption = longest_caption(inputs, sample, policy.model.config.llm.max_position_embeddings)
+    return Batches([sample | dict(caption=caption)] * batch_size, inputs)[list(range(batch_size))]
+
+
+def longest_caption(inputs, sample: dict, most: int) -> str:
+    """The longest of fewer than `most` words with which a sample passes `inputs.check`."""
+
     def too_long(num_words: int) -> bool:
         try:
             inputs.check(sample | dict(caption=WORD * num_words))
@@ -64,7 +71,4 @@ def worst_batch(policy: Sa2VAPolicy, inputs: Sa2VAInputs, batch_size: int) -> Ba
             return True
         return False
 
-    most = policy.model.config.llm.max_position_embeddings
-    num_words = bisect_left(range(1, most), True, key=too_long)
-    samples = [sample | dict(caption=WORD * num_words)] * batch_size
-    return Batches(samples, inputs)[list(range(batch_size))]
+    return WORD * bisect_left(range(1, most), True, key=too_long)

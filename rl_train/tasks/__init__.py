@@ -6,8 +6,14 @@ from rl_train.rewards.custom import load_named
 
 from .caption_mask_caption import CaptionMaskCaption
 from .mask_caption_mask import MaskCaptionMask
+from .point_segmentation import PointSegmentation
 
-TASKS = {"mask_caption_mask": MaskCaptionMask, "caption_mask_caption": CaptionMaskCaption}
+TASKS = {
+    "mask_caption_mask": MaskCaptionMask,
+    "caption_mask_caption": CaptionMaskCaption,
+    "point_segmentation": PointSegmentation,
+}
+CYCLES = ("mask_caption_mask", "caption_mask_caption")  # what is trained if --tasks names none
 
 
 def load_task(name: str) -> type:

@@ -18,6 +18,7 @@ from sa2va_hf.prompts import SEGMENT
 
 class CaptionMaskCaption:
     name = "loop2"
+    family, asks_teacher, measure = "sa2va", True, None
 
     @dataclass(frozen=True)
     class Options:

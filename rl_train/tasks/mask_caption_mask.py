@@ -19,6 +19,7 @@ from sa2va_hf.prompts import DESCRIBE
 
 class MaskCaptionMask:
     name = "loop1"
+    family, asks_teacher, measure = "sa2va", True, None
     action = None
 
     @dataclass(frozen=True)

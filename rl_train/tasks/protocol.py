@@ -1,5 +1,6 @@
 """The protocol by which the loop knows a task and the action that it may draw."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +55,11 @@ class Task(Protocol):
     weight: float  # of its loss
     weights: dict[str, float]  # of the reward components that count; others are logged only
     action: Action | None  # what is drawn beside the text
+    family: str  # of the models that it asks, see `policies.families`; of the class
+    asks_teacher: bool  # whether `judge` asks that role, which else is not kept; of the class
+    # (policy, batch, features, max_new_tokens) -> {column: B values} held out, in place of
+    # `cycle_measures.measure`, which is None's; of the class
+    measure: Callable | None
 
     def prompts(self, batch: Batch, features) -> object:
         """One prompt for each sample of the batch, made by the policy."""

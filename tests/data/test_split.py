@@ -45,6 +45,27 @@ def test_regions_of_one_image_stay_on_one_side():
         assert sorted(i for i in range(9) if Regions.image_keys[i] in images[0]) == training.indices
 
 
+def test_held_out_regions_may_be_of_another_format():
+    class Two:
+        image_keys = np.array([1, 2])
+
+        def __init__(self, data_dir):
+            self.where = data_dir
+
+        def __len__(self):
+            return 2
+
+        def report(self):
+            return dict(rows=2, kept=2, skipped={}, resized_masks=0)
+
+    class Other(Two):
+        image_keys = np.array([3, 4])
+
+    training, heldout, _ = split_dataset(Two, "x", "y", 2, 0, heldout_class=Other)
+    assert type(training) is Two and type(heldout.dataset) is Other
+    assert (training.where, heldout.dataset.where) == ("x", "y")
+
+
 def test_pictures_are_held_out_whole(data):
     """Though each of their regions is a row of its own, as `write_gar` writes them."""
     training, heldout, _ = split_dataset(GraspAnyRegionDataset, data / "train", None, 10, 0)

@@ -1,0 +1,1 @@
+"""Boxes and points as the answers of a language model: the records and what reads them."""

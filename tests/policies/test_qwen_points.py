@@ -1,0 +1,370 @@
+"""Qwen2.5-VL as a policy: its folder, what trains, and that it is what transformers computes."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+)
+
+from rl_train.config import PolicyConfig
+from rl_train.data.loader import Batches
+from rl_train.engine.fused import unsupported
+from rl_train.objective import score_all
+from rl_train.policies import families, qwen_worst_case
+from rl_train.policies.qwen_inputs import patches
+from rl_train.policies.qwen_loading import TextModel, image_sizes, load_qwen, load_sam
+from rl_train.policies.qwen_points import LINEARS
+from tests.engine.tiny import fast, slow
+from tests.policies.tiny_points import SAM_SIDE, samples, tiny_policy
+
+CPU = torch.device("cpu")
+QUESTIONS = ["Where?", "Where is the thing, then?", "Box."]
+T, G = 12, 2
+# What the published config.json files say of the parts whose shapes differ.
+PUBLISHED = {
+    "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
+    "7B": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28),
+}
+PUBLISHED["3B"] |= dict(num_attention_heads=16, num_key_value_heads=2, vocab_size=151936)
+PUBLISHED["7B"] |= dict(num_attention_heads=28, num_key_value_heads=4, vocab_size=152064)
+SIZES = {"3B": 3_754_622_976, "7B": 8_292_166_656}  # parameters, as their model cards count them
+
+
+@pytest.fixture(scope="module")
+def batch(points):
+    """Images of three shapes."""
+    return Batches(samples([(60, 90), (120, 64), (84, 84)]), points.inputs(T))[[0, 1, 2]]
+
+
+@pytest.fixture(scope="module")
+def images(points, batch):
+    return points.encode(batch)
+
+
+def prompts_of(points, images, image=(0, 1, 2)):
+    return points.point_prompts(images, list(image), [QUESTIONS[i] for i in image])
+
+
+def answers(num_rows, seed=0):
+    """(ids, valid) of ragged answers, one of a single token."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, T + 1, (num_rows,), generator=random)
+    lengths[-1], lengths[0] = 1, T
+    ids = torch.randint(0, 256, (num_rows, T), generator=random)
+    return ids, torch.arange(T) < lengths[:, None]
+
+
+def of_transformers(points, batch, prompts, row, answer=()):
+    """transformers' inputs of one prompt and an answer, its patches from its own processor."""
+    image = prompts.image[row]
+    ids = torch.tensor([[*prompts.ids[row], *answer]])
+    seen = points.seen
+    pixels = batch.inputs.pixels[image]
+    grid = torch.tensor([[1, pixels.shape[1] // 14, pixels.shape[2] // 14]])
+    return dict(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        pixel_values=patches(pixels, seen.sizes, seen.mean, seen.std),
+        image_grid_thw=grid,
+        mm_token_type_ids=(ids == points.image_token).int(),
+    )
+
+
+def full_forward(points, batch, prompts, ids, valid) -> list[torch.Tensor]:
+    """Log-probs of each row's answer by transformers' own forward, image and all."""
+    found = []
+    for row in range(len(ids)):
+        answer = ids[row, valid[row]]
+        inputs = of_transformers(points, batch, prompts, row, answer.tolist())
+        logits = points.model.vlm(**inputs).logits[0, len(prompts.ids[row]) - 1 : -1].float()
+        found.append(torch.log_softmax(logits, -1).gather(1, answer[:, None])[:, 0])
+    return found
+
+
+def gradients(points, value) -> dict[str, torch.Tensor]:
+    found = torch.autograd.grad(value, list(points.trainable.values()))
+    return dict(zip(points.trainable, found))
+
+
+# What it computes
+
+
+@pytest.mark.parametrize("way", [slow, fast])
+def test_scores_as_transformers_full_forward(points, batch, images, way):
+    """Log-probs to 1e-5, and the gradient of every LoRA weight."""
+    prompts = prompts_of(points, images).repeat(G)
+    ids, valid = answers(len(prompts))
+    expected = torch.cat(full_forward(points, batch, prompts, ids, valid))
+    with way(points.engine):
+        found = points.score_answers(images, prompts, ids, valid).logp
+    torch.testing.assert_close(found[valid], expected, atol=1e-5, rtol=0)
+    slope = torch.linspace(-1, 1, len(expected))
+    right, mine = (gradients(points, x @ slope) for x in (expected, found[valid]))
+    for name, gradient in right.items():
+        assert gradient.abs().max() > 0, f"{name} has no gradient"
+        assert (mine[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("way", [slow, fast])
+def test_answers_greedily_as_transformers_generates(points, batch, images, way):
+    prompts = prompts_of(points, images)
+    how = dict(max_new_tokens=T, do_sample=False, pad_token_id=points.pad_id)
+    expected = []
+    for row in range(3):
+        out = points.model.vlm.generate(**of_transformers(points, batch, prompts, row), **how)
+        expected.append(out[0, len(prompts.ids[row]) :].tolist())
+    with way(points.engine):
+        done, texts = points.complete(images, prompts, 1, T)
+    rows = zip(done.ids, done.valid)
+    assert [ids[valid].tolist() for ids, valid in rows] == expected
+    assert texts == [points.completion_text(ids) for ids in expected]
+
+
+@pytest.mark.parametrize("way", [slow, fast])
+def test_what_is_sampled_is_what_is_scored(points, batch, images, way):
+    prompts = prompts_of(points, images)
+    uniforms = torch.rand(6, T, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with way(points.engine):
+        rollout = points.sample(batch, images, prompts, G, T, uniforms)
+        logp = score_all(points, type("Task", (), dict(action=None)), rollout, 4).logp
+    assert (
+        len(rollout) == 6
+        and len(set(rollout.texts)) > 3
+        and rollout.prompts.image[:3] == [0] * 2 + [1]
+    )
+    torch.testing.assert_close(logp.detach(), rollout.logp, atol=1e-4, rtol=0)
+
+
+def test_an_answer_ends_with_the_turn(points):
+    ids = [*points.encode_text("{}"), *points.encode_text("<|im_end|>")]
+    state = points.stop.start(1)
+    ends = []
+    for token in ids:
+        state, end = points.stop.step(state, torch.tensor([token]))
+        ends.append(end.item())
+    assert ends == [False, False, True] and points.completion_text(ids) == "{}"
+
+
+def test_the_image_is_seen(points, images):
+    """Another image of the same size, the same answer: other log-probs."""
+    other = Batches(samples([(60, 90)], seed=7), points.inputs(T))[[0]]
+    prompts = prompts_of(points, images, [0])
+    ids, valid = answers(1)
+    with torch.no_grad():
+        here, there = (
+            points.score_answers(seen, prompts, ids, valid).logp
+            for seen in (images, points.encode(other))
+        )
+    assert (here - there).abs().max() > 1e-2
+
+
+# What trains
+
+
+def test_lora_on_the_language_model_alone(points):
+    names = list(points.trainable)
+    layers = points.model.vlm.config.text_config.num_hidden_layers
+    assert len(names) == 2 * 7 * layers
+    assert all(name.startswith("vlm.model.language_model.layers.") for name in names)
+    trains = {name for name, p in points.model.named_parameters() if p.requires_grad}
+    assert trains == set(names) and {points.group_of(name) for name in names} == {"lora"}
+    assert all(parameter.dtype == torch.float32 for parameter in points.trainable.values())
+
+
+def test_every_lora_weight_moves_in_a_step(qwen, sam):
+    """A, too, once B is no longer 0."""
+    points = tiny_policy(qwen, sam, std=0.05)
+    batch = Batches(samples([(60, 90), (84, 84)]), points.inputs(T))[[0, 1]]
+    images = points.encode(batch)
+    prompts = prompts_of(points, images, [0, 1])
+    before = {name: p.detach().clone() for name, p in points.trainable.items()}
+    optimizer = torch.optim.AdamW(points.trainable.values(), lr=1e-3)
+    points.score_answers(images, prompts, *answers(2)).logp.sum().backward()
+    optimizer.step()
+    for name, parameter in points.trainable.items():
+        moved = (parameter != before[name]).float().mean().item()
+        assert moved == 1, f"{moved:.3f} of {name}"
+
+
+def test_recomputed_layers_have_the_same_gradient(qwen, sam):
+    found = []
+    for recomputed in (False, True):
+        points = tiny_policy(qwen, sam, gradient_checkpointing=recomputed)
+        batch = Batches(samples([(60, 90), (84, 84)]), points.inputs(T))[[0, 1]]
+        images = points.encode(batch)
+        logp = points.score_answers(images, prompts_of(points, images, [0, 1]), *answers(2)).logp
+        found.append(gradients(points, logp.sum()))
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, atol=1e-6, rtol=1e-5)
+
+
+def test_the_adapter_is_one_of_the_native_class(points, batch, images, qwen, tmp_path):
+    points.peft.save_pretrained(tmp_path)
+    native = Qwen2_5_VLForConditionalGeneration.from_pretrained(qwen, dtype=torch.float32)
+    native = PeftModel.from_pretrained(native, tmp_path).eval()
+    prompts = prompts_of(points, images, [0])
+    ids, valid = answers(1)
+    inputs = of_transformers(points, batch, prompts, 0, ids[0].tolist())
+    with torch.no_grad():
+        logits = native(**inputs).logits[0, len(prompts.ids[0]) - 1 : -1]
+        expected = torch.log_softmax(logits, -1).gather(1, ids[0][:, None])[:, 0]
+        found = points.score_answers(images, prompts, ids, valid).logp[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+# Folders
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_the_published_layouts(size):
+    """Built without weights: as many as published, known to the engine, LoRA where it belongs."""
+    text = PUBLISHED[size] | dict(rms_norm_eps=1e-6, max_position_embeddings=128000)
+    text |= dict(rope_theta=1e6, use_sliding_window=False, max_window_layers=28)
+    text |= dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]))
+    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)
+    vision |= dict(out_hidden_size=text["hidden_size"], window_size=112, model_type="qwen2_5_vl")
+    vision |= dict(fullatt_block_indexes=[7, 15, 23, 31], patch_size=14, spatial_patch_size=14)
+    config = Qwen2_5_VLConfig(**text, vision_config=vision, tie_word_embeddings=size == "3B")
+    with torch.device("meta"):
+        model = Qwen2_5_VLForConditionalGeneration(config).requires_grad_(False)
+    model.tie_weights()
+    assert sum(p.numel() for p in model.parameters()) == SIZES[size]
+    assert unsupported(TextModel(model.model.language_model, model.lm_head)) is None
+    names = [name for name, _ in model.named_modules()]
+    adapted = [name for name in names if re.fullmatch(LINEARS, name)]
+    assert len(adapted) == 7 * text["num_hidden_layers"]
+    assert not any("visual" in name for name in adapted)
+
+
+def copied(source, folder):
+    shutil.copytree(source, folder)
+    return folder
+
+
+def test_loads_every_weight_or_says_which_not(qwen, tmp_path):
+    folder = copied(qwen, tmp_path / "less")
+    weights = load_file(folder / "model.safetensors")
+    assert "visual.patch_embed.proj.weight" in weights  # the published layout
+    gone, wide = "model.layers.0.mlp.up_proj.weight", "visual.merger.mlp.0.weight"
+    del weights[gone]
+    weights |= {wide: weights[wide][:-1].clone(), "model.odd": torch.zeros(1)}
+    save_file(weights, folder / "model.safetensors", dict(format="pt"))
+    with pytest.raises(ValueError) as error:
+        load_qwen(folder)
+    words = str(error.value)
+    assert f"--model_path {folder}" in words and "1 weights missing" in words
+    assert "layers.0.mlp.up_proj" in words and "odd" in words and "merger.mlp.0" in words
+
+
+def test_sam_is_that_of_the_published_folder(sam, tmp_path):
+    """Of the model for videos, and where the file has one of the two copies of a matrix."""
+    whole = load_sam(sam)
+    folder = copied(sam, tmp_path / "once")
+    weights = load_file(folder / "model.safetensors")
+    assert "memory_encoder.projection.weight" in weights
+    del weights["prompt_encoder.shared_embedding.positional_embedding"]
+    save_file(weights, folder / "model.safetensors", dict(format="pt"))
+    once = load_sam(folder)
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, once.state_dict()[name]), name
+    weights.pop("mask_decoder.iou_token.weight")
+    save_file(weights, folder / "model.safetensors", dict(format="pt"))
+    with pytest.raises(ValueError, match=f"--sam_path {folder}.*1 weights missing.*iou_token"):
+        load_sam(folder)
+
+
+def test_half_precision_is_of_what_is_large(qwen, sam):
+    """LoRA and SAM2's decoder stay float32; both ways compute."""
+    points = tiny_policy(qwen, sam, dtype="bfloat16")
+    kinds = {n.split(".")[1]: p.dtype for n, p in points.model.named_parameters()}
+    assert kinds["vision_encoder"] == torch.bfloat16 and kinds["mask_decoder"] == torch.float32
+    assert points.model.vlm.lm_head.weight.dtype == torch.bfloat16
+    assert {p.dtype for p in points.trainable.values()} == {torch.float32}
+    batch = Batches(samples([(60, 90)]), points.inputs(T))[[0]]
+    images = points.encode(batch)
+    assert {f.dtype for f in images.sam} == {torch.float32}
+    assert images.vision[0].dtype == torch.bfloat16
+    done, _ = points.complete(images, prompts_of(points, images, [0]), 1, T)
+    logp = points.score_answers(images, prompts_of(points, images, [0]), done.ids, done.valid).logp
+    torch.testing.assert_close(logp, done.logp, atol=0.05, rtol=0)
+
+
+def refused(words, qwen, sam, **changes):
+    config = PolicyConfig(
+        model_path=str(qwen), sam_path=sam and str(sam), dtype="float32", **changes
+    )
+    with pytest.raises(ValueError, match=words):
+        families.build_policy(config, {}, ["lora"], 8, CPU)
+
+
+def test_wrong_folders_end_with_a_sentence(qwen, sam, tmp_path):
+    refused("Qwen2.5-VL draws no mask, give a SAM2 as --sam_path", qwen, None)
+    refused(f"--sam_path {qwen}: config.json says model_type 'qwen2_5_vl'", qwen, qwen)
+    with pytest.raises(ValueError, match=f"--model_path {sam}: config.json says model_type"):
+        load_qwen(sam)
+    folder = copied(qwen, tmp_path / "cut")
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:5000])
+    refused(f"{folder}/model.safetensors is damaged or truncated", folder, sam)
+
+
+def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
+    refused("--image_side 850: must be 0 or a multiple of 28", qwen, sam, image_side=850)
+    refused("--image_side 28: .* from 3136 to 12845056", qwen, sam, image_side=28)
+    refused("--max_completion_length 8: with 900 tokens of an image", qwen, sam)
+    folder = copied(qwen, tmp_path / "other")
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(dict(patch_size=14, merge_size=2, size=dict(shortest_edge=3136))))
+    words = "preprocessor_config.json: lacks temporal_patch_size, max_pixels, image_mean, image_std"
+    refused(words, folder, sam)
+    file.unlink()
+    refused("preprocessor_config.json", folder, sam)
+    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    refused("says model_type 'qwen3_vl'; known: sa2va_chat, qwen2_5_vl", folder, sam)
+
+
+def test_a_task_asks_its_own_family(qwen, sam):
+    config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), dtype="float32", image_side=56)
+    with pytest.raises(ValueError, match="--tasks loop: asks a model of the family sa2va, and"):
+        families.build_policy(config, dict(loop="sa2va"), ["lora"], 8, CPU)
+    tasks = dict(points="qwen2_5_vl")
+    policy = families.build_policy(config, tasks, ["lora"], 8, CPU)
+    assert policy.inputs(8).sizes.max_tokens == 4 and policy.inputs(8).sam_size == SAM_SIDE
+
+
+def test_larger_images_are_reduced(qwen):
+    config = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=24)
+    sizes = image_sizes(qwen, config).sizes
+    assert sizes.resized(1000, 1500) == (28 * 4, 28 * 6)
+    whole = json.loads((qwen / "preprocessor_config.json").read_text())
+    published = Qwen2VLImageProcessorPil.from_pretrained(qwen)
+    seen = image_sizes(qwen, config)
+    assert [*seen.mean, *seen.std] == [*published.image_mean, *published.image_std]
+    assert published.size["longest_edge"] == whole["max_pixels"] and seen.frames == 2
+    many = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=10**6)
+    assert image_sizes(qwen, many).sizes.max_pixels == whole["max_pixels"]
+
+
+def test_the_longest_is_as_long_as_may_be(points, monkeypatch):
+    """The worst step's prompts and answers, and masks of many boxes, whatever was said."""
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 256 * 256)
+    inputs = points.inputs(T, max_caption_length=9)
+    worst = families.longest_answers(points)
+    batch = families.worst_batch(worst, inputs, 2)
+    images = worst.encode(batch)
+    assert [rows * columns for rows, columns in images.grids] == [16, 16]  # the largest square
+    assert len(points.encode_text(batch.captions[0])) >= 9
+    drawn, draw = [], worst.point_masks
+    worst.point_masks = lambda *args, **how: drawn.append(args[2]) or draw(*args, **how)
+    uniforms = torch.rand(4, T, dtype=torch.float64)
+    rollout = worst.sample(batch, images, prompts_of(worst, images, [0, 1]), G, T, uniforms)
+    assert rollout.valid.all() and rollout.ids.shape == (4, T)
+    assert [len(answer.boxes) for answer in drawn[0]] == [8] * 4

@@ -1,0 +1,167 @@
+"""A tiny Qwen2.5-VL and a tiny SAM2 of random weights, as folders, and the policy of both."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Sam2VideoConfig,
+    Sam2VideoModel,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from rl_train.config import PolicyConfig
+from rl_train.policies.qwen_points import build_policy
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+VOCAB = 256 + len(SPECIAL) + 3  # the model has more rows than its tokenizer tokens, as published
+IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
+QWEN = dict(
+    text_config=dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=IDS["<|im_end|>"],
+    ),
+    vision_config=dict(
+        depth=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=2,
+        out_hidden_size=64,
+        patch_size=14,
+        window_size=56,
+        fullatt_block_indexes=[1],
+        initializer_range=0.1,
+    ),
+    image_token_id=IDS["<|image_pad|>"],
+    video_token_id=IDS["<|video_pad|>"],
+    vision_start_token_id=IDS["<|vision_start|>"],
+    vision_end_token_id=IDS["<|vision_end|>"],
+)
+PREPROCESSOR = dict(  # as published
+    min_pixels=3136,
+    max_pixels=12845056,
+    patch_size=14,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_mean=[0.48145466, 0.4578275, 0.40821073],
+    image_std=[0.26862954, 0.26130258, 0.27577711],
+    image_processor_type="Qwen2VLImageProcessor",
+)
+SAM_SIDE = 128
+_WIDTH = 32
+SAM = dict(
+    vision_config=dict(
+        backbone_config=dict(
+            model_type="sam2_hiera_det_model",
+            hidden_size=8,
+            num_attention_heads=1,
+            blocks_per_stage=[1, 1, 2, 1],
+            embed_dim_per_stage=[8, 16, 32, 64],
+            num_attention_heads_per_stage=[1, 1, 2, 2],
+            window_size_per_stage=[8, 4, 8, 4],
+            global_attention_blocks=[3],
+            image_size=[SAM_SIDE, SAM_SIDE],
+            window_positional_embedding_background_size=[4, 4],
+        ),
+        backbone_channel_list=[64, 32, 16, 8],
+        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
+        fpn_hidden_size=_WIDTH,
+    ),
+    prompt_encoder_config=dict(hidden_size=_WIDTH, image_size=SAM_SIDE, mask_input_channels=8),
+    mask_decoder_config=dict(
+        hidden_size=_WIDTH, num_attention_heads=2, mlp_dim=64, iou_head_hidden_dim=_WIDTH
+    ),
+)
+SAM_MEMORY = dict(  # of the model for videos, as which SAM2 is published
+    image_size=SAM_SIDE,
+    memory_attention_hidden_size=_WIDTH,
+    memory_attention_feed_forward_hidden_size=_WIDTH,
+    memory_attention_num_layers=1,
+    memory_attention_num_attention_heads=1,
+    memory_attention_rope_feat_sizes=[8, 8],
+    memory_encoder_hidden_size=_WIDTH,
+    memory_encoder_output_channels=8,
+    mask_downsampler_embed_dim=_WIDTH,
+    memory_fuser_embed_dim=_WIDTH,
+    memory_fuser_intermediate_dim=_WIDTH,
+    memory_fuser_num_layers=1,
+)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes, and the special tokens of Qwen2.5-VL."""
+    alphabet = {character: i for i, character in enumerate(bytes_to_unicode().values())}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    assert fast.convert_tokens_to_ids(SPECIAL) == list(IDS.values())
+    return fast
+
+
+def write_qwen(folder: Path, seed=0, **changes) -> Path:
+    """`folder` with a Qwen2.5-VL of random weights."""
+    torch.manual_seed(seed)
+    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN | changes))
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
+    return folder
+
+
+def write_sam(folder: Path, seed=0) -> Path:
+    """`folder` with a SAM2 for videos, of random weights that heed what they are given."""
+    torch.manual_seed(seed)
+    model = Sam2VideoModel(Sam2VideoConfig(**SAM, **SAM_MEMORY))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and "norm" not in name:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    shared = torch.randn(2, _WIDTH // 2)
+    model.shared_image_embedding.positional_embedding.copy_(shared)
+    model.prompt_encoder.shared_embedding.positional_embedding.copy_(shared)
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_policy(qwen: Path, sam: Path, seed=0, temperature=1.0, std=0.05, **how):
+    """A float32 policy of the folders; `std` of its LoRA's B, 0: outputs are the base's."""
+    torch.manual_seed(seed)
+    how = dict(dtype="float32", lora_r=4, lora_alpha=8, image_side=0, max_image_tokens=24) | how
+    config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), temperature=temperature, **how)
+    policy = build_policy(config, 32, torch.device("cpu"))
+    for name, parameter in policy.trainable.items():
+        if std and "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=std)
+    return policy
+
+
+def samples(sizes, seed=0) -> list[dict]:
+    """Noise of sizes (H, W), of which a corner is meant."""
+    random, found = np.random.default_rng(seed), []
+    for number, (height, width) in enumerate(sizes):
+        pixels = random.integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+        mask = np.zeros((height, width), dtype=bool)
+        mask[: height // 2, : width // 2] = True
+        image = Image.fromarray(pixels).resize((width, height))
+        words = dict(caption=f"thing {number}", category="", image_id=f"noise{number}")
+        found.append(dict(image=image, mask=mask, **words))
+    return found

@@ -1,0 +1,218 @@
+"""Box and points as a task, with a policy of a few lines: SAM2's part is a box that it fills."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train import cli
+from rl_train.points.answers import NO_JSON, OUTSIDE, REASONS, Answer
+from rl_train.rewards.components import combine
+from rl_train.rewards.custom import UserReward
+from rl_train.tasks import MaskCaptionMask
+from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.tasks.protocol import Context
+from rl_train.types import Batch, Rollout
+
+H, W = 12, 16
+HALF = 8  # pixels beside a negative point that the drawn mask loses
+
+
+class Policy:
+    """Fills the boxes of an answer, less the columns from its negative points on."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, said=()):
+        self.said, self.asked, self.drawn = list(said), None, []
+
+    def point_prompts(self, features, image, questions):
+        self.asked = questions
+        return SimpleNamespace(image=image)
+
+    def complete(self, features, prompts, num_generations, max_new_tokens, uniforms=None):
+        assert uniforms is None and num_generations == 1
+        return None, self.said
+
+    def point_masks(self, features, image, answers, passes):
+        self.drawn.append((list(image), list(answers), passes))
+        masks, without = [], []
+        for i, answer in zip(image, answers):
+            mask = torch.zeros(features.sizes[i], dtype=torch.bool)
+            for x1, y1, x2, y2 in answer.boxes:
+                mask[int(y1) : int(y2), int(x1) : int(x2) + 2] = True  # two columns too many
+            without.append(mask)
+            masks.append(mask.clone())
+            for x, y in answer.negative:
+                masks[-1][:, int(x) :] = False
+        return masks, without
+
+
+def region(x1, y1, x2, y2) -> torch.Tensor:
+    mask = torch.zeros(H, W, dtype=torch.bool)
+    mask[y1:y2, x1:x2] = True
+    return mask
+
+
+TARGETS = [region(2, 2, 6, 8), region(1, 1, 5, 11)]
+FEATURES = SimpleNamespace(sizes=[(H, W)] * 2, seen_sizes=[(2 * H, 2 * W)] * 2)
+BATCH = Batch([3, 8], TARGETS, ["The cup.", "a mug"], ["i", "j"], [], None)
+# In pixels of the image as the model sees it, twice the mask's; the first box is the target's.
+GOOD = '{"points": [[8, 10]], "bbox": [4, 4, 12, 16], "negative_points": [[12, 6]]}'
+PLAIN = '{"points": [[8, 10]], "bbox": [4, 4, 12, 16]}'
+BAD = '{"points": [[8, 10]], "bbox": [4, 4, 12, 16], "negative_points": [[8, 10], [12, 6]]}'
+FAR = '{"points": [[80, 10]]}'
+
+
+def task_of(policy, rewards=(), **options) -> PointSegmentation:
+    options = PointSegmentation.Options(**dict(answer_style="points") | options)
+    return PointSegmentation(options, Context(policy, None, 8, None, tuple(rewards)))
+
+
+def rollout_of(texts, batch=BATCH) -> Rollout:
+    n = len(texts)
+    prompts = SimpleNamespace(image=[row * len(batch) // n for row in range(n)])
+    stopped, valid = torch.ones(n, dtype=torch.bool), torch.ones(n, 3, dtype=torch.bool)
+    size = n // len(batch)
+    return Rollout(batch, FEATURES, prompts, texts, size, None, None, valid, stopped, None)
+
+
+def judge(texts, batch=BATCH, **options):
+    return task_of(Policy(), **options).judge(rollout_of(texts, batch))
+
+
+def test_the_questions_are_of_the_style_and_the_captions():
+    policy = Policy()
+    task_of(policy).prompts(BATCH, FEATURES)
+    assert policy.asked == [
+        f'Please find "{x}" with points and negative points.' for x in ("the cup", "a mug")
+    ]
+    task_of(policy, answer_style="segzero", negative_points="off").prompts(BATCH, FEATURES)
+    assert policy.asked[0].startswith("Please find 'the cup' with bbox and points.")
+
+
+def test_answers_are_judged_by_the_masks_that_they_draw():
+    """The box makes a mask of 6 columns, of which 4 are the target's; the negative point cuts 2."""
+    found = judge([GOOD, PLAIN, BAD, "so", GOOD, FAR])
+    rewards = {name: values.tolist() for name, values in found.rewards.items()}
+    # the mug's box is columns 1..5 and rows 1..11: 4 x 6 of 40 pixels and of the 24 in columns 2..6
+    shared, union = 3 * 6, 40 + 24 - 18
+    assert rewards["iou"] == pytest.approx([1, 24 / 36, 2 / 4, 0, shared / union, 0])
+    assert rewards["iou_without"][0] == pytest.approx(24 / 36)
+    assert rewards["gain"] == pytest.approx(
+        [12 / 36, 0, 0.5 - 24 / 36, 0, shared / union - shared / (40 + 36 - 18), 0]
+    )
+    assert rewards["format"] == [1, 1, 1, 0, 1, 0]
+    # confused are the cup's columns 6 and 7, the mug's 5 and 6: of the true boxes, not the answers'
+    assert rewards["negatives"] == pytest.approx([1, 0.5, 0.5, 0, 1, 0])
+    refused = {name: rows.tolist() for name, rows in found.refused.items() if rows.any()}
+    assert refused == {NO_JSON: [0, 0, 0, 1, 0, 0], OUTSIDE: [0, 0, 0, 0, 0, 1]}
+    assert set(found.refused) == set(REASONS)
+    assert found.answers[1] == Answer(((2, 2, 6, 8),), ((4, 5),)) and found.answers[3] is None
+    assert not found.masks[3].any() and found.masks[0].equal(TARGETS[0])
+    assert found.masks_without[0].sum() == 36
+
+
+def test_what_counts_of_them():
+    assert task_of(Policy()).weights == {"iou": 1, "format": 0.1}
+    task = task_of(Policy(), negative_weight=0.3, format_weight=0.2)
+    assert task.weights == {"iou": 1, "format": 0.2, "negatives": 0.3}
+    found = task.judge(rollout_of([GOOD, PLAIN, BAD, "so", FAR, FAR]))
+    reward = combine(found.rewards, task.weights)
+    assert reward[0] == pytest.approx(1.5) and reward[1] == pytest.approx(24 / 36 + 0.35)
+    assert reward[3] == reward.min() == 0
+
+
+def test_two_passes_and_hidden_negatives_reach_sam2_or_not():
+    for passes in (1, 2):
+        policy = Policy()
+        task_of(policy, sam_passes=passes).judge(rollout_of([GOOD, PLAIN]))
+        (image, answers, asked), (_, best, once) = policy.drawn
+        assert (image, asked, once) == ([0, 1], passes, 1) and answers[0].negative == ((6, 3),)
+        assert best[0] == Answer(((2.0, 2.0, 6.0, 8.0),), best[0].positive)
+    hidden = judge([GOOD, BAD], hide_negatives=True)
+    assert hidden.rewards["gain"].tolist() == [0, 0] and hidden.masks[0].sum() == 36
+    assert hidden.rewards["num_negative"].tolist() == [1, 2]
+
+
+def test_without_negative_points_nothing_is_asked_of_the_true_region():
+    policy = Policy()
+    found = task_of(policy, negative_points="off").judge(rollout_of([GOOD, "so"]))
+    assert len(policy.drawn) == 1 and policy.drawn[0][0] == [0]
+    assert found.rewards["num_negative"].tolist() == [0, 0]
+    nothing = Policy()
+    task_of(nothing, negative_points="off").judge(rollout_of(["so", "so"]))
+    assert nothing.drawn == []
+
+
+def test_user_rewards_see_what_was_read(monkeypatch):
+    def two_points(completions, answers, prompts, masks, **kwargs):
+        assert len(completions) == len(prompts) == len(masks)
+        return [float(answer is not None and len(answer.negative) == 2) for answer in answers]
+
+    reward = UserReward.__new__(UserReward)
+    vars(reward).update(spec="m:two_points", weight=2.0, function=two_points, name="two_points")
+    task = task_of(Policy(), [reward])
+    found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
+    assert found.rewards["two_points"].tolist() == [0, 1, 0, 0] and task.weights["two_points"] == 2
+
+
+def test_which_object_a_mask_lies_on():
+    others = [torch.stack([region(8, 2, 12, 8)]), torch.zeros(0, H, W, dtype=torch.bool)]
+    right = GOOD.replace("[4, 4, 12, 16]", "[16, 4, 24, 16]").replace("[12, 6]", "[24, 6]")
+    found = judge([GOOD, right, "so", PLAIN], replace(BATCH, others=others))
+    assert found.rewards["hit"].tolist() == [1, 0, 0, 1]
+
+
+def test_flags_that_contradict_each_other_are_refused():
+    for flags, words in (
+        (dict(max_points=2), "--max_points 2"),
+        (dict(negative_points="off", negative_weight=0.3), "--negative_weight"),
+        (dict(negative_points="off", hide_negatives=True), "--hide_negatives"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            task_of(Policy(), **flags)
+
+
+def test_it_is_no_part_of_a_run_by_default_and_trains_alone(tmp_path, capsys):
+    base = ["--model_path", str(tmp_path), "--data_dir", str(tmp_path), "--output_dir", "o"]
+    assert list(cli.parse(base).tasks) == ["mask_caption_mask", "caption_mask_caption"]
+    config = cli.parse([*base, "--tasks", "point_segmentation", "--negative_weight", "0.3"])
+    [options] = config.tasks.values()
+    assert options.negative_weight == 0.3 and options.trains == ("lora",)
+    with pytest.raises(SystemExit):
+        cli.parse([*base, "--tasks", "point_segmentation", "mask_caption_mask"])
+    assert "ask models of qwen2_5_vl and sa2va" in capsys.readouterr().err
+    assert not PointSegmentation.asks_teacher and MaskCaptionMask.asks_teacher
+
+
+# Held out
+
+
+def test_measures_by_hand():
+    """Two answers: of the cup with one negative point, and of the mug, with none."""
+    mug = '{"points": [[4, 4]], "bbox": [2, 2, 10, 22]}'
+    task = task_of(Policy([GOOD, mug]))
+    found = task.measure(task.context.policy, BATCH, FEATURES, 8)
+    assert found["seg_iou"] == pytest.approx([1, 40 / 60])
+    assert found["seg_iou_without"] == pytest.approx([24 / 36, 40 / 60])
+    assert found["gain_negative"] == pytest.approx([12 / 36, 0])
+    # the mug's answer has no negative points to swap for, and itself none to be replaced
+    assert found["seg_iou_swapped"] == pytest.approx([24 / 36, 40 / 60])
+    assert found["gain_over_swapped"] == pytest.approx([12 / 36, 0])
+    assert found["gain_over_random"][1] == 0
+    assert found["seg_intersection"] == [24, 40] and found["seg_union"] == [24, 60]
+    assert found["parsable"] == [True, True] and found["num_negative"] == [1, 0]
+    assert found["negative_in_confused"] == [1, 0] and found["negative_in_target"] == [0, 0]
+    assert found["positive_in_target"] == [1, 1] and found["caption"] == [GOOD, mug]
+    assert found["index"] == [3, 8] and found["reference"] == BATCH.captions
+    columns = {len(column) for column in found.values()}
+    assert columns == {2}
+
+
+def test_what_cannot_be_read_counts_as_an_empty_mask():
+    task = task_of(Policy(["so", FAR]))
+    found = task.measure(task.context.policy, BATCH, FEATURES, 8)
+    for name in ("seg_iou", "seg_iou_without", "seg_iou_swapped", "seg_iou_random", "parsable"):
+        assert found[name] == [0, 0], name

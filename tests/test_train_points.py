@@ -1,0 +1,115 @@
+"""Points through the real entry point: a tiny Qwen2.5-VL and SAM2, a few steps, resumed."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from rl_train import cli, parts
+from rl_train.distributed import Ranks
+from rl_train.memory import worst_step
+from rl_train.policies import qwen_worst_case
+from rl_train.policies.qwen_points import QwenPointsPolicy
+from rl_train.train import train
+from tests.policies.tiny_points import write_qwen, write_sam
+from tests.runs import complaint_of, curve, events, flags, on_one_core, rollouts, run, weights
+from tools.export import export
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def points(tmp_path_factory):
+    """Flags of a run about points, whose model knows no JSON."""
+    folder = tmp_path_factory.mktemp("points")
+    return dict(
+        model_path=write_qwen(folder / "qwen"),
+        sam_path=write_sam(folder / "sam"),
+        tasks="point_segmentation",
+        answer_style="points",
+        sam_passes=2,
+        image_side=56,
+        max_completion_length=4,
+        learning_rate=1e-3,
+        mask_sigma=None,
+    )
+
+
+@pytest.fixture
+def answering(monkeypatch):
+    """Make each answer a point and a negative one, as its first tokens say."""
+
+    def text(policy, ids):
+        spots = [[1 + token % 53, 1 + token * 7 % 53] for token in (ids * 2)[:2]]
+        return f'{{"points": [{spots[0]}], "negative_points": [{spots[1]}]}}'
+
+    monkeypatch.setattr(QwenPointsPolicy, "completion_text", text)
+
+
+def test_two_steps_and_resumed(data, tmp_path, points, answering):
+    """No teacher is kept or logged, rewards are those of masks, and the LoRA moves."""
+    whole = run(data, tmp_path / "whole", **points, save_steps=1, max_steps=2, eval_steps=1)
+    lines = rollouts(whole)
+    assert {line["task"] for line in lines} == {"points"} and len(lines) == 2 * 4
+    assert any(line["iou"] > 0 for line in lines) and {line["format"] for line in lines} == {1.0}
+    assert any(line["iou"] != line["iou_without"] for line in lines)
+    folder = whole / "checkpoint_step_2"
+    assert not (folder / "ema.safetensors").exists() and (folder / "adapter").is_dir()
+    before, after = (weights(whole, step) for step in (1, 2))
+    assert all((before[name] != after[name]).any() for name in after if "lora_A" in name)
+    tags = events(whole).Tags()["scalars"]
+    assert not [tag for tag in tags if tag.startswith(("teacher/", "eval_ema/"))]
+    assert set(curve(whole, "points/kl_div")) == {1, 2}
+    assert max(curve(whole, "points/sampler_gap").values()) < 1e-4
+    folder.rename(tmp_path / "gone")
+    run(data, whole, **points, save_steps=1, max_steps=2, eval_steps=1, resume="")
+    again = weights(whole, 2)
+    assert all(torch.equal(again[name], after[name]) for name in after)
+    assert rollouts(whole) == lines
+    exported_loads(whole / "checkpoint_step_2", tmp_path / "merged", points)
+
+
+def exported_loads(checkpoint, output, points):
+    """The merged folder is one that transformers loads: base and LoRA summed, in its own dtype."""
+    assert export(checkpoint, output, role="auto") == "policy"
+    merged, base = (
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(f)
+        for f in (output, points["model_path"])
+    )
+    assert (output / "tokenizer.json").is_file() and (output / "preprocessor_config.json").is_file()
+    trained = {
+        n.removeprefix("vlm."): t
+        for n, t in load_file(checkpoint / "trainables.safetensors").items()
+    }
+    for name, weight in base.state_dict().items():
+        stem = name.removesuffix("weight")
+        if f"{stem}lora_A.default.weight" in trained:
+            a, b = (trained[f"{stem}lora_{x}.default.weight"] for x in "AB")
+            weight = weight + 2 * b @ a  # --lora_alpha 8 over --lora_r 4
+        torch.testing.assert_close(merged.state_dict()[name], weight, atol=1e-6, rtol=0)
+
+
+def test_answers_that_cannot_be_read_end_the_run(data, tmp_path, points, capsys):
+    sentence = complaint_of(capsys, flags(data, tmp_path, **points, eval_steps=0))
+    assert "points: 0% of the first step's answers could be read" in sentence
+
+
+def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, points, monkeypatch):
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 64 * 64)
+    config = cli.parse(flags(data, tmp_path, **points))
+    built = parts.build(config, Ranks(0, 1, torch.device("cpu")))
+    before = {name: p.detach().clone() for name, p in built.state.policy.trainable.items()}
+    assert "update" in worst_step(built, train)
+    assert all(torch.equal(p, before[name]) for name, p in built.state.policy.trainable.items())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(sam_path=None), "--sam_path"),
+        (dict(sam_path="nowhere"), "--sam_path nowhere: no such folder"),
+        (dict(tasks="mask_caption_mask"), "--tasks mask_caption_mask: asks a model of the family"),
+    ],
+)
+def test_a_sentence_for_each_wrong_flag(data, tmp_path, points, capsys, changes, words):
+    assert words in complaint_of(capsys, flags(data, tmp_path / "run", **points | changes))
