@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from rl_train.points.answers import Answer
 from sa2va_hf.mask_path import decoder_features
+from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 
-MASKS_AT_ONCE = 32  # that the decoder makes together
 FOREGROUND, BACKGROUND = 1, 0  # labels of SAM2's points
 
 

@@ -1,41 +1,19 @@
-"""Qwen2.5-VL as a policy: its folder, what trains, and that it is what transformers computes."""
-
-import json
-import re
-import shutil
+"""Qwen2.5-VL as a policy: what trains, and that it is what transformers computes."""
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLImageProcessorPil,
-)
+from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches
-from rl_train.engine.fused import unsupported
 from rl_train.objective import score_all
 from rl_train.policies import families, qwen_worst_case
 from rl_train.policies.qwen_inputs import patches
-from rl_train.policies.qwen_loading import TextModel, image_sizes, load_qwen, load_sam
-from rl_train.policies.qwen_points import LINEARS
 from tests.engine.tiny import fast, slow
-from tests.policies.tiny_points import SAM_SIDE, samples, tiny_policy
+from tests.policies.tiny_points import samples, tiny_policy
 
-CPU = torch.device("cpu")
 QUESTIONS = ["Where?", "Where is the thing, then?", "Box."]
 T, G = 12, 2
-# What the published config.json files say of the parts whose shapes differ.
-PUBLISHED = {
-    "3B": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36),
-    "7B": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28),
-}
-PUBLISHED["3B"] |= dict(num_attention_heads=16, num_key_value_heads=2, vocab_size=151936)
-PUBLISHED["7B"] |= dict(num_attention_heads=28, num_key_value_heads=4, vocab_size=152064)
-SIZES = {"3B": 3_754_622_976, "7B": 8_292_166_656}  # parameters, as their model cards count them
 
 
 @pytest.fixture(scope="module")
@@ -220,67 +198,6 @@ def test_the_adapter_is_one_of_the_native_class(points, batch, images, qwen, tmp
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
-# Folders
-
-
-@pytest.mark.parametrize("size", PUBLISHED)
-def test_the_published_layouts(size):
-    """Built without weights: as many as published, known to the engine, LoRA where it belongs."""
-    text = PUBLISHED[size] | dict(rms_norm_eps=1e-6, max_position_embeddings=128000)
-    text |= dict(rope_theta=1e6, use_sliding_window=False, max_window_layers=28)
-    text |= dict(rope_scaling=dict(type="mrope", mrope_section=[16, 24, 24]))
-    vision = dict(depth=32, hidden_size=1280, intermediate_size=3420, num_heads=16)
-    vision |= dict(out_hidden_size=text["hidden_size"], window_size=112, model_type="qwen2_5_vl")
-    vision |= dict(fullatt_block_indexes=[7, 15, 23, 31], patch_size=14, spatial_patch_size=14)
-    config = Qwen2_5_VLConfig(**text, vision_config=vision, tie_word_embeddings=size == "3B")
-    with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(config).requires_grad_(False)
-    model.tie_weights()
-    assert sum(p.numel() for p in model.parameters()) == SIZES[size]
-    assert unsupported(TextModel(model.model.language_model, model.lm_head)) is None
-    names = [name for name, _ in model.named_modules()]
-    adapted = [name for name in names if re.fullmatch(LINEARS, name)]
-    assert len(adapted) == 7 * text["num_hidden_layers"]
-    assert not any("visual" in name for name in adapted)
-
-
-def copied(source, folder):
-    shutil.copytree(source, folder)
-    return folder
-
-
-def test_loads_every_weight_or_says_which_not(qwen, tmp_path):
-    folder = copied(qwen, tmp_path / "less")
-    weights = load_file(folder / "model.safetensors")
-    assert "visual.patch_embed.proj.weight" in weights  # the published layout
-    gone, wide = "model.layers.0.mlp.up_proj.weight", "visual.merger.mlp.0.weight"
-    del weights[gone]
-    weights |= {wide: weights[wide][:-1].clone(), "model.odd": torch.zeros(1)}
-    save_file(weights, folder / "model.safetensors", dict(format="pt"))
-    with pytest.raises(ValueError) as error:
-        load_qwen(folder)
-    words = str(error.value)
-    assert f"--model_path {folder}" in words and "1 weights missing" in words
-    assert "layers.0.mlp.up_proj" in words and "odd" in words and "merger.mlp.0" in words
-
-
-def test_sam_is_that_of_the_published_folder(sam, tmp_path):
-    """Of the model for videos, and where the file has one of the two copies of a matrix."""
-    whole = load_sam(sam)
-    folder = copied(sam, tmp_path / "once")
-    weights = load_file(folder / "model.safetensors")
-    assert "memory_encoder.projection.weight" in weights
-    del weights["prompt_encoder.shared_embedding.positional_embedding"]
-    save_file(weights, folder / "model.safetensors", dict(format="pt"))
-    once = load_sam(folder)
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, once.state_dict()[name]), name
-    weights.pop("mask_decoder.iou_token.weight")
-    save_file(weights, folder / "model.safetensors", dict(format="pt"))
-    with pytest.raises(ValueError, match=f"--sam_path {folder}.*1 weights missing.*iou_token"):
-        load_sam(folder)
-
-
 def test_half_precision_is_of_what_is_large(qwen, sam):
     """LoRA and SAM2's decoder stay float32; both ways compute."""
     points = tiny_policy(qwen, sam, dtype="bfloat16")
@@ -295,62 +212,6 @@ def test_half_precision_is_of_what_is_large(qwen, sam):
     done, _ = points.complete(images, prompts_of(points, images, [0]), 1, T)
     logp = points.score_answers(images, prompts_of(points, images, [0]), done.ids, done.valid).logp
     torch.testing.assert_close(logp, done.logp, atol=0.05, rtol=0)
-
-
-def refused(words, qwen, sam, **changes):
-    config = PolicyConfig(
-        model_path=str(qwen), sam_path=sam and str(sam), dtype="float32", **changes
-    )
-    with pytest.raises(ValueError, match=words):
-        families.build_policy(config, {}, ["lora"], 8, CPU)
-
-
-def test_wrong_folders_end_with_a_sentence(qwen, sam, tmp_path):
-    refused("Qwen2.5-VL draws no mask, give a SAM2 as --sam_path", qwen, None)
-    refused(f"--sam_path {qwen}: config.json says model_type 'qwen2_5_vl'", qwen, qwen)
-    with pytest.raises(ValueError, match=f"--model_path {sam}: config.json says model_type"):
-        load_qwen(sam)
-    folder = copied(qwen, tmp_path / "cut")
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:5000])
-    refused(f"{folder}/model.safetensors is damaged or truncated", folder, sam)
-
-
-def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
-    refused("--image_side 850: must be 0 or a multiple of 28", qwen, sam, image_side=850)
-    refused("--image_side 28: .* from 3136 to 12845056", qwen, sam, image_side=28)
-    refused("--max_completion_length 8: with 900 tokens of an image", qwen, sam)
-    folder = copied(qwen, tmp_path / "other")
-    file = folder / "preprocessor_config.json"
-    file.write_text(json.dumps(dict(patch_size=14, merge_size=2, size=dict(shortest_edge=3136))))
-    words = "preprocessor_config.json: lacks temporal_patch_size, max_pixels, image_mean, image_std"
-    refused(words, folder, sam)
-    file.unlink()
-    refused("preprocessor_config.json", folder, sam)
-    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    refused("says model_type 'qwen3_vl'; known: sa2va_chat, qwen2_5_vl", folder, sam)
-
-
-def test_a_task_asks_its_own_family(qwen, sam):
-    config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), dtype="float32", image_side=56)
-    with pytest.raises(ValueError, match="--tasks loop: asks a model of the family sa2va, and"):
-        families.build_policy(config, dict(loop="sa2va"), ["lora"], 8, CPU)
-    tasks = dict(points="qwen2_5_vl")
-    policy = families.build_policy(config, tasks, ["lora"], 8, CPU)
-    assert policy.inputs(8).sizes.max_tokens == 4 and policy.inputs(8).sam_size == SAM_SIDE
-
-
-def test_larger_images_are_reduced(qwen):
-    config = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=24)
-    sizes = image_sizes(qwen, config).sizes
-    assert sizes.resized(1000, 1500) == (28 * 4, 28 * 6)
-    whole = json.loads((qwen / "preprocessor_config.json").read_text())
-    published = Qwen2VLImageProcessorPil.from_pretrained(qwen)
-    seen = image_sizes(qwen, config)
-    assert [*seen.mean, *seen.std] == [*published.image_mean, *published.image_std]
-    assert published.size["longest_edge"] == whole["max_pixels"] and seen.frames == 2
-    many = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=10**6)
-    assert image_sizes(qwen, many).sizes.max_pixels == whole["max_pixels"]
 
 
 def test_the_longest_is_as_long_as_may_be(points, monkeypatch):
