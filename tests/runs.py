@@ -17,7 +17,7 @@ from tools.make_demo import HELDOUT, TRAIN, write_split
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
-REGIONS = 97  # training regions of `draw_data`
+REGIONS = 117  # training regions of `draw_data`
 # Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
 ASKED = {"cycle_hit", "seg_hit", "best_of_G_cycle_iou", "sampled_cycle_iou"}
 # A process on one CPU core, without what a launcher around the tests may have set.

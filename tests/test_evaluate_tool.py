@@ -113,7 +113,7 @@ def test_the_file_holds_everything_and_comes_out_the_same_again(data, base, tmp_
         and "output" not in found["flags"]
     )
     printed = capsys.readouterr().out
-    assert all(f"\n{metric} " in printed for metric in MEASURED) and "'kept': 18" in printed
+    assert all(f"\n{metric} " in printed for metric in MEASURED) and "'kept': 24" in printed
 
 
 def test_policy_and_teacher_of_a_checkpoint(data, base, trained, tmp_path):

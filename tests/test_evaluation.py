@@ -39,7 +39,7 @@ def test_roles_are_measured_apart_and_in_order(policy, scenes):
         alone.values["cycle_iou"][0] == alone.values["cycle_iou"][4]
         and alone.captions[0] == alone.captions[4]
     )
-    assert alone.values["seg_iou"].mean() > 0.3 and all(
+    assert alone.values["seg_iou"].mean() > 0.2 and all(
         len(values) == 5 for values in alone.values.values()
     )
     for tensor in roles.banks["teacher"].values():

@@ -67,7 +67,7 @@ def test_mistakes_make_no_word_more_frequent_and_half_of_the_groups_mostly_wrong
     assert sorted(value for group in groups for value in group) == sorted(values)
     for of in kind.attributes.values():
         shares = [share for group, share in demo_warm_start.MISTAKES.items() if group[0] in of]
-        assert 0.3 < np.mean(shares) < 0.5 and max(shares) < 0.6
+        assert 0.3 < np.mean(shares) < 0.5 and max(shares) <= 0.6
 
 
 def test_captions_with_mistakes():

@@ -15,7 +15,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 def test_length_from_epochs(data, tmp_path):
     config = cli.parse(flags(data, tmp_path, max_steps=0, num_epochs=0.7, batch_size=4))
-    assert parts.build(config, ALONE).max_steps == 17  # ceil(0.7 * 24 whole steps of 97 regions)
+    assert parts.build(config, ALONE).max_steps == 21  # ceil(0.7 * 29 whole steps of 117 regions)
 
 
 def test_learning_rate_schedule():

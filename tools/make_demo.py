@@ -60,13 +60,13 @@ def train_checkpoint(output_dir: Path, size: Size, args):
     """
     torch.manual_seed(args.seed)
     halfway = output_dir / "warm_start"
+    tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
     if args.parts[0] == PARTS[0]:
-        tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
         llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
         model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
         initialise(model)
     else:
-        tokenizer, model = load_tokenizer(halfway), Sa2VAModel.from_pretrained(halfway)
+        model = Sa2VAModel.from_pretrained(halfway)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights")
     warm_start = WarmStart(
         model.to(args.device),

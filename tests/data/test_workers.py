@@ -115,7 +115,7 @@ def test_a_run_whose_shard_is_cut_short_names_it(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         train.main(flags(data, tmp_path / "run", num_workers=1))
     sentence = str(stopped.value)
-    assert f"{path} is not a readable Arrow shard" in sentence and "\n" not in sentence
+    assert f"{path} was cut short while it was read" in sentence and "\n" not in sentence
 
 
 # On a /dev/shm of 4 MiB of its own. Before a worker itself shared its batch, the trainer waited for
