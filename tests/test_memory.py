@@ -14,7 +14,7 @@ from rl_train.objective import MicroBatchLoss
 from rl_train.policies import segment_describe, worst_case
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.worst_case import worst_batch
-from rl_train.tasks import mask_caption_mask
+from rl_train.tasks import mask_caption_mask, sampled_mask
 from sa2va_hf import Sa2VAModel
 from tests.runs import complaint_of, flags, on_one_core, rollouts, run, weights
 
@@ -62,6 +62,7 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(MicroBatchLoss, "forward", updating)
     monkeypatch.setattr("rl_train.tasks.caption_mask_caption.describe", describing)
     monkeypatch.setattr(Sa2VAPolicy, "segment_prompts", segmenting)
+    monkeypatch.setattr(sampled_mask, "ask", lambda *_: [])  # for no noise is calibrated here
     announced = announcing_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(train, "run", lambda *_: None)
     how = dict(num_generations=3, micro_batch_size=4, control="fixed")  # which is not tried
@@ -178,9 +179,9 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
 @pytest.mark.parametrize(
     "owner, name, at_call, where, remedy",
     [
-        (Sa2VAModel, "vision_features", 1, "evaluation", SMALLER_BATCH),
-        (Sa2VAModel, "vision_features", 2, "encode", SMALLER_BATCH),
-        (Sa2VAPolicy, "complete", 5, "rollout", SMALLER_BATCH),
+        (Sa2VAModel, "vision_features", 2, "evaluation", SMALLER_BATCH),
+        (Sa2VAModel, "vision_features", 3, "encode", SMALLER_BATCH),
+        (Sa2VAPolicy, "complete", 6, "rollout", SMALLER_BATCH),
         (mask_caption_mask, "segment", 1, "teacher", SMALLER_BATCH),
         (Sa2VAPolicy, "score", 1, "reference", "lower --micro_batch_size"),
         (MicroBatchLoss, "forward", 1, "update", "lower --micro_batch_size"),
@@ -190,7 +191,11 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
 def test_memory_that_ends_is_one_sentence(
     data, tmp_path, monkeypatch, capsys, owner, name, at_call, where, remedy
 ):
-    """Of a run that has begun, with flags that it may be resumed with."""
+    """Of a run that has begun, with flags that it may be resumed with.
+
+    The first call of the vision encoder, and of `complete`, is the calibration's.
+    """
+    monkeypatch.setattr("rl_train.parts.CALIBRATION_SAMPLES", 2)  # one batch
     runs_out(monkeypatch, owner, name, at_call)
     assert complaint_of(capsys, flags(data, tmp_path, **TINY)) == (
         f"rl_train: out of GPU memory on rank 0, in step 1, in {where}; {remedy}; "
@@ -206,6 +211,10 @@ def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsy
         "rl_train: out of GPU memory on rank 0, before the first step, in st"
     )
     assert "--shard_base" in sentence and sentence.endswith("the same command begins one")
+    with monkeypatch.context() as patch:
+        runs_out(patch, Sa2VAModel, "vision_features")
+        sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))
+    assert f"before the first step, in calibration; {SMALLER_BATCH}; " in sentence
     announcing_as_on_a_gpu(monkeypatch)
     runs_out(monkeypatch, MicroBatchLoss, "forward")
     sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))

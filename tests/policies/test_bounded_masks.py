@@ -8,7 +8,7 @@ import torch
 from rl_train.draws import Draws
 from rl_train.policies import sa2va
 from rl_train.policies.segment_describe import row_masks
-from tests.updates import backward, largest_difference, moved, roll, task_of, work_of
+from tests.updates import STEPS, backward, largest_difference, moved, roll, task_of, work_of
 
 CAP = 8  # masks of an answer, the default
 
@@ -25,10 +25,13 @@ def task(model):
 
 @pytest.fixture(scope="module")
 def only_seg(scenes, prepare, model, task):
-    """4 rows about two scenes that say nothing but [SEG]."""
+    """4 rows about two scenes that say nothing but [SEG], as often as they may."""
     rollout = roll(model, task, prepare(scenes[:2], model.processor))
-    ids = torch.full_like(rollout.ids, model.model.seg_id)
-    rollout = replace(rollout, ids=ids, valid=torch.ones_like(rollout.valid))
+    column = torch.arange(STEPS) % rollout.ids.shape[1]  # what was sampled may be shorter
+    ids = torch.full((4, STEPS), model.model.seg_id)
+    valid, hidden = torch.ones_like(ids, dtype=torch.bool), rollout.hidden[:, column]
+    said = dict(ids=ids, valid=valid, hidden=hidden, logp=rollout.logp[:, column])
+    rollout = replace(rollout, **said)
     rollout.action = task.action.draw(rollout, Draws(0, 0, 1, [0, 1], 2))
     return rollout
 
@@ -70,7 +73,7 @@ def test_chunks_have_the_gradient_of_the_whole_and_keep_little(
     assert len(sizes) == 2 * 7 and max(sizes) == chunk  # each again in the backward
     assert same_loss == pytest.approx(loss, rel=1e-5)
     largest = max(g.abs().max().item() for g in whole.values())
-    assert largest_difference(whole, parts) < 1e-5 * largest
+    assert largest_difference(whole, parts) < 3e-5 * largest  # rounding; a mask is 1/32
     sam2 = {n: g for n, g in whole.items() if model.group_of(n) == "sam2"}
     assert sum(bool(g.any()) for g in sam2.values()) > 0.8 * len(sam2)
     text = update(model, task_of(model, 2, mask_loss_coef=0.0), only_seg)[2]

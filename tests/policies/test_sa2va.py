@@ -23,7 +23,8 @@ from tools.make_demo import SHIPPED_CHECKPOINT
 @pytest.fixture(scope="module")
 def prompts(model, images, batch):
     """Three regions of different size: ragged prompts."""
-    prompts = model.describe_prompts(images, [0, 1, 2], list(batch.inputs.grids[:3]))
+    image = [0, 1, 3]
+    prompts = model.describe_prompts(images, image, [batch.inputs.grids[i] for i in image])
     assert len({len(ids) for ids in prompts.ids}) == 3
     return prompts
 
@@ -248,7 +249,8 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     model = policy(max_tiles=max_tiles)
     mask = scenes[0]["mask"] & False
     mask[101:104, 65:68] = True
-    batch = prepare([scenes[0] | dict(mask=mask), scenes[1]], model.processor)
+    wide = scenes[2]  # 320 x 240, which is tiled where a square is not
+    batch = prepare([scenes[0] | dict(mask=mask), wide], model.processor)
     assert batch.inputs.grids.flatten(1).sum(1)[0] == 1
     images = model.encode(batch)
     seen, embed = [], model.embed

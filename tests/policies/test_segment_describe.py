@@ -32,12 +32,13 @@ def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch,
     """In chunks of rows, which end where neither image nor list does; and when asked again."""
     monkeypatch.setattr(segment_describe, "ROWS_AT_ONCE", 3)
     image = [0, 1, 1, 2, 3, 0, 3]
-    captions = [batch.captions[i] for i in image[:5]]
-    captions += ["a dog", "the largest object of all on this picture"]
+    captions = [batch.captions[0], "a blue circle", "a blue circle", *batch.captions[2:]]
+    captions += ["the checked red circle in the top right of the picture", "A white circle above."]
     prompts = model.segment_prompts(images, image, captions)
     assert set(model.complete(images, prompts, 1, STEPS)[1]) == {"Sure, [SEG]."}
     masks = segment_sampled(model, images, image, captions, STEPS)
     assert [mask.shape for mask in masks] == [images.sizes[i] for i in image]
+    print([int(m.sum()) for m in masks])
     assert all(mask.any() for mask in masks)
     assert all_equal(masks, segment(model, images, image, captions))
     assert all_equal(masks, segment_sampled(model, images, image, captions, STEPS))
