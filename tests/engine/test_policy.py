@@ -73,7 +73,6 @@ def test_the_teacher_shares_images_and_says_the_same(
                 segment_describe.caption_likelihood(model, images, image, masks, captions, STEPS),
             )
     (masks, texts, likely), (fast_masks, fast_texts, fast_likely) = found.values()
-    print([int(m.sum()) for m in masks], texts)
     assert all(map(torch.equal, masks, fast_masks)) and any(mask.any() for mask in masks)
     assert texts == fast_texts and len(set(texts)) > 1
     torch.testing.assert_close(likely, fast_likely, atol=1e-5, rtol=0)

@@ -16,26 +16,26 @@ from rl_train.tasks.sampled_mask import latent_loss
 SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 2.0, 2048, 12, 512, 64
 # Of the central differences: for a reward like a soft step 4 % below the derivative.
 STEP = 0.5 * SIGMA
-# An object of scene 0 that is not its region.
-OTHER = "The image shows a small yellow square in the lower right corner."
+SCENE = 3  # of the batch, where the demo model finds both the region and the other object
+OTHER = "A striped black circle in the top left."
 
 
 @pytest.fixture(scope="module")
 def smoothed(model, images, batch):
-    """(embedding (D,) half way from scene 0's region to another object, function of embeddings).
+    """(embedding (D,) half way from the scene's region to another object, function of embeddings).
 
     The function is (n, D) -> (n,) IoU with the region. There the sampled masks are now the one
     object, now the other, so that the reward has a gradient to be found.
     """
-    prompts = model.segment_prompts(images, [0, 0], [batch.captions[0], OTHER])
+    prompts = model.segment_prompts(images, [SCENE] * 2, [batch.captions[SCENE], OTHER])
     ends = model.mask_embeddings(model.sample(batch, images, prompts, 1, 14))[1]  # (2, D)
 
     @torch.no_grad()
     def reward(z):
         ious = []
         for part in z.split(CHUNK):
-            logits = model.decode_masks(images, [0] * len(part), part)
-            region = batch.masks[0][None, None].float()
+            logits = model.decode_masks(images, [SCENE] * len(part), part)
+            region = batch.masks[SCENE][None, None].float()
             target = F.interpolate(region, size=logits.shape[-2:])[0] > 0.5  # (1, h, w)
             ious.append(mask_iou(logits > 0, target.expand(len(part), -1, -1)))
         return torch.cat(ious)
