@@ -2,10 +2,10 @@
 
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
 before it. A scene has three clumps, each of two or three shapes of one colour with dark outlines.
-Colour says which clump is meant, shape which member of it. What touches the member is of its colour,
-so that a point in it leaves open whether it or the clump is meant: a second, negative one in a
-neighbour decides. The background's red and green grow with x and y, from which a tiny model learns
-early where something is.
+Colour says which clump is meant, shape which member of it. What touches the member is of its
+colour, so that a point in it leaves open whether it or the clump is meant: a second, negative one
+in a neighbour decides. The background's red and green grow with x and y, from which a tiny model
+learns early where something is.
 
 H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
 """
@@ -106,8 +106,8 @@ def _draw(canvas, shape: str, x, y, radius, fill, edge):
         canvas.polygon([(x, y - radius), (x - radius, y + radius), (x + radius, y + radius)], **how)
 
 
-def inside(rng: np.random.Generator, mask: np.ndarray, number: int, margin: int = 3) -> np.ndarray:
-    """(number, 2) random pixels (x, y) of a mask (H, W), in it with all within `margin` if any is."""
+def inside(rng, mask: np.ndarray, number: int, margin: int = 3) -> np.ndarray:
+    """(number, 2) random pixels (x, y) of a mask (H, W), if any is as far as `margin` inside such."""
     sums = np.pad(mask.astype(np.int32).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     side = 2 * margin + 1
     whole = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]

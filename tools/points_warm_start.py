@@ -213,6 +213,7 @@ class PointingStart:
         self.seen = seen
         for _ in range(tokens):
             logits = self.logits(rows, vision)[:, -1]
+            logits[:, self.image_token] = -torch.inf
             if temperature:
                 probabilities = (logits.float() / temperature).softmax(-1)
                 new = torch.multinomial(probabilities, 1)[:, 0].tolist()
