@@ -107,7 +107,7 @@ def _draw(canvas, shape: str, x, y, radius, fill, edge):
 
 
 def inside(rng, mask: np.ndarray, number: int, margin: int = 3) -> np.ndarray:
-    """(number, 2) random pixels (x, y) of a mask (H, W), if any is as far as `margin` inside such."""
+    """(number, 2) random pixels (x, y) of a mask (H, W), by `margin` inside it if any is."""
     sums = np.pad(mask.astype(np.int32).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     side = 2 * margin + 1
     whole = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
