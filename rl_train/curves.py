@@ -50,12 +50,13 @@ class Tally:
             ("truncated_frac", (~rollout.stopped).sum(), rows),
             ("empty_frac", sum(not text for text in rollout.texts), rows),
             ("unscored_frac", work.reward.isnan().sum(), rows),
-            ("repeats_frac", sum(map(repeats, captions)), rows),
-            ("digits_frac", sum(map(has_digit, captions)), rows),
             ("whole_mask_frac", sum(map(is_whole, outcome.masks)), rows),
         ):
             self.mean(f"{task}/{name}", total, count)
-        if outcome.refused:
+        if not outcome.refused:
+            self.mean(f"{task}/repeats_frac", sum(map(repeats, captions)), rows)
+            self.mean(f"{task}/digits_frac", sum(map(has_digit, captions)), rows)
+        else:  # what has a form has digits, and says its keys again
             unread = torch.stack(list(outcome.refused.values())).any(0)  # (N,)
             self.mean(f"{task}/refused_frac", unread.sum(), rows)
             for reason, mine in outcome.refused.items():
@@ -128,8 +129,8 @@ def check_first_answers(tallies: list[Tally], points: dict[str, float]):
                 reasons = {n.removeprefix(refused): points[n] for n in points if refused in n}
                 most = max(reasons, key=reasons.get)
                 raise Unreadable(
-                    f"{task}: {share:.0%} of the first step's answers could be read, most not for "
-                    f"{most!r}. The checkpoint must answer as the task's flags say, within "
+                    f"{task}: {share:.0%} of the first step's answers could be read (others: most "
+                    f"often {most}). The checkpoint must answer as the task's flags say, within "
                     f"--max_completion_length. It said: {text[:SHOWN]!r}"
                 )
 

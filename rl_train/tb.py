@@ -134,6 +134,8 @@ def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:
         for panel in panels:
             _prompt(panel, outcome.answers[row], *shape)
     words = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
+    if outcome.answers:
+        words.append("masks: of the whole answer, and without its negative points")
     if outcome.replies:
         words.append(f"teacher's reply: {outcome.replies[row]}")
     words.append(f"reward {work.reward[row]:.3f}  advantage {work.advantages[row]:+.2f}")

@@ -42,6 +42,11 @@ def test_folder_that_does_not_exist(complaint, name):
     assert f"--{name} /nowhere: no such folder" in complaint(**{name: "/nowhere"})
 
 
+def test_a_format_of_held_out_regions_that_are_not_given(complaint):
+    said = complaint(eval_data_dir=None, eval_dataset="reasonseg")
+    assert "--eval_dataset reasonseg: needs --eval_data_dir" in said
+
+
 @pytest.mark.parametrize("name", ["model_path", "data_dir", "output_dir"])
 def test_flag_that_is_needed(complaint, name):
     assert f"--{name}" in complaint(**{name: None})
@@ -156,6 +161,10 @@ def test_every_flag_is_a_field_of_a_config(data, tmp_path):
     for part in (*vars(config).values(), *config.tasks.values()):
         if dataclasses.is_dataclass(part):
             held |= {flag_name(f): getattr(part, f.name) for f in dataclasses.fields(part)}
+    for name in TASKS.keys() - config.tasks:  # are in --help, and read by nobody in this run
+        of_task = {flag_name(f): f.default for f in dataclasses.fields(TASKS[name].Options)}
+        assert not held.keys() & of_task
+        held |= of_task
     assert held == config.flags
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.optim.learning_rate = 1.0

@@ -220,6 +220,7 @@ def test_reasons_are_counted_on_all_ranks():
     points = curves_of(first, second)
     assert points["loop1/refused_frac"] == 3 / 6
     assert points["loop1/refused/no_json"] == 2 / 6 and points["loop1/refused/outside"] == 1 / 6
+    assert "loop1/digits_frac" not in points  # which JSON of coordinates always has
     assert "loop1/refused_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))
 
 
@@ -228,8 +229,8 @@ def test_a_first_step_of_unreadable_answers_stops_the_run_on_all_ranks():
     with pytest.raises(Unreadable) as stopped:
         check_first_answers(few, curves_of(*few))
     sentence = str(stopped.value)
-    assert sentence.startswith("loop1: 4% of the first step's answers could be read, most not for")
-    assert "'no_json'" in sentence and sentence.endswith("It said: 'text 1'")
+    assert sentence.startswith("loop1: 4% of the first step's answers could be read (others: ")
+    assert "most often no_json)" in sentence and sentence.endswith("It said: 'text 1'")
     with pytest.raises(Unreadable, match=r"0% .* \"It's.n9\""):
         check_first_answers(few[1:], curves_of(*few[1:]))
     enough = [refusing("", *["no_json"] * 19)]

@@ -1,6 +1,6 @@
 """docs/data.md: its ten lines work, and its reasons are those that the readers give.
 
-docs/real_run.md: how it holds out, and makes training data of phrases.
+docs/real_run.md: how it holds out.
 """
 
 import re
@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset, dam, images, masks, text
-from tests.data.test_refcoco import BOX, MASK, PHRASES, image_name, ref, write_image
-from tests.data.test_refcoco import write as write_refcoco
+from rl_train.data import GraspAnyRegionDataset, dam, images, masks, segzero, text
 from tools.gar_writer import write_gar
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
@@ -61,19 +59,6 @@ def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
     assert 0 < len(pictures[1]) < 20
 
 
-def test_phrases_become_shards_that_training_reads(tmp_path, monkeypatch):
-    recipe = (Path(__file__).parent.parent / "docs" / "real_run.md").read_text()
-    [code] = re.findall(r"```python\n([^`]*?RefCOCODataset.*?)```", recipe, re.DOTALL)
-    root = tmp_path / "data" / "coco"
-    write_refcoco(root, [[BOX]], [ref(1, "train")], name="refcocog", by="umd")
-    write_image(root / "train2014" / image_name(1))
-    monkeypatch.chdir(tmp_path)
-    exec(code, {})
-    written = GraspAnyRegionDataset("data/phrases")
-    assert [written[i]["caption"] for i in range(len(written))] == PHRASES
-    assert np.array_equal(written[0]["mask"], MASK) and len(set(written.image_keys)) == 1
-
-
 def test_reasons_are_named():
     for reason in (
         masks.NO_MASK,
@@ -93,5 +78,6 @@ def test_reasons_are_named():
         "no conversation",
         "no assistant turn",
         "no region",
+        segzero.BAD_ID,
     ):
         assert f'"{reason}"' in TEXT

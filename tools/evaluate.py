@@ -1,4 +1,4 @@
-"""Held-out measures of a Sa2VA folder or of a run's checkpoint, with 95 % intervals.
+"""Held-out measures of a model folder or of a run's checkpoint, with 95 % intervals.
 
 A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refcocog/instances.json
 ..); samples, and with --shard_base the base, shared by 8 GPUs:
@@ -13,6 +13,11 @@ More measures: what captions state of attributes, which region a mask lies on, a
 
     python -m tools.evaluate ... --attributes D/attributes.json --other_regions --best_of 8
 
+Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run's flags hold:
+
+    python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
+    python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg
+
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
 of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
@@ -21,6 +26,7 @@ mean and std of the original's inference code (`predict_forward`'s rounded_norma
 
 import argparse
 import json
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,20 +35,34 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, DataConfig
+from rl_train.config import (
+    COUNT,
+    COUNT_OR_0,
+    POSITIVE,
+    DataConfig,
+    PolicyConfig,
+    add_flags,
+    read_flags,
+)
 from rl_train.data import HELDOUT_DATASETS
 from rl_train.data.refcoco import NAMES, RefCOCODataset
 from rl_train.data.split import sample_regions
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
-from rl_train.files import check_writable
+from rl_train.files import check_writable, read_json
+from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table, metrics_of
+from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.tasks.protocol import Context
 from tools.trained_policy import open_policy
 
+# Flags of models that answer with box and points.
+OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
+OF_POINTS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
 NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
 
 
@@ -89,6 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="JSON file {attribute: {value: [phrases]}}: accuracy and precision of what captions "
         "state (docs/algorithm.md)",
     )
+    add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
+    add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
+    add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
+    add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="captions G to sample of each region too")
     add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
     add(
@@ -127,6 +151,32 @@ def add_data_flags(parser: argparse.ArgumentParser):
     add("--max_tiles", type=COUNT, default=1)
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+
+
+def flags_of_run(folder: Path) -> dict:
+    """What the run of a checkpoint in `folder` was told of OF_POINTS; {} of another folder."""
+    if not (folder / "training_state.pt").is_file():
+        return {}
+    return {
+        name: value
+        for name, value in read_json(folder / "config.json").items()
+        if name in OF_POINTS
+    }
+
+
+def measure_of(policy, args):
+    """What is measured of the policy: None = `cycle_measures.measure`.
+
+    Raises ValueError if a flag is of another family of models.
+    """
+    if policy.family == Sa2VAPolicy.family:
+        return None
+    captions = ("best_of", "attributes", "legacy_cleaner", "shard_base")
+    if given := [name for name in captions if getattr(args, name)]:
+        raise ValueError(f"--{given[0]}: of Sa2VA's captions, and --model_path is of points")
+    options = read_flags(args, PointSegmentation.Options)
+    context = Context(policy, None, args.max_completion_length)
+    return PointSegmentation(options, context).measure
 
 
 def build_dataset(args):
@@ -198,6 +248,18 @@ def cider(references: list[str], captions: list[str]) -> torch.Tensor:
     return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
 
 
+def measure_captions(measured: Measured, legacy_cleaner: bool):
+    """Add to what was measured what only this tool does of captions, each by itself."""
+    if legacy_cleaner:
+        measured.values["caption_meteor"] = meteor(
+            measured.references, measured.captions, legacy_cleaner=True
+        ).double()
+    if find_spec("pycocoevalcap"):
+        measured.values["caption_cider"] = cider(measured.references, measured.captions)
+    else:
+        print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
+
+
 def table(found: dict) -> str:
     """Means and intervals of a `record`, as text."""
     lines = [f"{'n = ' + str(found['num_samples']):20s} {'mean':>8s}   95 % interval"]
@@ -217,27 +279,23 @@ def run(args, ranks):
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
+    how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
     shards = Shards(ranks) if args.shard_base else None
     tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
     policy = open_policy(*whose, ranks.device, tokens, shards, **how)
     lengths = (tokens, args.num_workers, args.max_caption_length)
-    asked = (args.other_regions, args.best_of, vocabulary)
+    measure = measure_of(policy, args)
+    asked = (args.other_regions, args.best_of, vocabulary, measure)
     heldout = HeldOut(dataset, args.batch_size, *lengths, *asked)
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
-    if args.legacy_cleaner:
-        measured.values["caption_meteor"] = meteor(
-            measured.references, measured.captions, legacy_cleaner=True
-        ).double()
-    if find_spec("pycocoevalcap"):
-        measured.values["caption_cider"] = cider(measured.references, measured.captions)
-    else:
-        print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
+    if measure is None:
+        measure_captions(measured, args.legacy_cleaner)
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in NOT_SAVED
+        if name not in NOT_SAVED and (measure or name not in OF_POINTS)
     }
     found = record(measured, flags)
     print0(table(found))
@@ -274,7 +332,8 @@ def main(argv=None):
     require_wordnet()
     ranks = distributed.init()
     try:
-        run(args, ranks)
+        parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
+        run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error
     finally:

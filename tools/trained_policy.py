@@ -5,8 +5,9 @@ from pathlib import Path
 from rl_train import checkpoint
 from rl_train.config import PolicyConfig
 from rl_train.files import read_json
+from rl_train.policies.families import build_policy
 from rl_train.policies.lora import groups_of
-from rl_train.policies.sa2va import TRAINABLE, build_policy
+from rl_train.policies.sa2va import TRAINABLE
 
 FILES = dict(policy="trainables.safetensors", ema="ema.safetensors")  # of each role
 
@@ -50,7 +51,7 @@ def open_policy(
     if role == "ema":
         raise ValueError(f"--role ema: {flag} {base} is no checkpoint of a run, it has no teacher")
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
-    return build_policy(config, TRAINABLE, max_new_tokens, device, shards)
+    return build_policy(config, {}, TRAINABLE, max_new_tokens, device, shards)
 
 
 def load_policy(
@@ -74,6 +75,6 @@ def load_policy(
     lora = {name: flags[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
     groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)
-    policy = build_policy(config, groups, max_new_tokens, device, shards)
+    policy = build_policy(config, {}, groups, max_new_tokens, device, shards)
     checkpoint.load_weights(folder, policy.trainable, FILES[role])
     return policy

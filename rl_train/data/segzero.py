@@ -17,6 +17,7 @@ from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
 
 COLUMNS = {"id": "text", "problem": "text", "image": IMAGE}
+BAD_ID = "id that is no file name"
 THRESHOLD = 127  # of a mask's grey value
 
 
@@ -107,7 +108,7 @@ class SegZeroDataset:
                 if isinstance(size, str):
                     fault = size
                 elif not name or Path(name).name != name:  # it would lead out of the folder
-                    fault = "unusable id"
+                    fault = BAD_ID
                 else:
                     found, _ = check_read(map_file, self._masks / f"{name}.png")
                     fault = NO_MASK if isinstance(found, str) else caption_fault(text)

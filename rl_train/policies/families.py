@@ -43,9 +43,10 @@ FAMILIES = {sa2va.Sa2VAPolicy.family: SA2VA, qwen_points.QwenPointsPolicy.family
 def family_of(path) -> str:
     """The name in FAMILIES of the model in folder `path`; what is none of the others is Sa2VA.
 
-    Its own reader says of that what it lacks. Raises DamagedFile without a config.json.
+    Its own reader says of that what it lacks. Raises DamagedFile for a config.json that is no JSON.
     """
-    kind = read_json(Path(path) / "config.json").get("model_type")
+    file = Path(path) / "config.json"
+    kind = read_json(file).get("model_type") if file.is_file() else None
     return kind if kind in FAMILIES else sa2va.Sa2VAPolicy.family
 
 

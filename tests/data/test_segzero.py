@@ -52,7 +52,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
     assert dataset.report() == dict(
         kept=3,
         rows=6,
-        skipped={"no mask": 1, "unusable id": 1, "blank caption": 1},
+        skipped={"no mask": 1, "id that is no file name": 1, "blank caption": 1},
         resized_masks=1,
     )
     assert dataset[1]["mask"].shape == (SIDE, SIDE)
