@@ -1,8 +1,8 @@
-"""Drawn scenes for the demo of points: clumps of touching shapes, of which a phrase names one.
+"""Drawn scenes for the demo of points: clumps of shapes, of which a phrase names one.
 
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
 before it. A scene has three clumps, each of two or three shapes of one colour with dark outlines.
-Colour says which clump is meant, shape which member of it. What touches the member is of its
+Colour says which clump is meant, shape which member of it. What is beside the member is of its
 colour, so that a point in it leaves open whether it or the clump is meant: a second, negative one
 in a neighbour decides. The background's red and green grow with x and y, from which a tiny model
 learns early where something is.
@@ -54,7 +54,7 @@ class Scene:
     members: tuple[Member, ...]
 
     def neighbours(self, k: int) -> list[int]:
-        """The other members of the clump of member k, all of which touch it."""
+        """The other members of the clump of member k, most of which touch it."""
         of = self.members[k].clump
         return [m for m, other in enumerate(self.members) if other.clump == of and m != k]
 
