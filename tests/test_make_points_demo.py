@@ -23,6 +23,7 @@ from tools.points_warm_start import (
     seen_point,
     where,
 )
+from tools.sweep_table import measures
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -138,5 +139,7 @@ def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):
     output = run(demo, tmp_path / "run", **points, max_completion_length=4)
     lines = rollouts(output)
     assert len(lines) == 2 * 4 and {line["num_negative"] for line in lines} == {1.0}
-    found = json.loads((output / "evaluation" / "step_2.json").read_text())
-    assert "gain_negative" in json.dumps(found)
+    file = output / "evaluation" / "step_2.json"
+    values, means = json.loads(file.read_text())["values"], measures(file)
+    gains = [a - b for a, b in zip(values["seg_iou"], values["seg_iou_without"])]
+    assert gains == pytest.approx(values["gain_negative"]) and means["num_negative"] == 1
