@@ -16,6 +16,7 @@ from tools.points_model import SEEN, form, make_tokenizer, new_qwen, new_sam
 from tools.points_warm_start import (
     ELSEWHERE,
     SLOPPY,
+    WEIGHTS,
     DrawingStart,
     PointingStart,
     clump_loss,
@@ -101,14 +102,13 @@ def test_what_sam_is_taught_a_negative_point_in_a_neighbour_means_the_member(dra
 
 
 def test_the_loss_of_a_clump_by_hand():
-    """One pixel is meant, one its neighbour, two are background; log 2 of each kind at logit 0."""
-    target = torch.tensor([[[True, False, False, False]]])
-    drawn = torch.tensor([[[True, True, False, False]]])
-    flat = clump_loss(torch.zeros(1, 1, 4), target, drawn)
+    """A pixel is meant, one its neighbour, one of another clump, one background."""
+    masks = [torch.arange(4)[None, None] < n for n in (1, 2, 3)]
+    flat = clump_loss(torch.zeros(1, 1, 4), *masks)
     dice = 1 - (2 * 0.5 + 1) / (2 + 1 + 1)
-    assert flat == pytest.approx(2.5 * np.log(2) + dice)
+    assert flat == pytest.approx(sum(WEIGHTS) * np.log(2) + dice)
     wrong = torch.tensor([[[9.0, 9.0, -9.0, -9.0]]])
-    assert clump_loss(wrong, target, drawn) == pytest.approx(9 + 1 - 3 / 4, abs=0.01)
+    assert clump_loss(wrong, *masks) == pytest.approx(9 * WEIGHTS[1] + 1 - 3 / 4, abs=0.01)
 
 
 def test_one_step_of_each_teaches_every_part(pointing, drawing):

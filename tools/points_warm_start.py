@@ -26,13 +26,14 @@ from tools.points_model import PREPROCESSOR, SEEN, form
 SPOTS = 12  # random pixels that are drawn of each member and of the background
 # Of the negative points: none, in the background, in a neighbour. At first SHOWN, by which the
 # model learns where neighbours are; from SHOWN_SHARE of the steps on SLOPPY, which is left.
-SHOWN, SLOPPY, SHOWN_SHARE = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.55
+SHOWN, SLOPPY, SHOWN_SHARE = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.65
 UNASKED = 0.2  # of the questions are for points without negative ones
-QUESTIONS = 2  # of an image, at every visit
+QUESTIONS = 4  # of an image, at every visit
 # Of SAM2's steps: those with a negative point, with two, with a box beside the point, and those
 # that go on from a first mask. Of the rows with negative points those in which these touch nothing
 # of the clump, and the clump is meant.
 ONE, TWO, BOXED, SECOND, ELSEWHERE = 0.6, 0.12, 0.08, 0.25, 0.35
+WEIGHTS = (1.0, 0.5, 0.5, 0.5)  # of what a mask's loss consists of, see `clump_loss`
 DIGITS = 8  # tokens of an answer that are not the same in all
 
 
@@ -128,17 +129,24 @@ class PointingStart:
 
     def vision(self, indices) -> torch.Tensor:
         """(B, tokens, C) of scenes."""
-        how = (self.sizes, PREPROCESSOR["image_mean"], PREPROCESSOR["image_std"])
-        values = torch.cat([patches(one, *how) for one in self.seen[indices]])
+        values = self.patches(self.seen[indices])
         side = SEEN // self.sizes.patch
         grids = torch.tensor([[1, side, side]] * len(indices), device=self.device)
         return torch.stack(list(self.vlm.model.get_image_features(values, grids).pooler_output))
 
+    def patches(self, seen) -> torch.Tensor:
+        """Those of images (B, 3, SEEN, SEEN), as the policy makes them one by one."""
+        mean, std = PREPROCESSOR["image_mean"], PREPROCESSOR["image_std"]
+        return torch.cat([patches(one, self.sizes, mean, std) for one in seen])
+
     def logits(self, rows: list[list[int]], vision) -> torch.Tensor:
         """(P, L, V) of rows of ids, padded on the left, about images vision (P, tokens, C)."""
         ids, mask = (t.to(self.device) for t in pad_left(rows, self.tokenizer.pad_token_id))
-        grids = [(self.grid, self.grid)] * len(rows)
-        placed = prompt_positions(rows, grids, self.image_token).to(self.device)
+        # The image stands at the same place in all, so that a row is placed as the longest begins.
+        longest = max(rows, key=len)
+        placed = prompt_positions([longest], [(self.grid, self.grid)], self.image_token)[:, 0]
+        padding = torch.tensor([[len(longest) - len(row)] for row in rows])
+        placed = placed[:, (torch.arange(len(longest)) - padding).clamp(min=0)].to(self.device)
         embeds = self.vlm.get_input_embeddings()(ids)
         at_image = (ids == self.image_token)[..., None]
         embeds = embeds.masked_scatter(at_image, vision.to(embeds.dtype))
@@ -331,10 +339,12 @@ class DrawingStart:
                 before = self.logits(features, image, *first)[:, None]
         logits = self.logits(features, image, points, labels, boxes, before)
         at = F.interpolate(self.of_member[indices][:, None].float(), logits.shape[-2:])[:, 0].long()
-        target = torch.stack(
-            [torch.isin(at[i], 1 + torch.tensor(m, device=at.device)) for i, m in zip(image, meant)]
+        mine = [[k, *s.neighbours(k)] for s, k in zip(scenes, member)]
+        target, clump = (
+            torch.stack([torch.isin(at[i], torch.tensor(m).to(at) + 1) for i, m in zip(image, of)])
+            for of in (meant, mine)
         )
-        loss = clump_loss(logits, target, (at > 0)[image])
+        loss = clump_loss(logits, target, clump, (at > 0)[image])
         held = self._held(features, indices)
         self.trainer.step(loss + 0.5 * held, progress)
         inter, union = ((logits > 0) & target).sum((1, 2)), ((logits > 0) | target).sum((1, 2))
@@ -397,19 +407,19 @@ class DrawingStart:
         return {name: round(float(np.mean(values)), 3) for name, values in rows.items()}
 
 
-def clump_loss(logits, target, drawn):
-    """Mean BCE of what is meant, of what else is drawn and of the background, and Dice.
+def clump_loss(logits, target, clump, drawn):
+    """Mean BCE of what is meant, the rest of its clump, other clumps and background, and Dice.
 
-    The three weigh the same however large they are: a neighbour's pixels are few, and the meaning
-    of a negative point is learnt of them alone.
+    They weigh WEIGHTS however large they are: a neighbour's pixels are few, and the meaning of a
+    negative point is learnt of them alone.
 
     Args:
-        logits: (M, h, w); target, drawn: (M, h, w) bool, what is meant and all that is there.
+        logits: (M, h, w); target, clump, drawn: (M, h, w) bool, each of which holds the one before.
     """
-    target, drawn = target.flatten(1).float(), drawn.flatten(1).float()
+    target, clump, drawn = (mask.flatten(1).float() for mask in (target, clump, drawn))
     bce = F.binary_cross_entropy_with_logits(logits.flatten(1), target, reduction="none")
-    parts = [(target, 1.0), (drawn - target, 1.0), (1 - drawn, 0.5)]
-    loss = sum(w * (bce * p).sum(1) / p.sum(1).clamp(min=1) for p, w in parts)
+    parts = (target, clump - target, drawn - clump, 1 - drawn)
+    loss = sum(w * (bce * p).sum(1) / p.sum(1).clamp(min=1) for p, w in zip(parts, WEIGHTS))
     probability = logits.flatten(1).sigmoid()
     shared, both = (probability * target).sum(1), probability.sum(1) + target.sum(1)
     return (loss + 1 - (2 * shared + 1) / (both + 1)).mean()
