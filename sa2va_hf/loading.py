@@ -71,7 +71,7 @@ def _one_device(place) -> torch.device:
 def stored_dtype(folder: Path) -> torch.dtype:
     """Dtype of the LLM's norms in the safetensors of `folder`. ValueError if there are none."""
     for key, file in find_keys(folder).items():
-        if key.startswith("language_model.") and key.endswith("norm.weight"):
+        if key.startswith(("language_model.", "model.")) and key.endswith("norm.weight"):
             with safe_open(file, framework="pt") as reader:
                 return _STORED[reader.get_slice(key).get_dtype()]
     raise ValueError(f"{folder} holds no safetensors with a language model")

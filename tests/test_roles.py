@@ -47,6 +47,20 @@ def set_policy(toy, value):
             p.fill_(value)
 
 
+def test_without_a_teacher_only_the_reference_is_kept(toy):
+    roles = Roles(toy.trainable, ("reference",))
+    set_policy(toy, 5.0)
+    roles.update_teacher(0.5)
+    assert (
+        not roles.has_teacher and roles.drift() == {} and list(roles.state_dict()) == ["reference"]
+    )
+    with roles.use("reference"):
+        assert toy.a.tolist() == [1, 2]
+    with pytest.raises(ValueError, match="known: policy, reference$"), roles.use("teacher"):
+        pass
+    assert list(Roles(toy.trainable).drift()) == ["teacher/drift", "teacher/lag"]
+
+
 def test_an_optimizer_step_moves_the_policy_alone(toy, roles):
     optimizer = torch.optim.SGD(toy.trainable.values(), lr=0.1)
     toy().backward()

@@ -2,14 +2,18 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train import cli, parts
 from rl_train.distributed import Ranks
 from rl_train.memory import worst_step
+from rl_train.policies import qwen_worst_case
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from rl_train.train import train
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import complaint_of, curve, events, flags, on_one_core, rollouts, run, weights
+from tools.export import export
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -62,6 +66,27 @@ def test_two_steps_and_resumed(data, tmp_path, points, answering):
     again = weights(whole, 2)
     assert all(torch.equal(again[name], after[name]) for name in after)
     assert rollouts(whole) == lines
+    exported_loads(whole / "checkpoint_step_2", tmp_path / "merged", points)
+
+
+def exported_loads(checkpoint, output, points):
+    """The merged folder is one that transformers loads: base and LoRA summed, in its own dtype."""
+    assert export(checkpoint, output, role="auto") == "policy"
+    merged, base = (
+        Qwen2_5_VLForConditionalGeneration.from_pretrained(f)
+        for f in (output, points["model_path"])
+    )
+    assert (output / "tokenizer.json").is_file() and (output / "preprocessor_config.json").is_file()
+    trained = {
+        n.removeprefix("vlm."): t
+        for n, t in load_file(checkpoint / "trainables.safetensors").items()
+    }
+    for name, weight in base.state_dict().items():
+        stem = name.removesuffix("weight")
+        if f"{stem}lora_A.default.weight" in trained:
+            a, b = (trained[f"{stem}lora_{x}.default.weight"] for x in "AB")
+            weight = weight + 2 * b @ a  # --lora_alpha 8 over --lora_r 4
+        torch.testing.assert_close(merged.state_dict()[name], weight, atol=1e-6, rtol=0)
 
 
 def test_answers_that_cannot_be_read_end_the_run(data, tmp_path, points, capsys):
@@ -69,7 +94,8 @@ def test_answers_that_cannot_be_read_end_the_run(data, tmp_path, points, capsys)
     assert "points: 0% of the first step's answers could be read" in sentence
 
 
-def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, points):
+def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, points, monkeypatch):
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 64 * 64)
     config = cli.parse(flags(data, tmp_path, **points))
     built = parts.build(config, Ranks(0, 1, torch.device("cpu")))
     before = {name: p.detach().clone() for name, p in built.state.policy.trainable.items()}

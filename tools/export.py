@@ -1,4 +1,4 @@
-"""Merge a run's checkpoint into its base model: one folder in the original Sa2VA layout.
+"""Merge a run's checkpoint into its base model: one folder in the layout of its base.
 
     python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role policy]
                            [--model_path M] [--dtype bfloat16]
@@ -6,7 +6,8 @@
 Of policy and teacher (ema) it takes the one that the run's held-out measures of that step prefer.
 The folder holds the weights (safetensors, original key names), and a copy of every other file of
 the base's folder: config, tokenizer and, if it is there, the original code, which can then load
-what was trained here.
+what was trained here. Of a run with Qwen2.5-VL it is as transformers loads it, without the SAM2
+that stood beside it.
 """
 
 import argparse
@@ -18,8 +19,7 @@ import torch
 from rl_train import checkpoint
 from rl_train.files import check_writable, read_json
 from rl_train.tasks.cycle_measures import SCORES, score
-from sa2va_hf.loading import stored_dtype
-from tools.trained_policy import load_policy
+from tools.trained_policy import FILES, load_policy
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
@@ -56,14 +56,12 @@ def export(
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output {output} is not empty")
     if role == "auto":
-        role = preferred_role(folder)
-    policy = load_policy(folder, role, model_path, "cpu", dtype="float32")
-    base = policy.model.folder
-    policy.engine.release()  # weights that it has taken over cannot be merged and saved
-    policy.peft.merge_and_unload()
+        role = preferred_role(folder) if (folder / FILES["ema"]).is_file() else "policy"
+    policy = load_policy(folder, role, model_path, "cpu", dtype="float32", **beside(folder))
+    base = Path(model_path or read_json(folder / "config.json")["model_path"])
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left
-    policy.model.save_pretrained(unfinished, dtype or stored_dtype(base))
+    policy.save_merged(unfinished, dtype)
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(WEIGHTS) and file.name != "config.json":
             shutil.copyfile(file, unfinished / file.name)
@@ -71,6 +69,13 @@ def export(
         output.rmdir()
     unfinished.rename(output)
     return role
+
+
+def beside(folder: Path) -> dict[str, object]:
+    """What a checkpoint's run was told of what stands beside its base, as of `PolicyConfig`."""
+    flags = read_json(folder / "config.json")
+    names = ("sam_path", "image_side", "max_image_tokens")
+    return {name: flags[name] for name in names if name in flags}  # runs of Sa2VA may have none
 
 
 def preferred_role(folder: Path) -> str:

@@ -32,6 +32,9 @@ class Policy(Protocol):
     def score(self, rollout: Rollout, rows: slice = slice(None)):
         """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward."""
 
+    def save_merged(self, folder, dtype: torch.dtype | None = None):
+        """Write the base with the LoRA merged in, in its published layout; ends its use."""
+
     def not_finite(self) -> list[str]:
         """Names of the outputs, of any role since the last call, that had a NaN or infinity."""
 

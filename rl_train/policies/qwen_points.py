@@ -8,6 +8,7 @@ tokens, C LLM width.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from PIL import Image
@@ -27,6 +28,7 @@ from rl_train.policies.qwen_loading import (
 )
 from rl_train.types import Batch, Rollout
 from sa2va_hf.batches import Prompts, pad_left
+from sa2va_hf.loading import stored_dtype
 from sa2va_hf.tokenizer import load_tokenizer
 
 TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
@@ -98,6 +100,15 @@ class QwenPointsPolicy:
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
+
+    def save_merged(self, folder, dtype: torch.dtype | None = None):
+        """Write Qwen2.5-VL with the LoRA merged in, in `dtype` or that of its own folder.
+
+        As transformers loads and publishes it, without SAM2. The policy is then of no use.
+        """
+        self.engine.release()  # weights that it has taken over cannot be merged and saved
+        vlm = self.peft.merge_and_unload()
+        vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> QwenInputs:
         """What prepares and collates samples; refuses those that leave no room for an answer."""

@@ -20,6 +20,7 @@ from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
+from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
@@ -84,6 +85,15 @@ class Sa2VAPolicy:
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
+
+    def save_merged(self, folder, dtype: torch.dtype | None = None):
+        """Write the model with the LoRA merged in, in `dtype` or that of its own folder.
+
+        The policy is then of no use.
+        """
+        self.engine.release()  # weights that it has taken over cannot be merged and saved
+        self.peft.merge_and_unload()
+        self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Sa2VAInputs:
         """What prepares and collates samples; refuses those that leave no room for an answer."""

@@ -14,7 +14,7 @@ from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches
 from rl_train.engine.fused import unsupported
 from rl_train.objective import score_all
-from rl_train.policies import families
+from rl_train.policies import families, qwen_worst_case
 from rl_train.policies.qwen_inputs import patches
 from rl_train.policies.qwen_loading import TextModel, image_sizes, load_qwen, load_sam
 from rl_train.policies.qwen_points import LINEARS
@@ -339,8 +339,9 @@ def test_larger_images_are_reduced(qwen):
     assert image_sizes(qwen, many).sizes.max_pixels == whole["max_pixels"]
 
 
-def test_the_longest_is_as_long_as_may_be(points):
+def test_the_longest_is_as_long_as_may_be(points, monkeypatch):
     """The worst step's prompts and answers, and masks of many boxes, whatever was said."""
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 256 * 256)
     inputs = points.inputs(T, max_caption_length=9)
     worst = families.longest_answers(points)
     batch = families.worst_batch(worst, inputs, 2)
