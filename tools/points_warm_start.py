@@ -24,8 +24,9 @@ from tools.clump_scenes import COLORS, SHAPES, SIDE, WARM_START, inside, make_sc
 from tools.points_model import PREPROCESSOR, SEEN, form
 
 SPOTS = 12  # random pixels that are drawn of each member and of the background
-# Of the negative points: none, in the background, in a neighbour. At first SHOWN, by which the
-# model learns where neighbours are; from SHOWN_SHARE of the steps on SLOPPY, which is left.
+# Of the negative points: none, in the middle of the image, where nothing is, in a neighbour. At
+# first SHOWN, by which the model learns where neighbours are; from SHOWN_SHARE of the steps on
+# SLOPPY, which is left, and whose likeliest answer is of no use.
 SHOWN, SLOPPY, SHOWN_SHARE = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.65
 UNASKED = 0.2  # of the questions are for points without negative ones
 QUESTIONS = 4  # of an image, at every visit
@@ -33,7 +34,10 @@ QUESTIONS = 4  # of an image, at every visit
 # that go on from a first mask. Of the rows with negative points those in which these touch nothing
 # of the clump, and the clump is meant.
 ONE, TWO, BOXED, SECOND, ELSEWHERE = 0.6, 0.12, 0.08, 0.25, 0.35
-WEIGHTS = (1.0, 0.5, 0.5, 0.5)  # of what a mask's loss consists of, see `clump_loss`
+MIDDLE = 5  # pixels that a point in the middle is off it, at most
+# Of what a mask's loss consists of, see `clump_loss`. By the second a point alone is answered with
+# the clump: where that is as likely as the member, more is lost on what is left out.
+WEIGHTS = (1.0, 0.3, 0.5, 0.5)
 DIGITS = 8  # tokens of an answer that are not the same in all
 
 
@@ -158,7 +162,7 @@ class PointingStart:
         kind = rng.choice(3, p=shares) if negatives else 0
         negative = []
         if kind == 1:
-            negative = [scene.free[rng.integers(SPOTS)]]
+            negative = [SIDE // 2 + rng.integers(-MIDDLE, MIDDLE + 1, 2)]
         elif kind == 2:
             negative = [scene.members[int(rng.choice(scene.neighbours(k)))][3]]
         said = Answer((), (seen_point(scene.members[k][3]),), tuple(map(seen_point, negative)))
