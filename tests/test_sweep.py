@@ -13,11 +13,12 @@ from tools import sweep
 
 
 def test_the_arms_start_from_the_flags_of_the_launcher():
-    launcher = (ROOT / "run_rl_train.sh").read_text().replace("\\\n", " ").split()
+    launcher = (ROOT / "run_rl_train.sh").read_text().replace("\\\n", " ")
     pairs = dict(zip(sweep.DEMO.split()[::2], sweep.DEMO.split()[1::2]))
     assert len(pairs) > 8
+    words = launcher.split()
     for flag, value in pairs.items():
-        assert launcher[launcher.index(flag) + 1] == value, flag
+        assert words[words.index(flag) + 1] == value, flag
 
 
 def test_every_arm_is_flags_that_the_run_knows(tmp_path):
@@ -30,12 +31,18 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     }
     for arm, args in found.items():
         assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
-        assert args.data_dir == f"{demo}/train" and args.model_path == f"{demo}/checkpoint"
-        assert args.mask_loss_coef == (0.1 if arm == "defaults" or arm.startswith("loop1") else 0)
+        points = arm in sweep.POINT_ARMS
+        assert args.data_dir == f"{demo}/train"
+        assert args.model_path == f"{demo}/{'qwen' if points else 'checkpoint'}"
+        assert args.sam_path == (f"{demo}/sam" if points else None)
+        assert args.tasks == ["point_segmentation"] or not points
+        assert args.mask_loss_coef == (0 if arm == "both" or arm.startswith("loop2") else 0.1)
         assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
     controls = {arm: args.control for arm, args in found.items() if args.control != "none"}
-    assert controls == {f"loop{n}_{c}": c for n in (1, 2) for c in CONTROLS if c != "none"}
     assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
+    of_points = {f"points_{c}": c for c in ("shuffled", "constant")}
+    of_loops = {f"loop{n}_{c}": c for n in (1, 2) for c in CONTROLS if c != "none"}
+    assert controls == of_loops | of_points
     assert found["defaults"].likelihood_share is None and found["defaults"].mask_sigma == "auto"
 
 

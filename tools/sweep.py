@@ -5,8 +5,11 @@
     python -m tools.sweep --arms loop1 loop1_length --demos outputs/demo_0 outputs/demo_1 \
         --seeds 0 1 2 3 4 --gpu --output outputs/sweep
     python -m tools.sweep --output outputs/sweep --against loop1_length   # no arms: the tables
+    python -m tools.make_points_demo --output_dir outputs/points_demo
+    python -m tools.sweep --arms points points_hidden --demos outputs/points_demo --output outputs/p
 
-An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo. Every run
+An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo; one in
+POINT_ARMS wants a demo of `tools.make_points_demo`. Every run
 is one process on one CPU core (with --gpu also on one of the GPUs, in turn), in the folder
 OUTPUT/ARM/DEMO/seedN; a run that is complete is not run again, and one of other flags stops the
 sweep's arm. docs/results.md was made by this program.
@@ -61,15 +64,35 @@ ARMS |= {  # loop2's reward is half METEOR, half likelihood
     "both": POLICY_TERM,
     "defaults": "",  # the demo as it ships: both loops, with the mask term
 }
+OF_POINTS = (
+    "--tasks point_segmentation --answer_style points --image_side 96 --model_path {demo}/qwen "
+    "--sam_path {demo}/sam --data_dir {demo}/train --eval_data_dir {demo}/heldout"
+)
+POINTS = (
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
+    "--batch_size 4 --num_generations 8 --learning_rate 1e-3 --kl_coef 0.02"
+)
+POINT_ARMS = dict(
+    points="",
+    points_positive="--negative_points off",
+    points_hidden="--hide_negatives",
+    points_shuffled="--control shuffled",
+    points_constant="--control constant",
+    points_bonus="--negative_weight 0.3",
+    points_two_passes="--sam_passes 2",
+)
+ARMS |= POINT_ARMS
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
+POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_random")
 
 
 def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> list[str]:
     """Command line of one run; of a flag that is given several times the last counts."""
+    of_demo, flags = (OF_POINTS, POINTS) if arm in POINT_ARMS else (OF_DEMO, DEMO)
     return [
         *(sys.executable, "-m", "rl_train.train", "--output_dir", str(output)),
-        *(word.format(demo=demo) for word in OF_DEMO.split()),
-        *f"{DEMO} {SHORT} {ARMS[arm]}".split(),
+        *(word.format(demo=demo) for word in of_demo.split()),
+        *f"{flags} {SHORT} {ARMS[arm]}".split(),
         *("--seed", str(seed)),
         *extra,
     ]
@@ -112,8 +135,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--jobs", type=int, help=jobs)
     add("--output", type=Path, required=True, help="folder of all runs, and of table.json")
     add("--gpu", action="store_true", help="run on the GPUs")
-    measures = "columns: any of the means and values in a run's evaluation/step_N.json"
-    add("--metrics", nargs="+", default=list(METRICS), help=measures)
+    measures = "columns: any of the means and values in a run's evaluation/step_N.json; default: "
+    measures += f"{' '.join(METRICS)}, of points {' '.join(POINT_METRICS)}"
+    add("--metrics", nargs="+", help=measures)
     paired = "arms from which the others are told apart, paired by demo and seed"
     add("--against", nargs="+", default=[], metavar="ARM", help=paired)
     extra = "further flags of rl_train.train, for all arms"
@@ -128,6 +152,8 @@ def main(argv=None):
         parser.error("--gpu: there is none")
     if not args.arms and not args.output.is_dir():
         parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
+    of_points = args.arms and set(args.arms) <= set(POINT_ARMS)
+    args.metrics = args.metrics or list(POINT_METRICS if of_points else METRICS)
     args.demos = [demo.resolve() for demo in args.demos]
     for name, count in Counter(demo.name for demo in args.demos).items():
         if count > 1:

@@ -1,0 +1,145 @@
+"""The demo of points: what its scenes are, what its models are taught, and two steps on it."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from rl_train.points.answers import Answer
+from rl_train.policies.qwen_points import QwenPointsPolicy
+from tests.runs import on_one_core, rollouts, run
+from tools.clump_scenes import RADIUS, SIDE, inside, make_scene
+from tools.make_points_demo import main
+from tools.points_model import SEEN, form, make_tokenizer, new_qwen, new_sam
+from tools.points_warm_start import (
+    ELSEWHERE,
+    SLOPPY,
+    WEIGHTS,
+    DrawingStart,
+    PointingStart,
+    clump_loss,
+    draw,
+    seen_point,
+    where,
+)
+from tools.sweep_table import measures
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return [draw(0, i) for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def pointing(scenes):
+    tokenizer = make_tokenizer()
+    return PointingStart(new_qwen(tokenizer), tokenizer, scenes, 0, "cpu")
+
+
+@pytest.fixture(scope="module")
+def drawing(scenes):
+    torch.manual_seed(0)
+    return DrawingStart(new_sam(), scenes, 0, "cpu")
+
+
+def test_a_phrase_names_one_member_and_its_clump_alone_is_beside_it():
+    for index in range(6):
+        scene = make_scene(1, 0, index)
+        again = make_scene(1, 0, index)
+        assert np.array_equal(scene.image, again.image)
+        assert len({m.caption for m in scene.members}) == len(scene.members)
+        assert len({m.color for m in scene.members}) == 3
+        for k, member in enumerate(scene.members):
+            near = scene.neighbours(k)
+            assert 1 <= len(near) <= 2
+            assert {scene.members[n].color for n in near} == {member.color}
+            x, y = member.centre
+            assert member.mask[int(y), int(x)]
+            for n, other in enumerate(scene.members):
+                assert not (member.mask & other.mask).any() or n == k
+                gap = np.hypot(*np.subtract(member.centre, other.centre)) - 2 * RADIUS[1]
+                assert (gap < 0) == (n in near or n == k)
+            # Two digits wherever a point may be.
+            rows, columns = np.nonzero(member.mask)
+            assert min(rows.min(), columns.min()) * SEEN / SIDE >= 8
+            points = inside(np.random.default_rng(0), member.mask, 20)
+            assert member.mask[points[:, 1], points[:, 0]].all()
+            assert all(10 <= v < SEEN for point in points for v in seen_point(point))
+
+
+def test_answers_of_the_warm_start_point_at_the_member_and_help_as_often_as_said(pointing, scenes):
+    """Of 600 about each member of a scene; what is said can be read."""
+    rng, kinds = np.random.default_rng(0), Counter()
+    scene = scenes[0]
+    for k in range(len(scene.members)):
+        for _ in range(600):
+            text = pointing.answer(scene, k, True, SLOPPY, rng)
+            said, _ = form(True).read(text, (SEEN, SEEN), (SIDE, SIDE))
+            assert [where(scene, point) for point in said.positive] == [1 + k]
+            at = where(scene, said.negative[0]) if said.negative else "none"
+            kinds["neighbour" if at in [1 + m for m in scene.neighbours(k)] else at] += 1
+    shares = [kinds[kind] / sum(kinds.values()) for kind in ("none", 0, "neighbour")]
+    assert sum(shares) == pytest.approx(1) and shares == pytest.approx(SLOPPY, abs=0.03)
+    assert pointing.answer(scene, 0, False, SLOPPY, rng).startswith('{"points": [[')
+
+
+def test_what_sam_is_taught_a_negative_point_in_a_neighbour_means_the_member(drawing, scenes):
+    rng, meant = np.random.default_rng(0), Counter()
+    for _ in range(400):
+        k, (positive,), _, members = drawing.row(scenes[0], 1, 0, rng)
+        assert where(scenes[0], positive) == 1 + k and k in members
+        meant["member" if members == [k] else "clump"] += 1
+        k, points, labels, members = drawing.row(scenes[0], 1, 1, rng)
+        near = where(scenes[0], points[1]) - 1 in scenes[0].neighbours(k)
+        assert labels == [1, 0] and (members == [k]) == near
+        meant["near" if near else "elsewhere"] += 1
+    assert meant["member"] / 400 == pytest.approx(0.5, abs=0.07)
+    assert meant["elsewhere"] / 400 == pytest.approx(ELSEWHERE, abs=0.07)
+
+
+def test_the_loss_of_a_clump_by_hand():
+    """A pixel is meant, one its neighbour, one of another clump, one background."""
+    masks = [torch.arange(4)[None, None] < n for n in (1, 2, 3)]
+    flat = clump_loss(torch.zeros(1, 1, 4), *masks)
+    dice = 1 - (2 * 0.5 + 1) / (2 + 1 + 1)
+    assert flat == pytest.approx(sum(WEIGHTS) * np.log(2) + dice)
+    wrong = torch.tensor([[[9.0, 9.0, -9.0, -9.0]]])
+    assert clump_loss(wrong, *masks) == pytest.approx(9 * WEIGHTS[1] + 1 - 3 / 4, abs=0.01)
+
+
+def test_one_step_of_each_teaches_every_part(pointing, drawing):
+    """All weights that an answer or a mask of points depends on get a gradient."""
+    assert pointing.step(0.0, 2)["text"] > 0
+    left = [name for name, p in pointing.vlm.named_parameters() if p.grad is None]
+    assert left == []
+    for _ in range(4):
+        drawing.step(0.0, 2)
+    got = {name for name, p in drawing.sam.named_parameters() if p.grad is not None}
+    for name in ("vision_encoder.backbone.pos_embed", "prompt_encoder.point_embed.weight"):
+        assert name in got
+    assert drawing.evaluate(drawing.scenes[:1]).keys() >= {"clump", "member", "neighbour"}
+    assert pointing.evaluate(pointing.scenes, tokens=2)["parsable"] == 0.0
+
+
+def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):
+    """Models of one step load strictly; the right negative point's gain is what is measured."""
+    demo = tmp_path / "demo"
+    few = "--train_scenes 3 --heldout_scenes 1 --warm_start_steps 1 1 --warm_start_scenes 3"
+    main(["--output_dir", str(demo), "--train_checkpoint", "--device", "cpu", *few.split()])
+    weights = [demo / name / "model.safetensors" for name in ("qwen", "sam")]
+    assert sum(file.stat().st_size for file in weights) < 3e6
+    said = form(True).format(Answer((), ((40, 40),), ((50, 50),)))
+    monkeypatch.setattr(QwenPointsPolicy, "completion_text", lambda policy, ids: said)
+    points = dict(sam_path=demo / "sam", tasks="point_segmentation", answer_style="points")
+    points |= dict(model_path=demo / "qwen", image_side=SEEN, mask_sigma=None, eval_steps=1)
+    output = run(demo, tmp_path / "run", **points, max_completion_length=4)
+    lines = rollouts(output)
+    assert len(lines) == 2 * 4 and {line["num_negative"] for line in lines} == {1.0}
+    file = output / "evaluation" / "step_2.json"
+    values, means = json.loads(file.read_text())["values"], measures(file)
+    gains = [a - b for a, b in zip(values["seg_iou"], values["seg_iou_without"])]
+    assert gains == pytest.approx(values["gain_negative"]) and means["num_negative"] == 1

@@ -1,0 +1,76 @@
+"""Make the demo of points: drawn clumps in GAR's Arrow layout, a tiny Qwen2.5-VL and SAM2.
+
+    python -m tools.make_points_demo --output_dir outputs/points_demo --train_checkpoint
+
+Everything is drawn by code from --seed, which also begins both models. They are trained from random
+weights (`tools.points_warm_start`) and saved in their published layouts. What is left to learn is
+where a negative point helps: SAM2 takes one point in a member for its whole clump, and gives the
+member for a second one in a neighbour; Qwen2.5-VL points at the member, and puts its negative point
+there in a fifth of its answers. Training takes minutes on a GPU, hours on a CPU; none ships.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tools.clump_scenes import HELDOUT, TRAIN, rows
+from tools.gar_writer import write_gar
+from tools.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
+from tools.points_warm_start import DrawingStart, PointingStart, draw
+
+MODELS = ("qwen", "sam")
+IMAGES = {"qwen": 64, "sam": 16}  # of a step of the warm start
+
+
+def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
+    """Train both models from random weights and save them in `folder`, in bfloat16."""
+    scenes = [draw(seed, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    pointing = PointingStart(new_qwen(tokenizer), tokenizer, scenes, seed, device)
+    drawing = DrawingStart(new_sam(), scenes, seed, device)
+    for name, part, number in zip(MODELS, (pointing, drawing), steps):
+        with tqdm(range(number), desc=name) as progress:
+            for step in progress:
+                said = part.step(step / number, min(IMAGES[name], num_scenes))
+                progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+    save_qwen(pointing.vlm, tokenizer, folder / "qwen")
+    save_sam(drawing.sam, folder / "sam")
+
+
+def main(argv=None):
+    how = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, **how)
+    add = parser.add_argument
+    receives = "receives train/, heldout/, qwen/, sam/"
+    add("--output_dir", type=Path, required=True, help=receives)
+    add("--train_scenes", type=int, default=800, help="scenes drawn for training")
+    add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
+    train = "train the models; on a CPU for hours"
+    add("--train_checkpoint", action="store_true", help=train)
+    steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[2500, 3500])
+    said = "optimizer steps of the warm start of Qwen2.5-VL and of SAM2"
+    add("--warm_start_steps", type=int, **steps, help=said)
+    scenes = "scenes drawn for the warm start"
+    add("--warm_start_scenes", type=int, default=7000, help=scenes)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the training")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    output = args.output_dir
+    splits = (("train", TRAIN, args.train_scenes), ("heldout", HELDOUT, args.heldout_scenes))
+    for name, split, number in splits:
+        if not (output / name).exists():
+            write_gar(rows(args.seed, split, number), output / name)
+    if args.train_checkpoint:
+        steps, scenes = args.warm_start_steps, args.warm_start_scenes
+        train_checkpoint(output, args.seed, steps, scenes, args.device)
+    for name in MODELS:
+        if not (output / name).exists():
+            parser.error(f"{output} holds no {name}/, and none ships: --train_checkpoint")
+    print(f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam")
+
+
+if __name__ == "__main__":
+    main()
