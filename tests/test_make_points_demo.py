@@ -15,8 +15,10 @@ from tools.make_points_demo import main
 from tools.points_model import SEEN, form, make_tokenizer, new_qwen, new_sam
 from tools.points_warm_start import (
     ELSEWHERE,
+    MEANT,
+    NOTHING,
+    OTHERS,
     SLOPPY,
-    WEIGHTS,
     DrawingStart,
     PointingStart,
     clump_loss,
@@ -104,11 +106,11 @@ def test_what_sam_is_taught_a_negative_point_in_a_neighbour_means_the_member(dra
 def test_the_loss_of_a_clump_by_hand():
     """A pixel is meant, one its neighbour, one of another clump, one background."""
     masks = [torch.arange(4)[None, None] < n for n in (1, 2, 3)]
-    flat = clump_loss(torch.zeros(1, 1, 4), *masks)
+    flat = clump_loss(torch.zeros(1, 1, 4), *masks, 0.3)
     dice = 1 - (2 * 0.5 + 1) / (2 + 1 + 1)
-    assert flat == pytest.approx(sum(WEIGHTS) * np.log(2) + dice)
+    assert flat == pytest.approx((MEANT + 0.3 + OTHERS + NOTHING) * np.log(2) + dice)
     wrong = torch.tensor([[[9.0, 9.0, -9.0, -9.0]]])
-    assert clump_loss(wrong, *masks) == pytest.approx(9 * WEIGHTS[1] + 1 - 3 / 4, abs=0.01)
+    assert clump_loss(wrong, *masks, 0.3) == pytest.approx(9 * 0.3 + 1 - 3 / 4, abs=0.01)
 
 
 def test_one_step_of_each_teaches_every_part(pointing, drawing):

@@ -35,9 +35,10 @@ QUESTIONS = 4  # of an image, at every visit
 # of the clump, and the clump is meant.
 ONE, TWO, BOXED, SECOND, ELSEWHERE = 0.6, 0.12, 0.08, 0.25, 0.35
 MIDDLE = 5  # pixels that a point in the middle is off it, at most
-# Of what a mask's loss consists of, see `clump_loss`. By the second a point alone is answered with
-# the clump: where that is as likely as the member, more is lost on what is left out.
-WEIGHTS = (1.0, 0.3, 0.5, 0.5)
+# Of a mask's loss: of what is meant, of the rest of its clump (without negative points, with them),
+# of other clumps, of the background. By the smaller one a point alone is answered with the clump:
+# where that is as likely as the member, more is lost on what is left out.
+MEANT, BESIDE, OTHERS, NOTHING = 1.0, (0.3, 1.0), 0.5, 0.5
 DIGITS = 8  # tokens of an answer that are not the same in all
 
 
@@ -348,7 +349,7 @@ class DrawingStart:
             torch.stack([torch.isin(at[i], torch.tensor(m).to(at) + 1) for i, m in zip(image, of)])
             for of in (meant, mine)
         )
-        loss = clump_loss(logits, target, clump, (at > 0)[image])
+        loss = clump_loss(logits, target, clump, (at > 0)[image], BESIDE[negatives > 0])
         held = self._held(features, indices)
         self.trainer.step(loss + 0.5 * held, progress)
         inter, union = ((logits > 0) & target).sum((1, 2)), ((logits > 0) | target).sum((1, 2))
@@ -411,19 +412,21 @@ class DrawingStart:
         return {name: round(float(np.mean(values)), 3) for name, values in rows.items()}
 
 
-def clump_loss(logits, target, clump, drawn):
+def clump_loss(logits, target, clump, drawn, beside: float):
     """Mean BCE of what is meant, the rest of its clump, other clumps and background, and Dice.
 
-    They weigh WEIGHTS however large they are: a neighbour's pixels are few, and the meaning of a
+    They weigh so much however large they are: a neighbour's pixels are few, and the meaning of a
     negative point is learnt of them alone.
 
     Args:
         logits: (M, h, w); target, clump, drawn: (M, h, w) bool, each of which holds the one before.
+        beside: weight of the rest of the clump.
     """
     target, clump, drawn = (mask.flatten(1).float() for mask in (target, clump, drawn))
     bce = F.binary_cross_entropy_with_logits(logits.flatten(1), target, reduction="none")
     parts = (target, clump - target, drawn - clump, 1 - drawn)
-    loss = sum(w * (bce * p).sum(1) / p.sum(1).clamp(min=1) for p, w in zip(parts, WEIGHTS))
+    weights = (MEANT, beside, OTHERS, NOTHING)
+    loss = sum(w * (bce * p).sum(1) / p.sum(1).clamp(min=1) for p, w in zip(parts, weights))
     probability = logits.flatten(1).sigmoid()
     shared, both = (probability * target).sum(1), probability.sum(1) + target.sum(1)
     return (loss + 1 - (2 * shared + 1) / (both + 1)).mean()
