@@ -81,6 +81,23 @@ def test_captions_with_mistakes():
         assert abs(np.mean([word in text for text in said]) - shares[group]) < 0.05
 
 
+def test_a_part_that_is_not_finite_ends(warm_start):
+    part = torch.nn.Linear(1, 1)
+
+    def loss(indices, rng, progress):
+        value = part.weight.sum() * torch.nan
+        return value, dict(mask=value)
+
+    with pytest.raises(RuntimeError, match="^masks: not finite within 1 steps"):
+        warm_start._train("masks", (part,), loss, 1, 0)
+
+
+def test_a_prompt_head_that_never_hits_is_said(warm_start, monkeypatch):
+    monkeypatch.setattr(warm_start, "_found", lambda phrases, scale: (0.0, 0.1))
+    with pytest.raises(RuntimeError, match="of the masks hit, even undisturbed"):
+        warm_start.unsettle_prompt_head(num_scenes=1)
+
+
 @pytest.mark.parametrize("kind, size", [(TINY, 64), (MID, 256)])
 def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it_mostly(kind, size):
     codes = Codes(size, seed=0, device="cpu", attributes=kind.attributes)

@@ -15,16 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageDraw
 
-TRAIN, HELDOUT, WARM_START = 0, 1, 2  # split numbers of make_scene
+from tools.demo_scenes import COLORS as PAINTS
+
 SIDE = 256  # H = W
-COLORS = {
-    "red": (214, 36, 40),
-    "green": (36, 150, 62),
-    "blue": (36, 76, 214),
-    "yellow": (246, 220, 36),
-    "purple": (142, 52, 176),
-    "orange": (246, 132, 20),
-}
+COLORS = {name: PAINTS[name] for name in ("red", "green", "blue", "yellow", "purple", "orange")}
 SHAPES = ("circle", "square", "triangle")
 CLUMPS, MEMBERS = 3, (2, 3)  # of a scene, of a clump
 RADIUS, SPACING = (18, 22), 1.75  # of a shape in pixels; between centres, in radii

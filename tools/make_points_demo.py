@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from tools.clump_scenes import HELDOUT, TRAIN, rows
+from tools.clump_scenes import rows
+from tools.demo_scenes import HELDOUT, TRAIN
 from tools.gar_writer import write_gar
 from tools.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
 from tools.points_warm_start import DrawingStart, PointingStart, draw

@@ -20,7 +20,8 @@ from rl_train.policies.sam_points import sam_features
 from rl_train.rewards.points import bounding_box
 from sa2va_hf.batches import pad_left
 from sa2va_hf.processing_sa2va import planes
-from tools.clump_scenes import COLORS, SHAPES, SIDE, WARM_START, inside, make_scene
+from tools.clump_scenes import COLORS, SHAPES, SIDE, inside, make_scene
+from tools.demo_scenes import WARM_START
 from tools.points_model import PREPROCESSOR, SEEN, form
 
 SPOTS = 12  # random pixels that are drawn of each member and of the background
