@@ -73,12 +73,9 @@ class FullPoints(ForcedPoints):
         """Sampled without regard to `uniforms`, greedily without them; log-probs are 0."""
         temperature = None if uniforms is None else self.engine.temperature
         with self.autocast():
-            inputs = self.whole(images, prompts)
-            out = self.model.vlm.generate(
-                **inputs,
-                num_return_sequences=num_generations,
-                **free_sampling(max_new_tokens, self.pad_id, temperature),
-            )
+            inputs = self.whole(images, prompts.repeat(num_generations))
+            how = free_sampling(max_new_tokens, self.pad_id, temperature)
+            out = self.model.vlm.generate(**inputs, **how)
         ids = out[:, inputs["input_ids"].shape[1] :]
         assert ids.shape == (len(prompts) * num_generations, max_new_tokens)
         valid, logp = torch.ones_like(ids, dtype=torch.bool), ids.new_zeros(ids.shape).float()
