@@ -18,11 +18,13 @@ from tqdm import tqdm
 from tools.clump_scenes import rows
 from tools.demo_scenes import HELDOUT, TRAIN
 from tools.gar_writer import write_gar
+from tools.points_drawing import DrawingStart
 from tools.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
-from tools.points_warm_start import DrawingStart, PointingStart, draw
+from tools.points_warm_start import PointingStart, draw
 
 MODELS = ("qwen", "sam")
-IMAGES = {"qwen": 64, "sam": 16}  # of a step of the warm start
+IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
+SAID = 20  # steps between two losses on the progress bar: reading one waits for the GPU
 
 
 def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
@@ -36,7 +38,8 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
         with tqdm(range(number), desc=name) as progress:
             for step in progress:
                 said = part.step(step / number, min(IMAGES[name], num_scenes))
-                progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+                if step % SAID == 0:
+                    progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
     save_qwen(pointing.vlm, tokenizer, folder / "qwen")
     save_sam(drawing.sam, folder / "sam")
 
