@@ -21,10 +21,12 @@ from tools.clump_scenes import COLORS, SHAPES, SIDE
 from tools.points_warm_start import SPOTS, Drawn, Trainer
 
 ENCODER = 0.3  # of the steps are the image encoder's
-# Of the decoder's steps: those with a negative point, with two; from SECOND_FROM on a share SECOND
-# of these go on from a first mask. Of the rows with negative points those in which these touch
-# nothing of the clump, and the clump is meant.
-ONE, TWO, SECOND, SECOND_FROM, ELSEWHERE = 0.65, 0.1, 0.3, 0.6, 0.3
+# Of the decoder's steps: those with a negative point, with two.
+ONE, TWO = 0.65, 0.1
+# Of the rows with negative points those in which these touch nothing of the clump, and the clump is
+# meant; of the steps with them those that go on from a first mask. Both begin late: first that a
+# negative point says anything is learnt, then what its place says, then corrections.
+ELSEWHERE, ELSEWHERE_FROM, SECOND, SECOND_FROM = 0.3, 0.4, 0.3, 0.7
 # Of a mask's loss: of what is meant, of the rest of its clump (without negative points, with them),
 # of other clumps, of the background. By the smaller one a point alone is answered with the clump:
 # where that is as likely as the member, more is lost on what is left out.
@@ -71,7 +73,7 @@ class DrawingStart:
         )
         return masks[:, 0, 0]
 
-    def row(self, scene: Drawn, clump: int, negatives: int, rng):
+    def row(self, scene: Drawn, clump: int, negatives: int, rng, elsewhere: float = ELSEWHERE):
         """(member, points, labels, members that are meant) about a clump of a scene."""
         mine = [k for k, member in enumerate(scene.members) if member[2] == clump]
         k = int(rng.choice(mine))
@@ -80,7 +82,7 @@ class DrawingStart:
         if not negatives:
             meant = mine if rng.random() < 0.5 else [k]
             return k, [positive], labels, meant
-        if rng.random() < ELSEWHERE:
+        if rng.random() < elsewhere:
             others = [m for m in range(len(scene.members)) if m not in mine]
             spots = [
                 scene.spots[int(rng.choice(others))] if rng.random() < 0.5 else scene.free
@@ -125,12 +127,13 @@ class DrawingStart:
         kind = rng.random()
         negatives = 1 if kind < ONE else 2 if kind < ONE + TWO else 0
         second = negatives and progress > SECOND_FROM and rng.random() < SECOND
+        elsewhere = ELSEWHERE * (progress > ELSEWHERE_FROM)
         image, found = [], []
         for number, index in enumerate(indices):
             scene = self.scenes[index]
             for clump in range(1 + scene.members[-1][2]):
                 image.append(number)
-                found.append((scene, *self.row(scene, clump, negatives, rng)))
+                found.append((scene, *self.row(scene, clump, negatives, rng, elsewhere)))
         scenes, member, points, labels, meant = zip(*found)
         with torch.no_grad():
             levels = self.levels(self.pixels[indices])

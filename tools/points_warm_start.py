@@ -102,9 +102,7 @@ class PointingStart:
     in all of them.
     """
 
-    def __init__(
-        self, vlm, tokenizer, scenes: list[Drawn], seed: int, device, learning_rate=1e-3
-    ):
+    def __init__(self, vlm, tokenizer, scenes: list[Drawn], seed: int, device, learning_rate=1e-3):
         self.vlm, self.tokenizer, self.scenes = vlm.to(device).train(), tokenizer, scenes
         self.seed, self.device, self.known, self.placed = seed, device, {}, {}
         self.seen = torch.from_numpy(np.stack([scene.seen for scene in scenes])).to(device)
