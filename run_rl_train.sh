@@ -34,7 +34,7 @@ elif [ "$*" = points ]; then
         --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir outputs/points_demo_run \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 \
         --num_generations 8 --learning_rate 1e-3 --kl_coef 0.02 \
-        --no-gradient_checkpointing --num_workers 1 --max_steps 160 --eval_samples 200 --eval_steps 80 --save_steps 40 --resume auto
+        --no-gradient_checkpointing --num_workers 1 --max_steps 80 --eval_samples 128 --eval_steps 40 --save_steps 40 --resume auto
 fi
 
 exec "$PYTHON" -m rl_train.launch "$@"  # signals reach it

@@ -2,11 +2,11 @@
 
     python -m tools.make_points_demo --output_dir outputs/points_demo --train_checkpoint
 
-Everything is drawn by code from --seed, which also begins both models. They are trained from random
-weights (`tools.points_warm_start`) and saved in their published layouts. What is left to learn is
-where a negative point helps: SAM2 takes one point in a member for its whole clump, and gives the
-member for a second one in a neighbour; Qwen2.5-VL points at the member, and puts its negative point
-there in a fifth of its answers. Training takes minutes on a GPU, hours on a CPU; none ships.
+Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
+others from random weights (`tools.points_warm_start`, `tools.points_drawing`), minutes on a GPU and
+hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one point in a
+member for its whole clump, and gives the member for a second one in a neighbour; Qwen2.5-VL points
+at the member, and puts its negative point there in a fifth of its answers.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv=None):
     add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
     train = "train the models; on a CPU for hours"
     add("--train_checkpoint", action="store_true", help=train)
-    steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[2500, 3500])
+    steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[4500, 4200])
     said = "optimizer steps of the warm start of Qwen2.5-VL and of SAM2"
     add("--warm_start_steps", type=int, **steps, help=said)
     scenes = "scenes drawn for the warm start"

@@ -1,8 +1,9 @@
 """Supervised training of the demo's tiny SAM2 from random weights, on points in clumps.
 
 It takes a positive point for the clump or for the member, half of the time each, and for the member
-where a negative point says so. First the image encoder learns to tell members apart, then, frozen,
-it leaves the meaning of points to prompt encoder and mask decoder.
+where a negative point says so. First all of it is trained, of which the image encoder is kept; then
+prompt encoder and mask decoder begin anew and learn on its features what a negative point means,
+which they do not while these change.
 
 B = scenes of a step, M = clumps of them, each asked about once.
 """
@@ -20,12 +21,14 @@ from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from tools.clump_scenes import COLORS, SHAPES, SIDE
 from tools.points_warm_start import SPOTS, Drawn, Trainer
 
-ENCODER = 0.3  # of the steps are the image encoder's
-# Of the decoder's steps: those with a negative point, with two.
+ENCODER = 0.5  # of the steps are those that train the image encoder
+READ = 0.5  # weight of the readings of colour and shape off its features
+# Of the steps: those with a negative point, with two.
 ONE, TWO = 0.65, 0.1
 # Of the rows with negative points those in which these touch nothing of the clump, and the clump is
-# meant; of the steps with them those that go on from a first mask. Both begin late: first that a
-# negative point says anything is learnt, then what its place says, then corrections.
+# meant; of the steps with them those that go on from a first mask. Behind the encoder's both begin
+# late: first that a negative point says anything is learnt, then what its place says, then
+# corrections.
 ELSEWHERE, ELSEWHERE_FROM, SECOND, SECOND_FROM = 0.3, 0.4, 0.3, 0.7
 # Of a mask's loss: of what is meant, of the rest of its clump (without negative points, with them),
 # of other clumps, of the background. By the smaller one a point alone is answered with the clump:
@@ -35,17 +38,21 @@ MOST = 9  # members of a scene
 
 
 class DrawingStart:
-    """Training of SAM2: its image encoder by readings of colour and shape, the rest on points."""
+    """Training of SAM2 on points, and by readings of colour and shape while its encoder is."""
 
     def __init__(self, sam, scenes: list[Drawn], seed: int, device, learning_rate=1e-3):
         self.sam, self.scenes, self.seed, self.device = sam.to(device).train(), scenes, seed, device
         self.pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).to(device)
         self.of_member = torch.from_numpy(np.stack([s.of_member for s in scenes])).to(device)
-        encoder, kinds = sam.vision_encoder, 1 + len(COLORS) * len(SHAPES)
-        width = sam.config.vision_config.fpn_hidden_size
-        self.probes = nn.ModuleList(nn.Conv2d(width, kinds, 1) for _ in range(3)).to(device)
-        self.encoding = Trainer([*encoder.parameters(), *self.probes.parameters()], learning_rate)
-        rest = [p for name, p in sam.named_parameters() if not name.startswith("vision_encoder.")]
+        kinds, widths = 1 + len(COLORS) * len(SHAPES), [sam.mask_decoder.conv_s0.out_channels]
+        widths.append(sam.config.vision_config.fpn_hidden_size)
+        self.probes = nn.ModuleList(nn.Conv2d(width, kinds, 1) for width in widths).to(device)
+        self.encoding = Trainer([*sam.parameters(), *self.probes.parameters()], learning_rate)
+        # What begins anew: all but the encoder and its features' last layers.
+        kept = ("vision_encoder.", "mask_decoder.conv_s")
+        state = {k: v.clone() for k, v in sam.state_dict().items() if not k.startswith(kept)}
+        self.anew = state
+        rest = [p for name, p in sam.named_parameters() if not name.startswith(kept[0])]
         self.drawing = Trainer(rest, learning_rate)
 
     def levels(self, pixels) -> list[torch.Tensor]:
@@ -97,37 +104,18 @@ class DrawingStart:
         return k, points, labels, meant
 
     def step(self, progress: float, num_images: int) -> dict[str, torch.Tensor]:
-        """Losses of one step on so many images."""
-        steps = self.encoding.steps + self.drawing.steps
-        rng = np.random.default_rng([self.seed, 3, steps])
+        """Losses of one step on the clumps of so many images."""
+        rng = np.random.default_rng([self.seed, 3, self.encoding.steps + self.drawing.steps])
         indices = rng.choice(len(self.scenes), num_images, replace=False).tolist()
-        if progress < ENCODER:
-            return self._encode(indices, progress / ENCODER)
-        return self._draw(indices, (progress - ENCODER) / (1 - ENCODER), rng)
-
-    def _encode(self, indices, progress):
-        """One step of the image encoder: to read what is at each place off each level."""
-        kinds = torch.zeros(len(indices), 1 + MOST, dtype=torch.long)
-        for n, index in enumerate(indices):
-            for k, (color, shape, *_) in enumerate(self.scenes[index].members):
-                kind = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
-                kinds[n, 1 + k] = 1 + kind
-        kinds, loss = kinds.to(self.device), 0.0
-        for level, probe in zip(self.levels(self.pixels[indices]), self.probes, strict=True):
-            at = self._at(indices, level.shape[-2:])
-            truth = kinds.gather(1, at.flatten(1)).view_as(at)
-            weights = torch.where(at > 0, 1.0, 0.2)
-            losses = F.cross_entropy(probe(level), truth, reduction="none")
-            loss = loss + (losses * weights).sum() / weights.sum()
-        self.encoding.step(loss, progress)
-        return dict(encoder=loss.detach())
-
-    def _draw(self, indices, progress, rng):
-        """One step of prompt encoder and mask decoder, on all clumps of scenes."""
+        first = progress < ENCODER
+        progress = progress / ENCODER if first else (progress - ENCODER) / (1 - ENCODER)
+        if not first and not self.drawing.steps:
+            self.sam.load_state_dict(self.anew, strict=False)
         kind = rng.random()
         negatives = 1 if kind < ONE else 2 if kind < ONE + TWO else 0
-        second = negatives and progress > SECOND_FROM and rng.random() < SECOND
-        elsewhere = ELSEWHERE * (progress > ELSEWHERE_FROM)
+        late = not first and progress > SECOND_FROM
+        second = negatives and late and rng.random() < SECOND
+        elsewhere = ELSEWHERE * (first or progress > ELSEWHERE_FROM)
         image, found = [], []
         for number, index in enumerate(indices):
             scene = self.scenes[index]
@@ -135,22 +123,41 @@ class DrawingStart:
                 image.append(number)
                 found.append((scene, *self.row(scene, clump, negatives, rng, elsewhere)))
         scenes, member, points, labels, meant = zip(*found)
-        with torch.no_grad():
+        with torch.set_grad_enabled(first):
             levels = self.levels(self.pixels[indices])
-        features = decoder_features(self.sam, levels)
-        before = None
+        features, before = decoder_features(self.sam, levels), None
         if second:
             with torch.no_grad():
-                first = [one[:1] for one in points], [one[:1] for one in labels]
-                before = self.logits(features, image, *first)[:, None]
+                alone = [one[:1] for one in points], [one[:1] for one in labels]
+                before = self.logits(features, image, *alone)[:, None]
         logits = self.logits(features, image, points, labels, before)
         at = self._at(indices, logits.shape[-2:])[image]
         mine = [[k, *s.neighbours(k)] for s, k in zip(scenes, member)]
         target, clump = self._masks(at, meant), self._masks(at, mine)
         loss = clump_loss(logits, target, clump, at > 0, BESIDE[negatives > 0])
-        self.drawing.step(loss, progress)
         names = ("iou_point", "iou_negative", "iou_two")
-        return {"loss": loss.detach(), names[negatives]: mask_iou(logits.detach() > 0, target)}
+        said = {names[negatives]: mask_iou(logits.detach() > 0, target), "loss": loss.detach()}
+        if first:
+            read = self._read(features, indices)
+            said["read"] = read.detach()
+            self.encoding.step(loss + READ * read, progress)
+        else:
+            self.drawing.step(loss, progress)
+        return said
+
+    def _read(self, features, indices):
+        """Cross-entropy of reading what is at each place off the finest and coarsest features."""
+        kinds = torch.zeros(len(indices), 1 + MOST, dtype=torch.long)
+        for n, index in enumerate(indices):
+            for k, (color, shape, *_) in enumerate(self.scenes[index].members):
+                kind = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
+                kinds[n, 1 + k] = 1 + kind
+        kinds, loss = kinds.to(self.device), 0.0
+        for level, probe in zip((features[0], features[-1]), self.probes, strict=True):
+            at = self._at(indices, level.shape[-2:])
+            truth = kinds.gather(1, at.flatten(1)).view_as(at)
+            loss = loss + F.cross_entropy(probe(level), truth)
+        return loss
 
     def _at(self, indices, size) -> torch.Tensor:
         """(B, *size) long: 0 = background, 1 + k = member k."""
