@@ -23,9 +23,9 @@ if [ $# -eq 0 ]; then
     export NPROC=1
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --attributes "$DEMO/attributes.json" --other_regions \
-        --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 32 --batch_size 4 \
-        --num_generations 8 --learning_rate 4e-4 --prompt_learning_rate 1e-3 --kl_coef 0.02 \
-        --no-gradient_checkpointing --num_workers 1 --max_steps 240 --eval_samples 128 --eval_steps 120 --save_steps 60 --resume auto
+        --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 --batch_size 8 \
+        --num_generations 8 --learning_rate 6e-4 --prompt_learning_rate 1e-3 --kl_coef 0.06 \
+        --no-gradient_checkpointing --num_workers 1 --max_steps 120 --eval_samples 128 --eval_steps 60 --save_steps 30 --resume auto
 elif [ "$*" = points ]; then
     DEMO=outputs/points_demo
     "$PYTHON" -m tools.make_points_demo --output_dir "$DEMO"

@@ -1,6 +1,7 @@
 """Supervised training of the demo's Sa2VA from random weights, on drawn scenes."""
 
 import time
+from copy import deepcopy
 from functools import cache, partial
 
 import numpy as np
@@ -21,6 +22,7 @@ from tools.demo_losses import (
     Probes,
     balanced_mask_loss,
     choice_loss,
+    inside_means,
     nearest,
     region_means,
 )
@@ -52,8 +54,9 @@ MISTAKES = {
 # and outside of an object weigh the same.
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
 HIT_TARGET = 0.65  # share of phrases whose mask in the end lies on the right object
-LARGEST_NOISE, BISECTIONS = 4.0, 8  # in the prompt head, of its weights' standard deviation
+LARGEST_NOISE, BISECTIONS = 32.0, 10  # in the prompt head, of its weights' standard deviation
 SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that it may lack then
+DECIDED = 0.3  # IoU of a mask with an object that it is made to be, at least
 LOG_STEPS = 100  # steps that a part's figures are means of
 
 
@@ -124,7 +127,7 @@ class WarmStart:
         cells = grids.flatten(1).sum(1).tolist()
         ids, mask, labels = self._batch(
             [self._describe(obj, number, truly, rng) for obj, number in zip(objects, cells)]
-            + [self._segment(obj, rng) for obj in objects]
+            + [self._segment(obj.caption, rng) for obj in objects]
         )
         # One tile each; half have a region.
         flags = torch.tensor([True] * len(objects) + [False] * len(objects))
@@ -161,9 +164,9 @@ class WarmStart:
             self.question(DESCRIBE, 1, (cells,)), obj.caption if truly else mistaken(obj, rng)
         )
 
-    def _segment(self, obj, rng):
+    def _segment(self, said: str, rng):
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
-        ids = self.prompts.ids(wording.replace("{x}", phrase(obj.caption)), 1)
+        ids = self.prompts.ids(wording.replace("{x}", phrase(said)), 1)
         return self._example(ids, FORCED_ANSWER)
 
     def _example(self, question: list[int], answer: str) -> tuple[list[int], list[int]]:
@@ -192,7 +195,8 @@ class WarmStart:
         found = masks[meant]
         plain = resized_mask_loss(logits, found.float()).mean()
         loss = held + (1 - share) * balanced_mask_loss(logits, found) + share * plain
-        choice, hits = choice_loss(logits, masks, image, meant)
+        inside, first = inside_means(logits, masks, image)
+        choice, hits = choice_loss(inside, meant - first)
         iou = mask_iou(logits > 0, found, 1.0).mean()
         return loss + choice, dict(mask=plain, held=held, hits=hits, iou=iou)
 
@@ -240,6 +244,44 @@ class WarmStart:
     def draw(self, steps):
         """Train SAM2."""
         self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
+
+    def decide(self, steps):
+        """Train SAM2 to answer any prompt of the disturbed head by an object, whole.
+
+        By the one that its mask is most of before, so that which objects it finds changes little.
+        """
+        decoder = self.model.grounding_encoder.mask_decoder
+        before = deepcopy(decoder)
+
+        def loss(indices, rng, progress):
+            rows, image, objects = self.drawn.all_objects(indices)
+            said = [rng.choice([obj.caption, mistaken(obj, rng)]) for obj in objects]
+            masks, logits = self.drawn.masks[rows], []
+            with torch.no_grad(), self.low_precision():
+                z = self.model.text_hidden_fcs(self._hidden(indices, image, said, rng))
+                features = self.model.sam_features(self.drawn.sam_images[indices])
+                self.model.grounding_encoder.mask_decoder = before
+                found = self.model.decode_masks(features, image, z) > 0
+                self.model.grounding_encoder.mask_decoder = decoder
+            with self.low_precision():
+                logits = self.model.decode_masks(features, image, z)
+            found, true = (mask.flatten(1).float() for mask in (found, masks))
+            both = found @ true.T  # (n, n) pixels
+            iou = both / (found.sum(1)[:, None] + true.sum(1) - both)
+            best, of = iou.masked_fill(image[:, None] != image, -1).max(1)
+            some = best > DECIDED
+            mask = resized_mask_loss(logits[some], masks[of[some]].float()).mean()
+            own = (of[some] == torch.arange(len(of)).to(of)[some]).float().mean()
+            return mask, dict(mask=mask, hits=own, some=some.float().mean())
+
+        self._train("decisions", (decoder.output_hypernetworks_mlps,), loss, steps, 12)
+
+    def _hidden(self, indices, image, said, rng):
+        """(n, C) hidden states at [SEG] of n captions about the scenes `indices`."""
+        model = self.model
+        ids, mask, _ = self._batch([self._segment(text, rng) for text in said])
+        hidden = model(ids, mask, image_features=self.features(indices)[image]).hidden_states[-1]
+        return hidden[ids == model.seg_id]
 
     def _train(self, name, modules, loss_of, steps, stream):
         parameters = [parameter for module in modules for parameter in module.parameters()]
@@ -308,12 +350,10 @@ class WarmStart:
         number = min(num_scenes, len(self.scenes))
         for index in rng.choice(len(self.scenes), number, replace=False).tolist():
             rows, image, objects = self.drawn.all_objects([index])
-            ids, mask, _ = self._batch([self._segment(obj, rng) for obj in objects])
-            features = self.features([index])
             with self.low_precision():
-                hidden = model(ids, mask, image_features=features[image]).hidden_states[-1]
+                hidden = self._hidden([index], image, [obj.caption for obj in objects], rng)
                 sam = model.sam_features(self.drawn.sam_images[[index]])
-            yield hidden[ids == model.seg_id], sam, self.drawn.masks[rows]
+            yield hidden, sam, self.drawn.masks[rows]
 
     def _found(self, phrases, scale: float) -> tuple[float, float]:
         """(mean IoU, share on the right object) of the phrases' masks, prompts times `scale`."""

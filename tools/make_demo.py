@@ -34,7 +34,7 @@ from tools.gar_writer import write_gar
 from tools.new_folder import save
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
-PARTS = ("look", "talk", "err", "see", "draw", "unsettle")  # of the warm start, in order
+PARTS = ("look", "talk", "err", "see", "draw", "unsettle", "decide")  # of the warm start, in order
 
 
 def write_split(
@@ -112,10 +112,10 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--warm_start_steps",
         type=int,
-        nargs=5,
-        metavar=("LOOK", "TALK", "ERR", "SEE", "DRAW"),
+        nargs=6,
+        metavar=("LOOK", "TALK", "ERR", "SEE", "DRAW", "DECIDE"),
         help="optimizer steps of the parts of the supervised warm start: vision encoder, captions, "
-        "mistakes, SAM2's vision encoder, masks; default: the size's",
+        "mistakes, SAM2's vision encoder, masks, decided masks; default: the size's",
     )
     add(
         "--warm_start_scenes", type=int, help="scenes drawn for the warm start; default: the size's"

@@ -37,9 +37,9 @@ OF_DEMO = (
     "--attributes {demo}/attributes.json --other_regions"
 )
 DEMO = (
-    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 32 "
-    "--batch_size 4 --num_generations 8 --learning_rate 4e-4 --prompt_learning_rate 1e-3 "
-    "--kl_coef 0.02"
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 "
+    "--batch_size 8 --num_generations 8 --learning_rate 6e-4 --prompt_learning_rate 1e-3 "
+    "--kl_coef 0.06"
 )
 SHORT = (
     "--no-gradient_checkpointing --num_workers 0 --max_steps 160 "
