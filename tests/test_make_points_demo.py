@@ -6,13 +6,16 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rl_train.points.answers import Answer
 from rl_train.policies.qwen_inputs import patches
+from rl_train.policies.qwen_loading import load_qwen, load_sam
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from tests.runs import on_one_core, rollouts, run
 from tools.clump_scenes import RADIUS, SIDE, inside, make_scene
-from tools.make_points_demo import main
+from tools.demo_scenes import HELDOUT
+from tools.make_points_demo import SHIPPED, main
 from tools.points_drawing import (
     ELSEWHERE,
     ENCODER,
@@ -173,6 +176,17 @@ def test_masks_of_members_and_their_iou(drawing, scenes):
     assert torch.equal(masks[1], (at[0] == 1) | (at[0] == 2))
     share = masks[0].sum() / masks[1].sum()
     assert mask_iou(masks, masks[[1, 1]]) == pytest.approx((1 + share.item()) / 2)
+
+
+def test_what_ships_points_at_the_member_and_draws_it_for_a_right_negative_point():
+    """Copied by the demo: a greedy negative point is of no use, one in a neighbour would be."""
+    held = [draw(0, index, HELDOUT) for index in range(6)]
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "qwen")
+    said = PointingStart(load_qwen(SHIPPED / "qwen"), tokenizer, held, 0, "cpu").evaluate(held)
+    assert said["parsable"] == 1 and said["positive_hits"] >= 0.8 and said["neighbour"] <= 0.2
+    iou = DrawingStart(load_sam(SHIPPED / "sam"), held, 0, "cpu").evaluate(held)
+    assert iou["clump"] > 0.7 and iou["neighbour"] > iou["alone"] + 0.15
+    assert max(iou["background"], iou["other_clump"]) < iou["alone"] + 0.1
 
 
 def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):
