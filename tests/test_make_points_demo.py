@@ -6,26 +6,28 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from rl_train.points.answers import Answer
+from rl_train.policies.qwen_inputs import patches
+from rl_train.policies.qwen_loading import load_qwen, load_sam
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from tests.runs import on_one_core, rollouts, run
 from tools.clump_scenes import RADIUS, SIDE, inside, make_scene
-from tools.make_points_demo import main
-from tools.points_model import SEEN, form, make_tokenizer, new_qwen, new_sam
-from tools.points_warm_start import (
+from tools.demo_scenes import HELDOUT
+from tools.make_points_demo import SHIPPED, main
+from tools.points_drawing import (
     ELSEWHERE,
+    ENCODER,
     MEANT,
     NOTHING,
     OTHERS,
-    SLOPPY,
     DrawingStart,
-    PointingStart,
     clump_loss,
-    draw,
-    seen_point,
-    where,
+    mask_iou,
 )
+from tools.points_model import PREPROCESSOR, SEEN, form, make_tokenizer, new_qwen, new_sam
+from tools.points_warm_start import SLOPPY, PointingStart, draw, seen_point, where
 from tools.sweep_table import measures
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -113,18 +115,78 @@ def test_the_loss_of_a_clump_by_hand():
     assert clump_loss(wrong, *masks, 0.3) == pytest.approx(9 * 0.3 + 1 - 3 / 4, abs=0.01)
 
 
+@torch.no_grad()
+def test_the_quick_forward_is_transformers_own(pointing):
+    """Of all images at once, rows padded on the right; tokens by pieces are the whole's."""
+    said = form(True).format(Answer((), ((12, 34),), ((45, 67),)))
+    assert pointing.ids(said) == pointing.tokenizer.encode(said, add_special_tokens=False)
+    rows = [pointing.prompt("the red circle", True) + pointing.ids(said)]
+    rows.append(pointing.prompt("the blue square", False))
+    seen = pointing.seen[:2]
+    quick = pointing.logits(rows, pointing.vision(seen))
+    mean, std = PREPROCESSOR["image_mean"], PREPROCESSOR["image_std"]
+    side = SEEN // PREPROCESSOR["patch_size"]
+    for image, row, logits in zip(seen, rows, quick):
+        ids = torch.tensor([row])
+        whole = pointing.vlm(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pixel_values=patches(image, pointing.sizes, mean, std),
+            image_grid_thw=torch.tensor([[1, side, side]]),
+            mm_token_type_ids=(ids == pointing.image_token).int(),
+        )
+        assert torch.allclose(logits[: len(row)], whole.logits[0], atol=1e-4)
+
+
 def test_one_step_of_each_teaches_every_part(pointing, drawing):
     """All weights that an answer or a mask of points depends on get a gradient."""
     assert pointing.step(0.0, 2)["text"] > 0
     left = [name for name, p in pointing.vlm.named_parameters() if p.grad is None]
     assert left == []
-    for _ in range(4):
-        drawing.step(0.0, 2)
+    assert drawing.step(0.0, 2)["read"] > 0
     got = {name for name, p in drawing.sam.named_parameters() if p.grad is not None}
     for name in ("vision_encoder.backbone.pos_embed", "prompt_encoder.point_embed.weight"):
         assert name in got
-    assert drawing.evaluate(drawing.scenes[:1]).keys() >= {"clump", "member", "neighbour"}
+
+
+def test_points_are_learnt_anew_on_a_frozen_encoder(drawing):
+    """The encoder stays what it is; behind its steps the rest goes on from what it began as."""
+    drawing.step(0.0, 2)
+    begun = drawing.anew["prompt_encoder.point_embed.weight"].clone()
+    point_embed = drawing.sam.prompt_encoder.point_embed.weight
+    encoder = drawing.sam.vision_encoder.state_dict()
+    encoder = {name: value.clone() for name, value in encoder.items()}
+    drawing.step(ENCODER, 2)
+    rate = drawing.drawing.learning_rate
+    assert 0 < (point_embed - begun).abs().max() < rate
+    assert torch.equal(begun, drawing.anew["prompt_encoder.point_embed.weight"])
+    after = drawing.sam.vision_encoder.state_dict()
+    assert all(torch.equal(encoder[name], value) for name, value in after.items())
+
+
+def test_both_say_what_they_do_on_held_out_scenes(drawing, pointing):
+    assert drawing.evaluate(drawing.scenes[:1]).keys() >= {"clump", "alone", "neighbour"}
     assert pointing.evaluate(pointing.scenes, tokens=2)["parsable"] == 0.0
+
+
+def test_masks_of_members_and_their_iou(drawing, scenes):
+    at = torch.from_numpy(scenes[0].of_member[None].astype(int)).expand(2, -1, -1)
+    masks = drawing._masks(at, [[0], [0, 1]])
+    assert torch.equal(masks[0], at[0] == 1)
+    assert torch.equal(masks[1], (at[0] == 1) | (at[0] == 2))
+    share = masks[0].sum() / masks[1].sum()
+    assert mask_iou(masks, masks[[1, 1]]) == pytest.approx((1 + share.item()) / 2)
+
+
+def test_what_ships_points_at_the_member_and_draws_it_for_a_right_negative_point():
+    """Copied by the demo: a greedy negative point is of no use, one in a neighbour would be."""
+    held = [draw(0, index, HELDOUT) for index in range(6)]
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED / "qwen")
+    said = PointingStart(load_qwen(SHIPPED / "qwen"), tokenizer, held, 0, "cpu").evaluate(held)
+    assert said["parsable"] == 1 and said["positive_hits"] >= 0.8 and said["neighbour"] <= 0.2
+    iou = DrawingStart(load_sam(SHIPPED / "sam"), held, 0, "cpu").evaluate(held)
+    assert iou["clump"] > 0.7 and iou["neighbour"] > iou["alone"] + 0.15
+    assert max(iou["background"], iou["other_clump"]) < iou["alone"] + 0.1
 
 
 def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):

@@ -14,11 +14,12 @@ from tools import sweep
 
 def test_the_arms_start_from_the_flags_of_the_launcher():
     launcher = (ROOT / "run_rl_train.sh").read_text().replace("\\\n", " ")
-    pairs = dict(zip(sweep.DEMO.split()[::2], sweep.DEMO.split()[1::2]))
-    assert len(pairs) > 8
-    words = launcher.split()
-    for flag, value in pairs.items():
-        assert words[words.index(flag) + 1] == value, flag
+    for demo, flags in zip(launcher.split("elif"), (sweep.DEMO, sweep.POINTS), strict=True):
+        pairs = dict(zip(flags.split()[::2], flags.split()[1::2]))
+        assert len(pairs) > 7
+        words = demo.split()
+        for flag, value in pairs.items():
+            assert words[words.index(flag) + 1] == value, flag
 
 
 def test_every_arm_is_flags_that_the_run_knows(tmp_path):

@@ -21,7 +21,7 @@ SIDE = 256  # H = W
 COLORS = {name: PAINTS[name] for name in ("red", "green", "blue", "yellow", "purple", "orange")}
 SHAPES = ("circle", "square", "triangle")
 CLUMPS, MEMBERS = 3, (2, 3)  # of a scene, of a clump
-RADIUS, SPACING = (18, 22), 1.75  # of a shape in pixels; between centres, in radii
+RADIUS, SPACING = (21, 24), 1.75  # of a shape in pixels; between centres, in radii
 CENTRES, JITTER = (74, 182), 4  # x and y of clumps, before they are moved so far at most
 OUTLINE, DARK = 2, 0.55  # pixels; brightness of an outline, of its shape's
 RAMP, BLUE = (120, 220), (140, 180)  # the background

@@ -2,14 +2,15 @@
 
     python -m tools.make_points_demo --output_dir outputs/points_demo --train_checkpoint
 
-Everything is drawn by code from --seed, which also begins both models. They are trained from random
-weights (`tools.points_warm_start`) and saved in their published layouts. What is left to learn is
-where a negative point helps: SAM2 takes one point in a member for its whole clump, and gives the
-member for a second one in a neighbour; Qwen2.5-VL points at the member, and puts its negative point
-there in a fifth of its answers. Training takes minutes on a GPU, hours on a CPU; none ships.
+Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
+others from random weights (`tools.points_warm_start`, `tools.points_drawing`), minutes on a GPU and
+hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one point in a
+member for its whole clump, and gives the member for a second one in a neighbour; Qwen2.5-VL points
+at the member, and puts its negative point there in a fifth of its answers.
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import torch
@@ -18,11 +19,14 @@ from tqdm import tqdm
 from tools.clump_scenes import rows
 from tools.demo_scenes import HELDOUT, TRAIN
 from tools.gar_writer import write_gar
+from tools.points_drawing import DrawingStart
 from tools.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
-from tools.points_warm_start import DrawingStart, PointingStart, draw
+from tools.points_warm_start import PointingStart, draw
 
 MODELS = ("qwen", "sam")
-IMAGES = {"qwen": 64, "sam": 16}  # of a step of the warm start
+SHIPPED = Path(__file__).parent / "points_demo_checkpoint"
+IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
+SAID = 20  # steps between two losses on the progress bar: reading one waits for the GPU
 
 
 def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
@@ -36,7 +40,8 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
         with tqdm(range(number), desc=name) as progress:
             for step in progress:
                 said = part.step(step / number, min(IMAGES[name], num_scenes))
-                progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+                if step % SAID == 0:
+                    progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
     save_qwen(pointing.vlm, tokenizer, folder / "qwen")
     save_sam(drawing.sam, folder / "sam")
 
@@ -51,7 +56,7 @@ def main(argv=None):
     add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
     train = "train the models; on a CPU for hours"
     add("--train_checkpoint", action="store_true", help=train)
-    steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[2500, 3500])
+    steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[4500, 4200])
     said = "optimizer steps of the warm start of Qwen2.5-VL and of SAM2"
     add("--warm_start_steps", type=int, **steps, help=said)
     scenes = "scenes drawn for the warm start"
@@ -69,7 +74,7 @@ def main(argv=None):
         train_checkpoint(output, args.seed, steps, scenes, args.device)
     for name in MODELS:
         if not (output / name).exists():
-            parser.error(f"{output} holds no {name}/, and none ships: --train_checkpoint")
+            shutil.copytree(SHIPPED / name, output / name)
     print(f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam")
 
 
