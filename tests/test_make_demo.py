@@ -1,6 +1,7 @@
 """The demo's warm start: what it is wrong about, and its prompt head, trained to a stated share."""
 
 import shutil
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.prompts import DESCRIBE
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from sa2va_hf.tokenizer import load_tokenizer
-from tools import demo_warm_start, make_demo
+from tools import demo_unsettle, demo_warm_start, make_demo
 from tools.demo_losses import Codes, choice_loss, inside_means, nearest, region_means
 from tools.demo_model import CONFIG, make_tokenizer
 from tools.demo_report import told_apart
@@ -43,14 +44,14 @@ def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(warm_start, 
     learnt = last.weight.detach().clone()
     found = []
 
-    def fake(phrases, scale):
+    def fake(start, phrases, scale):
         noise = float((last.weight.detach() - learnt).std() / learnt.std())
         found.append((1 - abs(scale - 2) / 10, 1 - noise / 4))
         return found[-1]
 
-    monkeypatch.setattr(warm_start, "_found", fake)
+    monkeypatch.setattr(demo_unsettle, "found", fake)
     before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
-    warm_start.unsettle_prompt_head(target=0.5, num_scenes=1)
+    demo_unsettle.unsettle(warm_start, target=0.5, num_scenes=1)
     after = warm_start.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"text_hidden_fcs.2.weight", "text_hidden_fcs.2.bias"}
@@ -89,13 +90,44 @@ def test_a_part_that_is_not_finite_ends(warm_start):
         return value, dict(mask=value)
 
     with pytest.raises(RuntimeError, match="^masks: not finite within 1 steps"):
-        warm_start._train("masks", (part,), loss, 1, 0)
+        warm_start.train("masks", (part,), loss, 1, 0)
 
 
 def test_a_prompt_head_that_never_hits_is_said(warm_start, monkeypatch):
-    monkeypatch.setattr(warm_start, "_found", lambda phrases, scale: (0.0, 0.1))
+    monkeypatch.setattr(demo_unsettle, "found", lambda start, phrases, scale: (0.0, 0.1))
     with pytest.raises(RuntimeError, match="of the masks hit, even undisturbed"):
-        warm_start.unsettle_prompt_head(num_scenes=1)
+        demo_unsettle.unsettle(warm_start, num_scenes=1)
+
+
+def test_masks_are_made_the_objects_that_they_are_most_of(warm_start):
+    """By SAM2's hypernetworks alone; what they are to be does not follow what they become."""
+    decoder = warm_start.model.grounding_encoder.mask_decoder
+    own, before = decoder.output_hypernetworks_mlps, deepcopy(warm_start.model.state_dict())
+    (hidden, features, masks), *_ = demo_unsettle.phrases(warm_start, 4)
+
+    def likest():
+        prompts = warm_start.model.text_hidden_fcs(hidden)
+        image = torch.zeros(len(prompts), dtype=torch.long)
+        logits = warm_start.model.decode_masks(features, image, prompts)
+        return demo_unsettle.all_ious(logits > 0, masks).max(1)
+
+    with torch.no_grad():
+        iou, objects = likest()
+    demo_unsettle.decide(warm_start, 12)
+    with torch.no_grad():
+        later, same = likest()
+    clear = iou > 0.5
+    assert torch.equal(same[clear], objects[clear]) and later[clear].mean() > iou[clear].mean()
+    after = warm_start.model.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all("output_hypernetworks_mlps" in name for name in changed)
+    assert decoder.output_hypernetworks_mlps is own
+
+
+def test_all_ious_by_hand():
+    masks = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()[:, None]
+    areas = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]).bool()[:, None]
+    assert demo_unsettle.all_ious(masks, areas).tolist() == [[0.5, 1, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("kind, size", [(TINY, 64), (MID, 256)])
@@ -165,18 +197,17 @@ def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path,
             self.model.mlp1[1].bias.data[0] += 1
             done.append(("see", steps))
 
-        def unsettle_prompt_head(self):
-            done.append("unsettle")
-
     monkeypatch.setattr(make_demo, "WarmStart", Fake)
+    monkeypatch.setattr(make_demo, "unsettle", lambda start: done.append("unsettle"))
+    monkeypatch.setattr(make_demo, "decide", lambda start, steps: done.append(("decide", steps)))
     shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start")
     flags = f"--output_dir {tmp_path} --train_scenes 1 --heldout_scenes 1 --train_checkpoint"
-    flags += " --warm_start_steps 1 2 5 3 4 6 --parts see unsettle"
+    flags += " --warm_start_steps 1 2 5 3 4 6 --parts see unsettle decide"
     main(flags.split())
     first = done[0][-1]
     tiny = SIZES["tiny"]
     built = (tiny.warm_start_scenes, tiny.batch_size, first)
-    assert done == [built, ("see", 3), "unsettle"]
+    assert done == [built, ("see", 3), "unsettle", ("decide", 6)]
     for folder in ("warm_start", "checkpoint"):
         saved = Sa2VAModel.from_pretrained(tmp_path / folder).mlp1[1].bias[0].item()
         assert saved == pytest.approx(first + 1, abs=0.01)

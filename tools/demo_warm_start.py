@@ -1,7 +1,6 @@
 """Supervised training of the demo's Sa2VA from random weights, on drawn scenes."""
 
 import time
-from copy import deepcopy
 from functools import cache, partial
 
 import numpy as np
@@ -53,10 +52,6 @@ MISTAKES = {
 # Shares of the steps of SAM2 in which it is prompted by the objects own codes, and in which inside
 # and outside of an object weigh the same.
 CLEAR_SHARE, PLAIN_SHARE = 0.6, 0.7
-HIT_TARGET = 0.65  # share of phrases whose mask in the end lies on the right object
-LARGEST_NOISE, BISECTIONS = 32.0, 10  # in the prompt head, of its weights' standard deviation
-SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that it may lack then
-DECIDED = 0.3  # IoU of a mask with an object that it is made to be, at least
 LOG_STEPS = 100  # steps that a part's figures are means of
 
 
@@ -215,7 +210,7 @@ class WarmStart:
             features = self.features(indices).float()
             return self.probes(region_means(features, image, self.drawn.grids[rows]), objects)
 
-        self._train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
+        self.train("vision", (model.vision_model, model.mlp1, self.probes), loss, steps, 6)
 
     def see(self, steps):
         """Train SAM2's vision encoder to hold the objects' codes."""
@@ -226,15 +221,15 @@ class WarmStart:
                 features = self.model.sam_features(self.drawn.sam_images[indices])
             return self._held(features, image, rows, objects)
 
-        self._train("features", (self.model.grounding_encoder,), loss, steps, 8)
+        self.train("features", (self.model.grounding_encoder,), loss, steps, 8)
 
     def talk(self, steps):
         """Train what makes captions and prompt embeddings."""
-        self._train("captions", self._speaker(), partial(self.loss, truly=True), steps, 7)
+        self.train("captions", self._speaker(), partial(self.loss, truly=True), steps, 7)
 
     def err(self, steps):
         """Train it on, with the captions of somebody who makes MISTAKES."""
-        self._train("mistakes", self._speaker(), partial(self.loss, truly=False), steps, 10)
+        self.train("mistakes", self._speaker(), partial(self.loss, truly=False), steps, 10)
 
     def _speaker(self):
         model = self.model
@@ -243,47 +238,16 @@ class WarmStart:
 
     def draw(self, steps):
         """Train SAM2."""
-        self._train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
+        self.train("masks", (self.model.grounding_encoder,), self.mask_loss, steps, 9)
 
-    def decide(self, steps):
-        """Train SAM2 to answer any prompt of the disturbed head by an object, whole.
-
-        By the one that its mask is most of before, so that which objects it finds changes little.
-        """
-        decoder = self.model.grounding_encoder.mask_decoder
-        before = deepcopy(decoder)
-
-        def loss(indices, rng, progress):
-            rows, image, objects = self.drawn.all_objects(indices)
-            said = [rng.choice([obj.caption, mistaken(obj, rng)]) for obj in objects]
-            masks, logits = self.drawn.masks[rows], []
-            with torch.no_grad(), self.low_precision():
-                z = self.model.text_hidden_fcs(self._hidden(indices, image, said, rng))
-                features = self.model.sam_features(self.drawn.sam_images[indices])
-                self.model.grounding_encoder.mask_decoder = before
-                found = self.model.decode_masks(features, image, z) > 0
-                self.model.grounding_encoder.mask_decoder = decoder
-            with self.low_precision():
-                logits = self.model.decode_masks(features, image, z)
-            found, true = (mask.flatten(1).float() for mask in (found, masks))
-            both = found @ true.T  # (n, n) pixels
-            iou = both / (found.sum(1)[:, None] + true.sum(1) - both)
-            best, of = iou.masked_fill(image[:, None] != image, -1).max(1)
-            some = best > DECIDED
-            mask = resized_mask_loss(logits[some], masks[of[some]].float()).mean()
-            own = (of[some] == torch.arange(len(of)).to(of)[some]).float().mean()
-            return mask, dict(mask=mask, hits=own, some=some.float().mean())
-
-        self._train("decisions", (decoder.output_hypernetworks_mlps,), loss, steps, 12)
-
-    def _hidden(self, indices, image, said, rng):
+    def hidden_states(self, indices, image, said, rng):
         """(n, C) hidden states at [SEG] of n captions about the scenes `indices`."""
         model = self.model
         ids, mask, _ = self._batch([self._segment(text, rng) for text in said])
         hidden = model(ids, mask, image_features=self.features(indices)[image]).hidden_states[-1]
         return hidden[ids == model.seg_id]
 
-    def _train(self, name, modules, loss_of, steps, stream):
+    def train(self, name, modules, loss_of, steps, stream):
         parameters = [parameter for module in modules for parameter in module.parameters()]
         fused = self.model.device.type == "cuda"
         optimizer = torch.optim.AdamW(
@@ -311,61 +275,3 @@ class WarmStart:
                 if not all(value.isfinite() for value in means.values()):
                     raise RuntimeError(f"{name}: not finite within {step + 1} steps")
                 figures = []
-
-    @torch.no_grad()
-    def unsettle_prompt_head(self, target=HIT_TARGET, num_scenes=64):
-        """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
-
-        The share of hits falls as the numbers grow; the largest that leave `target` of them is
-        found by bisection. Then give the prompt embeddings the scale of which masks are best.
-        """
-        phrases = list(self._phrases(num_scenes))
-        last = self.model.text_hidden_fcs[2]
-        learnt, generator = last.weight.clone(), torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
-        low, high = 0.0, LARGEST_NOISE
-        for _ in range(BISECTIONS):
-            share = (low + high) / 2
-            last.weight.copy_(learnt + share * noise)
-            hits = self._found(phrases, 1.0)[1]
-            low, high = (share, high) if hits >= target else (low, share)
-        if low == 0:
-            raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
-        last.weight.copy_(learnt + low * noise)
-        found = {scale: self._found(phrases, scale) for scale in SCALES}
-        best = max(SCALES, key=lambda scale: found[scale][0])
-        last.weight.mul_(best)
-        last.bias.mul_(best)
-        tqdm.write(
-            f"prompt head: noise of {low:.2f} standard deviations, scaled by {best:.2f}: of its "
-            f"masks {found[best][1]:.2f} hit, IoU {found[best][0]:.2f}"
-        )
-
-    def _phrases(self, num_scenes: int):
-        """Yield ((n, C) hidden states at [SEG], SAM2's features, (n, h, w) masks) of scenes.
-
-        The hidden states are those of the captions of all n objects of a scene.
-        """
-        model, rng = self.model, np.random.default_rng([self.seed, 11])
-        number = min(num_scenes, len(self.scenes))
-        for index in rng.choice(len(self.scenes), number, replace=False).tolist():
-            rows, image, objects = self.drawn.all_objects([index])
-            with self.low_precision():
-                hidden = self._hidden([index], image, [obj.caption for obj in objects], rng)
-                sam = model.sam_features(self.drawn.sam_images[[index]])
-            yield hidden, sam, self.drawn.masks[rows]
-
-    def _found(self, phrases, scale: float) -> tuple[float, float]:
-        """(mean IoU, share on the right object) of the phrases' masks, prompts times `scale`."""
-        ious, hits = [], []
-        for hidden, sam, masks in phrases:
-            with self.low_precision():
-                prompts = scale * self.model.text_hidden_fcs(hidden).float()
-                image = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
-                logits = self.model.decode_masks(sam, image, prompts)
-            found, true = ((mask.flatten(1)).double() for mask in (logits > 0, masks))
-            both = found @ true.T  # (n, n) pixels
-            iou = both / (found.sum(1)[:, None] + true.sum(1) - both)
-            ious.append(iou.diag())
-            hits.append((iou.diag() > 0) & (iou.argmax(1) == torch.arange(len(iou)).to(iou.device)))
-        return torch.cat(ious).mean().item(), torch.cat(hits).double().mean().item()

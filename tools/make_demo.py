@@ -11,8 +11,8 @@ layout, is warm-started by supervised training on the prompts and the encode rul
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
 decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that a third of
-them lie on a wrong object. It answers with one wording of Sa2VA's five, so that in loop 2 nothing
-but the sampled mask can differ. `tools.demo_report` shows it.
+them lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so that
+in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo_model import initialise, make_tokenizer
 from tools.demo_scenes import HELDOUT, TINY, TRAIN, Kind, in_order, make_scene
 from tools.demo_sizes import SIZES, Size
+from tools.demo_unsettle import decide, unsettle
 from tools.demo_warm_start import WarmStart
 from tools.gar_writer import write_gar
 from tools.new_folder import save
@@ -85,10 +86,12 @@ def train_checkpoint(output_dir: Path, size: Size, args):
         steps = dict(zip(steps, args.warm_start_steps))
     for part in args.parts:
         began = time.perf_counter()
-        if part in steps:
-            getattr(warm_start, part)(steps[part])
+        if part == "unsettle":
+            unsettle(warm_start)
+        elif part == "decide":
+            decide(warm_start, steps[part])
         else:
-            warm_start.unsettle_prompt_head()
+            getattr(warm_start, part)(steps[part])
         save(model, tokenizer, halfway)
         print(f"{part}: {time.perf_counter() - began:.0f} s, saved as {halfway}", flush=True)
     save(model, tokenizer, output_dir / "checkpoint")
