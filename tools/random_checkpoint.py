@@ -65,8 +65,8 @@ ADDED = (
 SEG_LOGIT_STD = 6.0
 
 
-def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 151,679 tokens, or fewer.
+def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS, added=ADDED) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `num_text_tokens` and, behind them, the special tokens `added`.
 
     Words of up to four letters are one token each, so that random ids decode to text that encodes
     to about as many ids.
@@ -82,7 +82,7 @@ def tokenizer(num_text_tokens: int = NUM_TEXT_TOKENS) -> PreTrainedTokenizerFast
             vocab["Ġ" + word] = len(vocab)
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return new_tokenizer(bpe, ADDED)
+    return new_tokenizer(bpe, added)
 
 
 def random_model(

@@ -11,20 +11,28 @@ from transformers import AutoModelForCausalLM
 from rl_train.config import COUNT, flag
 from rl_train.files import read_json
 from rl_train.policies.lora import attach_lora, freeze_all_but
+from rl_train.policies.qwen_points import LINEARS
 from sa2va_hf import Sa2VAConfig
+from tools.benchmarks.qwen import SHAPES, TextOf, random_qwen
 from tools.random_checkpoint import ADDED, CONFIG_4B
 
 DEMO = Path(__file__).parents[1] / "demo_checkpoint"
 TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
 TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
 CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
+SIZES = [*CONFIGS, *SHAPES]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     device: str = flag("cuda", "where")
     rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
-    sizes: str = flag("4b", "of the model; tiny = to try the code on a CPU", choices=list(CONFIGS))
+    sizes: str = flag(
+        "4b",
+        "of the model: 4b = Sa2VA-4B, qwen-7b = Qwen2.5-VL-7B and SAM2 large; tiny, qwen-tiny = to "
+        "try the code on a CPU",
+        choices=SIZES,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,11 @@ def print_table(columns: dict[str, str], rows: dict[str, dict], **title):
 
 def random_llm(options: Answers):
     """An LLM of random bf16 weights with a float32 LoRA on all linears that does something."""
+    if options.sizes in SHAPES:
+        vlm = random_qwen(SHAPES[options.sizes], options.device)
+        attach_lora(vlm, options.lora_r, 2 * options.lora_r, targets=LINEARS)
+        start_lora(freeze_all_but(vlm, {"lora": "lora_"}))
+        return TextOf(vlm.model.language_model, vlm.lm_head, vlm)
     torch.manual_seed(0)
     config = Sa2VAConfig(**CONFIGS[options.sizes]).llm
     with torch.device(options.device):

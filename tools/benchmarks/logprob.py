@@ -25,6 +25,7 @@ class Options(common.Answers):
     """sizes"""
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
+    sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
 
     @property
     def num_rows(self) -> int:

@@ -1,17 +1,20 @@
-"""One whole step of both loops, from batch to EMA, by the training's own calls, and in TRL's way.
+"""One whole step, from batch to EMA, by the training's own calls, and in TRL's way.
 
-Random weights at Sa2VA-4B's shapes and forced lengths: see `tools.benchmarks.work` and
-`tools.benchmarks.trl_style`. Data loading and logging are not in it; METEOR, which runs on the CPU,
-is, in the phase teacher2.
+Random weights at published shapes and forced lengths: see `tools.benchmarks.work` and
+`tools.benchmarks.trl_style`. Of Sa2VA both loops: METEOR, which runs on the CPU, is in the phase
+teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data loading and
+logging are not in it.
 """
 
 import gc
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rl_train.config import flag
+from rl_train.config import COUNT, flag
+from rl_train.memory import GIB
 from tools.benchmarks import common, work
 from tools.benchmarks.floor import step_floor
+from tools.benchmarks.memory import base_bytes
 from tools.benchmarks.trl_style import build_trl_style
 
 WAYS = {"ours": work.build, "trl": build_trl_style}
@@ -26,6 +29,7 @@ class Options(common.Ceilings, work.Options):
     alternatives: tuple = flag(
         ("trl",), "what to measure beside ours", type=str, choices=["trl"], nargs="*"
     )
+    alternative_rounds: int | None = flag(None, "of these; default --rounds", type=COUNT)
 
 
 def measure(options: Options) -> dict:
@@ -33,8 +37,16 @@ def measure(options: Options) -> dict:
     matmul, bandwidth, ceilings = common.ceilings(options)
     measured = ceilings | dict(rounds=options.rounds)
     for name in ("ours", *options.alternatives):
-        w = WAYS[name](options)
-        measured[name] = summary([clock.seconds for clock in w.run()])
+        rounds = options.alternative_rounds if name != "ours" else None
+        w = WAYS[name](replace(options, rounds=rounds or options.rounds))
+        clocks = w.run()
+        measured[name] = summary([clock.seconds for clock in clocks])
+        peak = max(peak for clock in clocks for peak in (0.0, *clock.peaks.values()))
+        base = base_bytes(w) / GIB
+        measured[name] |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
+        phases = ", ".join(f"{p} {s:.3f}" for p, s in measured[name]["phases"].items())
+        print(f"{name}: {measured[name]['total']:.3f} s a step: {phases}", flush=True)
+        print(f"{name}: peak {peak:.2f} GiB, {peak / base:.2f} x base {base:.2f}", flush=True)
         if name == "ours":
             measured["flags"] = w.config.flags
             measured["floor"] = summary([step_floor(w, matmul, bandwidth)])
@@ -44,7 +56,8 @@ def measure(options: Options) -> dict:
     measured["ratios"] = {name: measured[name]["total"] / ours for name in options.alternatives}
     measured["ratio_to_floor"] = ours / measured["floor"]["total"]
     ways = ["ours", *options.alternatives, "floor"]
-    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in PHASES}
+    seen = [phase for phase in PHASES if any(phase in measured[way]["phases"] for way in ways)]
+    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in seen}
     rows["step"] = {way: measured[way]["total"] for way in ways}
     common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=options.rounds)
     for name, ratio in measured["ratios"].items():

@@ -17,6 +17,8 @@ from rl_train.roles import Roles
 from rl_train.types import Batch
 from sa2va_hf.batches import Images, Prompts
 from tools.benchmarks.common import free_sampling
+from tools.benchmarks.qwen import SHAPES
+from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints
 from tools.benchmarks.work import ForcedPolicy, Work, build
 
 
@@ -128,6 +130,10 @@ class FullPolicy(ForcedPolicy):
 
 def build_trl_style(options) -> Work:
     """The work of `options`, done in TRL's way."""
-    work = build(options, None, FullPolicy, ["--teacher_answer", "sampled"])
-    work.policy.roles, work.scores_old = work.state.roles, True
+    if options.sizes in SHAPES:
+        work = build(options, None, FullPoints, MICRO_BATCH)
+    else:
+        work = build(options, None, FullPolicy, ["--teacher_answer", "sampled"])
+        work.policy.roles = work.state.roles
+    work.scores_old = True
     return work

@@ -27,25 +27,28 @@ from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
 from rl_train.parts import build_optimizer
+from rl_train.policies.qwen_points import QwenPointsPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.components import combine
 from rl_train.rewards.custom import load_user_rewards
-from rl_train.roles import Roles
+from rl_train.roles import COPIES, Roles
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
+from tools.benchmarks import work_points
 from tools.benchmarks.common import CONFIGS, Timed, start_lora
+from tools.benchmarks.qwen import SHAPES, random_points
+from tools.benchmarks.work_points import HEIGHT, WIDTH, WORDS, ForcedPoints
 from tools.random_checkpoint import ADDED, random_model, tokenizer
 
-WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
-HEIGHT, WIDTH = 960, 1280  # of an image: multiples of the region grid's 16 cells
 # Flags of rl_train.train that a measured step does not follow.
 FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
 FIXED += "mask_to_caption_weight caption_to_mask_weight scale_components"
-GIVEN = "--model_path . --data_dir . --output_dir unused --mask_sigma 1 --likelihood_share 0 "
-GIVEN += "--ema_decay 0.999 --reward tools.benchmarks.work:order"
+COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.work:order "
+GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"
+POINTS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
 SEG_AT = 2  # place of [SEG] in an answer
 
 
@@ -94,12 +97,13 @@ class Work:
     state: RunState
     average: GradientAverage
     batch: Batch
-    masks: list[torch.Tensor] | None  # N (H, W) bool that the teacher describes; None: those drawn
+    # N (H, W) bool that the teacher describes; None: those drawn, or there is no teacher
+    masks: list[torch.Tensor] | None
     options: Options
     scores_old: bool = False  # score what was sampled once more, as the old log-probs
 
     @property
-    def policy(self) -> ForcedPolicy:
+    def policy(self) -> ForcedPolicy | ForcedPoints:
         return self.state.policy
 
     @property
@@ -156,19 +160,28 @@ class Work:
         self._check(*work)
         return clock
 
-    def _check(self, captions: TaskWork, answers: TaskWork):
+    def _check(self, *work: TaskWork):
         """Assert that the step was as long as it is said to be."""
-        lengths = self.config.rollout.max_completion_length, self.options.answer_tokens
-        for work, length in zip((captions, answers), lengths):
-            assert work.rollout.valid.shape == (self.num_rows, length) and work.rollout.valid.all()
-        assert len(answers.rollout.action.rows) == self.num_rows, "answers without [SEG]"
-        assert len(answers.outcome.replies) == self.num_rows, "masks without a description"
+        for w in work:
+            length = self.config.rollout.max_completion_length
+            if w.task.action:
+                length = self.options.answer_tokens
+                assert len(w.rollout.action.rows) == self.num_rows, "answers without [SEG]"
+                assert len(w.outcome.replies) == self.num_rows, "masks without a description"
+            assert w.rollout.valid.shape == (self.num_rows, length) and w.rollout.valid.all()
+            refused = [reason for reason, rows in w.outcome.refused.items() if rows.any()]
+            assert not refused, f"answers that cannot be read: {refused}"
 
 
-def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> Work:
+def given(options: Options) -> list[str]:
+    """The flags of rl_train.train before those that the options name."""
+    return (POINTS if options.sizes in SHAPES else GIVEN).split()
+
+
+def build(options: Options, ranks=None, policy_class=None, more=()) -> Work:
     """The work that the options describe, with `more` flags, on this rank."""
-    config = cli.parse([*GIVEN.split(), *more, *options.flags])
-    fixed = cli.parse(GIVEN.split()).flags
+    config = cli.parse([*given(options), *more, *options.flags])
+    fixed = cli.parse(given(options)).flags
     for name in FIXED.split():
         if config.flags[name] != fixed[name]:
             raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
@@ -176,6 +189,10 @@ def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> W
     state = random_state(config, options, policy_class)
     policy, tokens = state.policy, config.rollout.max_completion_length
     average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
+    if options.sizes in SHAPES:
+        how = (policy, tokens, config.rollout.batch_size, ranks.rank)
+        batch = work_points.make_batch(*how)
+        return Work(config, ranks, state, average, batch, None, options)
     cells = region_cells(policy, options.prompt_length)
     batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
     work = Work(config, ranks, state, average, batch, None, options)
@@ -183,11 +200,27 @@ def build(options: Options, ranks=None, policy_class=ForcedPolicy, more=()) -> W
     return work
 
 
-def random_state(config, options: Options, policy_class=ForcedPolicy) -> RunState:
+def random_state(config, options: Options, policy_class=None) -> RunState:
     """What a run of these flags begins with, on random weights."""
-    sizes, tokens = CONFIGS[options.sizes], config.rollout.max_completion_length
+    tokens = config.rollout.max_completion_length
+    random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
+    policy = random_policy(config, options, policy_class)
+    start_lora(policy.trainable)
+    kinds = {name: load_task(name) for name in config.tasks}
+    asked = any(kind.asks_teacher for kind in kinds.values())
+    roles = Roles(policy.trainable, COPIES if asked else ("reference",))
+    rewards = tuple(load_user_rewards(config.reward.reward))
+    context = Context(policy, roles, tokens, user_rewards=rewards)
+    tasks = [kinds[name](asked, context) for name, asked in config.tasks.items()]
+    optimizer = build_optimizer(config.optim, policy)
+    return RunState(policy, roles, tasks, optimizer, scheduler=None)
+
+
+def random_sa2va_policy(config, options: Options, policy_class=None) -> Sa2VAPolicy:
+    """Sa2VA of random weights."""
+    sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
-    policy = policy_class(
+    return (policy_class or ForcedPolicy)(
         model,
         Sa2VAProcessor(model.config, config.policy.max_tiles),
         tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
@@ -195,12 +228,14 @@ def random_state(config, options: Options, policy_class=ForcedPolicy) -> RunStat
         sorted({group for asked in config.tasks.values() for group in asked.trains}),
         answer_tokens=options.answer_tokens,
     )
-    start_lora(policy.trainable)
-    roles, rewards = Roles(policy.trainable), tuple(load_user_rewards(config.reward.reward))
-    context = Context(policy, roles, tokens, user_rewards=rewards)
-    tasks = [load_task(name)(asked, context) for name, asked in config.tasks.items()]
-    optimizer = build_optimizer(config.optim, policy)
-    return RunState(policy, roles, tasks, optimizer, scheduler=None)
+
+
+def random_points_policy(config, options: Options, policy_class=None) -> QwenPointsPolicy:
+    """Qwen2.5-VL and SAM2 of random weights."""
+    shapes = SHAPES[options.sizes]
+    model = random_points(shapes, torch.device(options.device), config.run.seed)
+    parts = (model, shapes.tokenizer(), shapes.seen(config.policy.image_side), config.policy)
+    return (policy_class or ForcedPoints)(*parts, prompt_length=options.prompt_length)
 
 
 def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:

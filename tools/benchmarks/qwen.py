@@ -1,0 +1,124 @@
+"""Qwen2.5-VL and SAM2 of random weights, at published shapes, and a tiny one to try the code."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Sam2Config,
+    Sam2Model,
+)
+
+from rl_train.policies.qwen_inputs import ImageSizes
+from rl_train.policies.qwen_loading import PointModel, Seen, TextModel
+from sa2va_hf.configuration_sa2va import HIERA_L
+from sa2va_hf.weights import default_dtype
+from tools import points_model
+from tools.random_checkpoint import NUM_TEXT_TOKENS, tokenizer
+
+ROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])
+QWEN_7B = dict(
+    text_config=dict(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=128000,
+        rms_norm_eps=1e-6,
+        rope_parameters=ROPE,
+    ),
+    vision_config=dict(
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        out_hidden_size=3584,
+        patch_size=14,
+        window_size=112,
+        fullatt_block_indexes=[7, 15, 23, 31],
+    ),
+)
+SAM2_LARGE = dict(
+    vision_config=dict(
+        backbone_config=HIERA_L["backbone"]
+        | dict(model_type="sam2_hiera_det_model", image_size=[1024, 1024]),
+        backbone_channel_list=[1152, 576, 288, 144],
+        backbone_feature_sizes=[[256, 256], [128, 128], [64, 64]],
+        fpn_hidden_size=256,
+    ),
+    prompt_encoder_config=dict(hidden_size=256, image_size=1024),
+    mask_decoder_config=dict(
+        hidden_size=256, iou_head_hidden_dim=256, mlp_dim=2048, num_attention_heads=8
+    ),
+)
+TINY_TEXT_TOKENS = 256 + 26 + 26**2 + 26**3  # words of up to three letters
+TINY = dict(
+    text_config=points_model.TEXT
+    | dict(vocab_size=TINY_TEXT_TOKENS + len(points_model.SPECIAL) + 3, tie_word_embeddings=False),
+    vision_config=points_model.VISION,
+)
+MEAN, STD = [0.481, 0.458, 0.408], [0.269, 0.261, 0.276]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a model of random weights is made by."""
+
+    qwen: dict
+    sam: dict
+    num_text_tokens: int  # of the tokenizer, before its special ones
+
+    def tokenizer(self):
+        return tokenizer(self.num_text_tokens, points_model.SPECIAL)
+
+    def seen(self, side: int) -> Seen:
+        """Images as squares of `side` pixels."""
+        patch, merge = self.qwen["vision_config"]["patch_size"], 2
+        if side < 1 or side % (patch * merge):
+            raise ValueError(f"--image_side {side}: must be a multiple of {patch * merge}")
+        return Seen(ImageSizes(patch, merge, side**2, side**2, side), 2, MEAN, STD)
+
+
+SHAPES = {
+    "qwen-7b": Shapes(QWEN_7B, SAM2_LARGE, NUM_TEXT_TOKENS),
+    "qwen-tiny": Shapes(TINY, points_model.SAM, TINY_TEXT_TOKENS),
+}
+
+
+def random_qwen(shapes: Shapes, device, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+    """Qwen2.5-VL of random weights in bfloat16, whose special tokens are those of `shapes`."""
+    id_of = {name: shapes.num_text_tokens + i for i, name in enumerate(points_model.SPECIAL)}
+    config = Qwen2_5_VLConfig(
+        text_config=shapes.qwen["text_config"] | dict(eos_token_id=id_of["<|im_end|>"]),
+        vision_config=shapes.qwen["vision_config"],
+        tie_word_embeddings=False,
+        image_token_id=id_of["<|image_pad|>"],
+        video_token_id=id_of["<|video_pad|>"],
+        vision_start_token_id=id_of["<|vision_start|>"],
+        vision_end_token_id=id_of["<|vision_end|>"],
+    )
+    torch.manual_seed(seed)
+    with default_dtype(torch.bfloat16), torch.device(device):
+        return Qwen2_5_VLForConditionalGeneration(config).eval()
+
+
+def random_points(shapes: Shapes, device, seed: int = 0) -> PointModel:
+    """Both models of random weights, in the dtypes of a run: SAM2's decoder is float32."""
+    vlm = random_qwen(shapes, device, seed)
+    with torch.device(device):
+        sam = Sam2Model(Sam2Config(**shapes.sam)).eval()
+    sam.vision_encoder.to(torch.bfloat16)
+    return PointModel(vlm, sam)
+
+
+@dataclass
+class TextOf(TextModel):
+    """The decoder of a Qwen2.5-VL, which transformers samples by the whole model."""
+
+    vlm: Qwen2_5_VLForConditionalGeneration
+
+    def generate(self, **inputs):
+        return self.vlm.generate(**inputs)

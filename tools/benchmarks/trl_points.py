@@ -1,0 +1,99 @@
+"""A step of Qwen2.5-VL as TRL would do it: transformers' whole model on each row, image and all.
+
+`generate` of transformers; old and reference log-probs by a full forward each, of a sequence and
+an image per row, in micro-batches of TRL's default size; layers are recomputed in the backward. As
+in TRL nothing but ids is taken from sampling. SAM2 and the rewards are this project's.
+
+Letters: P prompts, G samples, N = P*G rows, n rows of a forward, L prompt length, T tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_train import grpo
+from rl_train.engine import Completions
+from rl_train.policies import sam_points
+from rl_train.policies.qwen_inputs import patches
+from rl_train.policies.qwen_points import PointImages
+from sa2va_hf.batches import Prompts, pad_left
+from tools.benchmarks.common import free_sampling
+from tools.benchmarks.work_points import ForcedPoints
+
+MICRO_BATCH = ["--micro_batch_size", "8"]  # TRL's per_device_train_batch_size
+
+
+@dataclass
+class Pixels(PointImages):
+    """Images, which every forward encodes anew for each of its rows."""
+
+    values: list[torch.Tensor]  # (patches, numbers of one) of each
+
+
+@dataclass
+class FullScores:
+    """What one forward says of n rows."""
+
+    logp: torch.Tensor  # (n, T)
+    entropy: torch.Tensor  # (n, T)
+
+
+class FullPoints(ForcedPoints):
+    """Qwen2.5-VL by transformers alone."""
+
+    @torch.no_grad()
+    def encode(self, batch) -> Pixels:
+        """Patches for Qwen2.5-VL, and SAM2's features, which the rewards need."""
+        seen, unit = self.seen, self.seen.sizes.factor
+        how = (seen.sizes, seen.mean, seen.std, seen.frames)
+        values = [patches(one.to(self.device), *how) for one in batch.inputs.pixels]
+        sizes = [tuple(one.shape[1:]) for one in batch.inputs.pixels]
+        grids = [(h // unit, w // unit) for h, w in sizes]
+        sam = sam_points.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
+        return Pixels([], grids, sizes, sam, batch.sizes, values)
+
+    def whole(self, images: Pixels, prompts: Prompts, answers=None) -> dict:
+        """transformers' inputs of prompts, and answers (P, T) behind them, each with its image."""
+        ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
+        if answers is not None:
+            ids = torch.cat([ids, answers], dim=1)
+            mask = torch.cat([mask, torch.ones_like(answers)], dim=1)
+        merge = self.seen.sizes.merge
+        grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image]
+        return dict(
+            input_ids=ids,
+            attention_mask=mask,
+            pixel_values=torch.cat([images.values[i] for i in prompts.image]),
+            image_grid_thw=torch.tensor(grids, device=self.device),
+            mm_token_type_ids=(ids == self.image_token).int(),
+        )
+
+    @torch.no_grad()
+    def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
+        """Sampled without regard to `uniforms`, greedily without them; log-probs are 0."""
+        temperature = None if uniforms is None else self.engine.temperature
+        with self.autocast():
+            inputs = self.whole(images, prompts.repeat(num_generations))
+            how = free_sampling(max_new_tokens, self.pad_id, temperature)
+            out = self.model.vlm.generate(**inputs, **how)
+        ids = out[:, inputs["input_ids"].shape[1] :]
+        assert ids.shape == (len(prompts) * num_generations, max_new_tokens)
+        valid, logp = torch.ones_like(ids, dtype=torch.bool), ids.new_zeros(ids.shape).float()
+        done = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
+        return done, [self.completion_text(row) for row in ids.tolist()]
+
+    def score_answers(self, images, prompts: Prompts, ids, valid) -> FullScores:
+        layers = self.model.vlm.model.language_model.layers
+        for layer in layers:  # recomputed in training mode, which here turns no dropout on
+            layer.training = self.engine.gradient_checkpointing and torch.is_grad_enabled()
+        with self.autocast():
+            inputs = self.whole(images, prompts, ids)
+            how = dict(use_cache=False, logits_to_keep=ids.shape[1] + 1)
+            logits = self.model.vlm(**inputs, **how).logits[:, :-1]
+            temperature = self.engine.temperature
+            logp = grpo.token_logps_from_logits(logits, ids, temperature)
+            with torch.no_grad():
+                entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
+        for layer in layers:
+            layer.training = False
+        return FullScores(logp, entropy)

@@ -1,0 +1,64 @@
+"""The policy and the batch of a step of Qwen2.5-VL: random weights, forced lengths and answers.
+
+Random weights never stop, and say nothing that can be read. So that they do the work of trained
+ones, each answer goes on to its full length and is read as one box, two positive points and a
+negative one, of which SAM2 draws a mask with and without that.
+
+Letters: B prompts, L prompt length.
+"""
+
+import numpy as np
+from PIL import Image
+
+from rl_train.data.loader import Batches
+from rl_train.points.answers import Answer, Form
+from rl_train.policies.qwen_points import QwenPointsPolicy
+from rl_train.types import Batch
+from sa2va_hf.batches import Prompts
+
+WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
+HEIGHT, WIDTH = 960, 1280  # of an image, before Qwen2.5-VL's square
+
+
+class ForcedPoints(QwenPointsPolicy):
+    """Qwen2.5-VL whose prompts have L tokens, and whose answers end only at their length.
+
+    The end is looked for as ever, and never there.
+    """
+
+    def __init__(self, *parts, prompt_length: int):
+        super().__init__(*parts)
+        self.prompt_length = prompt_length
+        self.stop.stopped, self.stop.eos_id = self.stop.table.shape[1], -1  # beyond all states
+        s = self.seen.sizes.side // 8
+        points = ((2 * s, 2 * s), (3 * s, 3 * s)), ((6 * s, 2 * s),)
+        self.said = Form("segzero", "optional").format(Answer(((s, s, 5 * s, 5 * s),), *points))
+
+    def point_prompts(self, images, image, questions) -> Prompts:
+        """As Qwen2.5-VL's, with questions of as many words as make L tokens."""
+        shortest = super().point_prompts(images, image, [""] * len(image))
+        more = [self.prompt_length - len(ids) for ids in shortest.ids]
+        if min(more) < 0:
+            least = self.prompt_length - min(more)
+            raise ValueError(f"--prompt_length {self.prompt_length}: must be at least {least}")
+        words = ["".join(f" {WORDS[i % len(WORDS)]}" for i in range(n)) for n in more]
+        prompts = super().point_prompts(images, image, words)
+        lengths = set(map(len, prompts.ids))
+        assert lengths == {self.prompt_length}, f"prompts of {lengths}: a word of several tokens"
+        return prompts
+
+    def completion_text(self, ids: list[int]) -> str:
+        """Decoded as ever, and then what can be read."""
+        super().completion_text(ids)
+        return self.said
+
+
+def make_batch(policy: ForcedPoints, max_new_tokens: int, size: int, rank: int) -> Batch:
+    """`size` images of noise, of which a quarter is meant."""
+    pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
+    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    mask[: HEIGHT // 2, : WIDTH // 2] = True
+    sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image", caption="a red cup")
+    batch = Batches([sample] * size, policy.inputs(max_new_tokens))[list(range(size))]
+    batch.index = [rank * size + i for i in range(size)]
+    return batch
