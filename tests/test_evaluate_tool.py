@@ -167,10 +167,8 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
     means, captions = found["means"], found["captions"]
     assert means["best_of_G_cycle_iou"] >= means["sampled_cycle_iou"] > 0
     assert means["caption_distinct"] == len(set(captions)) / 5
-    for hit, iou in (("cycle_hit", "cycle_iou"), ("seg_hit", "seg_iou")):
-        values = found["values"]
-        assert all(v > 0 for h, v in zip(values[hit], values[iou]) if h)
-    assert means["seg_hit"] > 0
+    hits, ious = found["values"]["seg_hit"], found["values"]["seg_iou"]
+    assert any(hits) and all(iou > 0 for hit, iou in zip(hits, ious) if hit)
     printed = capsys.readouterr().out
     assert "\nbest_of_G_cycle_iou " in printed and "--best_of was 0, now 2" in printed
 

@@ -12,7 +12,7 @@ from sa2va_hf.prompts import DESCRIBE
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from sa2va_hf.tokenizer import load_tokenizer
 from tools import demo_unsettle, demo_warm_start, make_demo
-from tools.demo_losses import Codes, choice_loss, inside_means, nearest, region_means
+from tools.demo_losses import Codes, choice_loss, nearest, region_means
 from tools.demo_model import CONFIG, make_tokenizer
 from tools.demo_report import told_apart
 from tools.demo_scenes import MID, TINY, Object, Scene, make_scene
@@ -155,10 +155,9 @@ def test_region_means_and_the_choice_by_hand():
     # Two scenes, of two objects and of one, in images of three pixels.
     masks = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 1, 0]]).bool().view(3, 1, 3)
     logits = torch.tensor([[2.0, 0, 0], [4, 1, 1], [0, 0, 9]]).view(3, 1, 3)
-    inside, first = inside_means(logits, masks, torch.tensor([0, 0, 1]))
-    assert inside.tolist() == [[2, 0], [4, 1], [0, -np.inf]] and first.tolist() == [0, 0, 2]
-    loss, hits = choice_loss(inside, torch.tensor([0, 1, 0]))
-    # of the first scene each prompt means its own object, the only one of the other
+    image, meant = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2])
+    loss, hits = choice_loss(logits, masks, image, meant)
+    # mean logits 2 and 0, of which the first is meant; 4 and 1, the second; one of one
     by_hand = np.log1p(np.exp(-2)) + np.log1p(np.exp(3))
     assert loss.item() == pytest.approx(by_hand / 3, abs=1e-5) and hits.item() == pytest.approx(
         2 / 3

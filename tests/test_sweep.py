@@ -14,7 +14,8 @@ from tools import sweep
 
 def test_the_arms_start_from_the_flags_of_the_launcher():
     launcher = (ROOT / "run_rl_train.sh").read_text().replace("\\\n", " ")
-    for demo, flags in zip(launcher.split("elif"), (sweep.DEMO, sweep.POINTS), strict=True):
+    points = f"{sweep.OF_POINTS.split(' --model_path')[0]} {sweep.POINTS}"
+    for demo, flags in zip(launcher.split("elif"), (sweep.DEMO, points), strict=True):
         pairs = dict(zip(flags.split()[::2], flags.split()[1::2]))
         assert len(pairs) > 7
         words = demo.split()

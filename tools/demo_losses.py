@@ -21,14 +21,13 @@ def region_means(features, image, grids) -> torch.Tensor:
     return sums / grids.flatten(1).sum(1, keepdim=True)
 
 
-def inside_means(logits, masks, image) -> tuple[torch.Tensor, torch.Tensor]:
-    """((n, K) mean logit of n prompts in each object of their scenes, (n,) the first's number).
+def choice_loss(logits, masks, image, meant) -> tuple[torch.Tensor, torch.Tensor]:
+    """(cross-entropy of the meant object among its scene's by mean logit, share of hits).
 
     Args:
         logits: (n, h, w) of n prompts, one about each object of some scenes.
         masks: (n, h, w) bool of the objects, scene by scene; image: (n,) long, the scene of each.
-
-    K is the number of objects of the fullest scene; where a scene has fewer, -inf.
+        meant: (n,) long, the object that each prompt means.
     """
     same = image[:, None] == image  # (n, n)
     number = same.sum(1)  # of objects of the scene of each
@@ -38,17 +37,9 @@ def inside_means(logits, masks, image) -> tuple[torch.Tensor, torch.Tensor]:
     others = torch.where(real, first[:, None] + places, first[:, None])  # (n, K)
     areas = masks[others].float()  # (n, K, h, w)
     inside = (areas * logits[:, None]).sum((2, 3)) / areas.sum((2, 3))
-    return inside.masked_fill(~real, -torch.inf), first
-
-
-def choice_loss(inside, choice) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cross-entropy of the object meant, by mean logits `inside_means`; share of hits).
-
-    Args:
-        choice: (n,) long, below K.
-    """
-    hits = (inside.argmax(1) == choice).float().mean()
-    return F.cross_entropy(inside, choice), hits
+    inside = inside.masked_fill(~real, -torch.inf)
+    losses = F.cross_entropy(inside, meant - first, reduction="none")
+    return losses.mean(), (inside.argmax(1) == meant - first).float().mean()
 
 
 def balanced_mask_loss(logits, masks):

@@ -21,7 +21,6 @@ from tools.demo_losses import (
     Probes,
     balanced_mask_loss,
     choice_loss,
-    inside_means,
     nearest,
     region_means,
 )
@@ -190,8 +189,7 @@ class WarmStart:
         found = masks[meant]
         plain = resized_mask_loss(logits, found.float()).mean()
         loss = held + (1 - share) * balanced_mask_loss(logits, found) + share * plain
-        inside, first = inside_means(logits, masks, image)
-        choice, hits = choice_loss(inside, meant - first)
+        choice, hits = choice_loss(logits, masks, image, meant)
         iou = mask_iou(logits > 0, found, 1.0).mean()
         return loss + choice, dict(mask=plain, held=held, hits=hits, iou=iou)
 
@@ -248,6 +246,7 @@ class WarmStart:
         return hidden[ids == model.seg_id]
 
     def train(self, name, modules, loss_of, steps, stream):
+        """Train modules by loss_of(indices, rng, progress), with random numbers of their own."""
         parameters = [parameter for module in modules for parameter in module.parameters()]
         fused = self.model.device.type == "cuda"
         optimizer = torch.optim.AdamW(

@@ -10,8 +10,8 @@ layout, is warm-started by supervised training on the prompts and the encode rul
 `sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
 no shortcut: its captions are of one kind and length and mistake half of the values of each
 attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
-decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that a third of
-them lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so that
+decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three of
+ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so that
 in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 

@@ -1,6 +1,7 @@
 """Make the demo of points: drawn clumps in GAR's Arrow layout, a tiny Qwen2.5-VL and SAM2.
 
-    python -m tools.make_points_demo --output_dir outputs/points_demo --train_checkpoint
+    python -m tools.make_points_demo --output_dir outputs/points_demo  # data + what ships
+    python -m tools.make_points_demo --output_dir outputs/points_demo --train_checkpoint  # new ones
 
 Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
 others from random weights (`tools.points_warm_start`, `tools.points_drawing`), minutes on a GPU and
@@ -26,11 +27,12 @@ from tools.points_warm_start import PointingStart, draw
 MODELS = ("qwen", "sam")
 SHIPPED = Path(__file__).parent / "points_demo_checkpoint"
 IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
+MEASURED = 160  # held-out scenes on which models are measured when they are trained
 SAID = 20  # steps between two losses on the progress bar: reading one waits for the GPU
 
 
 def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
-    """Train both models from random weights and save them in `folder`, in bfloat16."""
+    """Train both models from random weights, print what they do, save them in bfloat16."""
     scenes = [draw(seed, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
@@ -42,6 +44,10 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
                 said = part.step(step / number, min(IMAGES[name], num_scenes))
                 if step % SAID == 0:
                     progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+    heldout = [draw(seed, i, HELDOUT) for i in range(min(num_scenes, MEASURED))]
+    print(f"Qwen2.5-VL, greedy: {pointing.evaluate(heldout)}")
+    print(f"Qwen2.5-VL, sampled: {pointing.evaluate(heldout, temperature=1.0)}")
+    print(f"SAM2, IoU: {drawing.evaluate(heldout)}", flush=True)
     save_qwen(pointing.vlm, tokenizer, folder / "qwen")
     save_sam(drawing.sam, folder / "sam")
 
@@ -54,7 +60,7 @@ def main(argv=None):
     add("--output_dir", type=Path, required=True, help=receives)
     add("--train_scenes", type=int, default=800, help="scenes drawn for training")
     add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
-    train = "train the models; on a CPU for hours"
+    train = "train the models instead of copying those that ship; on a CPU for hours"
     add("--train_checkpoint", action="store_true", help=train)
     steps = dict(nargs=2, metavar=("POINT", "DRAW"), default=[4500, 4200])
     said = "optimizer steps of the warm start of Qwen2.5-VL and of SAM2"

@@ -12,7 +12,7 @@ An arm is a name in ARMS: flags of `rl_train.train` that are added to those of t
 POINT_ARMS wants a demo of `tools.make_points_demo`. Every run
 is one process on one CPU core (with --gpu also on one of the GPUs, in turn), in the folder
 OUTPUT/ARM/DEMO/seedN; a run that is complete is not run again, and one of other flags stops the
-sweep's arm. docs/results.md was made by this program.
+sweep's arm. The tables of docs/results.md and docs/points.md are made by this program.
 """
 
 import argparse
@@ -130,7 +130,13 @@ def build_parser() -> argparse.ArgumentParser:
     arms = dict(nargs="+", choices=sorted(ARMS), default=[])
     add("--arms", **arms, help="what to run; none: only print the tables")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    add("--demos", nargs="+", type=Path, default=[demo], help="folders of tools.make_demo")
+    add(
+        "--demos",
+        nargs="+",
+        type=Path,
+        default=[demo],
+        help="folders of tools.make_demo or make_points_demo",
+    )
     jobs = "runs at a time; default: one for each CPU core, with --gpu one for each GPU"
     add("--jobs", type=int, help=jobs)
     add("--output", type=Path, required=True, help="folder of all runs, and of table.json")

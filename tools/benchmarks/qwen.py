@@ -57,6 +57,7 @@ SAM2_LARGE = dict(
 TINY_TEXT_TOKENS = 256 + 26 + 26**2 + 26**3  # words of up to three letters
 TINY = dict(
     text_config=points_model.TEXT
+    # three rows behind the tokenizer's last, as published vocabularies are padded
     | dict(vocab_size=TINY_TEXT_TOKENS + len(points_model.SPECIAL) + 3, tie_word_embeddings=False),
     vision_config=points_model.VISION,
 )

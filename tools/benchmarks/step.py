@@ -35,10 +35,10 @@ class Options(common.Ceilings, work.Options):
 def measure(options: Options) -> dict:
     """{"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
-    measured = ceilings | dict(rounds=options.rounds)
+    others = options.alternative_rounds or options.rounds
+    measured = ceilings | dict(rounds=options.rounds, alternative_rounds=others)
     for name in ("ours", *options.alternatives):
-        rounds = options.alternative_rounds if name != "ours" else None
-        w = WAYS[name](replace(options, rounds=rounds or options.rounds))
+        w = WAYS[name](replace(options, rounds=options.rounds if name == "ours" else others))
         clocks = w.run()
         measured[name] = summary([clock.seconds for clock in clocks])
         peak = max(peak for clock in clocks for peak in (0.0, *clock.peaks.values()))
@@ -59,7 +59,8 @@ def measure(options: Options) -> dict:
     seen = [phase for phase in PHASES if any(phase in measured[way]["phases"] for way in ways)]
     rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in seen}
     rows["step"] = {way: measured[way]["total"] for way in ways}
-    common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=options.rounds)
+    medians_of = dict(ours=options.rounds, alternatives=others)
+    common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=medians_of)
     for name, ratio in measured["ratios"].items():
         print(f"{ratio:8.1f} times faster than {name}")
     print(f"{measured['ratio_to_floor']:8.2f} times the floor")

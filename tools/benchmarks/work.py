@@ -37,10 +37,10 @@ from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
-from tools.benchmarks import work_points
 from tools.benchmarks.common import CONFIGS, Timed, start_lora
 from tools.benchmarks.qwen import SHAPES, random_points
 from tools.benchmarks.work_points import HEIGHT, WIDTH, WORDS, ForcedPoints
+from tools.benchmarks.work_points import make_batch as points_batch
 from tools.random_checkpoint import ADDED, random_model, tokenizer
 
 # Flags of rl_train.train that a measured step does not follow.
@@ -191,7 +191,7 @@ def build(options: Options, ranks=None, policy_class=None, more=()) -> Work:
     average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
     if options.sizes in SHAPES:
         how = (policy, tokens, config.rollout.batch_size, ranks.rank)
-        batch = work_points.make_batch(*how)
+        batch = points_batch(*how)
         return Work(config, ranks, state, average, batch, None, options)
     cells = region_cells(policy, options.prompt_length)
     batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)

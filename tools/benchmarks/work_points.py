@@ -17,7 +17,8 @@ from rl_train.types import Batch
 from sa2va_hf.batches import Prompts
 
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
-HEIGHT, WIDTH = 960, 1280  # of an image, before Qwen2.5-VL's square
+# Of an image: multiples of the 16 cells of Sa2VA's region grid; Qwen2.5-VL sees a square of it.
+HEIGHT, WIDTH = 960, 1280
 
 
 class ForcedPoints(QwenPointsPolicy):
@@ -54,7 +55,7 @@ class ForcedPoints(QwenPointsPolicy):
 
 
 def make_batch(policy: ForcedPoints, max_new_tokens: int, size: int, rank: int) -> Batch:
-    """`size` images of noise, of which a quarter is meant."""
+    """One image of noise, `size` times, of which a quarter is meant."""
     pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
     mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
     mask[: HEIGHT // 2, : WIDTH // 2] = True
