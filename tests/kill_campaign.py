@@ -39,8 +39,10 @@ from tests.runs import draw_data, flags, measure, picture
 
 PHASES = ("start", "evaluation", "step", "log", "checkpoint")
 RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_samples=1)
-# Whole captions: the first three words of two often earn the same, and a step learns nothing.
+# Whole captions: the first three words of two often earn the same, and a step learns nothing. At
+# this seed all four learn.
 RUN |= dict(batch_size=2, max_completion_length=9, learning_rate=1e-3, tasks="mask_caption_mask")
+RUN["seed"] = 1
 DEADLINE = 60  # seconds in which every process of a run must have ended, also if its peer is gone
 KILLED = -signal.SIGKILL
 

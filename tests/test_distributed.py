@@ -55,7 +55,7 @@ def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
         "rank1.jsonl",
     }
     if loop1:
-        assert len({len(line["completion"].split()) for line in rollouts(one)}) > 3  # ragged
+        assert len({len(line["completion"].split()) for line in rollouts(one)}) >= 3  # ragged
     assert distance(weights(tmp_path / "two", 3), weights(one, 3)) < 1e-5
     assert (
         distance(

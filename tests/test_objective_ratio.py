@@ -73,7 +73,7 @@ def test_the_ratio_of_gspo_is_one_at_the_first_update_whatever_the_sampler_said(
     parameter = next(p for n, p in model.trainable.items() if ".lora_B." in n)
     before = parameter.detach().clone()
     with torch.no_grad():
-        parameter += 0.3
+        parameter += 1.0
     _, one, _ = backward(model, work, config, micro_batch_size=2)
     work.advantages = -work.advantages
     _, other, _ = backward(model, work, config, micro_batch_size=2)

@@ -16,8 +16,8 @@ from rl_train.tasks.sampled_mask import latent_loss
 SIGMA, SAMPLES, DIRECTIONS, DIFFERENCE_SAMPLES, CHUNK = 2.0, 2048, 12, 512, 64
 # Of the central differences: for a reward like a soft step 4 % below the derivative.
 STEP = 0.5 * SIGMA
-SCENE = 3  # of the batch, where the demo model finds both the region and the other object
-OTHER = "A striped black circle in the top left."
+SCENE = 2  # of the batch, where the demo model finds both the region and the other object
+OTHER = "A plain purple circle in the top right."
 
 
 @pytest.fixture(scope="module")
