@@ -122,6 +122,7 @@ class RolloutConfig:
     """rollouts"""
 
     train: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
+    regions_per_image: ClassVar[int] = 1  # that follow each other
 
     batch_size: int = flag(4, "prompts per rank and rollout (B)", type=COUNT)
     num_generations: int = flag(8, "samples per prompt (G), at least 2", type=GROUP)
@@ -133,6 +134,12 @@ class ExamplesConfig:
     """examples, of supervised training"""
 
     batch_size: int = flag(4, "samples per rank, forward and backward (B)", type=COUNT)
+    regions_per_image: int = flag(
+        1,
+        "regions of an image that a batch holds beside each other, as far as they go: its features "
+        "are made once, and of one image they teach what tells them apart",
+        type=COUNT,
+    )
     max_completion_length: int = flag(
         512, "tokens of an answer (T): a longer one is cut, held out none is sampled", type=COUNT
     )

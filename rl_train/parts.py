@@ -14,6 +14,7 @@ from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
 from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
+from rl_train.data.neighbours import image_keys
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
@@ -160,7 +161,12 @@ def build(config: Config, ranks: Ranks) -> Parts:
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
-    sampler = StepSampler(len(train_set), *how, ranks.world_size)
+    together, per_image = None, config.rollout.regions_per_image
+    if prompts % per_image:
+        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
+    if per_image > 1:
+        together = (per_image, image_keys(train_set))
+    sampler = StepSampler(len(train_set), *how, ranks.world_size, together=together)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
