@@ -210,6 +210,16 @@ def test_what_is_wrong_is_named(run, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+def test_an_image_that_is_damaged_by_now_is_named(run, tmp_path):
+    file = next(shutil.copytree(run / "data", tmp_path / "data").rglob("*.arrow"))
+    content = file.read_bytes()
+    at = content.index(b"IDAT") + 4  # of the first row's PNG, which keeps its header and end
+    file.write_bytes(content[:at] + bytes(16) + content[at + 16 :])
+    said = complaint("--run", run, "--data_dir", tmp_path / "data", "--output", tmp_path / "p.html")
+    assert said.startswith(f"rollouts: --data_dir {tmp_path / 'data'} can be read no more: ")
+    assert said.endswith("/0: damaged image")
+
+
 @pytest.mark.parametrize("wrong", [("--max_rollouts", 0), ("--image_side", 0), ("--steps", -1, 2)])
 def test_a_wrong_number_is_refused(run, wrong, capsys):
     assert complaint("--run", run, "--output", "page.html", *wrong) == "2"
