@@ -228,11 +228,17 @@ def page(data: dict) -> str:
     """The page as HTML. Whatever a model said is data in it: no text ends the element or starts
     another, and the script shows it as text alone. Surrogates alone, which no file holds, are "?".
     """
-    stated = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    told = data | dict(images=len(data["images"]))
+    stated = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     stated = stated.encode(errors="replace").decode()
     for character in "<>&":
         stated = stated.replace(character, f"\\u{ord(character):04x}")
-    return TEMPLATE.read_text(encoding="utf-8").replace("__DATA__", stated)
+    images = "\n".join(
+        f'<script type="text/plain" id="image{k}">{uri}</script>'
+        for k, uri in enumerate(data["images"])
+    )
+    head, tail = TEMPLATE.read_text(encoding="utf-8").split("__DATA__")
+    return head + stated + tail.replace("__IMAGES__", images)
 
 
 def main(argv=None):
