@@ -6,7 +6,7 @@ setup(
     description="Reinforcement learning of Sa2VA by closed mask-caption cycles",
     license="Apache-2.0",
     packages=find_packages(include=["rl_train*", "sa2va_hf*", "tools*"]),
-    package_data={"tools": ["demo_checkpoint/*", "points_demo_checkpoint/*/*"]},
+    package_data={"tools": ["*.html", "demo_checkpoint/*", "points_demo_checkpoint/*/*"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
