@@ -38,9 +38,10 @@ class HeldOut:
     num_workers: int
     max_caption_length: int | None = None  # see `Sa2VAInputs`
     other_regions: bool = False  # whether it is measured which region a mask lies on
-    best_of: int = 0  # captions that are sampled of each region; 0 = none
+    best_of: int = 0  # answers that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
     measure: Callable | None = None  # see `tasks.protocol.Task`
+    measure_samples: Callable = measure_samples  # (.., G) as measure: of `best_of` answers
 
 
 @dataclass
@@ -81,7 +82,8 @@ def evaluate(
             with roles.use(name) if roles else nullcontext():
                 found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
-                    found |= measure_samples(policy, batch, features, tokens, heldout.best_of)
+                    asked = (policy, batch, features, tokens, heldout.best_of)
+                    found |= heldout.measure_samples(*asked)
                 columns[name].append(found)
             faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
         if stops and stops.asked:

@@ -11,12 +11,14 @@ from rl_train.rewards.attributes import Vocabulary, attribute_values
 from rl_train.rewards.guards import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.iou import hits
 from rl_train.rewards.meteor import tokenize
+from rl_train.tasks.best_of import kept, mean_logps
 
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
     "cycle_iou": "region -> caption -> mask', IoU with the region",
     "cycle_hit": "same: mask' lies on the region, on no other of the image (--other_regions)",
     "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
+    "by_logp_cycle_iou": "same, the likeliest of them (mean log-prob)",
     "sampled_cycle_iou": "same, their mean",
     "cycle_meteor": "true caption -> mask -> caption', METEOR",
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
@@ -24,6 +26,10 @@ METRICS = {
     "seg_p50": "same: share with IoU >= 0.5",
     "seg_hit": "same: it lies on the region, on no other of the image (--other_regions)",
     "caption_meteor": "caption of the region, METEOR",
+    "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
+    "by_cycle_meteor": "same, the one of them of the highest cycle IoU",
+    "by_logp_meteor": "same, the likeliest of them",
+    "sampled_meteor": "same, their mean",
     "caption_cider": "same, CIDEr-D (0 to 10)",
     "caption_distinct": "different captions / regions",
     "caption_words": "guard: words of the caption",
@@ -127,21 +133,35 @@ def measure_captions(
 def measure_samples(
     policy: Sa2VAPolicy, batch, images, max_new_tokens: int, num_generations: int
 ) -> dict[str, list]:
-    """{column: B values} of G sampled captions of each region: what choosing among them would give.
+    """{column: B values} of G sampled captions of each region: what choosing among them gives.
+
+    Of cycle IoU and METEOR, by what is chosen: `best_of_G` = by that measure itself, `by_cycle` =
+    by cycle IoU, which needs no true caption and for which best_of_G_cycle_iou stands, `by_logp` =
+    by mean log-prob; `sampled` = the mean of all G.
 
     At the policy's temperature; random numbers follow from the sample's place in the data set, so
     that they are the same for all policies. The masks are those of greedy answers.
     """
     G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
     uniforms = Draws(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
-    _, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    done, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
     asked = askable(policy, captions, max_new_tokens)
     masks = segment_sampled(policy, images, rows, asked, max_new_tokens)
     targets = [batch.masks[i].to(policy.device) for i in rows]
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)  # (B, G)
-    return dict(best_of_G_cycle_iou=iou.amax(1).tolist(), sampled_cycle_iou=iou.mean(1).tolist())
+    truth = meteor([batch.captions[i] for i in rows], captions).view(-1, G)  # (B, G)
+    logp = mean_logps(done, G)  # (B, G)
+    return dict(
+        best_of_G_cycle_iou=kept(iou, iou),
+        by_logp_cycle_iou=kept(iou, logp),
+        sampled_cycle_iou=iou.mean(1).tolist(),
+        best_of_G_meteor=kept(truth, truth),
+        by_cycle_meteor=kept(truth, iou),
+        by_logp_meteor=kept(truth, logp),
+        sampled_meteor=truth.mean(1).tolist(),
+    )
 
 
 def measure_texts(
