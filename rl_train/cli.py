@@ -19,6 +19,7 @@ from rl_train.distributed import (
 )
 from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import CYCLES, TASKS, load_task
+from rl_train.tasks.cycle_measures import check_choosing
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
@@ -102,6 +103,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if set(args.tasks) <= set(TASKS):  # what others measure is known when they have
+        check_choosing(args.best_by, args.other_regions, args.attributes)
     if args.eval_dataset and not args.eval_data_dir:
         raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
     if args.control == "other" and args.batch_size < 2:

@@ -1,5 +1,7 @@
 """Held-out measures of Sa2VA's cycles and directions, greedy and without sampled masks."""
 
+from collections.abc import Sequence
+
 import torch
 
 from rl_train.data.text import phrase
@@ -38,10 +40,14 @@ METRICS = {
     "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
     "no_seg": "guard: true captions answered without [SEG]",
 }
-# Whose mean decides which checkpoint is the best, and which role of it: both against the data set's
-# own masks and captions. The cycles are what the rewards raise, also where captioner and segmenter
-# agree on a language that nobody else understands.
+# Whose mean decides, without --best_by, which checkpoint is the best, and which role of it: both
+# against the data set's own masks and captions. The cycles are what the rewards raise, also where
+# captioner and segmenter agree on a language that nobody else understands.
 SCORES = ("seg_iou", "caption_meteor")
+# What --best_by may name in their place, beside {attribute}_accuracy: more is better of all, and
+# none can be missing at one step and there at another.
+CHOOSING = ("seg_iou", "seg_ciou", "seg_p50", "seg_hit", "caption_meteor")
+CHOOSING += ("cycle_iou", "cycle_hit", "cycle_meteor")
 # Measures behind a metric of another name: one, or two of which the sums make a ratio.
 PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
 # The same of each attribute of --attributes, for {attribute}_{name}: see `attribute_values`.
@@ -78,10 +84,37 @@ def parts_of(metric: str) -> tuple[str, ...]:
     return PARTS.get(metric, (metric,))
 
 
-def score(metrics: dict[str, float]) -> float:
-    """The mean of SCORES; of points, which describe nothing, that of the masks alone."""
-    found = [metrics[name] for name in SCORES if name in metrics]
+class NotMeasured(ValueError):
+    """--best_by names what a run does not measure."""
+
+
+def score(metrics: dict[str, float], names: Sequence[str] = ()) -> float:
+    """The mean of the metrics `names`, by default of SCORES; of points, which describe nothing,
+    that of the masks alone.
+
+    Raises NotMeasured if one of `names` is not there, or of SCORES none.
+    """
+    for name in names:
+        if name not in metrics:
+            raise NotMeasured(f"--best_by {name}: this run measures {', '.join(metrics)}")
+    found = [metrics[name] for name in names or SCORES if name in metrics]
+    if not found:
+        neither = f"this run measures neither of {', '.join(SCORES)}, but {', '.join(metrics)}"
+        raise NotMeasured(f"--best_by is needed to choose checkpoint_best: {neither}")
     return sum(found) / len(found)
+
+
+def check_choosing(names: Sequence[str], other_regions: bool, attributes: str | None):
+    """Raise ValueError unless --best_by may name them, and the flags that they need are given."""
+    for name in names:
+        of_attribute = name.endswith("_accuracy")
+        if name not in CHOOSING and not of_attribute:
+            known = f"{', '.join(CHOOSING)}, {{attribute}}_accuracy"
+            raise ValueError(f"--best_by {name}: is none of {known}")
+        if name.endswith("_hit") and not other_regions:
+            raise ValueError(f"--best_by {name}: is measured with --other_regions")
+        if of_attribute and not attributes:
+            raise ValueError(f"--best_by {name}: is measured with --attributes")
 
 
 def measure(policy: Sa2VAPolicy, batch, images, max_new_tokens: int) -> dict[str, list]:
