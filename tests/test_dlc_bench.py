@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -55,6 +57,15 @@ def folder(tmp_path, scenes):
         (root / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "captions.json").write_text(json.dumps(CAPTIONS))
     return root
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """A library of English in place of inflect, which is an extra and takes seconds to import."""
+    engine = SimpleNamespace(
+        a=lambda word: f"a {word}", singular_noun=lambda word: word.endswith("s") and word[:-1]
+    )
+    monkeypatch.setitem(sys.modules, "inflect", SimpleNamespace(engine=lambda: engine))
 
 
 def by_rules(chat, n):
@@ -187,8 +198,7 @@ def test_scores_by_hand():
 # The program
 
 
-def test_means_over_regions_by_hand(folder, capsys):
-    pytest.importorskip("inflect")
+def test_means_over_regions_by_hand(folder, words, capsys):
     with JudgeServer(by_rules) as server:
         found = judged(folder, server)
         assert len(server.chats) == 1 + 10  # whether it is there; three of them with one more each
@@ -205,9 +215,7 @@ def test_means_over_regions_by_hand(folder, capsys):
     assert "average       -0.1667" in capsys.readouterr().out
 
 
-def test_what_cannot_be_read_is_no_number(folder, capsys):
-    pytest.importorskip("inflect")
-
+def test_what_cannot_be_read_is_no_number(folder, words, capsys):
     def behaviour(chat, n):
         rubbish = "A red cup" in chat[-1]["content"] and "spoon is" in chat[-1]["content"]
         return "I would rather not" if rubbish else by_rules(chat, n)
@@ -223,8 +231,7 @@ def test_what_cannot_be_read_is_no_number(folder, capsys):
         assert all(map(math.isnan, judged(folder, server)["means"].values()))
 
 
-def test_a_judge_that_stops_answering_ends_it_and_is_not_asked_twice(folder, monkeypatch):
-    pytest.importorskip("inflect")
+def test_a_judge_that_stops_answering_ends_it_and_is_not_asked_twice(folder, words, monkeypatch):
     monkeypatch.setattr(
         dlc_bench, "LLMJudge", lambda *args, **how: LLMJudge(*args, **how, backoff=0.01)
     )
@@ -265,9 +272,11 @@ def test_odd_files_are_refused(folder, file, change, words):
     assert words in complaint(folder, server)
 
 
-def test_missing_files_are_refused(folder):
+def test_missing_files_are_refused(folder, monkeypatch):
     server = JudgeServer(by_rules)
     server.http.server_close()
+    monkeypatch.setitem(sys.modules, "inflect", None)
+    assert "DLC-Bench needs inflect: pip install" in complaint(folder, server)
     (folder / "qa.json").write_text("[]")
     assert "qa.json holds no JSON object" in complaint(folder, server)
     (folder / "qa.json").unlink()
