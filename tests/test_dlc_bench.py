@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from rl_train.rewards import LLMJudge
@@ -283,7 +284,7 @@ def test_missing_files_are_refused(folder, monkeypatch):
     assert "qa.json is not a readable JSON file" in complaint(folder, server)
 
 
-def test_captions_are_those_of_the_model(folder, policy, scenes, monkeypatch):
+def test_captions_are_those_of_the_model(folder):
     """By annotation id, in the file that the verb judge reads."""
     out = folder.parent / "said.json"
     flags = f"--model_path {CHECKPOINT} --max_completion_length 8 --num_workers 0 --dtype float32"
@@ -297,5 +298,21 @@ def test_captions_are_those_of_the_model(folder, policy, scenes, monkeypatch):
         dlc_bench.main(argv)
     Image.new("RGB", (8, 8)).save(folder / "images" / "2.png")  # of another size: masks are resized
     assert dlc_bench.BenchRegions(folder)[2]["mask"].shape == (8, 8)
-    with pytest.raises(SystemExit):  # argparse's own
-        dlc_bench.main([*argv, "--batch_size", "0"])
+    for flag, value in (("batch_size", 0), ("best_of", -1), ("temperature", 0)):
+        with pytest.raises(SystemExit):  # argparse's own
+            dlc_bench.main([*argv, f"--{flag}", str(value)])
+
+
+def test_of_sampled_captions_that_by_which_the_region_is_found(folder, monkeypatch):
+    def sampled(policy, batch, features, num_tokens, N):
+        assert (num_tokens, N, policy.engine.temperature) == (8, 2, 0.7)
+        captions = [f"{key} {word}" for key in batch.image_ids for word in ("one", "two")]
+        return captions, torch.tensor([[0.5, 0.1], [0.2, 0.3], [0.4, 0.4]]), None
+
+    monkeypatch.setattr(dlc_bench, "sample_captions", sampled)
+    out = folder.parent / "said.json"
+    flags = f"--model_path {CHECKPOINT} --max_completion_length 8 --num_workers 0 --dtype float32"
+    argv = ["caption", "--data_dir", str(folder), "--captions", str(out), *flags.split()]
+    dlc_bench.main([*argv, "--best_of", "2", "--temperature", "0.7"])
+    said = json.loads(out.read_text())
+    assert [said[key] for key in ("11", "12", "21")] == ["11 one", "12 two", "21 one"]

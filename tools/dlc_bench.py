@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, RewardConfig
+from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, RewardConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.images import check_read, map_file
 from rl_train.data.loader import eval_loader
@@ -36,12 +36,12 @@ from rl_train.data.samples import read_sample
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.files import check_writable
-from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.segment_describe import describe
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.judge_client import NoReply
 from rl_train.rewards.judge_text import reply_text
 from rl_train.statistics import bootstrap
+from rl_train.tasks.cycle_measures import sample_captions
 from sa2va_hf.prompts import DESCRIBE
 from tools.dlc_questions import (
     MAX_REPLY_TOKENS,
@@ -72,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
             add("--batch_size", type=COUNT, default=8)
             add("--max_completion_length", type=COUNT, default=512, help="the original's")
             add("--max_tiles", type=COUNT, default=1)
+            best = "keep that of N sampled captions by which the model itself finds the region best"
+            add("--best_of", type=COUNT_OR_0, default=0, metavar="N", help=best)
+            add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
             add("--num_workers", type=COUNT_OR_0, default=2)
             add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
         else:
@@ -113,14 +116,22 @@ class BenchRegions:
 
 @torch.no_grad()
 def caption_all(policy, dataset, args) -> dict[str, str]:
-    """{annotation id: greedy caption}. Raises DamagedSample, FloatingPointError."""
-    captions, tokens = {}, args.max_completion_length
+    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU.
+
+    Raises DamagedSample, FloatingPointError.
+    """
+    captions, tokens, N = {}, args.max_completion_length, args.best_of
     loader = eval_loader(dataset, policy.inputs(tokens), args.batch_size, args.num_workers)
     for batch in tqdm(loader, desc="captions", leave=False):
         for fault in batch.damaged:  # another region stands in for it
             raise DamagedSample(*fault.split(": ", 1))
-        masks, rows = [mask.to(policy.device) for mask in batch.masks], range(len(batch))
-        texts = describe(policy, policy.encode(batch), rows, masks, tokens)
+        features, rows = policy.encode(batch), range(len(batch))
+        if N:
+            sampled, iou, _ = sample_captions(policy, batch, features, tokens, N)
+            texts = [sampled[N * row + place] for row, place in enumerate(iou.argmax(1).tolist())]
+        else:
+            masks = [mask.to(policy.device) for mask in batch.masks]
+            texts = describe(policy, features, rows, masks, tokens)
         distributed.raise_on_any_rank(policy.not_finite())
         captions |= dict(zip(batch.image_ids, texts))
     return captions
@@ -130,11 +141,9 @@ def caption(args):
     """Write the captions of a model. Raises ValueError for what is wrong in flags and files."""
     check_writable("--captions", args.captions, is_file=True)
     dataset, ranks = BenchRegions(args.data_dir), distributed.init()
-    how = dict(dtype=args.dtype, max_tiles=args.max_tiles)
+    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
     whose = (args.model_path, args.checkpoint, args.role, ranks.device)
     policy = open_policy(*whose, args.max_completion_length, **how)
-    if policy.family != Sa2VAPolicy.family:
-        raise ValueError(f"--model_path {args.model_path}: of points, it describes nothing")
     captions = explaining(args.num_workers, caption_all, policy, dataset, args)
     args.captions.parent.mkdir(parents=True, exist_ok=True)
     args.captions.write_text(json.dumps(captions | dict(query=DESCRIBE), indent=1))

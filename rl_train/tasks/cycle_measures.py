@@ -172,6 +172,28 @@ def measure_samples(
     by cycle IoU, which needs no true caption and for which best_of_G_cycle_iou stands, `by_logp` =
     by mean log-prob; `sampled` = the mean of all G.
 
+    See `sample_captions`.
+    """
+    G = num_generations
+    captions, iou, logp = sample_captions(policy, batch, images, max_new_tokens, G)
+    true = [caption for caption in batch.captions for _ in range(G)]
+    truth = meteor(true, captions).view(-1, G)  # (B, G)
+    return dict(
+        best_of_G_cycle_iou=kept(iou, iou),
+        by_logp_cycle_iou=kept(iou, logp),
+        sampled_cycle_iou=iou.mean(1).tolist(),
+        best_of_G_meteor=kept(truth, truth),
+        by_cycle_meteor=kept(truth, iou),
+        by_logp_meteor=kept(truth, logp),
+        sampled_meteor=truth.mean(1).tolist(),
+    )
+
+
+def sample_captions(
+    policy: Sa2VAPolicy, batch, images, max_new_tokens: int, num_generations: int
+) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """(N sampled captions, G of each region; their cycle IoU, their mean log-prob (B, G)).
+
     At the policy's temperature; random numbers follow from the sample's place in the data set, so
     that they are the same for all policies. The masks are those of greedy answers.
     """
@@ -183,18 +205,8 @@ def measure_samples(
     masks = segment_sampled(policy, images, rows, asked, max_new_tokens)
     targets = [batch.masks[i].to(policy.device) for i in rows]
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
-    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)  # (B, G)
-    truth = meteor([batch.captions[i] for i in rows], captions).view(-1, G)  # (B, G)
-    logp = mean_logps(done, G)  # (B, G)
-    return dict(
-        best_of_G_cycle_iou=kept(iou, iou),
-        by_logp_cycle_iou=kept(iou, logp),
-        sampled_cycle_iou=iou.mean(1).tolist(),
-        best_of_G_meteor=kept(truth, truth),
-        by_cycle_meteor=kept(truth, iou),
-        by_logp_meteor=kept(truth, logp),
-        sampled_meteor=truth.mean(1).tolist(),
-    )
+    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)
+    return captions, iou, mean_logps(done, G)
 
 
 def measure_texts(
