@@ -22,10 +22,10 @@ setup(
         "safetensors",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff", "inflect"],
         "oracle": ["trl==1.16.0", "pytest", "datasets"],
         "hub": ["datasets"],
         "judge": ["openai"],
-        "eval": ["pycocoevalcap"],
+        "eval": ["pycocoevalcap", "inflect"],
     },
 )

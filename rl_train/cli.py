@@ -20,6 +20,7 @@ from rl_train.distributed import (
 )
 from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import CYCLES, TASKS, load_task
+from rl_train.tasks.cycle_measures import check_choosing
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
@@ -124,6 +125,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if program is REINFORCE:
         check_rewards(args)
+    if set(args.tasks) <= set(program.tasks):  # what others measure is known when they have
+        check_choosing(args.best_by, args.other_regions, args.attributes)
     if args.eval_dataset and not args.eval_data_dir:
         raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):

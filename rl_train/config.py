@@ -260,6 +260,13 @@ class RunConfig:
         None, "from a folder or the latest; auto: from the latest if any", nargs="?", const="latest"
     )
     eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
+    best_by: list[str] = flag(
+        [],
+        "held-out measures whose mean chooses checkpoint_best, and the role that tools.export "
+        "takes; none: seg_iou and caption_meteor, of points seg_iou (docs/algorithm.md)",
+        type=lambda name: name.removeprefix("eval/"),
+        metavar="MEASURE",
+    )
     seed: int = flag(0, "of everything", type=SEED)
 
 

@@ -138,10 +138,17 @@ def test_the_role_that_held_out_samples_prefer(tmp_path, capsys):
     """The teacher is better by what counts and worse by what does not."""
     policy = dict(seg_iou=0.6, caption_meteor=0.4, cycle_iou=0.9, cycle_meteor=0.9)
     teacher = dict(seg_iou=0.5, caption_meteor=0.6, cycle_iou=0.1, cycle_meteor=0.1)
-    file = tmp_path / "evaluation" / "step_7.json"
+    file, config = tmp_path / "evaluation" / "step_7.json", "checkpoint_step_7/config.json"
+    for flags in (config, "checkpoint_best/config.json"):
+        write_json(tmp_path / flags, {})  # of a run before there was --best_by
     write_json(file, dict(means=policy, teacher=dict(means=teacher)))
     assert export.preferred_role(tmp_path / "checkpoint_step_7") == "ema"
-    assert "policy 0.5000, ema 0.5500" in capsys.readouterr().out
+    assert "seg_iou and caption_meteor" in (said := capsys.readouterr().out)
+    assert "policy 0.5000, ema 0.5500" in said
+    write_json(tmp_path / config, dict(best_by=["seg_iou"]))
+    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
+    assert "mean of seg_iou on held-out samples: policy 0.6000" in capsys.readouterr().out
+    write_json(tmp_path / config, dict(best_by=[]))
     write_json(file, dict(means=teacher, teacher=dict(means=policy)))
     assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
     write_json(file, dict(means=policy, teacher=dict(means=policy)))

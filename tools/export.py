@@ -81,8 +81,8 @@ def beside(folder: Path) -> dict[str, object]:
 def preferred_role(folder: Path) -> str:
     """The role of a checkpoint that held-out samples prefer, by the score of checkpoint_best.
 
-    The run has measured both roles at that step: in the checkpoint's own eval.json, or in
-    evaluation/ beside it. Raises ValueError if it has not.
+    That is the mean that its --best_by names. The run has measured both roles at that step: in the
+    checkpoint's own eval.json, or in evaluation/ beside it. Raises ValueError if it has not.
     """
     at_step = checkpoint.NAME.search(folder.resolve().name)
     file = folder / "eval.json"
@@ -97,12 +97,12 @@ def preferred_role(folder: Path) -> str:
             f"--role policy or --role ema, or measure both: tools.evaluate --model_path {folder} "
             "--role .."
         )
-    scores = dict(policy=score(policy), ema=score(teacher))
+    names = read_json(folder / "config.json").get("best_by", [])  # older runs have none
+    scores = dict(policy=score(policy, names), ema=score(teacher, names))
     role = max(scores, key=scores.get)
     words = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-    print(
-        f"--role auto: {role}, by the mean of {' and '.join(SCORES)} on held-out samples: {words}"
-    )
+    means = " and ".join(names or SCORES)
+    print(f"--role auto: {role}, by the mean of {means} on held-out samples: {words}")
     return role
 
 
