@@ -19,6 +19,8 @@ from rl_train.distributed import (
 )
 from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import CYCLES, TASKS, load_task
+from rl_train.translate_flags import translate
+from rl_train.wandb_mirror import check_project
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
@@ -27,6 +29,7 @@ FREE_ON_RESUME = {
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
+    *("wandb", "export_final"),
 }
 PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
@@ -46,7 +49,8 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
     description = "Reinforcement learning by closed cycles; one process per GPU (torchrun)."
     how = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser(PROGRAM, description=description, **how)
+    epilog = "Flags of TRL's GRPOConfig mean the same or are refused by name: docs/coming_from.md."
+    parser = argparse.ArgumentParser(PROGRAM, description=description, epilog=epilog, **how)
     add_tasks_flag(parser)
     for part in PARTS.values():
         add_flags(parser, part)
@@ -65,13 +69,20 @@ def parse(argv=None) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     add_tasks_flag(parser)
+    argv = sys.argv[1:] if argv is None else argv
     names = parser.parse_known_args(argv)[0].tasks
     try:
         tasks = TASKS | {name: load_task(name) for name in names}
         parser = build_parser(tasks)
-        return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
+        args = parser.parse_args(translate(argv, known_flags(parser)))
+        return checked(args, {name: tasks[name] for name in names})
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
+
+
+def known_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """All flags of a parser, with both forms of those that can be switched off."""
+    return {flag for action in parser._actions for flag in action.option_strings}
 
 
 def parse_together(argv=None) -> Config:
@@ -109,6 +120,8 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
         )
+    if args.wandb is not None:
+        check_project(args.wandb)
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)

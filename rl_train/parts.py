@@ -30,6 +30,7 @@ from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
+from rl_train.wandb_mirror import Mirror
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
 
@@ -51,6 +52,7 @@ class Parts:
     max_steps: int
     control: Control = field(default_factory=Control)  # what counts of the tasks' rewards
     claim: object = None  # on the output folder, as long as it lives; see `begin`
+    mirror: Mirror | None = None  # of --wandb, on the first rank; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
@@ -199,5 +201,7 @@ def begin(parts: Parts):
             folder.mkdir(parents=True, exist_ok=True)
         parts.claim = claim(folder)
         checkpoint.tidy(folder, start, parts.config.run.save_total_limit)
+        if (project := parts.config.run.wandb) is not None:
+            parts.mirror = Mirror(folder, project, parts.flags)
         write_json(folder / "config.json", parts.flags, indent=2)
     distributed.gather_objects(None)  # nobody goes on if the folder has been taken

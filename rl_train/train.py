@@ -203,7 +203,7 @@ def run(parts: Parts, stops: Stops):
     size = BATCHES * config.rollout.batch_size
     how = dict(other_regions=others, vocabulary=parts.vocabulary, measure=state.tasks[0].measure)
     heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
-    with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
+    with closing(Log(config.run.output_dir, parts.ranks, start, parts.mirror)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
         evaluator.base(state, log)
