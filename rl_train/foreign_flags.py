@@ -77,6 +77,9 @@ def _share(value: str) -> tuple[str, ...] | None:
 
 WEIGHTS = "a weight follows a colon: --reward module:function=WEIGHT; the tasks' own have flags"
 OWN_SAMPLER = "answers are sampled by the project's own engine, by the weights that are trained"
+NO_EXPERTS = "no model here is a mixture of experts"
+LAUNCHER = "run_rl_train.sh starts the ranks, NPROC of them"
+NO_TOOLS = "no answer calls a tool"
 WHOLE = "answers are drawn from the whole distribution that is scored, of --temperature alone"
 SHARDED = "--shard_base shares a base that is too large for a GPU out over all (FSDP2)"
 REFERENCE = "the reference stays the base; what follows the policy is the teacher (--ema_half_life)"
@@ -87,6 +90,7 @@ PIXELS = "Sa2VA sees --max_tiles tiles; Qwen2.5-VL --image_side, --max_image_tok
 OF_LOSS = "it belongs to a loss that is not here; --loss_type has which there are"
 ONE_BASE = "the base is held in --dtype float32 or bfloat16; --shard_base shares it out"
 ONE_OPTIMIZER = "the optimizer is AdamW with betas .9 and .999; --learning_rate, --weight_decay"
+ROLLOUTS = "every rollout is a line in --output_dir, rollouts/rank*.jsonl"
 EACH_STEP = "every step is written to TensorBoard; there is nothing to choose, leave it out"
 
 FOREIGN = {
@@ -171,6 +175,9 @@ FOREIGN = {
         values=so_anyway("true"),
         why="it is off, since sampled and scored are one distribution (see --lora_dropout)",
     ),
+    "--cast_lm_head_to_fp32": Foreign(
+        TRL, values=so_anyway("false"), why="log-probs are float32, whatever --dtype"
+    ),
     "--use_peft": Foreign(
         TRL, values=so_anyway("true"), why="the language model trains by LoRA alone: --lora_r"
     ),
@@ -189,10 +196,9 @@ FOREIGN = {
         values={"tensorboard": (), "wandb": ("--wandb",)},
         why=TENSORBOARD,
     ),
-    "--log_completions": Foreign(
-        TRL,
-        values=so_anyway("true"),
-        why="every rollout is a line in --output_dir, rollouts/rank*.jsonl",
+    "--log_completions": Foreign(TRL, values=so_anyway("true"), why=ROLLOUTS),
+    "--log_multimodal": Foreign(
+        TRL, values=so_anyway("true"), why="pictures of rollouts are drawn every --eval_steps"
     ),
     "--log_steps": Foreign(EARLIER, values=so_anyway("1"), why=EACH_STEP),
     "--logging_steps": Foreign(BOTH, values=so_anyway("1"), why=EACH_STEP),
@@ -269,16 +275,27 @@ FOREIGN = {
         TRL, why="prompts are those of the checkpoint's supervised training; --tasks asks others"
     ),
     "--cache_implementation": Foreign(TRL, why=OWN_SAMPLER),
-    "--use_transformers_continuous_batching": Foreign(TRL, why=OWN_SAMPLER),
+    "--use_transformers_*": Foreign(TRL, why=OWN_SAMPLER),
+    "--transformers_*": Foreign(TRL, why=OWN_SAMPLER),
+    "--pad_to_multiple_of": Foreign(TRL, why=OWN_SAMPLER),
+    "--max_tool_calling_iterations": Foreign(TRL, why=NO_TOOLS),
+    "--router_aux_loss_coef": Foreign(TRL, why=NO_EXPERTS),
+    "--model_init_kwargs": Foreign(
+        TRL, why="--dtype, --max_tiles, --shard_base, .. say how the model of --model_path is read"
+    ),
     "--vllm_*": Foreign(TRL, why=OWN_SAMPLER),
     "--sapo_*": Foreign(TRL, why=OF_LOSS),
     "--vespo_*": Foreign(TRL, why=OF_LOSS),
     "--min_pixels": Foreign(EARLIER, why=PIXELS),
     "--max_pixels": Foreign(EARLIER, why=PIXELS),
+    "--num_completions_to_print": Foreign(TRL, why=ROLLOUTS),
+    "--log_unique_prompts": Foreign(TRL, why=ROLLOUTS),
+    "--log_completions_hub_repo": Foreign(TRL, why=UPLOAD),
     "--deepspeed": Foreign(BOTH, why=SHARDED),
+    "--ds3_gather_for_generation": Foreign(TRL, why=SHARDED),
     "--fsdp": Foreign(TRL, why=SHARDED),
     "--fsdp_config": Foreign(TRL, why=SHARDED),
-    "--local_rank": Foreign(TRL, why="run_rl_train.sh starts the ranks, NPROC of them"),
+    "--local_rank": Foreign(TRL, why=LAUNCHER),
     "--run_name": Foreign(TRL, why="a run has the name of its --output_dir"),
     "--wandb_run_name": Foreign(EARLIER, why="a run of --wandb has the name of its --output_dir"),
     "--hub_*": Foreign(TRL, why=UPLOAD),

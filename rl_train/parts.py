@@ -16,6 +16,7 @@ from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
+from rl_train.export import lacking
 from rl_train.files import claim, write_json, writing
 from rl_train.memory import GIB, standing_memory
 from rl_train.policies.families import build_policy
@@ -133,6 +134,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
+        base = Path(config.policy.model_path)
+        if config.run.export_final and (lack := lacking(base, Path(output_dir))):
+            raise ValueError(f"--export_final: on the disk of --output_dir {output_dir} {lack}")
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
@@ -155,6 +159,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     how = (families, sorted(groups), tokens, ranks.device, shards)
     policy = build_policy(config.policy, *how)
     asked = any(kind.asks_teacher for kind in kinds.values())
+    if config.run.export_final == "ema" and not asked:
+        raise ValueError("--export_final ema: no task of --tasks has a teacher")
     roles = Roles(policy.trainable, COPIES if asked else ("reference",))
     print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)

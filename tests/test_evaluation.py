@@ -11,13 +11,13 @@ from rl_train import checkpoint, evaluation
 from rl_train.checkpoint import RunState
 from rl_train.distributed import Ranks
 from rl_train.evaluation import HeldOut
+from rl_train.export import preferred_role
 from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
 from rl_train.tasks.cycle_measures import METRICS
 from tests.runs import on_one_core, run
 from tools.demo_scenes import PATTERNS
-from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))

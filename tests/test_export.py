@@ -8,12 +8,13 @@ from safetensors.torch import load_file
 
 from rl_train import checkpoint
 from rl_train.config import PolicyConfig
+from rl_train.export import preferred_role
 from rl_train.files import write_json
 from rl_train.policies.sa2va import build_policy
+from rl_train.trained_policy import load_policy
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, on_one_core, run
 from tools import export
-from tools.trained_policy import load_policy
 
 
 @pytest.fixture(scope="module")
@@ -140,20 +141,20 @@ def test_the_role_that_held_out_samples_prefer(tmp_path, capsys):
     teacher = dict(seg_iou=0.5, caption_meteor=0.6, cycle_iou=0.1, cycle_meteor=0.1)
     file = tmp_path / "evaluation" / "step_7.json"
     write_json(file, dict(means=policy, teacher=dict(means=teacher)))
-    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "ema"
+    assert preferred_role(tmp_path / "checkpoint_step_7") == "ema"
     assert "policy 0.5000, ema 0.5500" in capsys.readouterr().out
     write_json(file, dict(means=teacher, teacher=dict(means=policy)))
-    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
+    assert preferred_role(tmp_path / "checkpoint_step_7") == "policy"
     write_json(file, dict(means=policy, teacher=dict(means=policy)))
-    assert export.preferred_role(tmp_path / "checkpoint_step_7") == "policy"
+    assert preferred_role(tmp_path / "checkpoint_step_7") == "policy"
     write_json(
         tmp_path / "checkpoint_best" / "eval.json", dict(metrics=policy | {"teacher": teacher})
     )
-    assert export.preferred_role(tmp_path / "checkpoint_best") == "ema"
+    assert preferred_role(tmp_path / "checkpoint_best") == "ema"
     write_json(file, dict(means=policy))  # of a run that did not measure the teacher
     for name in ("checkpoint_step_7", "checkpoint_step_8", "a_copy"):
         with pytest.raises(ValueError, match="^--role auto: .*--role policy or --role ema"):
-            export.preferred_role(tmp_path / name)
+            preferred_role(tmp_path / name)
 
 
 def test_bad_input(trained, tmp_path, capsys):
