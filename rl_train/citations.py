@@ -59,6 +59,7 @@ OF_FAMILY = {
 }
 
 
-def bibtex(family: str) -> str:
+def bibtex(family: str, reinforced: bool = True) -> str:
     """The entries of what a model of a family was made of and trained by."""
-    return "\n".join(ENTRIES[name] for name in OF_FAMILY[family])
+    names = [name for name in OF_FAMILY[family] if reinforced or name != "grpo"]
+    return "\n".join(ENTRIES[name] for name in names)

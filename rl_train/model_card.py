@@ -33,6 +33,9 @@ TASKS = {  # {name: (flag of its weight, what is asked)}
         "phrase -> box and points -> mask: the policy answers with a box, positive and negative "
         "points, of which SAM2 draws the mask",
     ),
+    "region_captions": ("caption_weight", "true captions of regions"),
+    "referring_segmentation": ("mask_weight", "true masks of captions"),
+    "point_answers": ("point_weight", "a box and points that SAM2 draws true regions of"),
 }
 # Flags of the machine that it ran on; of other paths the last name is shown.
 MACHINE = {"output_dir", "resume", "llm_judge_base_url", "wandb", "export_final", "num_workers"}
@@ -72,8 +75,8 @@ def write_card(output: Path, folder: Path, base: Path, role: str, policy):
     counts = parameter_counts(policy.model, policy.trainable, policy.group_of)
     step = step_of(folder)
     parts = [
-        front_matter(base),
-        f"# {name_of(base)}, trained by reinforcement learning\n",
+        front_matter(base, flags),
+        f"# {name_of(base)}, trained by {kind_of(flags)}\n",
         method(flags, base, role, step),
         parameters(counts),
         held_out(folder, flags, role, step),
@@ -82,7 +85,7 @@ def write_card(output: Path, folder: Path, base: Path, role: str, policy):
         f"## Citation\nSee `{CITATION}`.\n",
     ]
     (output / CARD).write_text("\n".join(part for part in parts if part))
-    (output / CITATION).write_text(bibtex(family))
+    (output / CITATION).write_text(bibtex(family, "kl_coef" in flags))
 
 
 def name_of(path) -> str:
@@ -101,13 +104,19 @@ def step_of(folder: Path) -> int | None:
     return read_json(file)["step"] if file.is_file() else None
 
 
-def front_matter(base: Path) -> str:
+def kind_of(flags: dict) -> str:
+    """What a run did, of which only one kind has a KL."""
+    return "reinforcement learning" if "kl_coef" in flags else "supervised examples"
+
+
+def front_matter(base: Path, flags: dict) -> str:
     """The card's yaml. Base and licence are said if the base's folder says them."""
     lines = ["library_name: transformers", "pipeline_tag: image-text-to-text"]
     if "/" in name_of(base):
         lines = [f"base_model: {name_of(base)}", "base_model_relation: finetune", *lines]
     lines += licence(base / CARD)
-    tags = ["reinforcement-learning", "grpo", "image-segmentation"]
+    tags = ["reinforcement-learning", "grpo"] if "kl_coef" in flags else []
+    tags += ["image-segmentation"]
     tags += ["custom_code"] if (base / CODE).is_file() else []
     return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---\n"])
 
@@ -122,14 +131,16 @@ def licence(card: Path) -> list[str]:
 def method(flags: dict, base: Path, role: str, step: int | None) -> str:
     whose = dict(policy="the policy", ema="the teacher, a moving average of the policy")[role]
     after = "" if step is None else f", after step {step}"
+    reinforced = "kl_coef" in flags
+    how = "GRPO in closed cycles" if reinforced else "supervised training"
     lines = [
-        f"From {name_of(base)} by GRPO in closed cycles ({PROJECT}). These weights are {whose}"
-        f"{after}; its LoRA is merged.\n",
+        f"From {name_of(base)} by {how} ({PROJECT}). These weights are {whose}{after}; its LoRA is "
+        "merged.\n",
         "## Method",
     ]
     asked = [TASKS.get(task, ("", task)) for task in flags["tasks"]]
     lines += [f"- {words}" for flag, words in asked if flags.get(flag, 1) > 0]
-    lines.append("\nThe reward is what the settings below say.")
+    lines.append("\nThe reward is what the settings below say." if reinforced else "")
     data = [f"format `{flags['dataset']}`", f"`{shown(flags['data_dir'])}`"]
     lines.append(f"Trained on: {', '.join(data)}.\n")
     return "\n".join(lines)

@@ -10,12 +10,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rl_train import checkpoint
+from rl_train import checkpoint, tasks
+from rl_train.citations import bibtex
 from rl_train.config import PolicyConfig
 from rl_train.export import preferred_role
 from rl_train.files import write_json
-from rl_train.model_card import shown, write_card
+from rl_train.model_card import TASKS, front_matter, method, shown, write_card
 from rl_train.policies.sa2va import build_policy
+from rl_train.tasks.supervised import SUPERVISED
 from rl_train.trained_policy import load_policy
 from sa2va_hf import Sa2VAModel
 from tests.runs import CHECKPOINT, on_one_core, run
@@ -156,6 +158,20 @@ def test_a_card_leaves_out_what_the_run_does_not_know(trained, tmp_path):
     assert "custom_code" not in fields["tags"] and "trust_remote_code" not in card
     assert "## Held out" not in card and "after step" not in card
     assert "# owner/Sa2VA-4B, trained by reinforcement learning" in card
+
+
+def test_a_card_of_supervised_training():
+    """Which has no KL, and tasks of its own, those of weight 0 not counted."""
+    flags = dict(tasks=["region_captions", "referring_segmentation"], mask_weight=0.0)
+    text = method(flags | dict(dataset="dam", data_dir="owner/set"), CHECKPOINT, "policy", 3)
+    assert "From demo_checkpoint by supervised training (rl-sa2va)" in text
+    assert "- true captions of regions" in text and "masks" not in text and "reward" not in text
+    assert "Trained on: format `dam`, `owner/set`." in text
+    assert "grpo" not in front_matter(CHECKPOINT, flags)
+    assert "2402.03300" not in bibtex("sa2va", reinforced=False)
+    for name, (weight, _) in TASKS.items():
+        options = (tasks.TASKS | SUPERVISED)[name].Options
+        assert options.__dataclass_fields__["weight"].metadata["name"] == weight
 
 
 @pytest.mark.parametrize(
