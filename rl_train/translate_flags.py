@@ -16,6 +16,8 @@ def translate(argv: list[str], known) -> list[str]:
     """
     words, said = [], {}  # {our flag: the first that said it}
     for name, given, written in pieces(argv):
+        if name not in known and underscored(name) in known:
+            name, written = underscored(name), [underscored(name), *given]
         put = _put(name, given, written, known)
         for flag in {word.partition("=")[0] for word in put if word.startswith("--")}:
             flag = flag.replace("--no-", "--", 1)
@@ -49,10 +51,15 @@ def _put(name: str, given: list[str], written: list[str], known) -> list[str]:
 
 def find(name: str) -> Foreign | None:
     """The row of a flag that others call so, dashes or not; one with * is of all that begin so."""
-    name = "--" + name.removeprefix("--").replace("-", "_")
+    name = underscored(name)
     families = {begin[:-1]: row for begin, row in FOREIGN.items() if begin.endswith("*")}
     of_family = [row for begin, row in families.items() if name.startswith(begin)]
     return FOREIGN.get(name) or (of_family[0] if of_family else None)
+
+
+def underscored(name: str) -> str:
+    """A flag with _ in place of -, as which TRL's parser takes either."""
+    return "--" + name.removeprefix("--").replace("-", "_")
 
 
 # The document

@@ -100,7 +100,10 @@ def test_what_others_write_in_other_ways():
     assert ours("--resume_from_checkpoint run/checkpoint_step_1") == (
         "--resume run/checkpoint_step_1"
     )
-    for kept in ("--gradient_checkpointing", "--max_steps 7", "--loss_type=grpo", "--new 1 -h"):
+    assert ours("--learning-rate 1 --num-generations=2 --epsilon-high 3") == (
+        "--learning_rate 1 --num_generations 2 --clip_range_high 3"
+    )
+    for kept in ("--gradient_checkpointing", "--max_steps 7", "--loss_type=grpo", "--new-one 1 -h"):
         assert ours(kept) == kept
     assert list(pieces(["x", "--a", "1", "-2", "--b=3"])) == [
         ("x", [], ["x"]),
