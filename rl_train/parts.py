@@ -134,7 +134,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     if ranks.is_main:
         check_output_dir(config, flags)
         base = Path(config.policy.model_path)
-        if config.run.export_final and (lack := lacking(base, Path(output_dir))):
+        wanted = config.run.export_final and base.is_dir()  # one of the hub is tried at the end
+        if wanted and (lack := lacking(base, Path(output_dir))):
             raise ValueError(f"--export_final: on the disk of --output_dir {output_dir} {lack}")
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free

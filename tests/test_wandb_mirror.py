@@ -15,7 +15,7 @@ from rl_train.distributed import Ranks
 from rl_train.export import export
 from rl_train.foreign_curves import CURVES
 from rl_train.wandb_mirror import Mirror, check_project
-from tests.runs import complaint_of, events, flags, run, unmeasured
+from tests.runs import CHECKPOINT, complaint_of, events, flags, run, unmeasured
 
 WANDB = """
 class errors:
@@ -214,10 +214,11 @@ def test_what_is_there_stays_until_another_is_whole(tmp_path):
 
 
 def test_a_disk_that_is_too_small_is_told_at_the_start(data, tmp_path, capsys, monkeypatch):
+    size = sum(file.stat().st_size for file in CHECKPOINT.iterdir()) / 2**30
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=2**20))
     said = complaint_of(capsys, flags(data, tmp_path / "run", export_final=""))
     assert said.startswith(f"rl_train: --export_final: on the disk of --output_dir {tmp_path}/run")
-    assert "0.00 GiB are free" in said.replace(", ", " GiB ") or "are free" in said
+    assert said.endswith(f" {size:.2f} GiB are needed, 0.00 are free")
     assert not (tmp_path / "run").exists()
 
 
