@@ -26,6 +26,7 @@ setup(
         "oracle": ["trl==1.16.0", "pytest", "datasets"],
         "hub": ["datasets"],
         "judge": ["openai"],
+        "wandb": ["wandb"],
         "eval": ["pycocoevalcap", "inflect"],
     },
 )

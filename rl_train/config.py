@@ -268,6 +268,22 @@ class RunConfig:
         metavar="MEASURE",
     )
     seed: int = flag(0, "of everything", type=SEED)
+    wandb: str | None = flag(
+        None,
+        "mirror the curves, pictures and flags of TensorBoard as a run of this project of Weights "
+        "& Biases (extra: wandb); WANDB_MODE=offline keeps it on this machine",
+        metavar="PROJECT",
+        nargs="?",
+        const="rl-sa2va",
+    )
+    export_final: str | None = flag(
+        None,
+        "at the end write the last checkpoint merged into its base to --output_dir/final_model, as "
+        "tools.export does: auto = of policy and teacher (ema) the better one held out",
+        nargs="?",
+        const="auto",
+        choices=["auto", "policy", "ema"],
+    )
 
 
 @dataclass(frozen=True)

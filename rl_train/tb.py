@@ -15,10 +15,12 @@ from torch.utils.tensorboard.summary import scalar, text
 from rl_train.data.masks import encode_mask
 from rl_train.events import Events
 from rl_train.files import Appended, DamagedFile, writing
+from rl_train.foreign_curves import curves_table
 from rl_train.grpo import group_std
 from rl_train.objective import Work
 from rl_train.points.answers import Answer
 from rl_train.types import Outcome
+from rl_train.wandb_mirror import Mirror
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)  # colours of the given region and of a model's mask
 BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # of what prompts a mask
@@ -33,9 +35,12 @@ class Log:
 
     Lines and points beyond the step `start`, left by a killed run, are dropped. Raises DamagedFile
     if one of the lines cannot be read, and the file stays as it is; CannotWrite at a full disk.
+
+    Args:
+        mirror: gets the same points and pictures; on the first rank.
     """
 
-    def __init__(self, output_dir, ranks, start: int):
+    def __init__(self, output_dir, ranks, start: int, mirror: Mirror | None = None):
         folder, self.start = Path(output_dir) / "rollouts", start
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -45,15 +50,19 @@ class Log:
                     os.truncate(file, end_of_lines_before(start, file))
         self.jsonl = Appended(folder / f"rank{ranks.rank}.jsonl")
         self.events = Events(Path(output_dir) / "tensorboard", start) if ranks.is_main else None
+        self.mirror = mirror
 
     def scalars(self, values: dict[str, float], step: int):
         if self.events:
             self.events.add([scalar(name, value) for name, value in values.items()], step)
+        if self.mirror:
+            self.mirror.scalars(values, step)
 
     def hparams(self, flags: dict):  # as text: hparams events would open a run of their own
         if self.events:
             table = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
             self.events.add([text("hparams", table)], self.start)
+            self.events.add([text("curves", curves_table())], self.start)
 
     def rollouts(self, step: int, work: Work):
         """One JSON line per row, groups one behind the other; null is a reward that could not be
@@ -84,6 +93,8 @@ class Log:
                 picture = rollout_picture(image, work, first + k)
                 name = f"{work.task.name}/rollout_{k}"
                 self.events.add([image_summary(name, picture, dataformats="HWC")], step)
+                if self.mirror:
+                    self.mirror.picture(name, picture, step)
 
     def sync(self):
         """Wait until all is on the disk, before a checkpoint that counts on it."""
@@ -95,6 +106,8 @@ class Log:
         self.jsonl.close()
         if self.events:
             self.events.file.close()
+        if self.mirror:
+            self.mirror.close()
 
 
 def end_of_lines_before(start: int, file: Path) -> int:

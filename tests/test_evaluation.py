@@ -11,6 +11,7 @@ from rl_train import checkpoint, evaluation
 from rl_train.checkpoint import RunState
 from rl_train.distributed import Ranks
 from rl_train.evaluation import HeldOut
+from rl_train.export import preferred_role
 from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
@@ -18,7 +19,6 @@ from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS, NotMeasured
 from tests.runs import SAMPLED, on_one_core, run
 from tools.demo_scenes import PATTERNS
-from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))

@@ -58,7 +58,7 @@ from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table, metrics_of
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
-from tools.trained_policy import open_policy
+from rl_train.trained_policy import open_policy
 
 # Flags of models that answer with box and points.
 OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
