@@ -286,6 +286,18 @@ class RunConfig:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRunConfig(RunConfig):
+    """run"""
+
+    export_final: str = flag(
+        "policy",
+        "at the end the last checkpoint is merged into its base: --output_dir/final_model, which "
+        "rl_train.train takes as --model_path",
+        choices=["policy"],
+    )
+
+
 @dataclass(frozen=True)
 class Config:
     """What a run was asked for: one frozen config for each part, and the options of its tasks."""
@@ -309,7 +321,7 @@ SUPERVISED_PARTS = dict(
     data=DataConfig,
     rollout=ExamplesConfig,
     optim=UpdatesConfig,
-    run=RunConfig,
+    run=SupervisedRunConfig,
 )
 
 

@@ -42,6 +42,7 @@ from rl_train.rewards.judge_client import NoReply
 from rl_train.rewards.judge_text import reply_text
 from rl_train.statistics import bootstrap
 from rl_train.tasks.cycle_measures import sample_captions
+from rl_train.trained_policy import open_policy
 from sa2va_hf.prompts import DESCRIBE
 from tools.dlc_questions import (
     MAX_REPLY_TOKENS,
@@ -53,7 +54,6 @@ from tools.dlc_questions import (
     recognition,
     score,
 )
-from tools.trained_policy import open_policy
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -28,7 +28,7 @@ from rl_train.policies.sa2va import build_policy
 from rl_train.train import main as run_training
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tools import export, train_supervised
+from tools import train_supervised
 from tools.demo_model import initialise, make_tokenizer
 from tools.demo_scenes import HELDOUT, TINY, TRAIN, WARM_START, Kind, in_order, make_scene
 from tools.demo_sizes import SIZES, Size
@@ -68,7 +68,7 @@ def write_split(
 def train_checkpoint(output_dir: Path, size: Size, args):
     """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
 
-    Each part of PARTS begins with what the one before it left in output_dir/warm_start.
+    Each part of PARTS begins with what the one before it left in output_dir/warm_start/part.
     """
     torch.manual_seed(args.seed)
     warm_start = output_dir / "warm_start"
@@ -78,12 +78,13 @@ def train_checkpoint(output_dir: Path, size: Size, args):
         llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
         model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
         initialise(model)
-        save(model, tokenizer, before)
+        model.save_pretrained(before, torch.float32)
+        tokenizer.save_pretrained(before)
         scenes = args.warm_start_scenes or size.warm_start_scenes
         write_split(warm_start / "data", args.seed, WARM_START, scenes, size.kind, args.workers)
     steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
     for part in PARTS:
-        model = warm_start / part / "model"
+        model = warm_start / part / "final_model"
         if part in args.parts:
             began = time.perf_counter()
             if part == "unsettle":
@@ -98,17 +99,15 @@ def train_checkpoint(output_dir: Path, size: Size, args):
 
 
 def supervise(part: str, base: Path, output_dir: Path, size: Size, how: dict, args):
-    """Train the model in `base` by a part of PARTS into output_dir/warm_start/part/model."""
-    folder = output_dir / "warm_start" / part
+    """Train the model in `base` by a part of PARTS: the run in output_dir/warm_start/part."""
     flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
-    flags |= dict(eval_data_dir=output_dir / "heldout", output_dir=folder / "run")
+    flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0)
+    flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
     flags |= dict(dtype=size.dtype, max_completion_length=ANSWER, num_workers=args.workers)
-    flags |= dict(weight_decay=0.01, eval_steps=0, save_steps=how["max_steps"], seed=args.seed)
+    flags |= dict(weight_decay=0.01, save_steps=how["max_steps"])
     argv = [str(word) for name, value in (flags | how).items() for word in (f"--{name}", value)]
     argv += ["--no-gradient_checkpointing", *PARTS[part].split()]
     run_training(argv, train_supervised.PROGRAM, train_supervised.train)
-    checkpoint = folder / "run" / f"checkpoint_step_{how['max_steps']}"
-    export.export(checkpoint, folder / "model", "policy", dtype=torch.float32)
 
 
 def unsettled(base: Path, folder: Path, data: Path, seed: int):
