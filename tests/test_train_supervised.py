@@ -94,7 +94,7 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"], ["hypernetworks"]])
+@pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
 def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
     """From both tasks; but for keys' biases, which a softmax does not see."""
     made = built(data, tmp_path, train=chosen or None)
