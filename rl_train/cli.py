@@ -109,6 +109,16 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
         )
+    longest = args.max_completion_length
+    for name in ("overlong_buffer", "target_length"):
+        if (tokens := getattr(args, name)) > longest:
+            raise ValueError(f"--{name} {tokens}: above --max_completion_length {longest}")
+    if args.target_length and not args.length_weight:
+        raise ValueError(f"--target_length {args.target_length}: needs a --length_weight above 0")
+    if args.skip_zero_variance and args.shard_base:
+        raise ValueError(
+            "--skip_zero_variance: not with --shard_base, whose ranks make as many forwards each"
+        )
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)

@@ -10,8 +10,9 @@ vocabulary.
 
 import torch
 
-# By what each loss divides its advantages (`group_advantages`), and how far its ratio may leave 1
-# below and above: a row's ratio in gspo, the mean over its tokens, moves less than a token's.
+SCALES = ("group", "batch", "none")  # what advantages may be divided by (`group_advantages`)
+# By what each loss divides them unless told, and how far its ratio may leave 1 below and above: a
+# row's ratio in gspo, the mean over its tokens, moves less than a token's.
 ADVANTAGE_SCALES = dict(grpo="group", bnpo="group", dr_grpo="none", dapo="group", gspo="group")
 LOSS_TYPES = tuple(ADVANTAGE_SCALES)
 CLIP_RANGES = dict.fromkeys(LOSS_TYPES, (0.2, 0.2)) | dict(gspo=(3e-4, 4e-4))
@@ -41,18 +42,23 @@ def group_advantages(
     Raises:
         ValueError: G < 2, N not a multiple of G, or an unknown scale.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale {scale!r} is unknown; known: group, batch, none")
+    if scale not in SCALES:
+        raise ValueError(f"scale {scale!r} is unknown; known: {', '.join(SCALES)}")
     mean, std = _group_moments(rewards, num_generations)  # (B, 1) each
     advantages = rewards.view(-1, num_generations) - mean
     advantages = torch.where(std < MIN_STD, 0.0, advantages)
     if scale == "group":
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif scale == "batch":
-        scored = rewards[~rewards.isnan()]
-        spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
-        advantages = advantages / (spread + ADVANTAGE_EPS)
+        advantages = over_spread(advantages, rewards)
     return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
+
+
+def over_spread(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Advantages divided by the unbiased std of `rewards` (M,), NaN left out, + 1e-4."""
+    scored = rewards[~rewards.isnan()]
+    spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
+    return advantages / (spread.to(advantages) + ADVANTAGE_EPS)
 
 
 def _group_moments(rewards, num_generations):
@@ -109,11 +115,13 @@ def grpo_loss(
     loss_type="grpo",
     max_completion_length=None,
     num_tokens=None,
+    entropy=None,
+    entropy_coef=0.0,
 ):
-    """Clipped policy-gradient loss with a KL penalty.
+    """Clipped policy-gradient loss with a KL penalty and, if asked, an entropy bonus.
 
-    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
-    rho = exp(logp - old_logp).
+    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3
+    - entropy_coef H, rho = exp(logp - old_logp).
 
     Args:
         logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when
@@ -124,14 +132,17 @@ def grpo_loss(
             / (N max_completion_length).
         num_tokens: by default the valid tokens given. The training loop passes the count of the
             whole step over ranks, so that the sum over micro-batches is exact.
+        entropy: (N, T) H in nats, with gradient, of the distributions that the tokens were drawn
+            from; may be None if entropy_coef is 0.
 
     Returns:
-        (scalar, stats): detached; policy_loss, the scalar without its KL part, and, to be divided
+        (scalar, stats): detached; policy_loss, the scalar's policy term alone, and, to be divided
         by stats["tokens"], kl, clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 +
         clip_range_high and A > 0); ratio_max, the largest |rho - 1|.
 
     Raises:
-        ValueError: unknown loss_type, or one of max_completion_length and ref_logp is missing.
+        ValueError: unknown loss_type, or one of max_completion_length, ref_logp and entropy is
+            missing.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
@@ -139,6 +150,8 @@ def grpo_loss(
         raise ValueError("--loss_type dr_grpo needs max_completion_length")
     if kl_coef and ref_logp is None:
         raise ValueError("--kl_coef needs the reference's log-probs")
+    if entropy_coef and entropy is None:
+        raise ValueError("--entropy_coef needs the entropies")
     high = clip_range if clip_range_high is None else clip_range_high
     log_ratio = torch.where(valid, logp - old_logp, 0.0)  # (N, T)
     if loss_type == "gspo":
@@ -163,6 +176,8 @@ def grpo_loss(
         kl = torch.where(valid, k3_kl(*(torch.where(valid, x, 0.0) for x in (logp, ref_logp))), 0.0)
     if kl_coef:
         loss = loss + kl_coef * reduce(kl)
+    if entropy_coef:
+        loss = loss - entropy_coef * reduce(entropy)
     with torch.no_grad():
         rho = ratio.expand_as(logp)
         away = torch.where(valid, (rho - 1).abs(), 0.0)

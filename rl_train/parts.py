@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,8 +24,9 @@ from rl_train.policies.lora import parameter_table
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.controls import Control
-from rl_train.rewards.custom import load_user_rewards
+from rl_train.rewards.custom import load_named, load_user_rewards
 from rl_train.rewards.judge import FailureWindow
+from rl_train.rewards.length import length_terms
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
@@ -93,6 +95,14 @@ def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     return judge
 
 
+def build_rewards(config: Config) -> tuple:
+    """What is added to every task's reward. Raises ValueError, naming --reward."""
+    flags = config.reward
+    lengths = (flags.overlong_buffer, flags.length_weight, flags.target_length)
+    terms = length_terms(config.rollout.max_completion_length, *lengths)
+    return *load_user_rewards(flags.reward, [term.name for term in terms]), *terms
+
+
 def build_control(config: Config, train_set, inputs) -> Control:
     """The control that the flags ask for; the caption of "fixed" is that of the first sample."""
     kind, caption = config.reward.control, ""
@@ -135,7 +145,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
-    user_rewards = tuple(load_user_rewards(config.reward.reward))
+    user_rewards = build_rewards(config)
     judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
     data = config.data
@@ -160,7 +170,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
-    sampler = StepSampler(len(train_set), *how, ranks.world_size)
+    order = data.order and load_named("--order", data.order, "function", callable)
+    order = order and partial(order, train_set)
+    sampler = StepSampler(len(train_set), *how, ranks.world_size, order=order)
+    sampler.indices(0)  # what is wrong with --order is said before the first step
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)

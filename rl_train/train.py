@@ -25,11 +25,12 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.endings import Endings
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
-from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import (
     MicroBatchLoss,
     Work,
     check_answers,
+    divide_by_batch,
     micro_batches_of,
     score_all,
     step_totals,
@@ -50,7 +51,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
     """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
-    scale = ADVANTAGE_SCALES[config.loss.loss_type]
+    scale, of_batch = config.loss.scale, config.loss.scale == "batch"
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = average or GradientAverage
     objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
@@ -76,18 +77,23 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 counted = reward
                 if config.reward.scale_components:
                     counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, scale).to(policy.device)  # (N,)
+                advantages = group_advantages(counted, G, "none" if of_batch else scale)  # (N,)
+                advantages = advantages.to(policy.device)
                 clock("teacher")
                 reference = None
                 if config.loss.kl_coef:
                     with roles.use("reference"):  # (N, T)
                         reference = score_all(policy, task, rollout, optim.micro_batch_size)
-                faults = policy.not_finite()
-                work.append(Work(task, rollout, outcome, reward, advantages, reference, faults))
+                masked = ~rollout.stopped if config.loss.mask_truncated else None
+                said = (task, rollout, outcome, reward, advantages, reference)
+                work.append(Work(*said, policy.not_finite(), counted, masked))
                 clock("reference")
+        if of_batch:
+            divide_by_batch(work)
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
-            for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
+            skips = config.loss.skip_zero_variance
+            for w, rows, last in micro_batches_of(work, optim.micro_batch_size, skips):
                 with objective.averaging(last):
                     loss, statistics = objective(w, rows, totals[w.task.name], last=last)
                     loss.backward()  # gradients add up over rows and tasks

@@ -35,8 +35,9 @@ class Policy:
         assert uniforms is None and num_generations == 1
         return None, self.said
 
-    def point_masks(self, features, image, answers, passes):
+    def point_masks(self, features, image, answers, passes, confidence):
         self.drawn.append((list(image), list(answers), passes))
+        confidence += [(0.75, 0.5)] * len(answers)
         masks, without = [], []
         for i, answer in zip(image, answers):
             mask = torch.zeros(features.sizes[i], dtype=torch.bool)
