@@ -148,14 +148,17 @@ def test_without_negative_points_nothing_is_asked_of_the_true_region():
 
 
 def test_user_rewards_see_what_was_read(monkeypatch):
-    def two_points(completions, answers, prompts, masks, **kwargs):
+    def two_points(completions, answers, prompts, masks, mask_confidence, **kwargs):
         assert len(completions) == len(prompts) == len(masks)
+        assert mask_confidence == [sure, sure, 0, sure]  # nothing is read of the third
         return [float(answer is not None and len(answer.negative) == 2) for answer in answers]
 
     reward = UserReward.__new__(UserReward)
-    vars(reward).update(spec="m:two_points", weight=2.0, function=two_points, name="two_points")
-    task = task_of(Policy(), [reward])
-    found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
+    named = dict(spec="m:two_points", name="two_points", function=two_points, asks=None)
+    vars(reward).update(named, weight=2.0)
+    for sure, hidden in ((0.5, True), (0.75, False)):  # of the mask that is judged
+        task = task_of(Policy(), [reward], hide_negatives=hidden)
+        found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
     assert found.rewards["two_points"].tolist() == [0, 1, 0, 0] and task.weights["two_points"] == 2
 
 
