@@ -197,7 +197,7 @@ class LossConfig:
         "but their KL, entropy and mask terms go too; divisors stay",
     )
     entropy_coef: float = flag(
-        0.0, "weight of the tokens' entropy, which the loss then rewards", type=WEIGHT
+        0.0, "weight of the mean entropy of tokens, which the loss then rewards", type=WEIGHT
     )
     clip_range: float | None = flag(
         None,

@@ -115,13 +115,11 @@ def grpo_loss(
     loss_type="grpo",
     max_completion_length=None,
     num_tokens=None,
-    entropy=None,
-    entropy_coef=0.0,
 ):
-    """Clipped policy-gradient loss with a KL penalty and, if asked, an entropy bonus.
+    """Clipped policy-gradient loss with a KL penalty.
 
-    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3
-    - entropy_coef H, rho = exp(logp - old_logp).
+    Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
+    rho = exp(logp - old_logp).
 
     Args:
         logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when
@@ -132,17 +130,14 @@ def grpo_loss(
             / (N max_completion_length).
         num_tokens: by default the valid tokens given. The training loop passes the count of the
             whole step over ranks, so that the sum over micro-batches is exact.
-        entropy: (N, T) H in nats, with gradient, of the distributions that the tokens were drawn
-            from; may be None if entropy_coef is 0.
 
     Returns:
-        (scalar, stats): detached; policy_loss, the scalar's policy term alone, and, to be divided
+        (scalar, stats): detached; policy_loss, the scalar without its KL part, and, to be divided
         by stats["tokens"], kl, clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 +
         clip_range_high and A > 0); ratio_max, the largest |rho - 1|.
 
     Raises:
-        ValueError: unknown loss_type, or one of max_completion_length, ref_logp and entropy is
-            missing.
+        ValueError: unknown loss_type, or one of max_completion_length and ref_logp is missing.
     """
     if loss_type not in LOSS_TYPES:
         raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
@@ -150,8 +145,6 @@ def grpo_loss(
         raise ValueError("--loss_type dr_grpo needs max_completion_length")
     if kl_coef and ref_logp is None:
         raise ValueError("--kl_coef needs the reference's log-probs")
-    if entropy_coef and entropy is None:
-        raise ValueError("--entropy_coef needs the entropies")
     high = clip_range if clip_range_high is None else clip_range_high
     log_ratio = torch.where(valid, logp - old_logp, 0.0)  # (N, T)
     if loss_type == "gspo":
@@ -176,8 +169,6 @@ def grpo_loss(
         kl = torch.where(valid, k3_kl(*(torch.where(valid, x, 0.0) for x in (logp, ref_logp))), 0.0)
     if kl_coef:
         loss = loss + kl_coef * reduce(kl)
-    if entropy_coef:
-        loss = loss - entropy_coef * reduce(entropy)
     with torch.no_grad():
         rho = ratio.expand_as(logp)
         away = torch.where(valid, (rho - 1).abs(), 0.0)
@@ -195,6 +186,12 @@ def grpo_loss(
 def _row_mean(values, valid):
     """(N,) mean over valid tokens; a row without any counts 0."""
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+
+
+def mean_entropy(entropy: torch.Tensor, valid: torch.Tensor, num_tokens=None) -> torch.Tensor:
+    """The entropies (N, T) of valid tokens summed / num_tokens, by default these; with gradient."""
+    total = torch.where(valid, entropy, 0.0).sum()
+    return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
 def gaussian_logp(

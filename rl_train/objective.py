@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_train import distributed
 from rl_train.config import LossConfig
-from rl_train.grpo import grpo_loss, k3_kl, over_spread
+from rl_train.grpo import grpo_loss, k3_kl, mean_entropy, over_spread
 from rl_train.types import Outcome, Rollout
 
 
@@ -234,9 +234,10 @@ class MicroBatchLoss(nn.Module):
             loss_type=config.loss_type,
             max_completion_length=self.max_tokens,
             num_tokens=totals.tokens,
-            entropy=scores.entropy,
-            entropy_coef=config.entropy_coef,
         )
+        loss = share * loss
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * mean_entropy(scores.entropy, valid, totals.tokens)
         tokens = stats["tokens"]
         scored, sampled = (
             torch.where(valid, x, 0.0) for x in (scores.logp.detach(), rollout.logp[rows])
@@ -252,4 +253,4 @@ class MicroBatchLoss(nn.Module):
         )
         if work.reference:
             statistics["kl_div"] = (stats["kl"], tokens)
-        return share * loss, statistics
+        return loss, statistics

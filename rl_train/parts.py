@@ -9,7 +9,13 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
-from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
+from rl_train.agreement import (
+    agree,
+    agree_on_inputs,
+    agree_on_start,
+    agree_on_weights,
+    digest,
+)
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
@@ -173,7 +179,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     order = data.order and load_named("--order", data.order, "function", callable)
     order = order and partial(order, train_set)
     sampler = StepSampler(len(train_set), *how, ranks.world_size, order=order)
-    sampler.indices(0)  # what is wrong with --order is said before the first step
+    if order:  # what is wrong with it is said before the first step
+        first = digest(torch.from_numpy(sampler.indices(0)))
+        agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)

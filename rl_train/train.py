@@ -51,7 +51,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
     """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
-    scale, of_batch = config.loss.scale, config.loss.scale == "batch"
+    scale, skips = config.loss.scale, config.loss.skip_zero_variance
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = average or GradientAverage
     objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
@@ -77,22 +77,21 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 counted = reward
                 if config.reward.scale_components:
                     counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, "none" if of_batch else scale)  # (N,)
-                advantages = advantages.to(policy.device)
+                of_group = scale if scale != "batch" else "none"  # which comes when all is there
+                advantages = group_advantages(counted, G, of_group).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None
                 if config.loss.kl_coef:
                     with roles.use("reference"):  # (N, T)
                         reference = score_all(policy, task, rollout, optim.micro_batch_size)
                 masked = ~rollout.stopped if config.loss.mask_truncated else None
-                said = (task, rollout, outcome, reward, advantages, reference)
-                work.append(Work(*said, policy.not_finite(), counted, masked))
+                more = dict(not_finite=policy.not_finite(), counted=counted, masked=masked)
+                work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
                 clock("reference")
-        if of_batch:
+        if scale == "batch":
             divide_by_batch(work)
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
-            skips = config.loss.skip_zero_variance
             for w, rows, last in micro_batches_of(work, optim.micro_batch_size, skips):
                 with objective.averaging(last):
                     loss, statistics = objective(w, rows, totals[w.task.name], last=last)

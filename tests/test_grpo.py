@@ -88,21 +88,14 @@ def test_kl_is_added_by_the_same_average(loss_type):
     )  # a sum over valid tokens, whatever the loss
 
 
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
-def test_the_entropy_bonus_by_the_same_average(loss_type):
-    """Of 1 2 3 | 4 0 | nothing: means of rows 2, 2 and 0; a sum of 10 over 5 tokens."""
+def test_the_mean_entropy_is_of_tokens():
+    """Of 1 2 3 | 4 0 | nothing: 10 over 5 tokens, or over those of the step."""
     entropy = torch.tensor([[1.0, 2, 3], [4, 0, NAN], [NAN, 7, 7]], requires_grad=True)
-    of_rows = torch.tensor([[1.0 / 3] * 3, [0.5, 0.5, 0], [0, 0, 0]])
-    of_tokens = VALID.float()
-    slopes = dict.fromkeys(grpo.LOSS_TYPES, of_tokens / 5)
-    slopes |= dict(grpo=of_rows / 3, gspo=of_rows / 3, dr_grpo=of_tokens / (3 * LENGTH))
-    loss, stats, _ = loss_of(loss_type, entropy=entropy, entropy_coef=0.1)
-    average = (slopes[loss_type] * entropy.detach().nan_to_num()).sum().item()
-    assert loss.item() == pytest.approx(LOSS[loss_type] - 0.1 * average, abs=1e-6)
-    assert stats["policy_loss"].item() == pytest.approx(LOSS[loss_type], abs=1e-6)
-    loss.backward()
-    torch.testing.assert_close(entropy.grad, -0.1 * slopes[loss_type])
-    assert loss_of(loss_type, entropy=entropy)[0] == loss_of(loss_type)[0]  # not asked for
+    found = grpo.mean_entropy(entropy, VALID)
+    found.backward()
+    assert found == 2 and torch.equal(entropy.grad, VALID / 5)
+    assert grpo.mean_entropy(entropy, VALID, num_tokens=20.0) == 0.5
+    assert grpo.mean_entropy(entropy, VALID & False) == 0
 
 
 def test_kl_gradient_reaches_the_policy():
@@ -221,8 +214,6 @@ def test_wrong_options_are_named():
         loss_of("ppo")
     with pytest.raises(ValueError, match="max_completion_length"):
         loss_of("dr_grpo", max_completion_length=None)
-    with pytest.raises(ValueError, match="--entropy_coef"):
-        loss_of("dapo", entropy_coef=0.1)
     with pytest.raises(ValueError, match="--kl_coef"):
         grpo.grpo_loss(
             RATIO.log(), RATIO.log(), None, ADVANTAGES, VALID, clip_range=0.2, kl_coef=0.1

@@ -202,11 +202,13 @@ def test_the_entropy_is_raised(model, rollouts):
     work = work_of(model, task_of(model, 1), rollouts[1], torch.zeros(4))
     none, sums, _ = backward(model, work, POLICY_ALONE)
     assert not any(g.any() for g in none.values())
-    gradients, with_bonus, loss = backward(model, work, LossConfig(kl_coef=0, entropy_coef=0.5))
     before = mean(sums["entropy"])
-    assert mean(with_bonus["entropy"]) == pytest.approx(before, rel=1e-6)
-    assert loss == pytest.approx(-0.5 * before, rel=1e-5)  # dapo: by the step's tokens, as all
-    assert with_bonus["policy_loss"] == 0
+    for loss_type, size in (("dr_grpo", 4), ("grpo", 3), ("dapo", 1)):  # whatever the loss
+        config = LossConfig(loss_type=loss_type, kl_coef=0, entropy_coef=0.5)
+        gradients, with_bonus, loss = backward(model, work, config, micro_batch_size=size)
+        assert mean(with_bonus["entropy"]) == pytest.approx(before, rel=1e-5)
+        assert loss == pytest.approx(-0.5 * before, rel=1e-4)  # the mean over the step's tokens
+        assert with_bonus["policy_loss"] == 0
     step = 1e-4 / max(g.abs().max().item() for g in gradients.values())
     saved = {n: p.detach().clone() for n, p in model.trainable.items()}
     with torch.no_grad():
