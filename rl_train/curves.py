@@ -161,7 +161,8 @@ class Clock:
         """{curve: number} of a step that sampled num_tokens on all ranks."""
         points = {f"perf/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         points["perf/step_seconds"] = sum(self.seconds.values())
-        points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
+        if num_tokens:
+            points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
         if self.peaks:
             points |= {f"perf/peak_memory_gib/{phase}": p for phase, p in self.peaks.items()}
             points["perf/peak_memory_gib"] = max(self.peaks.values())

@@ -74,7 +74,8 @@ def load_policy(
         raise ValueError(f"--model_path {base}: no such folder; the run started from {started}")
     lora = {name: flags[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
-    groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)
+    weights = checkpoint.open_weights(folder / FILES[role])
+    groups = flags.get("train") or groups_of(weights.keys(), TRAINABLE)
     policy = build_policy(config, {}, groups, max_new_tokens, device, shards)
     checkpoint.load_weights(folder, policy.trainable, FILES[role])
     return policy
