@@ -35,7 +35,8 @@ CASES = {
     "loop 1": dict(caption_to_mask_weight=0, max_steps=1),
     "loop 2": dict(mask_to_caption_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
-    "skipped": dict(skip_zero_variance="", max_steps=1),  # nor a row in the update
+    # nor a row in the update
+    "skipped": dict(skip_zero_variance="", caption_to_mask_weight=0, max_steps=1),
 }
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
