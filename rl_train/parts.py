@@ -21,8 +21,10 @@ from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
 from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
+from rl_train.data.neighbours import image_keys
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
+from rl_train.export import lacking
 from rl_train.files import claim, write_json, writing
 from rl_train.memory import GIB, standing_memory
 from rl_train.policies.families import build_policy
@@ -37,6 +39,7 @@ from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks.protocol import Context
+from rl_train.wandb_mirror import Mirror
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
 
@@ -58,6 +61,7 @@ class Parts:
     max_steps: int
     control: Control = field(default_factory=Control)  # what counts of the tasks' rewards
     claim: object = None  # on the output folder, as long as it lives; see `begin`
+    mirror: Mirror | None = None  # of --wandb, on the first rank; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
@@ -146,6 +150,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
+        base = Path(config.policy.model_path)
+        wanted = config.run.export_final and base.is_dir()  # one of the hub is tried at the end
+        if wanted and (lack := lacking(base, Path(output_dir))):
+            raise ValueError(f"--export_final: on the disk of --output_dir {output_dir} {lack}")
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
@@ -169,6 +177,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     how = (families, sorted(groups), tokens, ranks.device, shards)
     policy = build_policy(config.policy, *how)
     asked = any(kind.asks_teacher for kind in kinds.values())
+    if config.run.export_final == "ema" and not asked:
+        raise ValueError("--export_final ema: no task of --tasks has a teacher")
     roles = Roles(policy.trainable, COPIES if asked else ("reference",))
     print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)
@@ -176,9 +186,15 @@ def build(config: Config, ranks: Ranks) -> Parts:
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    together, per_image = None, config.rollout.regions_per_image
+    if prompts % per_image:
+        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
+    if per_image > 1:
+        together = (per_image, image_keys(train_set))
     order = data.order and load_named("--order", data.order, "function", callable)
     order = order and partial(order, train_set)
-    sampler = StepSampler(len(train_set), *how, ranks.world_size, order=order)
+    how = (*how, ranks.world_size)
+    sampler = StepSampler(len(train_set), *how, together=together, order=order)
     if order:  # what is wrong with it is said before the first step
         first = digest(torch.from_numpy(sampler.indices(0)))
         agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
@@ -220,5 +236,7 @@ def begin(parts: Parts):
             folder.mkdir(parents=True, exist_ok=True)
         parts.claim = claim(folder)
         checkpoint.tidy(folder, start, parts.config.run.save_total_limit)
+        if (project := parts.config.run.wandb) is not None:
+            parts.mirror = Mirror(folder, project, parts.flags)
         write_json(folder / "config.json", parts.flags, indent=2)
     distributed.gather_objects(None)  # nobody goes on if the folder has been taken

@@ -8,8 +8,8 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
     torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
 
-More measures: what captions state of attributes, which region a mask lies on, and what the best of
-8 sampled captions would give:
+More measures: what captions state of attributes, which region a mask lies on, and what is gained by
+choosing among 8 sampled captions, by an oracle or by what the model itself makes of them:
 
     python -m tools.evaluate ... --attributes D/attributes.json --other_regions --best_of 8
 
@@ -58,7 +58,7 @@ from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table, metrics_of
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
-from tools.trained_policy import open_policy
+from rl_train.trained_policy import open_policy
 
 # Flags of models that answer with box and points.
 OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
@@ -113,8 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
-    add("--best_of", type=COUNT_OR_0, default=0, help="captions G to sample of each region too")
-    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
+    add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
+    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
     add(
         "--output",
         type=Path,
@@ -164,19 +164,20 @@ def flags_of_run(folder: Path) -> dict:
     }
 
 
-def measure_of(policy, args):
-    """What is measured of the policy: None = `cycle_measures.measure`.
+def measures_of(policy, args) -> dict:
+    """`HeldOut`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
 
     Raises ValueError if a flag is of another family of models.
     """
     if policy.family == Sa2VAPolicy.family:
-        return None
-    captions = ("best_of", "attributes", "legacy_cleaner", "shard_base")
+        return {}
+    captions = ("attributes", "legacy_cleaner", "shard_base")
     if given := [name for name in captions if getattr(args, name)]:
         raise ValueError(f"--{given[0]}: of Sa2VA's captions, and --model_path is of points")
     options = read_flags(args, PointSegmentation.Options)
     context = Context(policy, None, args.max_completion_length)
-    return PointSegmentation(options, context).measure
+    task = PointSegmentation(options, context)
+    return dict(measure=task.measure, measure_samples=task.measure_samples)
 
 
 def build_dataset(args):
@@ -284,18 +285,18 @@ def run(args, ranks):
     tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
     policy = open_policy(*whose, ranks.device, tokens, shards, **how)
     lengths = (tokens, args.num_workers, args.max_caption_length)
-    measure = measure_of(policy, args)
-    asked = (args.other_regions, args.best_of, vocabulary, measure)
-    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked)
+    measures = measures_of(policy, args)
+    asked = (args.other_regions, args.best_of, vocabulary)
+    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked, **measures)
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
-    if measure is None:
+    if not measures:
         measure_captions(measured, args.legacy_cleaner)
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in NOT_SAVED and (measure or name not in OF_POINTS)
+        if name not in NOT_SAVED and (measures or name not in OF_POINTS)
     }
     found = record(measured, flags)
     print0(table(found))
