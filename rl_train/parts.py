@@ -112,6 +112,23 @@ def build_rewards(config: Config) -> tuple:
     return *load_user_rewards(flags.reward, [term.name for term in terms]), *terms
 
 
+def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
+    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong."""
+    prompts, per_image = config.rollout.batch_size, config.rollout.regions_per_image
+    if prompts % per_image:
+        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
+    together = (per_image, image_keys(train_set)) if per_image > 1 else None
+    order = config.data.order and load_named("--order", config.data.order, "function", callable)
+    order = order and partial(order, train_set)
+    how = (prompts, config.optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    how = (len(train_set), *how, ranks.world_size)
+    sampler = StepSampler(*how, together=together, order=order)
+    if order:  # what is wrong with it is said before the first step
+        first = digest(torch.from_numpy(sampler.indices(0)))
+        agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
+    return sampler
+
+
 def build_control(config: Config, train_set, inputs) -> Control:
     """The control that the flags ask for; the caption of "fixed" is that of the first sample."""
     kind, caption = config.reward.control, ""
@@ -185,19 +202,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
-    how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
-    together, per_image = None, config.rollout.regions_per_image
-    if prompts % per_image:
-        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
-    if per_image > 1:
-        together = (per_image, image_keys(train_set))
-    order = data.order and load_named("--order", data.order, "function", callable)
-    order = order and partial(order, train_set)
-    how = (*how, ranks.world_size)
-    sampler = StepSampler(len(train_set), *how, together=together, order=order)
-    if order:  # what is wrong with it is said before the first step
-        first = digest(torch.from_numpy(sampler.indices(0)))
-        agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
+    sampler = build_sampler(config, train_set, ranks)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
