@@ -153,13 +153,23 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
 
 
 def check_rewards(args: argparse.Namespace):
-    """Raise ValueError for flags of rewards that do not go together."""
+    """Raise ValueError for flags of rewards and their loss that do not go together."""
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
+        )
+    longest = args.max_completion_length
+    for name in ("overlong_buffer", "target_length"):
+        if (tokens := getattr(args, name)) > longest:
+            raise ValueError(f"--{name} {tokens}: above --max_completion_length {longest}")
+    if args.target_length and not args.length_weight:
+        raise ValueError(f"--target_length {args.target_length}: needs a --length_weight above 0")
+    if args.skip_zero_variance and args.shard_base:
+        raise ValueError(
+            "--skip_zero_variance: not with --shard_base, whose ranks make as many forwards each"
         )
 
 

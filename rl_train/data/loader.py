@@ -1,5 +1,7 @@
 """From dataset to batches: the same ones whatever the number of ranks or workers."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -88,14 +90,26 @@ class StepSampler:
     Args:
         together: (regions of an image that follow each other, (length,) keys of the images); None:
             each sample for itself.
+        order: (epoch, random generator of (seed, epoch)) -> the epoch's indices, in place of a
+            permutation: as many, any of them several times or not at all.
 
     Raises:
         ValueError: the dataset is smaller than one step.
     """
 
     def __init__(
-        self, length, batch_size, accumulation, seed, rank=0, world_size=1, start=0, together=None
+        self,
+        length,
+        batch_size,
+        accumulation,
+        seed,
+        rank=0,
+        world_size=1,
+        start=0,
+        together=None,
+        order: Callable | None = None,
     ):
+        self.order, self.known = order, (None, None)  # (epoch, its indices)
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
         self.together = together
@@ -112,14 +126,38 @@ class StepSampler:
         step = self.start
         while True:
             epoch, within = divmod(step, self.steps_per_epoch)
-            rng = np.random.default_rng([self.seed, epoch])
-            order = rng.permutation(self.length)
-            if self.together:
-                order = side_by_side(order, *self.together, rng)
+            order = self.indices(epoch)
             chunk = order[within * self.prompts_per_step : (within + 1) * self.prompts_per_step]
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
+
+    def indices(self, epoch: int) -> np.ndarray:
+        """(length,) what an epoch holds, in its order.
+
+        Raises:
+            ValueError: it is of the user's own, and not that; names --order.
+        """
+        if self.known[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            if self.order is None:
+                order = generator.permutation(self.length)
+            else:
+                order = self.checked(np.asarray(self.order(epoch, generator)))
+            if self.together:
+                order = side_by_side(order, *self.together, generator)
+            self.known = epoch, order
+        return self.known[1]
+
+    def checked(self, order: np.ndarray) -> np.ndarray:
+        if order.shape != (self.length,) or order.dtype.kind not in "iu":
+            raise ValueError(
+                f"--order: gave {order.dtype} {order.shape} for an epoch of {self.length} samples, "
+                "not an index each"
+            )
+        if not 0 <= order.min() <= order.max() < self.length:
+            raise ValueError(f"--order: gave an index outside of 0 .. {self.length - 1}")
+        return order
 
 
 def side_by_side(order: np.ndarray, number: int, keys: np.ndarray, rng) -> np.ndarray:
