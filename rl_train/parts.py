@@ -9,6 +9,7 @@ from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed
 from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
+from rl_train.base import base_of
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config import Config, OptimConfig
@@ -166,7 +167,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     failures = FailureWindow(config.reward.max_judge_failures)
     watched = dict(judge_failures=failures, damaged=damaged)
-    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched)
+    base = base_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
+    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched, base=base)
     if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")

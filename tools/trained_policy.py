@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from rl_train import checkpoint
+from rl_train.base import base_of
 from rl_train.config import PolicyConfig
 from rl_train.files import read_json
 from rl_train.policies.families import build_policy
@@ -64,8 +65,8 @@ def load_policy(
         config: fields of `PolicyConfig` beside the base and its LoRA.
 
     Raises:
-        ValueError: there is no such base, or the checkpoint lacks a file or trains other weights
-            than the base has.
+        ValueError: there is no such base, or the checkpoint lacks a file, was trained on another
+            base or trains other weights than the base has.
     """
     flags = read_json(folder / "config.json")
     base = Path(base or flags["model_path"])
@@ -76,5 +77,7 @@ def load_policy(
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
     groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)
     policy = build_policy(config, {}, groups, max_new_tokens, device, shards)
+    stands_on = base_of(*filter(None, (config.model_path, config.sam_path)))
+    checkpoint.check_base(folder, FILES[role], stands_on)
     checkpoint.load_weights(folder, policy.trainable, FILES[role])
     return policy
