@@ -6,9 +6,10 @@ import os
 import sys
 from pathlib import Path
 
+from rl_train import hub
 from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
-from rl_train.data import hub
+from rl_train.data.opening import readers
 from rl_train.distributed import (
     LAUNCHED,
     SENTENCE,
@@ -23,7 +24,7 @@ from rl_train.tasks import CYCLES, TASKS, load_task
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "sam_path", "data_dir", "eval_data_dir"),
-    *("num_workers",),
+    *("num_workers", "image_root"),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
@@ -102,8 +103,10 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
-    if args.eval_dataset and not args.eval_data_dir:
-        raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
+    for name in ("eval_dataset", "eval_parts", "eval_split"):
+        if getattr(args, name) and not args.eval_data_dir:
+            raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
+    readers(parts["data"])  # refuses what a data set does not have
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "
@@ -111,7 +114,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         )
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)
+        on_hub = path and hub.NAME.fullmatch(path)
         if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
     return Config(**parts, tasks=active, flags=vars(args))

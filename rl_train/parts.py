@@ -1,20 +1,22 @@
 """What a run is made of, built from its config before the first step."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
-from rl_train import checkpoint, distributed
+from rl_train import checkpoint, distributed, hub
 from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
 from rl_train.base import base_of
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
-from rl_train.config import Config, OptimConfig
-from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
+from rl_train.config import Config, OptimConfig, PolicyConfig
+from rl_train.data import DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
+from rl_train.data.mix import Shares
+from rl_train.data.opening import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.files import claim, write_json, writing
@@ -113,6 +115,13 @@ def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
+def fetched(policy: PolicyConfig) -> PolicyConfig:
+    """The config with folders in place of the models' names on the hub."""
+    names = {name: getattr(policy, name) for name in ("model_path", "sam_path")}
+    found = {n: str(hub.model_folder(f"--{n}", path)) for n, path in names.items() if path}
+    return replace(policy, **found)
+
+
 def print_sizes(policy, roles: Roles, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
@@ -127,6 +136,7 @@ def print_sizes(policy, roles: Roles, shards: Shards | None):
 
 def build(config: Config, ranks: Ranks) -> Parts:
     """Read all that the flags name. Raises ValueError, naming the flag or file that is wrong."""
+    config = replace(config, policy=fetched(config.policy))
     flags = config.flags | dict(world_size=ranks.world_size)
     output_dir, tokens = config.run.output_dir, config.rollout.max_completion_length
     shards = Shards(ranks) if config.policy.shard_base else None
@@ -141,12 +151,11 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    kinds = DATASETS[data.dataset], HELDOUT_DATASETS[data.eval_dataset or data.dataset]
-    sets = split_dataset(kinds[0], *where, data.shared_images, kinds[1])
+    opened, opened_heldout = readers(data)
+    sets = split_dataset(opened, *where, data.shared_images, opened_heldout, print0)
     train_set, heldout, damaged = sets
-    print0(f"--data_dir {data.data_dir}: {damaged.report}")
-    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
-        print0(f"--shared_images drop: {shared} of these regions are not trained on")
+    for name, report in damaged.report.get("of_each", {data.dataset: damaged.report}).items():
+        print0(f"--data_dir {data.data_dir}: {report}" if not data.mix else f"{name}: {report}")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = {group for options in config.tasks.values() for group in options.trains}
     kinds = {name: load_task(name) for name in config.tasks}
@@ -161,8 +170,11 @@ def build(config: Config, ranks: Ranks) -> Parts:
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
-    sampler = StepSampler(len(train_set), *how, ranks.world_size)
+    shares = Shares(train_set, config.run.seed) if data.mix else None
+    sampler = StepSampler(len(train_set), *how, ranks.world_size, shares=shares)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
+    if shares:
+        print0(shares.describe(sampler.prompts_per_step, max_steps))
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     failures = FailureWindow(config.reward.max_judge_failures)

@@ -166,6 +166,9 @@ class EndOfStep:
         for w in work:
             tally.add_rollout(w)
             self.log.rollouts(state.step - 1, w)
+            if parts.sampler.shares:
+                for name, number in parts.sampler.shares.count(w.rollout.batch.index).items():
+                    tally.mean(f"data/share/{name}", number, len(w.rollout.batch))
         if parts.judge:
             tally.mean(failed_frac, *parts.judge.take_counts().values())
             tally.judge_reasons = parts.judge.take_reasons()

@@ -45,7 +45,7 @@ from rl_train.config import (
     read_flags,
 )
 from rl_train.data import HELDOUT_DATASETS
-from rl_train.data.refcoco import NAMES, RefCOCODataset
+from rl_train.data.opening import reader
 from rl_train.data.split import sample_regions
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
@@ -133,7 +133,8 @@ def add_data_flags(parser: argparse.ArgumentParser):
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
     add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
-    add("--split", help="of RefCOCO; default val")
+    add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
+    add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
     add(
         "--image_root",
         help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
@@ -181,14 +182,8 @@ def measure_of(policy, args):
 
 def build_dataset(args):
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    if args.dataset in NAMES:
-        dataset = RefCOCODataset(args.data_dir, args.dataset, args.split or "val", args.image_root)
-    elif args.split or args.image_root:
-        raise ValueError(
-            f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}"
-        )
-    else:
-        dataset = HELDOUT_DATASETS[args.dataset](args.data_dir)
+    which = (args.parts, args.split, args.image_root)
+    dataset = reader(args.dataset, *which, heldout=True)(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
         return dataset

@@ -18,6 +18,7 @@ import torch
 
 from rl_train import checkpoint
 from rl_train.files import check_writable, read_json
+from rl_train.hub import model_folder
 from rl_train.tasks.cycle_measures import SCORES, score
 from tools.trained_policy import FILES, load_policy
 
@@ -58,7 +59,9 @@ def export(
     if role == "auto":
         role = preferred_role(folder) if (folder / FILES["ema"]).is_file() else "policy"
     policy = load_policy(folder, role, model_path, "cpu", dtype="float32", **beside(folder))
-    base = Path(model_path or read_json(folder / "config.json")["model_path"])
+    base = model_folder(
+        "--model_path", model_path or read_json(folder / "config.json")["model_path"]
+    )
     unfinished = output.with_name(output.name + ".tmp")
     shutil.rmtree(unfinished, ignore_errors=True)  # what a killed export left
     policy.save_merged(unfinished, dtype)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rl_train import checkpoint
+from rl_train import checkpoint, hub
 from rl_train.base import base_of
 from rl_train.config import PolicyConfig
 from rl_train.files import read_json
@@ -40,7 +40,7 @@ def open_policy(
                 "too many"
             )
         checkpoint_folder, base = base, Path(read_json(base / "config.json")["model_path"])
-        if not base.is_dir():
+        if not base.is_dir() and not hub.NAME.fullmatch(str(base)):
             advice = "; give the base as --model_path and this folder as --checkpoint"
             raise ValueError(
                 f"{flag} {checkpoint_folder}: the run started from {base}, which is no folder here"
@@ -51,6 +51,7 @@ def open_policy(
         return load_policy(*where, **config)
     if role == "ema":
         raise ValueError(f"--role ema: {flag} {base} is no checkpoint of a run, it has no teacher")
+    base = hub.model_folder(flag, base)
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
     return build_policy(config, {}, TRAINABLE, max_new_tokens, device, shards)
 
@@ -69,10 +70,7 @@ def load_policy(
             base or trains other weights than the base has.
     """
     flags = read_json(folder / "config.json")
-    base = Path(base or flags["model_path"])
-    if not base.is_dir():
-        started = flags["model_path"]
-        raise ValueError(f"--model_path {base}: no such folder; the run started from {started}")
+    base = hub.model_folder("--model_path", base or flags["model_path"])
     lora = {name: flags[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
     groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.mix import Shares
 from rl_train.data.neighbours import OtherRegions
 from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
 from rl_train.stops import leave_to_the_trainer
@@ -82,13 +83,27 @@ class StepSampler:
     is dropped. The samples of a step do not depend on the number of ranks that share it, only on
     how many prompts it holds in all.
 
+    Args:
+        shares: of a mix, which then says what a step's samples are; its epoch has as many steps.
+
     Raises:
         ValueError: the dataset is smaller than one step.
     """
 
-    def __init__(self, length, batch_size, accumulation, seed, rank=0, world_size=1, start=0):
+    def __init__(
+        self,
+        length,
+        batch_size,
+        accumulation,
+        seed,
+        rank=0,
+        world_size=1,
+        start=0,
+        shares: Shares | None = None,
+    ):
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
+        self.shares = shares
         self.prompts_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = length // self.prompts_per_step
         if self.steps_per_epoch == 0:
@@ -101,12 +116,18 @@ class StepSampler:
     def __iter__(self):
         step = self.start
         while True:
-            epoch, within = divmod(step, self.steps_per_epoch)
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.length)
-            chunk = order[within * self.prompts_per_step : (within + 1) * self.prompts_per_step]
+            chunk = (self.shares.step if self.shares else self._permuted)(
+                step, self.prompts_per_step
+            )
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
+
+    def _permuted(self, step: int, size: int) -> np.ndarray:
+        """(size,) indices of a step's samples."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(self.length)
+        return order[within * size : (within + 1) * size]
 
 
 def train_loader(
