@@ -6,6 +6,7 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
     python -m tools.evaluate --model_path M --data_dir D --output before.json
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
+    python -m tools.evaluate ... --dataset refcocog --split test --protocol sa2va
     torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
 
 More measures: what captions state of attributes, which region a mask lies on, and what the best of
@@ -18,10 +19,13 @@ Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg
 
+The latter measures cIoU and gIoU as Sa2VA's own evaluation does (docs/data.md): its question, up to
+12 tiles, its rounding of SAM2's mean and std. Else pixels are normalised as in training, phrases
+are asked and cleaned as there, and captions and cycles are measured too.
+
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
-of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
-mean and std of the original's inference code (`predict_forward`'s rounded_normalisation).
+of processes write the same file.
 """
 
 import argparse
@@ -46,7 +50,9 @@ from rl_train.config import (
 )
 from rl_train.data import HELDOUT_DATASETS
 from rl_train.data.opening import reader
+from rl_train.data.refcoco import NAMES
 from rl_train.data.split import sample_regions
+from rl_train.data.text import clean_caption
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
@@ -56,6 +62,7 @@ from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table, metrics_of
+from rl_train.tasks import refer_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
 from tools.trained_policy import open_policy
@@ -114,6 +121,12 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="captions G to sample of each region too")
+    add(
+        "--protocol",
+        choices=["sa2va"],
+        help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
+        "--max_tiles is then 12 by default",
+    )
     add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
     add(
         "--output",
@@ -170,6 +183,14 @@ def measure_of(policy, args):
 
     Raises ValueError if a flag is of another family of models.
     """
+    if args.protocol:
+        captions = ("best_of", "attributes", "legacy_cleaner", "other_regions")
+        if given := [name for name in captions if getattr(args, name)]:
+            raise ValueError(f"--{given[0]}: not with --protocol {args.protocol}, of masks alone")
+        if policy.family != Sa2VAPolicy.family:
+            raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
+        policy.rounded_normalisation = True
+        return refer_measures.measure
     if policy.family == Sa2VAPolicy.family:
         return None
     captions = ("best_of", "attributes", "legacy_cleaner", "shard_base")
@@ -182,12 +203,27 @@ def measure_of(policy, args):
 
 def build_dataset(args):
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
+    if args.protocol and args.dataset not in NAMES:
+        known = ", ".join(NAMES)
+        raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     which = (args.parts, args.split, args.image_root)
     dataset = reader(args.dataset, *which, heldout=True)(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
         return dataset
     return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
+
+
+def unlike_the_original(dataset) -> str:
+    """What of a RefCOCO data set, or a Subset of it, is measured otherwise than by the original."""
+    whole = dataset.dataset if isinstance(dataset, Subset) else dataset
+    cleaned = sum(clean_caption(text) != text for text in map(whole.sentence, range(len(whole))))
+    skipped = whole.report()["skipped"]
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "none"
+    return (
+        f"of all {len(whole)} phrases {cleaned} are asked without double blanks or special tokens "
+        f"that they hold; phrases that are not measured: {reasons}"
+    )
 
 
 def read_before(file: Path, num_samples: int) -> dict:
@@ -275,6 +311,8 @@ def run(args, ranks):
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
     how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
+    if args.protocol:  # all that an answer can hold
+        how["max_masks_per_answer"] = args.max_completion_length
     shards = Shards(ranks) if args.shard_base else None
     tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
     policy = open_policy(*whose, ranks.device, tokens, shards, **how)
@@ -285,15 +323,20 @@ def run(args, ranks):
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
+    of_points = policy.family != Sa2VAPolicy.family
     if measure is None:
         measure_captions(measured, args.legacy_cleaner)
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in NOT_SAVED and (measure or name not in OF_POINTS)
+        if name not in NOT_SAVED and (of_points or name not in OF_POINTS)
     }
     found = record(measured, flags)
     print0(table(found))
+    if args.protocol:
+        what = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
+        print0(refer_measures.sentence(what, measured.values, found["means"]))
+        print0(unlike_the_original(dataset))
     if measured.num_damaged:
         print0(
             f"{measured.num_damaged} samples did not decode or fit; "
@@ -328,6 +371,8 @@ def main(argv=None):
     ranks = distributed.init()
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
+        if args.protocol:
+            parser.set_defaults(max_tiles=refer_measures.MAX_TILES)
         run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error

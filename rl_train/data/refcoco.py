@@ -91,6 +91,10 @@ class RefCOCODataset:
         """Of sample i, without reading it."""
         return self._rows[i][5]
 
+    def sentence(self, i: int) -> str:
+        """Of sample i, as it stands in the file; its caption is cleaned, see `clean_caption`."""
+        return self._rows[i][3]
+
     def __getitem__(self, i: int) -> dict:
         path, segmentation, size, *words, _ = self._rows[i]
         return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)

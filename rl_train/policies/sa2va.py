@@ -22,6 +22,7 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
+from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -63,6 +64,7 @@ class Sa2VAPolicy:
         self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
         model.eval()
         self.watch = Watch()
+        self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
         self.engine = Engine(
             model.language_model,
             pad_id=self.pad_id,
@@ -109,7 +111,8 @@ class Sa2VAPolicy:
         """
         tiles = batch.inputs.pixel_values
         vision = self.model.vision_features(torch.cat(tiles).to(self.device))
-        sam = self.model.sam_features(batch.inputs.sam_pixels.to(self.device))
+        pixels = batch.inputs.sam_pixels.to(self.device)
+        sam = self.model.sam_features(normalise_sam_pixels(pixels, self.rounded_normalisation))
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
     def describe_prompts(self, images: Images, image: list[int], grids) -> Prompts:
