@@ -189,7 +189,8 @@ def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | 
 
 def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: dict | None):
     """Write the files of a checkpoint into a folder."""
-    state.policy.peft.save_pretrained(folder / "adapter")
+    if state.policy.peft:  # supervised training may train the language model whole
+        state.policy.peft.save_pretrained(folder / "adapter")
     own = {name: parameter.detach() for name, parameter in state.policy.trainable.items()}
     weights = dict(trainables=own)
     if state.roles.has_teacher:

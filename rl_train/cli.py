@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from rl_train import hub
@@ -29,8 +30,27 @@ FREE_ON_RESUME = {
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
 }
-PROGRAM = "python -m rl_train.train"
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
+
+
+@dataclass(frozen=True)
+class Program:
+    """A way to train, by its command line."""
+
+    name: str
+    description: str
+    parts: dict[str, type]  # configs whose flags it has; of others the defaults hold
+    tasks: dict[str, type]
+    usual: tuple[str, ...]  # tasks, if --tasks names none
+
+
+REINFORCE = Program(
+    "python -m rl_train.train",
+    "Reinforcement learning by closed cycles; one process per GPU (torchrun).",
+    PARTS,
+    TASKS,
+    CYCLES,
+)
 
 
 def run_program(main):
@@ -43,13 +63,12 @@ def run_program(main):
         sys.exit(print(stopped.code, file=sys.stderr) or SENTENCE)
 
 
-def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
+def build_parser(tasks: dict[str, type], program=REINFORCE) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
-    description = "Reinforcement learning by closed cycles; one process per GPU (torchrun)."
     how = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser(PROGRAM, description=description, **how)
-    add_tasks_flag(parser)
-    for part in PARTS.values():
+    parser = argparse.ArgumentParser(program.name, description=program.description, **how)
+    add_tasks_flag(parser, program)
+    for part in program.parts.values():
         add_flags(parser, part)
     options = {task.Options: name for name, task in tasks.items()}  # one may inherit another's
     for kind, name in options.items():
@@ -57,41 +76,44 @@ def build_parser(tasks: dict[str, type]) -> argparse.ArgumentParser:
     return parser
 
 
-def add_tasks_flag(parser):
-    known = f"of {', '.join(TASKS)}, or module:Class of your own (docs/adding_a_task.md)"
-    parser.add_argument("--tasks", nargs="+", default=list(CYCLES), metavar="TASK", help=known)
+def add_tasks_flag(parser, program: Program):
+    known = f"of {', '.join(program.tasks)}, or module:Class of your own (docs/adding_a_task.md)"
+    usual = list(program.usual)
+    parser.add_argument("--tasks", nargs="+", default=usual, metavar="TASK", help=known)
 
 
-def parse(argv=None) -> Config:
+def parse(argv=None, program=REINFORCE) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
-    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
-    add_tasks_flag(parser)
+    parser = argparse.ArgumentParser(program.name, add_help=False, allow_abbrev=False)
+    add_tasks_flag(parser, program)
     names = parser.parse_known_args(argv)[0].tasks
     try:
-        tasks = TASKS | {name: load_task(name) for name in names}
-        parser = build_parser(tasks)
-        return checked(parser.parse_args(argv), {name: tasks[name] for name in names})
+        tasks = program.tasks | {name: load_task(name, program.tasks) for name in names}
+        parser = build_parser(tasks, program)
+        kinds = {name: tasks[name] for name in names}
+        return checked(parser.parse_args(argv), kinds, program)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
 
 
-def parse_together(argv=None) -> Config:
+def parse_together(argv=None, program=REINFORCE) -> Config:
     """`parse`, of which a fault on one rank ends all. The next collective is `gather_objects`."""
     try:
         with stop_together():
-            return parse(argv)
+            return parse(argv, program)
     except Refused as error:
         raise SystemExit(once_a_machine(f"rl_train: {error}")) from error
 
 
-def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
+def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE) -> Config:
     """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value."""
     chosen = f"--tasks {' '.join(args.tasks)}"
     if has_begun(args.output_dir) and (
         args.resume in (None, "latest") or list_checkpoints(args.output_dir)
     ):
         args.resume = "auto"  # not from a folder that lies before what has been done since
-    parts = {name: read_flags(args, part) for name, part in PARTS.items()}
+    parts = {name: read_flags(args, part) for name, part in program.parts.items()}
+    parts |= {name: part() for name, part in PARTS.items() if name not in parts}
     options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
     active = {name: option for name, option in options.items() if option.weight > 0}
     if len({task.name for task in tasks.values()}) < len(args.tasks):
@@ -101,23 +123,30 @@ def checked(args: argparse.Namespace, tasks: dict[str, type]) -> Config:
         raise ValueError(f"{chosen}: ask models of {asked}, and a run has one")
     if not active:
         raise ValueError(f"{chosen}: none of them has a weight above 0")
-    if args.use_llm_judge_loop2 and not args.use_llm_judge:
-        raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if program is REINFORCE:
+        check_rewards(args)
     for name in ("eval_dataset", "eval_parts", "eval_split"):
         if getattr(args, name) and not args.eval_data_dir:
             raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
     readers(parts["data"])  # refuses what a data set does not have
-    if args.control == "other" and args.batch_size < 2:
-        raise ValueError(
-            "--control other: takes the target of another sample of the batch, and --batch_size "
-            f"{args.batch_size} has none"
-        )
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = path and hub.NAME.fullmatch(path)
         if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
-    return Config(**parts, tasks=active, flags=vars(args))
+    kinds = {name: tasks[name] for name in active}
+    return Config(**parts, kinds=kinds, tasks=active, flags=vars(args))
+
+
+def check_rewards(args: argparse.Namespace):
+    """Raise ValueError for flags of rewards that do not go together."""
+    if args.use_llm_judge_loop2 and not args.use_llm_judge:
+        raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
+    if args.control == "other" and args.batch_size < 2:
+        raise ValueError(
+            "--control other: takes the target of another sample of the batch, and --batch_size "
+            f"{args.batch_size} has none"
+        )
 
 
 # The output folder

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from types import UnionType
+from typing import ClassVar
 
 from rl_train.data import DATASETS, HELDOUT_DATASETS
 from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
@@ -76,7 +77,9 @@ class PolicyConfig:
     shard_base: bool = flag(False, "keep 1/R of a large base on each of R processes (FSDP2)")
     lora_r: int = flag(128, "rank of the LoRA on the LLM", type=COUNT)
     lora_alpha: int = flag(256, "its scale is alpha / r", type=COUNT)
-    lora_dropout: float = flag(0.05, "recorded for supervised training; off during RL", type=SHARE)
+    lora_dropout: float = flag(
+        0.05, "recorded for those who train on; off here, sampling and scoring alike", type=SHARE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,9 +141,28 @@ class DataConfig:
 class RolloutConfig:
     """rollouts"""
 
+    train: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
+
     batch_size: int = flag(4, "prompts per rank and rollout (B)", type=COUNT)
     num_generations: int = flag(8, "samples per prompt (G), at least 2", type=GROUP)
     max_completion_length: int = flag(128, "new tokens per sample (T)", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig:
+    """examples, of supervised training"""
+
+    batch_size: int = flag(4, "samples per rank, forward and backward (B)", type=COUNT)
+    max_completion_length: int = flag(
+        512, "tokens of an answer (T): a longer one is cut, held out none is sampled", type=COUNT
+    )
+    train: list[str] = flag(
+        [],
+        "what trains, in place of what the tasks name: lora, mlp1, text_hidden_fcs, sam2 (its mask "
+        "decoder); all weights of language_model (without a LoRA), embeddings (and lm_head), "
+        "vision, sam2_encoder; hypernetworks, of sam2",
+        metavar="GROUP",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,14 +225,14 @@ class LossConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig:
+class UpdatesConfig:
     """optimisation"""
+
+    num_iterations: ClassVar[int] = 1  # updates of a step
 
     max_steps: int = flag(0, "rollouts, then updates; 0 = --num_epochs", type=COUNT_OR_0)
     num_epochs: float = flag(1.0, "passes over the data, if --max_steps is 0", type=POSITIVE)
-    num_iterations: int = flag(1, "optimizer updates on the same rollouts", type=COUNT)
-    gradient_accumulation_steps: int = flag(1, "batches of prompts per step and rank", type=COUNT)
-    micro_batch_size: int = flag(32, "rows per forward and backward of the update", type=COUNT)
+    gradient_accumulation_steps: int = flag(1, "batches of samples per step and rank", type=COUNT)
     learning_rate: float = flag(1e-5, "peak, of AdamW (betas .9 .999)", type=POSITIVE)
     prompt_learning_rate: float | None = flag(
         None, "of text_hidden_fcs, which prompts SAM2; default --learning_rate", type=POSITIVE
@@ -218,6 +240,14 @@ class OptimConfig:
     weight_decay: float = flag(0.05, "of AdamW")
     warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=SHARE_BELOW_1)
     max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig(UpdatesConfig):
+    """optimisation"""
+
+    num_iterations: int = flag(1, "optimizer updates on the same rollouts", type=COUNT)
+    micro_batch_size: int = flag(32, "rows per forward and backward of the update", type=COUNT)
     ema_half_life: float = flag(
         0.1,
         "share of the run's updates after which half of a change has reached the teacher",
@@ -257,11 +287,20 @@ class Config:
     loss: LossConfig
     optim: OptimConfig
     run: RunConfig
-    tasks: dict[str, object]  # {name in --tasks: its Options}, those of weight 0 left out
+    kinds: dict[str, type]  # {name in --tasks: its class}, those of weight 0 left out
+    tasks: dict[str, object]  # {the same name: its Options}
     flags: dict[str, object]  # every flag, as config.json has them
 
 
 PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)}
+# Of supervised training, which samples no group, has no reward and no loss of a choice.
+SUPERVISED_PARTS = dict(
+    policy=PolicyConfig,
+    data=DataConfig,
+    rollout=ExamplesConfig,
+    optim=UpdatesConfig,
+    run=RunConfig,
+)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):

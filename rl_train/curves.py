@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from rl_train.data.mix import Shares
 from rl_train.grpo import group_std
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
@@ -35,6 +36,11 @@ class Tally:
     def mean(self, name: str, total, count):
         self.totals[name] += float(total)
         self.counts[name] += float(count)
+
+    def add_shares(self, shares: Shares | None, index: list[int]):
+        """Count of which data sets of a mix, if there is one, the samples are."""
+        for name, number in shares.count(index).items() if shares else ():
+            self.mean(f"data/share/{name}", number, len(index))
 
     def add_rollout(self, work: Work):
         """Count what a rollout and its rewards show."""
@@ -160,7 +166,8 @@ class Clock:
         """{curve: number} of a step that sampled num_tokens on all ranks."""
         points = {f"perf/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
         points["perf/step_seconds"] = sum(self.seconds.values())
-        points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
+        if num_tokens:
+            points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
         if self.peaks:
             points |= {f"perf/peak_memory_gib/{phase}": p for phase, p in self.peaks.items()}
             points["perf/peak_memory_gib"] = max(self.peaks.values())

@@ -31,7 +31,6 @@ from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
-from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
@@ -157,8 +156,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     for name, report in damaged.report.get("of_each", {data.dataset: damaged.report}).items():
         print0(f"--data_dir {data.data_dir}: {report}" if not data.mix else f"{name}: {report}")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
-    groups = {group for options in config.tasks.values() for group in options.trains}
-    kinds = {name: load_task(name) for name in config.tasks}
+    groups = set(config.rollout.train)
+    groups = groups or {group for options in config.tasks.values() for group in options.trains}
+    kinds = config.kinds
     families = {name: kind.family for name, kind in kinds.items()}
     how = (families, sorted(groups), tokens, ranks.device, shards)
     policy = build_policy(config.policy, *how)

@@ -151,7 +151,8 @@ class EndOfStep:
             if not stops.agreed:
                 self.evaluator(state, self.log)
         if last or stops.agreed or state.step % run.save_steps == 0:
-            check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
+            if work:  # supervised training samples none
+                check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
             self.log.sync()
             flags, main = self.parts.flags, self.parts.ranks.is_main
             checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
@@ -166,9 +167,7 @@ class EndOfStep:
         for w in work:
             tally.add_rollout(w)
             self.log.rollouts(state.step - 1, w)
-            if parts.sampler.shares:
-                for name, number in parts.sampler.shares.count(w.rollout.batch.index).items():
-                    tally.mean(f"data/share/{name}", number, len(w.rollout.batch))
+            tally.add_shares(parts.sampler.shares, w.rollout.batch.index)
         if parts.judge:
             tally.mean(failed_frac, *parts.judge.take_counts().values())
             tally.judge_reasons = parts.judge.take_reasons()
@@ -185,7 +184,8 @@ class EndOfStep:
         points |= state.roles.drift()
         self.log.scalars(points, state.step)
         names = [task.name for task in state.tasks]
-        self.progress.set_postfix({name: points.get(f"{name}/reward_mean") for name in names})
+        shown = "reward_mean" if work else "loss"
+        self.progress.set_postfix({name: points.get(f"{name}/{shown}") for name in names})
         self.progress.update()
         if parts.judge:
             failed = sum(t.totals[failed_frac] for t in tallies)
@@ -197,8 +197,8 @@ class EndOfStep:
         parts.damaged.check()
 
 
-def run(parts: Parts, stops: Stops):
-    """Measure, train, measure again, and print both. Raises Stopped after a signal."""
+def run(parts: Parts, stops: Stops, loop=train):
+    """Measure, train by `loop`, measure again, print both. Raises Stopped after a signal."""
     stops.at_once = False
     config, state, start = parts.config, parts.state, parts.state.step
     tokens, workers = config.rollout.max_completion_length, config.data.num_workers
@@ -220,7 +220,7 @@ def run(parts: Parts, stops: Stops):
                 print0(warning)
             end_of_step = EndOfStep(parts, log, evaluator, stops)
             with closing(end_of_step.progress):  # what the run ends with is said below it
-                train(parts, loader, end_of_step)
+                loop(parts, loader, end_of_step)
             if parts.max_steps not in evaluator.measured:  # resumed after its last step
                 evaluator(state, log)
         if stops.agreed:
@@ -229,18 +229,20 @@ def run(parts: Parts, stops: Stops):
     print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
 
 
-def main(argv=None):
+def main(argv=None, program=cli.REINFORCE, loop=train):
+    """Train as `argv` says, by the loop of a program."""
     ranks = distributed.init()
-    config = cli.parse_together(argv)
+    config = cli.parse_together(argv, program)
     stops, endings = Stops(ranks.is_main), Endings(config, ranks)
     try:
         with endings, stops.listening():
             with distributed.stop_together():
                 parts = build(config, ranks)
-                parts.announced = memory.announce(parts, train)
+                if loop is train:
+                    parts.announced = memory.announce(parts, train)
                 begin(parts)
             endings.parts = parts
-            explaining(config.data.num_workers, run, parts, stops)
+            explaining(config.data.num_workers, run, parts, stops, loop)
     finally:
         distributed.close()
 

@@ -9,16 +9,22 @@ BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5
 def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
     """(M,) supervised loss 2.0 BCE + 0.5 Dice of mask logits (M, h, w), masks (H, W) bool.
 
-    Targets are nearest-resized to (h, w), as in the supervised training; all pixels count (it
-    sampled 12,544 points).
+    All pixels count (the published supervised training sampled 12,544 points).
     """
-    size = logits.shape[-2:]
-    resized = {}
-    for t in targets:
-        if id(t) not in resized:  # rows about one region share its mask
-            pixels = t[None, None].to(logits.device, torch.uint8)
-            resized[id(t)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
-    return resized_mask_loss(logits, torch.stack([resized[id(t)] for t in targets]))
+    return resized_mask_loss(logits, resize_masks(targets, logits))
+
+
+def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+    """(M, h, w) float32 masks (H, W) bool at the size of logits (M, h, w), on their device.
+
+    By the nearest pixel, as in the published supervised training.
+    """
+    size, resized = logits.shape[-2:], {}
+    for mask in masks:
+        if id(mask) not in resized:  # rows about one region share its mask
+            pixels = mask[None, None].to(logits.device, torch.uint8)
+            resized[id(mask)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
+    return torch.stack([resized[id(mask)] for mask in masks])
 
 
 def resized_mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,8 @@ def load_policy(
     base = hub.model_folder("--model_path", base or flags["model_path"])
     lora = {name: flags[name] for name in ("lora_r", "lora_alpha", "lora_dropout")}
     config = PolicyConfig(model_path=str(base), **lora, gradient_checkpointing=False, **config)
-    groups = groups_of(checkpoint.open_weights(folder / FILES[role]).keys(), TRAINABLE)
+    weights = checkpoint.open_weights(folder / FILES[role])
+    groups = flags.get("train") or groups_of(weights.keys(), TRAINABLE)
     policy = build_policy(config, {}, groups, max_new_tokens, device, shards)
     stands_on = base_of(*filter(None, (config.model_path, config.sam_path)))
     checkpoint.check_base(folder, FILES[role], stands_on)

@@ -8,6 +8,7 @@ Letters: m scored tokens, c of a chunk, C LLM width, V vocabulary.
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 CHUNK = 2**26  # logits that are held at a time, however large the vocabulary is
 NEVER = -1e30  # logit of what is no token: not -inf, which times its probability 0 is NaN
@@ -71,11 +72,27 @@ def token_logps(hidden, weight, ids, temperature, vocabulary):
     forward or backward.
 
     Args:
-        hidden: (m, C), the only input that gets a gradient.
-        weight: (at least V, C) of lm_head, in whose dtype the numbers are that are multiplied.
+        hidden: (m, C), which gets a gradient.
+        weight: (at least V, C) of lm_head, in whose dtype the numbers are that are multiplied. If
+            it trains, as in supervised training, torch's own operations give it its gradient.
         vocabulary: V; the rows behind it only align the matrix and are zeros.
-
-    Raises:
-        AssertionError: weight wants a gradient.
     """
+    if weight.requires_grad:
+        return _trained_token_logps(hidden, weight[:vocabulary], ids, temperature)
     return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary)
+
+
+def _trained_token_logps(hidden, weight, ids, temperature):
+    """`token_logps` with a gradient for the weight; the backward computes each chunk again."""
+
+    def some(hidden, ids):
+        with torch.autocast(hidden.device.type, enabled=False):
+            logits = hidden.float() @ weight.float().t() / temperature  # (c, V)
+        every = torch.log_softmax(logits, dim=-1)
+        entropy = -(every.exp() * every).sum(-1).detach()
+        return every.gather(1, ids[:, None])[:, 0], entropy
+
+    rows = max(1, CHUNK // len(weight))
+    chunks = zip(hidden.split(rows), ids.split(rows))
+    parts = [checkpoint(some, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(part) for part in zip(*parts))

@@ -90,6 +90,17 @@ class Form:
             return None, str(refused)
         return answer.scaled(size[1] / limits[0], size[0] / limits[1]), ""
 
+    def stated(self, answer: Answer, seen: tuple, size: tuple) -> Answer:
+        """The answer, in pixels of the original image, as a text of this form states it.
+
+        Rounded, in the frame. Args: see `read`.
+        """
+        largest = FRAMES[self.frame]
+        x, y = (largest, largest) if largest else seen[::-1]
+        scaled, digits = answer.scaled(x / size[1], y / size[0]), 3 if largest == 1 else 0
+        kinds = (scaled.boxes, scaled.positive, scaled.negative)
+        return Answer(*(tuple(_rounded(one, digits) for one in kind) for kind in kinds))
+
     def parse(self, text: str, limits: tuple[float, float]) -> Answer:
         """The answer that `text` states, in its own frame; a point that is stated twice is one.
 
@@ -192,6 +203,10 @@ class Form:
             return boxes, stated["points"], negative
         box, *points = (stated[key] for key in keys)
         return [box], points, negative
+
+
+def _rounded(numbers: tuple[float, ...], digits: int) -> tuple[float, ...]:
+    return tuple(round(number, digits) for number in numbers)
 
 
 def _numbers(values, limits: tuple[float, ...]) -> tuple[float, ...]:

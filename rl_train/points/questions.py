@@ -62,9 +62,6 @@ def example(form: Form) -> str:
     """The example of an answer that the question shows."""
     shown, largest = _EXAMPLES[form.style], FRAMES[form.frame]
     if largest:
-        shown = shown.scaled(largest / _SIDE, largest / _SIDE)
-        digits = 0 if largest > 1 else 3
-        kinds = (shown.boxes, shown.positive, shown.negative)
-        shown = Answer(*([tuple(round(n, digits) for n in one) for one in kind] for kind in kinds))
+        shown = form.stated(shown, (_SIDE, _SIDE), (_SIDE, _SIDE))
     text = NUMBERS.sub(",", form.format(shown).partition(ANSWER[0])[2].removesuffix(ANSWER[1]))
     return text if form.style == "visionreasoner" or form.with_negatives else text.replace('"', "'")

@@ -49,7 +49,6 @@ def parameter_table(model, trainable: dict, group_of) -> str:
     return "\n".join([*rows, f"  {'trainable':32s} {trains:>15,d} of {total:,d}"])
 
 
-def autocast(weight: torch.Tensor):
-    """bf16 autocast of float32 trainables over a bf16 base, one `weight` of which is given."""
-    over_bf16 = weight.dtype == torch.bfloat16
-    return torch.autocast(weight.device.type, torch.bfloat16, enabled=over_bf16)
+def autocast(base: torch.dtype, device: torch.device):
+    """bf16 autocast of float32 trainables over a base that was loaded in bfloat16."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=base == torch.bfloat16)

@@ -62,6 +62,8 @@ class QwenPointsPolicy:
 
     family = "qwen2_5_vl"
 
+    encoders_train = False
+
     def __init__(self, model: PointModel, tokenizer, seen: Seen, config: PolicyConfig):
         self.model, self.tokenizer, self.seen = model, tokenizer, seen
         vlm = model.vlm
@@ -96,7 +98,7 @@ class QwenPointsPolicy:
         return lora.groups_of([name], TRAINABLE)[0]
 
     def autocast(self):
-        return lora.autocast(self.model.vlm.lm_head.weight)
+        return lora.autocast(self.model.vlm.lm_head.weight.dtype, self.device)
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())

@@ -4,6 +4,7 @@ Letters: B images, P prompts, G samples each, N = P*G rows, M [SEG] in them, L p
 tokens, C LLM width, D prompt-embedding width.
 """
 
+import contextlib
 from functools import partial
 
 import torch
@@ -23,7 +24,7 @@ from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
-from sa2va_hf.prompts import PromptBuilder
+from sa2va_hf.prompts import SEGMENT, PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 
 # What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
@@ -36,6 +37,15 @@ TRAINABLE = {
     r"iou_prediction_head\.|pred_obj_score_head\.)"
     r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
 }
+# And in supervised training. The hypernetworks alone leave which object a mask lies on.
+GROUPS = TRAINABLE | {
+    "hypernetworks": r"^grounding_encoder\.mask_decoder\.output_hypernetworks_mlps\.[123]\.",
+    "embeddings": r"^language_model\.(.*\.)?(embed_tokens|lm_head)\.",
+    "language_model": r"^language_model\.model\.(layers|norm)\.",
+    "vision": r"^vision_model\.",
+    "sam2_encoder": r"^grounding_encoder\.(vision_encoder\.|no_memory_embedding$)",
+}
+ENCODERS = {"vision", "sam2_encoder"}  # before which nothing can be computed once for many steps
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
 SAM2_MODULES = ("mask_decoder", "prompt_encoder", "shared_image_embedding")
 FLOAT32_MODULES = ["mlp1", "text_hidden_fcs", *(f"grounding_encoder.{m}" for m in SAM2_MODULES)]
@@ -46,22 +56,33 @@ class Sa2VAPolicy:
 
     Args:
         model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
-            alike), checkpointing and masks of an answer are used; groups: which of TRAINABLE train.
+            alike), checkpointing and masks of an answer are used; groups: which of GROUPS train.
+
+    Raises:
+        ValueError: a group is none, or "language_model" is to train with and without a LoRA.
     """
 
     family = "sa2va"
 
     def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
+        if odd := set(groups) - set(GROUPS):
+            raise ValueError(f"--train {' '.join(odd)}: unknown; known: {', '.join(GROUPS)}")
+        if {"lora", "language_model"} <= set(groups):
+            raise ValueError("--train lora language_model: one of them, not both")
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id, self.max_masks = tokenizer.pad_token_id, config.max_masks_per_answer
-        size = (config.lora_r, config.lora_alpha, config.lora_dropout)
-        self.peft = lora.attach_lora(model.language_model, *size)
+        self.base_dtype, self.patterns = model.dtype, {group: GROUPS[group] for group in groups}
+        self.encoders_train = bool(ENCODERS & set(groups))
+        self.peft = None
+        if "language_model" not in groups:
+            size = (config.lora_r, config.lora_alpha, config.lora_dropout)
+            self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
-        self.trainable = lora.freeze_all_but(model, {group: TRAINABLE[group] for group in groups})
+        self.trainable = lora.freeze_all_but(model, self.patterns)
         model.eval()
         self.watch = Watch()
         self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
@@ -80,10 +101,10 @@ class Sa2VAPolicy:
         return self.watch.take()
 
     def group_of(self, name: str) -> str:
-        return lora.groups_of([name], TRAINABLE)[0]
+        return lora.groups_of([name], self.patterns)[0]
 
     def autocast(self):
-        return lora.autocast(self.model.language_model.lm_head.weight)
+        return lora.autocast(self.base_dtype, self.device)
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
@@ -94,7 +115,8 @@ class Sa2VAPolicy:
         The policy is then of no use.
         """
         self.engine.release()  # weights that it has taken over cannot be merged and saved
-        self.peft.merge_and_unload()
+        if self.peft:
+            self.peft.merge_and_unload()
         self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Sa2VAInputs:
@@ -103,16 +125,18 @@ class Sa2VAPolicy:
         limits = (context, max_new_tokens, max_caption_length)
         return Sa2VAInputs(self.processor, self.prompts, *limits)
 
-    @torch.no_grad()
     def encode(self, batch: Batch) -> Images:
-        """Vision and SAM2 features of a batch's images.
+        """Vision and SAM2 features of a batch's images; with gradient where an encoder trains.
 
-        Without autocast, as in the original's inference: frozen, in one dtype (and a sixth faster).
+        Frozen ones without autocast, as in the original's inference: in one dtype (and a sixth
+        faster).
         """
         tiles = batch.inputs.pixel_values
-        vision = self.model.vision_features(torch.cat(tiles).to(self.device))
         pixels = batch.inputs.sam_pixels.to(self.device)
-        sam = self.model.sam_features(normalise_sam_pixels(pixels, self.rounded_normalisation))
+        pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
+        with self.autocast() if self.encoders_train else contextlib.nullcontext():
+            vision = self.model.vision_features(torch.cat(tiles).to(self.device))
+            sam = self.model.sam_features(pixels)
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
     def describe_prompts(self, images: Images, image: list[int], grids) -> Prompts:
@@ -121,9 +145,13 @@ class Sa2VAPolicy:
         ids = [self.prompts.describe(num_tiles, num_cells) for num_tiles, num_cells in asked]
         return Prompts(ids, list(image), [grid[None] for grid in grids])
 
-    def segment_prompts(self, images: Images, image: list[int], captions: list[str]) -> Prompts:
-        """Prompts that ask for the mask of captions[p] in image[p]."""
-        ids = [self.prompts.segment(phrase(c), images.tiles[i]) for i, c in zip(image, captions)]
+    def segment_prompts(
+        self, images: Images, image: list[int], captions: list[str], wordings=None
+    ) -> Prompts:
+        """Prompts that ask for the mask of captions[p] in image[p], in wordings[p] or the usual."""
+        wordings = wordings or [SEGMENT] * len(captions)
+        asked = [one.replace("{x}", phrase(c)) for one, c in zip(wordings, captions, strict=True)]
+        ids = [self.prompts.ids(text, images.tiles[i]) for i, text in zip(image, asked)]
         return Prompts(ids, list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):

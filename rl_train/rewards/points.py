@@ -128,6 +128,22 @@ def deepest_point(mask: Tensor) -> Point:
     return float(x), float(y)
 
 
+def deepest_points(mask: Tensor) -> tuple[Point, Point]:
+    """Return `deepest_point` and that of what lies beyond the largest square around it.
+
+    The same twice, if that is all of the mask.
+    """
+    x, y = first = deepest_point(mask)
+    outside = ~torch.nn.functional.pad(mask, (1, 1, 1, 1))
+    rows, columns = outside.nonzero().T - 1
+    radius = torch.maximum((rows - y).abs(), (columns - x).abs()).min()  # of the first outside
+    height, width = mask.shape
+    far_y = (torch.arange(height, device=mask.device) - y).abs() >= radius
+    far_x = (torch.arange(width, device=mask.device) - x).abs() >= radius
+    rest = mask & (far_y[:, None] | far_x)
+    return first, deepest_point(rest) if rest.any() else first
+
+
 def hull(boxes: Sequence[Box]) -> Box | None:
     """Return the smallest box around `boxes`, None of none."""
     if not boxes:

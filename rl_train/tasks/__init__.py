@@ -16,12 +16,12 @@ TASKS = {
 CYCLES = ("mask_caption_mask", "caption_mask_caption")  # what is trained if --tasks names none
 
 
-def load_task(name: str) -> type:
-    """The task class called `name` in TASKS, or the one that "module:Class" names.
+def load_task(name: str, known: dict[str, type] = TASKS) -> type:
+    """The task class called `name` among the `known`, or the one that "module:Class" names.
 
     Raises:
         ValueError: there is no such task, module or class.
     """
-    if name not in TASKS and ":" not in name:
-        raise ValueError(f"--tasks {name}: unknown; known: {', '.join(TASKS)}, or module:Class")
-    return TASKS.get(name) or load_named("--tasks", name, "class", isclass)
+    if name not in known and ":" not in name:
+        raise ValueError(f"--tasks {name}: unknown; known: {', '.join(known)}, or module:Class")
+    return known.get(name) or load_named("--tasks", name, "class", isclass)

@@ -21,38 +21,44 @@ from rl_train.types import Batch, Outcome, Rollout
 MIN_POINTS = 3  # a box and two points: what segzero answers
 
 
+@dataclass(frozen=True)
+class AnswerOptions:
+    """How a checkpoint is asked, answers and is drawn."""
+
+    weight: float = flag(1.0, "of the points' loss", name="point_weight", type=WEIGHT)
+    answer_style: str = flag(
+        "segzero",
+        "how the checkpoint answers: segzero = a box and two points; visionreasoner = a list "
+        "of boxes with a point each; points = points as bare JSON, without thoughts",
+        choices=STYLES,
+    )
+    negative_points: str = flag(
+        "optional", "asked for beside these, under a key of their own", choices=NEGATIVE_POINTS
+    )
+    coordinates: str = flag(
+        "pixels",
+        "of its answers: of the image as it sees it (Qwen2.5-VL), in [0, 1] or 0..1000 (Qwen3-VL)",
+        choices=list(FRAMES),
+    )
+    max_points: int = flag(
+        8, "boxes and points of an answer; with more it cannot be read", type=COUNT
+    )
+    sam_passes: int = flag(
+        1,
+        "1 = SAM2 is given all at once; 2 = box and positive points, then all with the mask "
+        "that it drew, as it was trained",
+        choices=[1, 2],
+    )
+    trains = ("lora",)
+
+
 class PointSegmentation:
     name = "points"
     action = None
     family, asks_teacher = "qwen2_5_vl", False
 
     @dataclass(frozen=True)
-    class Options:
-        weight: float = flag(1.0, "of the points' loss", name="point_weight", type=WEIGHT)
-        answer_style: str = flag(
-            "segzero",
-            "how the checkpoint answers: segzero = a box and two points; visionreasoner = a list "
-            "of boxes with a point each; points = points as bare JSON, without thoughts",
-            choices=STYLES,
-        )
-        negative_points: str = flag(
-            "optional", "asked for beside these, under a key of their own", choices=NEGATIVE_POINTS
-        )
-        coordinates: str = flag(
-            "pixels",
-            "of its answers: of the image as it sees it (Qwen2.5-VL), in [0, 1] or 0..1000 "
-            "(Qwen3-VL)",
-            choices=list(FRAMES),
-        )
-        max_points: int = flag(
-            8, "boxes and points of an answer; with more it cannot be read", type=COUNT
-        )
-        sam_passes: int = flag(
-            1,
-            "1 = SAM2 is given all at once; 2 = box and positive points, then all with the mask "
-            "that it drew, as it was trained",
-            choices=[1, 2],
-        )
+    class Options(AnswerOptions):
         hide_negatives: bool = flag(
             False, "from SAM2 in training (a control: nothing can be learnt of them)"
         )
@@ -67,7 +73,6 @@ class PointSegmentation:
             "deepest point, and not in the target; without any half of it",
             type=WEIGHT,
         )
-        trains = ("lora",)
 
     def __init__(self, options: Options, context: Context):
         self.options, self.context, self.weight = options, context, options.weight

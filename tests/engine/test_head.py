@@ -91,6 +91,17 @@ def test_no_tokens(head):
     assert hidden.grad.shape == (0, 6)
 
 
-def test_a_head_that_trains_is_refused(head):
-    with pytest.raises(AssertionError, match="frozen"):
-        token_logps(head.hidden, head.weight.requires_grad_(), head.ids, 1.0, 50)
+def test_a_head_that_trains_gets_the_gradient_of_the_full_logits(head, monkeypatch):
+    """As supervised training wants it, by chunks too, with the log-probs of one that does not."""
+    monkeypatch.setattr("rl_train.engine.head.CHUNK", 3 * 50)
+    hidden, weight = (t.detach().requires_grad_() for t in (head.hidden, head.weight[:50]))
+    logp, entropy = token_logps(hidden, weight, head.ids, 0.7, 50)
+    full = torch.log_softmax(hidden @ weight.t() / 0.7, -1)
+    own = full.gather(1, head.ids[:, None])[:, 0]
+    torch.testing.assert_close(logp, own)
+    torch.testing.assert_close(entropy, -(full.exp() * full).sum(-1))
+    assert not entropy.requires_grad
+    of = torch.arange(1.0, 1 + len(own))
+    found = torch.autograd.grad(logp @ of, (hidden, weight))
+    for f, e in zip(found, torch.autograd.grad(own @ of, (hidden, weight))):
+        torch.testing.assert_close(f, e)

@@ -59,8 +59,10 @@ def test_a_group_left_out_is_frozen(policy):
         for n, p in model.model.named_parameters()
         if n.startswith(("text_hidden", "grounding"))
     )
-    with pytest.raises(KeyError, match="vision"):
-        policy(groups=("lora", "vision"))
+    with pytest.raises(ValueError, match="--train eyes: unknown; known: lora, mlp1"):
+        policy(groups=("lora", "eyes"))
+    with pytest.raises(ValueError, match="lora language_model: one of them"):
+        policy(groups=("lora", "language_model"))
 
 
 def test_trainables_are_float32_over_a_bf16_base(policy):

@@ -32,7 +32,6 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.components import combine
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import COPIES, Roles
-from rl_train.tasks import load_task
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
@@ -206,7 +205,7 @@ def random_state(config, options: Options, policy_class=None) -> RunState:
     random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
     policy = random_policy(config, options, policy_class)
     start_lora(policy.trainable)
-    kinds = {name: load_task(name) for name in config.tasks}
+    kinds = config.kinds
     asked = any(kind.asks_teacher for kind in kinds.values())
     roles = Roles(policy.trainable, COPIES if asked else ("reference",))
     rewards = tuple(load_user_rewards(config.reward.reward))
