@@ -203,9 +203,6 @@ def measure_of(policy, args):
 
 def build_dataset(args):
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    if args.protocol and args.dataset not in NAMES:
-        known = ", ".join(NAMES)
-        raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     which = (args.parts, args.split, args.image_root)
     dataset = reader(args.dataset, *which, heldout=True)(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
@@ -306,6 +303,9 @@ def run(args, ranks):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
+    if args.protocol and args.dataset not in NAMES:
+        known = ", ".join(NAMES)
+        raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     dataset = build_dataset(args)
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
