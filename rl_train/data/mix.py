@@ -90,21 +90,17 @@ class Shares:
         self.sources = dataset.sources[indices]  # (n,)
         self.members = [np.flatnonzero(self.sources == k) for k in range(len(self.names))]
         self.weights = np.array(dataset.weights) / sum(dataset.weights)  # (K,)
-        self.turns = np.zeros(0, int)  # the data set of each of a run's first prompts
         for name, members in zip(self.names, self.members):
             if not len(members):
                 raise ValueError(f"--mix: no region of {name} is left to train on")
 
     def step(self, step: int, size: int) -> np.ndarray:
         """(P,) indices of a step's prompts, P = size; all steps have as many."""
-        start, end = step * size, (step + 1) * size
-        if len(self.turns) < end:
-            self.turns = turns(self.weights, 2 * end)
-        mine, before = self.turns[start:end], self.turns[:start]
+        mine, before = turns(self.weights, step * size, size)
         drawn = np.zeros(size, int)
         for k, members in enumerate(self.members):
             places = np.flatnonzero(mine == k)
-            number = (before == k).sum() + np.arange(len(places))  # of all drawn from data set k
+            number = before[k] + np.arange(len(places))  # of all drawn from data set k
             for turn in np.unique(number // len(members)):
                 order = np.random.default_rng([self.seed, turn, k]).permutation(len(members))
                 now = number // len(members) == turn
@@ -128,12 +124,27 @@ class Shares:
         return "\n".join(lines)
 
 
-def turns(weights: np.ndarray, count: int) -> np.ndarray:
-    """(count,) which of K data sets each prompt is of, by weights (K,) that sum to 1.
+def turns(weights: np.ndarray, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """((count,) which of K data sets each prompt from number `start` on is of, (K,) how many before
+    it are of each), by weights (K,) that sum to 1.
 
-    The next is always the one with the least (drawn + 1/2) / weight (Webster's rule for seats), so
-    that every beginning of a longer result is a shorter one.
+    The next is always the one with the least (drawn + 1/2) / weight (Webster's rule for seats), the
+    first of several. So nothing need be counted from a run's first prompt on.
     """
-    due = [(np.arange(int(count * w) + len(weights) + 1) + 0.5) / w for w in weights]
-    sets = np.repeat(np.arange(len(weights)), list(map(len, due)))
-    return sets[np.lexsort((sets, np.concatenate(due)))[:count]]
+    early = start - len(weights)  # no more than `start` prompts are due by then
+    done = np.array([_due_by(early, weight) for weight in weights])
+    missing = start - done.sum()
+    due = [(k + np.arange(missing + count) + 0.5) / w for k, w in zip(done, weights)]
+    sets = np.repeat(np.arange(len(weights)), missing + count)
+    next_ones = sets[np.lexsort((sets, np.concatenate(due)))[: missing + count]]
+    return next_ones[missing:], done + np.bincount(next_ones[:missing], minlength=len(weights))
+
+
+def _due_by(time: float, weight: float) -> int:
+    """How many k = 0, 1, .. have (k + 1/2) / weight <= time, as floats have it."""
+    number = max(int(time * weight + 0.5), 0)
+    while number and (number - 0.5) / weight > time:
+        number -= 1
+    while (number + 0.5) / weight <= time:
+        number += 1
+    return number

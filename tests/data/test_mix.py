@@ -65,11 +65,15 @@ def test_a_sample_is_found_behind_the_others():
 @pytest.mark.parametrize("weights", [[1], [1, 1], [2, 1], [0.5, 0.3, 0.2], [1, 7, 0.1, 3]])
 def test_every_beginning_has_the_shares(weights):
     shares = np.array(weights) / sum(weights)
-    order = turns(shares, 1000)
+    order, none = turns(shares, 0, 1000)
     counts = np.stack([np.cumsum(order == k) for k in range(len(weights))], 1)
     due = np.arange(1, 1001)[:, None] * shares
     assert np.abs(counts - due).max() < len(weights) / 2 + 0.5
-    assert all(np.array_equal(turns(shares, n), order[:n]) for n in (0, 1, 7, 500))
+    assert not none.any()
+    for start in (*range(20), 500, 977):
+        later, before = turns(shares, start, 23)
+        assert np.array_equal(later, order[start : start + 23])
+        assert before.tolist() == [(order[:start] == k).sum() for k in range(len(weights))]
     if weights == [2, 1]:
         assert order[:6].tolist() == [0, 1, 0, 0, 1, 0]  # due .25 .75 1.25 ..; .5 1.5: by hand
 
