@@ -8,15 +8,19 @@ import pytest
 import torch
 from PIL import Image
 from pycocotools import mask as coco
+from torch.utils.data import Subset
 
+from rl_train import cli
 from rl_train.data import RefCOCODataset
+from rl_train.data.mix import Mix
 from rl_train.data.split import picture_keys
+from rl_train.files import write_json
 from rl_train.statistics import means
 from rl_train.tasks import refer_measures
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core, rollouts, run, unmeasured
-from tools import evaluate, inspect_data, refcoco_writer
+from tools import evaluate, inspect_data, refcoco_writer, trained_policy
 from tools.refcoco_writer import drawn_scenes, polygons_of, write_refcoco
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -112,6 +116,30 @@ def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
     mixed = flags(root, tmp_path / "run", **how)
     found = complaint_of(capsys, mixed)
     assert f"of {2 * shared} of {shared + len(training)} training" in found
+
+
+def test_a_checkpoint_is_not_measured_on_images_that_it_was_trained_on(root, tmp_path, capsys):
+    """By its config.json: it held out what shares an image with refcoco's val, and dropped that."""
+    how = dict(dataset="refcoco", data_dir=root, eval_data_dir=root, shared_images="drop")
+    config = cli.parse(flags(root, tmp_path / "run", **how)).flags
+    write_json(tmp_path / "config.json", config)
+    (tmp_path / "training_state.pt").write_bytes(b"")
+    training, held = RefCOCODataset(root, split="train"), RefCOCODataset(root)
+    of_one = int((training.coco_ids == 1).sum())
+    some = Subset(training, [i for i in range(len(training)) if training.coco_ids[i] == 1])
+    mixed = Mix(dict(held=held, some=training), [1, 1])
+    assert trained_policy.untrained(held, tmp_path, "refuse") is held
+    assert f"refuse: 0 of {len(held)} regions are on 0 of the 4 images" in capsys.readouterr().out
+    kept = trained_policy.untrained(mixed, tmp_path, "drop")
+    assert kept.indices == list(range(len(held)))
+    assert trained_policy.untrained(some, tmp_path, "keep") is some
+    assert f"keep: {of_one} of {of_one} regions are on 1 of" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="refuse: .*; drop leaves them out"):
+        trained_policy.untrained(some, tmp_path, "refuse")
+    with pytest.raises(ValueError, match="drop: .*: nothing is left to measure"):
+        trained_policy.untrained(some, tmp_path, "drop")
+    with pytest.raises(SystemExit, match="evaluate: --shared_images drop: .* is no checkpoint"):
+        evaluated(root, tmp_path, shared_images="drop")
 
 
 # Evaluation

@@ -65,7 +65,7 @@ from rl_train.statistics import before_after_table, metrics_of
 from rl_train.tasks import refer_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
-from tools.trained_policy import open_policy
+from tools.trained_policy import open_policy, untrained
 
 # Flags of models that answer with box and points.
 OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
@@ -126,6 +126,12 @@ def build_parser() -> argparse.ArgumentParser:
         choices=["sa2va"],
         help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
         "--max_tiles is then 12 by default",
+    )
+    add(
+        "--shared_images",
+        choices=["refuse", "drop", "keep"],
+        help="regions on images that the checkpoint's run was trained on, whose data sets are "
+        "opened again for it; default: nobody looks",
     )
     add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
     add(
@@ -213,7 +219,9 @@ def build_dataset(args):
 
 def unlike_the_original(dataset) -> str:
     """What of a RefCOCO data set, or a Subset of it, is measured otherwise than by the original."""
-    whole = dataset.dataset if isinstance(dataset, Subset) else dataset
+    whole = dataset
+    while isinstance(whole, Subset):
+        whole = whole.dataset
     cleaned = sum(clean_caption(text) != text for text in map(whole.sentence, range(len(whole))))
     skipped = whole.report()["skipped"]
     reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "none"
@@ -307,6 +315,8 @@ def run(args, ranks):
         known = ", ".join(NAMES)
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     dataset = build_dataset(args)
+    if args.shared_images:
+        dataset = untrained(dataset, args.checkpoint or args.model_path, args.shared_images)
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)

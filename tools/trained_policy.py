@@ -1,10 +1,17 @@
-"""The policy that a folder holds: a model's, or a checkpoint's of a run."""
+"""The policy that a folder holds, a model's or a checkpoint's, and what that was trained on."""
 
+from dataclasses import fields
 from pathlib import Path
+
+import numpy as np
+from torch.utils.data import Subset
 
 from rl_train import checkpoint, hub
 from rl_train.base import base_of
-from rl_train.config import PolicyConfig
+from rl_train.config import DataConfig, PolicyConfig
+from rl_train.data.opening import readers
+from rl_train.data.split import picture_keys, split_dataset
+from rl_train.distributed import print0
 from rl_train.files import read_json
 from rl_train.policies.families import build_policy
 from rl_train.policies.lora import groups_of
@@ -80,3 +87,36 @@ def load_policy(
     checkpoint.check_base(folder, FILES[role], stands_on)
     checkpoint.load_weights(folder, policy.trainable, FILES[role])
     return policy
+
+
+def untrained(dataset, folder: Path, choice: str):
+    """The data set, or with the `choice` "drop" its regions on images that a run did not train on.
+
+    Args:
+        folder: a checkpoint of the run, whose data sets are opened again; choice: refuse, drop or
+            keep these regions. A sentence says how many there are.
+
+    Raises:
+        ValueError: no such checkpoint or data, or a region is to be refused; names the flag.
+    """
+    if not (folder / "training_state.pt").is_file():
+        raise ValueError(f"--shared_images {choice}: {folder} is no checkpoint of a run")
+    flags = read_json(folder / "config.json")
+    known = {f.name for f in fields(DataConfig)} & set(flags)
+    data = DataConfig(**{name: flags[name] for name in known})
+    opened, heldout = readers(data)
+    where = (data.data_dir, data.eval_data_dir, data.eval_samples, 1.0, data.shared_images, heldout)
+    training, _, _ = split_dataset(opened, *where)
+    keys, trained = picture_keys(dataset, training)
+    shared = np.isin(keys, trained)
+    sentence = (
+        f"--shared_images {choice}: {shared.sum()} of {len(dataset)} regions are on "
+        f"{len(np.unique(keys[shared]))} of the {len(np.unique(trained))} images that the run of "
+        f"{folder} was trained on"
+    )
+    print0(sentence)
+    if choice == "refuse" and shared.any():
+        raise ValueError(f"{sentence}; drop leaves them out, keep measures them")
+    if choice == "drop" and shared.all():
+        raise ValueError(f"{sentence}: nothing is left to measure")
+    return Subset(dataset, np.flatnonzero(~shared).tolist()) if choice == "drop" else dataset

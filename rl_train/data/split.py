@@ -83,14 +83,23 @@ def picture_keys(*datasets) -> list[np.ndarray]:
 
     That is one with the same bytes, or the same image of COCO under another encoding.
     """
-    keys = np.concatenate([dataset.image_keys for dataset in datasets])
-    coco = np.concatenate([dataset.coco_ids for dataset in datasets])
+    keys, coco = (
+        np.concatenate([_column(dataset, name) for dataset in datasets])
+        for name in ("image_keys", "coco_ids")
+    )
     named = coco != NOT_COCO
     if named.any():  # those bytes are an image of COCO, whatever another file of them is called
         known, first = np.unique(keys[named], return_index=True)
         place = np.searchsorted(known, keys).clip(max=len(known) - 1)
         keys = np.where(known[place] == keys, coco[named][first[place]], keys)
-    return np.split(keys, np.cumsum([len(dataset.coco_ids) for dataset in datasets])[:-1])
+    return np.split(keys, np.cumsum([len(dataset) for dataset in datasets])[:-1])
+
+
+def _column(dataset, name: str) -> np.ndarray:
+    """What `dataset.name` says of each sample, of a Subset too."""
+    if isinstance(dataset, Subset):
+        return _column(dataset.dataset, name)[np.asarray(dataset.indices)]
+    return getattr(dataset, name)
 
 
 def sample_regions(image_keys: np.ndarray, count: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from torch.utils.data import Subset
 
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.images import NOT_COCO, coco_id
@@ -161,12 +162,17 @@ def test_images_of_coco_are_alike_under_any_encoding():
         def __init__(self, keys, ids):
             self.image_keys, self.coco_ids = np.array(keys), np.array(ids)
 
+        def __len__(self):
+            return len(self.coco_ids)
+
     first, second = Named([71, 72, 73, 71], [5, 6, -1, 5]), Named([81, 82], [5, -1])
     third = Named([71, 82], [-1, -1])
     one, two, three = (keys.tolist() for keys in picture_keys(first, second, third))
     assert one[0] == one[3] == two[0] == three[0] and two[1] == three[1]
     assert len({*one, *two, *three}) == 4
     assert [keys.tolist() for keys in picture_keys(third)] == [[71, 82]]
+    part = Subset(Subset(first, [3, 1, 0]), [1, 2])
+    assert [keys.tolist() for keys in picture_keys(part, second)] == [[6, 5], [5, 82]]
     assert coco_id("COCO_train2014_000000581857_16.jpg") == coco_id("a/000000581857.png") == 581857
     for other in ("sa_000000581857000.jpg", "581857.jpg", "100000581857.jpg", "", None):
         assert coco_id(other) == NOT_COCO
