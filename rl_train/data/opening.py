@@ -5,10 +5,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from rl_train.data import DATASETS, HELDOUT_DATASETS, check_bad_fraction
 from rl_train.data.mix import Mix
 from rl_train.data.refcoco import NAMES
+from rl_train.hub import NAME
 
 PARTS_OF = {"gar": "parts", "dam": "splits"}  # the reader's own word for a folder of its rows
 
@@ -87,6 +89,9 @@ def readers(data) -> tuple[Callable, Callable]:
         ValueError: a flag asks for what its data set does not have.
     """
     ingredients = list(map(Ingredient.parse, data.mix))
+    for one in ingredients:
+        if not Path(one.folder).is_dir() and not NAME.fullmatch(one.folder):
+            raise ValueError(f"--mix {one.name}:{one.folder}: no such folder")
     heldout = data.eval_dataset or data.dataset
     if data.image_root and not {data.dataset, heldout, *(i.name for i in ingredients)} & set(NAMES):
         raise ValueError(
@@ -104,9 +109,9 @@ def readers(data) -> tuple[Callable, Callable]:
 
     def mixed(data_dir):
         sets = [first(data_dir), *(read(i.folder) for read, i in zip(opened, ingredients))]
-        for dataset in sets:  # the whole may hide what is wrong with a small one
-            check_bad_fraction(dataset.report(), 0, data.max_bad_fraction)
         labels = unique([data.dataset, *(i.name for i in ingredients)])
+        for label, dataset in zip(labels, sets):  # the whole may hide what a small one is like
+            check_bad_fraction(dataset.report(), 0, data.max_bad_fraction, f"{label}: ")
         return Mix(dict(zip(labels, sets)), [1.0, *(i.weight for i in ingredients)])
 
     return mixed, reader(heldout, *more)

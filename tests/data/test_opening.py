@@ -5,6 +5,7 @@ import pytest
 from rl_train import cli
 from rl_train.data import DATASETS
 from rl_train.data.opening import Ingredient, reader, readers, unique
+from rl_train.data.samples import Counts
 from tests.runs import complaint_of, flags
 
 
@@ -48,9 +49,9 @@ def complaint(data, tmp_path, capsys):
         (dict(mix="gar:x=y"), "--mix gar:x=y: the weight 'y' is no number above 0"),
         (dict(mix="gar:x=0"), "the weight '0' is no number above 0"),
         (dict(mix="gar:x=nan"), "the weight 'nan'"),
-        (dict(mix="segzero/a:x"), "--mix segzero/.. parts a: of gar and dam, not segzero"),
-        (dict(mix="refcoco/a,b:x"), "--mix refcoco/a,b: one split of it at a time"),
-        (dict(mix="gar:/nowhere"), "--data_dir /nowhere is neither a folder nor"),
+        (dict(mix="segzero/a:o/n"), "--mix segzero/.. parts a: of gar and dam, not segzero"),
+        (dict(mix="refcoco/a,b:o/n"), "--mix refcoco/a,b: one split of it at a time"),
+        (dict(mix="gar:/nowhere=3"), "--mix gar:/nowhere: no such folder"),
         (dict(dataset="segzero", parts="a"), "--parts a: of gar and dam, not segzero"),
         (dict(dataset="dam", split="a"), "--split a: dam has none"),
         (dict(split="val"), "--split val: --data_dir"),
@@ -65,6 +66,18 @@ def complaint(data, tmp_path, capsys):
 )
 def test_what_is_refused(complaint, changes, words):
     assert words in complaint(**changes)
+
+
+def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, monkeypatch):
+    spec = f"gar:{data / 'heldout'}"
+    monkeypatch.setattr(Counts, "report", lambda self, kept: counted(kept))
+
+    def counted(kept):
+        skipped = {"no mask": 3} if kept < 50 else {}
+        return dict(kept=kept, rows=kept, skipped=skipped, resized_masks=0)
+
+    said = complaint(mix=spec, eval_data_dir=None)
+    assert "gar.2: 3 of 27 regions (11.1%) are bad, more than --max_bad_fraction 0.01" in said
 
 
 def test_one_data_set_is_opened_as_ever(data, tmp_path):
