@@ -3,6 +3,7 @@
 #
 #   bash run_rl_train.sh                         the demo: environment, drawn data, tiny Sa2VA, both loops, on any machine
 #   bash run_rl_train.sh points                  the demo of points: a tiny Qwen2.5-VL and SAM2, positive and negative points
+#   bash run_rl_train.sh supervised --model_path M ..  supervised training, whose final_model is the next line's M (docs/supervised.md)
 #   bash run_rl_train.sh --model_path M --data_dir D --output_dir O [flags of rl_train.train]
 #                                                the real job, on every GPU of this machine
 #       .. --max_restarts N                      after a crash goes on from the last checkpoint, N times at most

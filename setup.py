@@ -6,7 +6,7 @@ setup(
     description="Reinforcement learning of Sa2VA by closed mask-caption cycles",
     license="Apache-2.0",
     packages=find_packages(include=["rl_train*", "sa2va_hf*", "tools*"]),
-    package_data={"tools": ["demo_checkpoint/*", "points_demo_checkpoint/*/*"]},
+    package_data={"tools": ["*.html", "demo_checkpoint/*", "points_demo_checkpoint/*/*"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
@@ -22,10 +22,11 @@ setup(
         "safetensors",
     ],
     extras_require={
-        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff"],
+        "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff", "inflect"],
         "oracle": ["trl==1.16.0", "pytest", "datasets"],
         "hub": ["datasets"],
         "judge": ["openai"],
-        "eval": ["pycocoevalcap"],
+        "wandb": ["wandb"],
+        "eval": ["pycocoevalcap", "inflect"],
     },
 )

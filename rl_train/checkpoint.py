@@ -10,6 +10,8 @@ checkpoint_best/             the same of the step that scored best on held-out s
     eval.json                its step, its score and its held-out metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 
+final_model/                 with --export_final: the last one merged into the base (`export`)
+
 A folder of one of these names is whole: it is written as NAME.tmp and renamed. NAME.old is what
 checkpoint_best was while another takes its place.
 """
@@ -18,6 +20,7 @@ import json
 import pickle
 import re
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -33,6 +36,7 @@ from rl_train.roles import Roles
 
 NAME = re.compile(r"checkpoint_step_(\d+)$")
 BEST = "checkpoint_best"
+FINAL = "final_model"  # what --export_final writes of the last checkpoint
 
 
 @dataclass
@@ -125,17 +129,20 @@ def tidy(output_dir, start: int, total_limit: int):
     """Make a folder that of a run at step `start`: no leftovers of a kill, nothing later.
 
     Later checkpoints are there if a run goes on from one before the latest: they, their
-    evaluations and their checkpoint_best move to set_aside_K, so that the next --resume finds the
-    run that went on.
+    evaluations, their checkpoint_best and final_model move to set_aside_K, so that the next
+    --resume finds the run that went on.
     """
     output = Path(output_dir)
-    for leftover in [*output.glob("checkpoint_*.tmp"), *output.glob("checkpoint_*.old")]:
+    names = [f"{kind}.{end}" for kind in ("checkpoint_*", FINAL) for end in ("tmp", "old")]
+    for leftover in [place for name in names for place in output.glob(name)]:
         recover(leftover.with_suffix(""))
     if later := [p for p in list_checkpoints(output) if step_of(p) > start]:
         aside = next(p for k in count(1) if not (p := output / f"set_aside_{k}").exists())
         best = output / BEST
         if best.exists() and read_json(best / "eval.json")["step"] > start:
             later.insert(0, best)
+        if (output / FINAL).exists():
+            later.insert(0, output / FINAL)
         measured = [p for p in output.glob("evaluation/step_*.json") if int(p.stem[5:]) > start]
         with writing(aside):
             (aside / "evaluation").mkdir(parents=True)
@@ -168,7 +175,14 @@ def save_if_best(output_dir, state: RunState, flags: dict, metrics: dict, is_mai
 
 
 def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | None = None):
-    """Write the folder `final` under a temporary name, then rename it over one of that name.
+    """Write the folder `final`, over one of that name. Raises CannotWrite as `replacing` does."""
+    with replacing(final) as folder:
+        write_files(folder, state, flags, rng, metrics)
+
+
+@contextmanager
+def replacing(final: Path):
+    """A context that gives a new folder, which at its end takes the name `final`, whole.
 
     Raises CannotWrite, after which `final` is what it was.
     """
@@ -176,7 +190,7 @@ def write(final: Path, state: RunState, flags: dict, rng: list, metrics: dict | 
     folder, replaced = final.with_name(final.name + ".tmp"), final.with_name(final.name + ".old")
     with writing(final):
         folder.mkdir()  # without parents: an output folder that was removed stays away
-        write_files(folder, state, flags, rng, metrics)
+        yield folder
         for place in (*folder.rglob("*"), folder):
             sync(place)
         if final.exists():

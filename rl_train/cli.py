@@ -21,6 +21,9 @@ from rl_train.distributed import (
 )
 from rl_train.files import check_writable, claim, read_json
 from rl_train.tasks import CYCLES, TASKS, load_task
+from rl_train.tasks.cycle_measures import check_choosing
+from rl_train.translate_flags import translate
+from rl_train.wandb_mirror import check_project
 
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
@@ -29,6 +32,7 @@ FREE_ON_RESUME = {
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
+    *("wandb", "export_final"),
 }
 PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
 
@@ -66,7 +70,10 @@ def run_program(main):
 def build_parser(tasks: dict[str, type], program=REINFORCE) -> argparse.ArgumentParser:
     """The parser of all flags, those of the `tasks` {name: class} among them."""
     how = dict(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser = argparse.ArgumentParser(program.name, description=program.description, **how)
+    epilog = "Flags of TRL's GRPOConfig mean the same or are refused by name: docs/coming_from.md."
+    parser = argparse.ArgumentParser(
+        program.name, description=program.description, epilog=epilog, **how
+    )
     add_tasks_flag(parser, program)
     for part in program.parts.values():
         add_flags(parser, part)
@@ -86,14 +93,20 @@ def parse(argv=None, program=REINFORCE) -> Config:
     """The checked config of a command line; a wrong value ends the program with one sentence."""
     parser = argparse.ArgumentParser(program.name, add_help=False, allow_abbrev=False)
     add_tasks_flag(parser, program)
+    argv = sys.argv[1:] if argv is None else argv
     names = parser.parse_known_args(argv)[0].tasks
     try:
         tasks = program.tasks | {name: load_task(name, program.tasks) for name in names}
         parser = build_parser(tasks, program)
-        kinds = {name: tasks[name] for name in names}
-        return checked(parser.parse_args(argv), kinds, program)
+        args = parser.parse_args(translate(argv, known_flags(parser)))
+        return checked(args, {name: tasks[name] for name in names}, program)
     except (ValueError, argparse.ArgumentError) as error:
         parser.error(str(error))
+
+
+def known_flags(parser: argparse.ArgumentParser) -> set[str]:
+    """All flags of a parser, with both forms of those that can be switched off."""
+    return {flag for action in parser._actions for flag in action.option_strings}
 
 
 def parse_together(argv=None, program=REINFORCE) -> Config:
@@ -125,10 +138,14 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
         raise ValueError(f"{chosen}: none of them has a weight above 0")
     if program is REINFORCE:
         check_rewards(args)
+    if set(args.tasks) <= set(program.tasks):  # what others measure is known when they have
+        check_choosing(args.best_by, args.other_regions, args.attributes)
     for name in ("eval_dataset", "eval_parts", "eval_split"):
         if getattr(args, name) and not args.eval_data_dir:
             raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
     readers(parts["data"])  # refuses what a data set does not have
+    if args.wandb is not None:
+        check_project(args.wandb)
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
         on_hub = path and hub.NAME.fullmatch(path)

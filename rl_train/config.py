@@ -142,6 +142,7 @@ class RolloutConfig:
     """rollouts"""
 
     train: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
+    regions_per_image: ClassVar[int] = 1  # that follow each other
 
     batch_size: int = flag(4, "prompts per rank and rollout (B)", type=COUNT)
     num_generations: int = flag(8, "samples per prompt (G), at least 2", type=GROUP)
@@ -153,6 +154,12 @@ class ExamplesConfig:
     """examples, of supervised training"""
 
     batch_size: int = flag(4, "samples per rank, forward and backward (B)", type=COUNT)
+    regions_per_image: int = flag(
+        1,
+        "regions of an image that a batch holds beside each other, as far as they go: its features "
+        "are made once, and of one image they teach what tells them apart",
+        type=COUNT,
+    )
     max_completion_length: int = flag(
         512, "tokens of an answer (T): a longer one is cut, held out none is sampled", type=COUNT
     )
@@ -273,7 +280,42 @@ class RunConfig:
         None, "from a folder or the latest; auto: from the latest if any", nargs="?", const="latest"
     )
     eval_steps: int = flag(100, "between evaluations; 0 = before and after", type=COUNT_OR_0)
+    best_by: list[str] = flag(
+        [],
+        "held-out measures whose mean chooses checkpoint_best, and the role that tools.export "
+        "takes; none: seg_iou and caption_meteor, of points seg_iou (docs/algorithm.md)",
+        type=lambda name: name.removeprefix("eval/"),
+        metavar="MEASURE",
+    )
     seed: int = flag(0, "of everything", type=SEED)
+    wandb: str | None = flag(
+        None,
+        "mirror the curves, pictures and flags of TensorBoard as a run of this project of Weights "
+        "& Biases (extra: wandb); WANDB_MODE=offline keeps it on this machine",
+        metavar="PROJECT",
+        nargs="?",
+        const="rl-sa2va",
+    )
+    export_final: str | None = flag(
+        None,
+        "at the end write the last checkpoint merged into its base to --output_dir/final_model, as "
+        "tools.export does: auto = of policy and teacher (ema) the better one held out",
+        nargs="?",
+        const="auto",
+        choices=["auto", "policy", "ema"],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedRunConfig(RunConfig):
+    """run"""
+
+    export_final: str = flag(
+        "policy",
+        "at the end the last checkpoint is merged into its base: --output_dir/final_model, which "
+        "rl_train.train takes as --model_path",
+        choices=["policy"],
+    )
 
 
 @dataclass(frozen=True)
@@ -299,7 +341,7 @@ SUPERVISED_PARTS = dict(
     data=DataConfig,
     rollout=ExamplesConfig,
     optim=UpdatesConfig,
-    run=RunConfig,
+    run=SupervisedRunConfig,
 )
 
 

@@ -15,6 +15,7 @@ from rl_train.files import CannotWrite, DamagedFile
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.judge import JudgeFailed
 from rl_train.stops import STATUS, Stopped
+from rl_train.tasks.cycle_measures import NotMeasured
 
 
 class Endings:
@@ -61,7 +62,8 @@ class Endings:
         if self.parts is None:
             asked = isinstance(error, ValueError)
             return once_a_machine(f"rl_train: {error}") if asked else None
-        if isinstance(error, (DamagedFile, BadReward, Unreadable, WorkerFailed, *places)):
+        known = (DamagedFile, BadReward, NotMeasured, Unreadable, WorkerFailed, *places)
+        if isinstance(error, known):
             sentence = str(error).splitlines()[-1]  # from a worker it comes with its traceback
             return f"rl_train: {places.get(type(error), '')}{sentence}"
 

@@ -38,9 +38,10 @@ class HeldOut:
     num_workers: int
     max_caption_length: int | None = None  # see `Sa2VAInputs`
     other_regions: bool = False  # whether it is measured which region a mask lies on
-    best_of: int = 0  # captions that are sampled of each region; 0 = none
+    best_of: int = 0  # answers that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
     measure: Callable | None = None  # see `tasks.protocol.Task`
+    measure_samples: Callable = measure_samples  # (.., G) as measure: of `best_of` answers
 
 
 @dataclass
@@ -81,7 +82,8 @@ def evaluate(
             with roles.use(name) if roles else nullcontext():
                 found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
-                    found |= measure_samples(policy, batch, features, tokens, heldout.best_of)
+                    asked = (policy, batch, features, tokens, heldout.best_of)
+                    found |= heldout.measure_samples(*asked)
                 columns[name].append(found)
             faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
         if stops and stops.asked:
@@ -103,6 +105,7 @@ class Evaluator:
     def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, stops: Stops):
         self.heldout, self.ranks, self.flags, self.stops = heldout, ranks, flags, stops
         self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
+        self.best_by = config.best_by
         self.measured = {}  # {step: values of the policy}
 
     def base(self, state: checkpoint.RunState, log):
@@ -139,8 +142,10 @@ class Evaluator:
         places = ("eval", "eval_ema")[: 1 + state.roles.has_teacher]
         for place, role in zip(places, (metrics[0], metrics[-1])):
             log.scalars({f"{place}/{name}": value for name, value in role.items()}, step)
-        if step and self.eval_steps:
-            scored = [role | dict(score=score(role)) for role in metrics]
+        scored = []
+        if self.eval_steps:  # at step 0 too, where it is known whether --best_by is measured
+            scored = [role | dict(score=score(role, self.best_by)) for role in metrics]
+        if step and scored:
             both = scored[0] | {"teacher": role for role in scored[1:]}
             checkpoint.save_if_best(self.folder, state, self.flags, both, self.ranks.is_main)
         if self.ranks.is_main:  # last: it says that the step is done

@@ -1,6 +1,7 @@
 """Start this machine's ranks and stay until they have ended: what run_rl_train.sh runs.
 
     python -m rl_train.launch [--max_restarts N] [flags of rl_train.train]
+    python -m rl_train.launch supervised [--max_restarts N] [flags of tools.train_supervised]
 
 torchrun's agent starts the ranks, and ends the others when one fails. Here is what it lacks: a
 signal reaches the ranks, which have the time that they need for a checkpoint; a run that crashed
@@ -31,6 +32,7 @@ from rl_train.distributed import LAUNCHED, PATIENCE, RESTARTS, SENTENCE
 
 FINAL = (os.EX_TEMPFAIL, SENTENCE)  # 75, 2
 PROGRAM = ["-m", "rl_train.train"]
+PROGRAMS = {"supervised": ["-m", "tools.train_supervised"]}  # by the first word
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER = 20  # seconds in which ranks end by the fault of one; torchrun kills the rest after 30
 HINTS = {
@@ -61,12 +63,12 @@ class Agent(threading.Thread):
         return self.error.failures if self.error else {}
 
 
-def arguments(attempt: int, nproc: int, nnodes: int, argv: list[str]) -> list[str]:
+def arguments(attempt: int, nproc: int, nnodes: int, command: list[str]) -> list[str]:
     """torchrun's command line of one attempt, each of which meets at a port of its own."""
     port = free_port() if nnodes == 1 else int(os.environ.get("MASTER_PORT", 29500)) + attempt
     where = dict(nproc_per_node=nproc, nnodes=nnodes, node_rank=os.environ.get("NODE_RANK", 0))
     where |= dict(master_addr=os.environ.get("MASTER_ADDR", "127.0.0.1"), master_port=port)
-    return [f"--{n}={value}" for n, value in where.items()] + [*PROGRAM, *argv]
+    return [f"--{n}={value}" for n, value in where.items()] + command
 
 
 def free_port() -> int:
@@ -121,13 +123,16 @@ def explain(failures: dict[int, ProcessFailure], signalled: bool = False) -> tup
 def main():
     parser = argparse.ArgumentParser("rl_train.launch", add_help=False, allow_abbrev=False)
     parser.add_argument("--max_restarts", type=int, default=0)
-    own, argv = parser.parse_known_args()
+    argv = sys.argv[1:]
+    program = PROGRAMS.get(argv[0], PROGRAM) if argv else PROGRAM
+    own, argv = parser.parse_known_args(argv[program is not PROGRAM :])
+    command = [*program, *argv]
     if own.max_restarts < 0:
         parser.error(f"--max_restarts {own.max_restarts}: must be at least 0")
     nproc = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
     nnodes = int(os.environ.get("NNODES", 1))
     if nproc == nnodes == 1 and not own.max_restarts:
-        os.execv(sys.executable, [sys.executable, *PROGRAM, *argv])
+        os.execv(sys.executable, [sys.executable, *command])
     os.environ.setdefault(LAUNCHED, str(time.time()))
     signals = []  # received so far
 
@@ -146,7 +151,7 @@ def main():
         signal.signal(number, forward)
     for attempt in range(own.max_restarts + 1):
         os.environ[RESTARTS[0]] = str(attempt)
-        agent = Agent(arguments(attempt, nproc, nnodes, argv))
+        agent = Agent(arguments(attempt, nproc, nnodes, command))
         agent.start()
         failures = agent.failures()
         if not failures:

@@ -16,9 +16,11 @@ from rl_train.config import Config, OptimConfig, PolicyConfig
 from rl_train.data import DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mix import Shares
+from rl_train.data.neighbours import image_keys
 from rl_train.data.opening import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
+from rl_train.export import lacking
 from rl_train.files import claim, write_json, writing
 from rl_train.memory import GIB, standing_memory
 from rl_train.policies.families import build_policy
@@ -32,6 +34,7 @@ from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
 from rl_train.tasks.protocol import Context
+from rl_train.wandb_mirror import Mirror
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
 
@@ -53,6 +56,7 @@ class Parts:
     max_steps: int
     control: Control = field(default_factory=Control)  # what counts of the tasks' rewards
     claim: object = None  # on the output folder, as long as it lives; see `begin`
+    mirror: Mirror | None = None  # of --wandb, on the first rank; see `begin`
     announced: str = ""  # memory of the worst step, if that was measured
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
@@ -141,6 +145,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
+        base = Path(config.policy.model_path)
+        wanted = config.run.export_final and base.is_dir()  # one of the hub is tried at the end
+        if wanted and (lack := lacking(base, Path(output_dir))):
+            raise ValueError(f"--export_final: on the disk of --output_dir {output_dir} {lack}")
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
@@ -163,6 +171,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     how = (families, sorted(groups), tokens, ranks.device, shards)
     policy = build_policy(config.policy, *how)
     asked = any(kind.asks_teacher for kind in kinds.values())
+    if config.run.export_final == "ema" and not asked:
+        raise ValueError("--export_final ema: no task of --tasks has a teacher")
     roles = Roles(policy.trainable, COPIES if asked else ("reference",))
     print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)
@@ -170,8 +180,16 @@ def build(config: Config, ranks: Ranks) -> Parts:
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
     how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    together, per_image = None, config.rollout.regions_per_image
+    if prompts % per_image:
+        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
+    if per_image > 1 and data.mix:
+        raise ValueError(f"--regions_per_image {per_image}: not with --mix")
+    if per_image > 1:
+        together = (per_image, image_keys(train_set))
     shares = Shares(train_set, config.run.seed) if data.mix else None
-    sampler = StepSampler(len(train_set), *how, ranks.world_size, shares=shares)
+    drawn = dict(together=together, shares=shares)
+    sampler = StepSampler(len(train_set), *how, ranks.world_size, **drawn)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
     if shares:
         print0(shares.describe(sampler.prompts_per_step, max_steps))
@@ -213,5 +231,7 @@ def begin(parts: Parts):
             folder.mkdir(parents=True, exist_ok=True)
         parts.claim = claim(folder)
         checkpoint.tidy(folder, start, parts.config.run.save_total_limit)
+        if (project := parts.config.run.wandb) is not None:
+            parts.mirror = Mirror(folder, project, parts.flags)
         write_json(folder / "config.json", parts.flags, indent=2)
     distributed.gather_objects(None)  # nobody goes on if the folder has been taken

@@ -7,21 +7,27 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from torch.utils.tensorboard.summary import image as image_summary
 from torch.utils.tensorboard.summary import scalar, text
 
+from rl_train.data.masks import encode_mask
 from rl_train.events import Events
 from rl_train.files import Appended, DamagedFile, writing
+from rl_train.foreign_curves import curves_table
 from rl_train.grpo import group_std
 from rl_train.objective import Work
 from rl_train.points.answers import Answer
+from rl_train.types import Outcome
+from rl_train.wandb_mirror import Mirror
 
 REGION, FOUND = (255, 196, 0), (255, 0, 200)  # colours of the given region and of a model's mask
 BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # of what prompts a mask
 RADIUS = 4  # of a point, in pixels
 PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one side, in pixels, at most
 FONT_SIZE, LINE_CHARACTERS = 14, 66  # of the text below
+MASK_SIDE = 256  # of a mask in the rollouts, in pixels, at most
 
 
 class Log:
@@ -29,9 +35,12 @@ class Log:
 
     Lines and points beyond the step `start`, left by a killed run, are dropped. Raises DamagedFile
     if one of the lines cannot be read, and the file stays as it is; CannotWrite at a full disk.
+
+    Args:
+        mirror: gets the same points and pictures; on the first rank.
     """
 
-    def __init__(self, output_dir, ranks, start: int):
+    def __init__(self, output_dir, ranks, start: int, mirror: Mirror | None = None):
         folder, self.start = Path(output_dir) / "rollouts", start
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -41,18 +50,23 @@ class Log:
                     os.truncate(file, end_of_lines_before(start, file))
         self.jsonl = Appended(folder / f"rank{ranks.rank}.jsonl")
         self.events = Events(Path(output_dir) / "tensorboard", start) if ranks.is_main else None
+        self.mirror = mirror
 
     def scalars(self, values: dict[str, float], step: int):
         if self.events:
             self.events.add([scalar(name, value) for name, value in values.items()], step)
+        if self.mirror:
+            self.mirror.scalars(values, step)
 
     def hparams(self, flags: dict):  # as text: hparams events would open a run of their own
         if self.events:
             table = "\n".join(f"    {name} = {value}" for name, value in sorted(flags.items()))
             self.events.add([text("hparams", table)], self.start)
+            self.events.add([text("curves", curves_table())], self.start)
 
     def rollouts(self, step: int, work: Work):
-        """One JSON line per row; null is a reward that could not be obtained."""
+        """One JSON line per row, groups one behind the other; null is a reward that could not be
+        obtained. Masks, last in a line, are `small_mask`s."""
         rollout, outcome = work.rollout, work.outcome
         image_ids, captions = map(
             rollout.of_rows, (rollout.batch.image_ids, rollout.batch.captions)
@@ -65,6 +79,7 @@ class Log:
             line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
             line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
+            line |= _judged(outcome, row)
             lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # surrogates as \ud800
 
@@ -78,6 +93,8 @@ class Log:
                 picture = rollout_picture(image, work, first + k)
                 name = f"{work.task.name}/rollout_{k}"
                 self.events.add([image_summary(name, picture, dataformats="HWC")], step)
+                if self.mirror:
+                    self.mirror.picture(name, picture, step)
 
     def sync(self):
         """Wait until all is on the disk, before a checkpoint that counts on it."""
@@ -89,6 +106,8 @@ class Log:
         self.jsonl.close()
         if self.events:
             self.events.file.close()
+        if self.mirror:
+            self.mirror.close()
 
 
 def end_of_lines_before(start: int, file: Path) -> int:
@@ -111,6 +130,36 @@ def end_of_lines_before(start: int, file: Path) -> int:
 def _number(value: torch.Tensor) -> float | None:
     """A reward as JSON can hold it: None where it is NaN."""
     return None if value.isnan() else round(value.item(), 8)
+
+
+def _judged(outcome: Outcome, row: int) -> dict:
+    """What a line has of the mask that was judged, and of the box and points that prompted it.
+
+    Coordinates are of the sample's mask, in pixels; "mask_without" is that without the negative
+    points, where there are any.
+    """
+    found, answer = {}, outcome.answers[row] if outcome.answers else None
+    if answer:
+        kinds = dict(boxes=answer.boxes, positive=answer.positive, negative=answer.negative)
+        found["prompt"] = {
+            kind: [[round(value, 1) for value in one] for one in some]
+            for kind, some in kinds.items()
+        }
+        if answer.negative:
+            found["mask_without"] = small_mask(outcome.masks_without[row])
+    return found | ({"mask": small_mask(outcome.masks[row])} if outcome.masks else {})
+
+
+def small_mask(mask: torch.Tensor) -> dict:
+    """{"size": [h, w], "counts": str}, COCO's compressed run lengths, of a mask (H, W) bool.
+
+    Its longer side is MASK_SIDE pixels at most; a smaller mask keeps its size.
+    """
+    scale = min(MASK_SIDE / max(mask.shape), 1.0)
+    size = [max(round(n * scale), 1) for n in mask.shape]
+    pixels = mask.to(torch.uint8)[None, None]
+    small = F.interpolate(pixels, size, mode="nearest-exact")[0, 0]  # where the mask lies
+    return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())
 
 
 def rollout_picture(image: Image.Image, work: Work, row: int) -> np.ndarray:

@@ -12,6 +12,7 @@ action beside the text and add terms of its own to the loss. See docs/algorithm.
 import math
 from collections import Counter
 from contextlib import closing
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -25,6 +26,7 @@ from rl_train.distributed import GradientAverage, gather_objects, gradient_norms
 from rl_train.draws import Draws
 from rl_train.endings import Endings
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
+from rl_train.export import export_final
 from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
 from rl_train.objective import (
     MicroBatchLoss,
@@ -206,7 +208,7 @@ def run(parts: Parts, stops: Stops, loop=train):
     size = BATCHES * config.rollout.batch_size
     how = dict(other_regions=others, vocabulary=parts.vocabulary, measure=state.tasks[0].measure)
     heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
-    with closing(Log(config.run.output_dir, parts.ranks, start)) as log:
+    with closing(Log(config.run.output_dir, parts.ranks, start, parts.mirror)) as log:
         log.hparams(parts.flags)
         evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
         evaluator.base(state, log)
@@ -225,8 +227,14 @@ def run(parts: Parts, stops: Stops, loop=train):
                 evaluator(state, log)
         if stops.agreed:
             raise Stopped(f"{stops.agreed}, in an evaluation of step {state.step}")
+    if config.run.export_final and parts.ranks.is_main:
+        folder = Path(config.run.output_dir)
+        last, output = folder / f"checkpoint_step_{parts.max_steps}", folder / checkpoint.FINAL
+        role = export_final(last, output, config.run.export_final)
+        print0(f"{output}: {role} of {last}, merged")
     print0(before_after_table(evaluator.measured[0], evaluator.measured[parts.max_steps]))
     print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
+    gather_objects(None)  # torchrun may end the first, who exports, when others leave
 
 
 def main(argv=None, program=cli.REINFORCE, loop=train):

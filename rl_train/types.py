@@ -23,6 +23,7 @@ class Batch:
     inputs: object  # made by the policy's `inputs.collate`; nobody but the policy looks inside
     # (K, H, W) bool masks of the K other regions of each image, with --other_regions
     others: list[torch.Tensor] | None = None
+    regions_per_image: int = 1  # samples that may follow each other about one image
 
     def __len__(self):
         return len(self.index)

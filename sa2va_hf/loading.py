@@ -11,13 +11,16 @@ from .weights import find_keys
 
 # They choose how a model is read or which kernel computes it; True and False give the same model.
 MEANINGLESS = (
+    "_fast_init",
     "attn_implementation",
     "local_files_only",
     "low_cpu_mem_usage",
     "trust_remote_code",
     "use_flash_attn",
     "use_safetensors",
+    "weights_only",
 )
+QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_config")
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -30,8 +33,12 @@ def resolve(path, dtype, device, torch_dtype, device_map, others: dict) -> tuple
         ValueError: an argument that would change the model, two that contradict each other, an
             unknown dtype or more than one device; names it.
     """
-    if wrong := [name for name, value in others.items() if value and name not in MEANINGLESS]:
-        raise ValueError(f"Sa2VAModel.from_pretrained does not support {', '.join(sorted(wrong))}")
+    if wrong := sorted(name for name, value in others.items() if value and name not in MEANINGLESS):
+        why = "; weights are float32, bfloat16 or float16: pass dtype='bfloat16'"
+        raise ValueError(
+            f"Sa2VAModel.from_pretrained does not support {', '.join(wrong)}"
+            f"{why * any(name in QUANTIZED for name in wrong)}"
+        )
     if ignored := sorted(name for name in others if name in MEANINGLESS):
         logging.getLogger(__name__).warning("from_pretrained ignores %s", ", ".join(ignored))
     dtype = _one("dtype", dtype, "torch_dtype", torch_dtype) or torch.float32
@@ -53,19 +60,31 @@ def _one(name, value, other, also):
 def _one_device(place) -> torch.device:
     """The device that a `device_map` or a device names, the CPU if None.
 
-    "auto" and its like are the one accelerator, if there are not several.
+    A map may name parts, if all lie on one device. "auto" and its like are the one accelerator, if
+    there are not several.
     """
     if isinstance(place, dict):
-        place = place[""] if place.keys() == {""} else "several"
+        places = {"disk" if one == "disk" else _device(one) for one in place.values()}
+        place = places.pop() if len(places) == 1 else "several"
     if place in ("auto", "balanced", "balanced_low_0", "sequential"):
         if torch.cuda.device_count() < 2:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         place = "several"
-    if place == "several":
+    if place in ("several", "disk"):
         raise ValueError(
-            "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'"
+            "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'; "
+            "--shard_base of rl_train.train and tools.evaluate shares a model out over several"
         )
-    return torch.device("cpu" if place is None else place)
+    device = _device("cpu" if place is None else place)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise ValueError(f"Sa2VAModel.from_pretrained: no {device} here, of {found} GPUs")
+    return device
+
+
+def _device(place) -> torch.device:
+    """A device by its name; a number is that of a GPU, also where torch knows none."""
+    return torch.device(f"cuda:{place}" if isinstance(place, int) else place)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
 REGIONS = 117  # training regions of `draw_data`
 # Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
-ASKED = {"cycle_hit", "seg_hit", "best_of_G_cycle_iou", "sampled_cycle_iou"}
+SAMPLED = {"best_of_G_cycle_iou", "by_logp_cycle_iou", "sampled_cycle_iou", "best_of_G_meteor"}
+SAMPLED |= {"by_cycle_meteor", "by_logp_meteor", "sampled_meteor"}
+ASKED = {"cycle_hit", "seg_hit"} | SAMPLED
 # A process on one CPU core, without what a launcher around the tests may have set.
 ENVIRONMENT = {
     name: value

@@ -47,6 +47,25 @@ def test_a_format_of_held_out_regions_that_are_not_given(complaint):
     assert "--eval_dataset reasonseg: needs --eval_data_dir" in said
 
 
+@pytest.mark.parametrize(
+    "names, words",
+    [
+        (["meteor"], "--best_by meteor: is none of seg_iou, seg_ciou, "),
+        (["seg_iou", "eval/caption_words"], "--best_by caption_words: is none of seg_iou"),
+        (["eval/seg_hit"], "--best_by seg_hit: is measured with --other_regions"),
+        (["color_accuracy"], "--best_by color_accuracy: is measured with --attributes"),
+    ],
+)
+def test_what_cannot_choose_the_best(complaint, names, words):
+    assert words in complaint(best_by=names)
+
+
+def test_names_of_curves_choose_the_best(data, tmp_path):
+    named = dict(best_by=["eval/seg_hit", "cycle_iou"], other_regions="")
+    assert cli.parse(flags(data, tmp_path, **named)).run.best_by == ["seg_hit", "cycle_iou"]
+    assert cli.parse(flags(data, tmp_path)).run.best_by == []
+
+
 @pytest.mark.parametrize("name", ["model_path", "data_dir", "output_dir"])
 def test_flag_that_is_needed(complaint, name):
     assert f"--{name}" in complaint(**{name: None})

@@ -3,12 +3,15 @@
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from rl_train.distributed import lost_rank
+from rl_train.distributed import Ranks, lost_rank
+from rl_train.endings import Endings
 from rl_train.launch import free_port
+from rl_train.tasks.cycle_measures import NotMeasured
 from tests.runs import ENVIRONMENT, ROOT
 
 LEFT = """
@@ -54,3 +57,18 @@ def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tm
 )
 def test_what_says_that_a_rank_was_lost(error, said):
     assert lost_rank(error) == said
+
+
+def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
+    """Known when the first evaluation is done, hence after the run has begun."""
+    flags = SimpleNamespace(
+        reward=SimpleNamespace(llm_judge_base_url="u"), data=SimpleNamespace(data_dir="d")
+    )
+    endings = Endings(flags, Ranks(0, 1, torch.device("cpu")))
+    endings.parts = object()
+    with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
+        with endings:
+            raise NotMeasured("--best_by x: this run measures y")
+    with pytest.raises(ValueError, match="^a fault of ours$"):
+        with endings:
+            raise ValueError("a fault of ours")

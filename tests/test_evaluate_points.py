@@ -60,5 +60,10 @@ def test_a_run_and_the_tool_measure_the_same(data, tmp_path, answering, capsys):
     assert found["values"] == of_run["values"] and found["captions"] == of_run["captions"]
     assert found["flags"]["answer_style"] == "points" and found["flags"]["sam_passes"] == 2
     assert "gain_negative" in found["intervals"] and "parsable" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="--best_of: of Sa2VA"):
-        evaluate.main(["--model_path", str(checkpoint), *asked, "--best_of", "2"])
+    with pytest.raises(SystemExit, match="--legacy_cleaner: of Sa2VA"):
+        evaluate.main(["--model_path", str(checkpoint), *asked, "--legacy_cleaner"])
+    evaluate.main(["--model_path", str(checkpoint), *asked, "--best_of", "2"])
+    sampled = json.loads((tmp_path / "found.json").read_text())
+    assert {name: sampled["values"][name] for name in found["values"]} == found["values"]
+    means = sampled["means"]
+    assert means["best_of_G_seg_iou"] >= max(means["by_logp_seg_iou"], means["sampled_seg_iou"])

@@ -166,6 +166,8 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
     assert ASKED <= new <= ASKED | {f"shape_{m}" for m in ("accuracy", "precision", "stated")}
     means, captions = found["means"], found["captions"]
     assert means["best_of_G_cycle_iou"] >= means["sampled_cycle_iou"] > 0
+    assert means["best_of_G_cycle_iou"] >= means["by_logp_cycle_iou"]
+    assert means["best_of_G_meteor"] >= max(means["by_cycle_meteor"], means["by_logp_meteor"])
     assert means["caption_distinct"] == len(set(captions)) / 5
     hits, ious = found["values"]["seg_hit"], found["values"]["seg_iou"]
     assert any(hits) and all(iou > 0 for hit, iou in zip(hits, ious) if hit)

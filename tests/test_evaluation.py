@@ -11,13 +11,14 @@ from rl_train import checkpoint, evaluation
 from rl_train.checkpoint import RunState
 from rl_train.distributed import Ranks
 from rl_train.evaluation import HeldOut
+from rl_train.export import preferred_role
 from rl_train.files import read_json
 from rl_train.parts import cosine_schedule
 from rl_train.roles import Roles
-from rl_train.tasks.cycle_measures import METRICS
-from tests.runs import on_one_core, run
+from rl_train.tasks import cycle_measures
+from rl_train.tasks.cycle_measures import METRICS, NotMeasured
+from tests.runs import SAMPLED, on_one_core, run
 from tools.demo_scenes import PATTERNS
-from tools.export import preferred_role
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALONE = Ranks(0, 1, torch.device("cpu"))
@@ -109,8 +110,7 @@ def curves(output) -> dict[str, dict[int, float]]:
 def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
     found = curves(three_steps)
     of_attributes = {"pattern_accuracy", "pattern_stated"}
-    of_tool = {"caption_cider", "best_of_G_cycle_iou", "sampled_cycle_iou"}
-    for metric in (set(METRICS) - of_tool) | of_attributes:
+    for metric in (set(METRICS) - SAMPLED - {"caption_cider"}) | of_attributes:
         assert list(found[f"eval/{metric}"]) == list(found[f"eval_ema/{metric}"]) == [0, 1, 2, 3]
         assert found[f"eval/{metric}"][0] == found[f"eval_ema/{metric}"][0]
     assert any(
@@ -244,6 +244,52 @@ def test_a_kill_while_writing_leaves_the_old_one(keep, tmp_path, monkeypatch):
     ] == ["checkpoint_best"]
 
 
+def test_what_best_by_names_decides(tmp_path, monkeypatch):
+    """Of policy and teacher alike; in the order of the steps, whose measures are made up here."""
+    made = {
+        0: [[0.1, 0.2, 0.0]],
+        1: [[0.5, 0.1, 0.3], [0.1, 0.5, 0.0]],
+        2: [[0.3, 0.4, 0.1], [0.1, 0.1, 0.1]],
+    }  # of each role: segmentation IoU, METEOR, hits
+    roles = SimpleNamespace(has_teacher=True)
+    state, kept = SimpleNamespace(roles=roles, step=0, policy=None), []
+    log = SimpleNamespace(scalars=lambda points, step: None)
+
+    def measured(policy, heldout, ranks, names, *_):
+        measures = zip(names, made[state.step], strict=True)
+        of = ("seg_iou", "caption_meteor", "seg_hit")
+        return {
+            name: evaluation.Measured(
+                {one: torch.tensor([v], dtype=torch.float64) for one, v in zip(of, values)},
+                *(["i"], ["r"], ["c"], 0),
+            )
+            for name, values in measures
+        }
+
+    monkeypatch.setattr(evaluation, "evaluate", measured)
+    monkeypatch.setattr(checkpoint, "save_if_best", lambda *args: kept.append(args[3]))
+
+    def scores(best_by, eval_steps=1):
+        kept.clear()
+        config = SimpleNamespace(output_dir=tmp_path, eval_steps=eval_steps, best_by=best_by)
+        evaluator = evaluation.Evaluator(None, config, ALONE, {}, None)
+        for state.step in made:
+            evaluator.base(state, log) if state.step == 0 else evaluator(state, log)
+        return [round(v, 6) for found in kept for v in (found["score"], found["teacher"]["score"])]
+
+    (tmp_path / "evaluation").mkdir()
+    assert scores([]) == [0.3, 0.3, 0.35, 0.1]
+    assert scores(["seg_hit"]) == [0.3, 0, 0.1, 0.1]
+    assert scores(["seg_iou", "seg_hit"]) == [0.4, 0.05, 0.2, 0.1]
+    assert scores([], eval_steps=0) == scores(["cycle_iou"], eval_steps=0) == []
+    with pytest.raises(NotMeasured, match="--best_by cycle_iou: this run measures seg_iou, "):
+        scores(["cycle_iou"])
+    assert state.step == 0  # before anything was trained
+
+    with pytest.raises(NotMeasured, match="--best_by is needed to choose checkpoint_best: .* cac"):
+        cycle_measures.score(dict(cac=1.0))
+
+
 def test_no_evaluation_steps_keep_no_best(data, tmp_path):
     run(data, tmp_path, max_steps=1)
     assert [p.name for p in tmp_path.glob("checkpoint*")] == ["checkpoint_step_1"]
@@ -251,7 +297,7 @@ def test_no_evaluation_steps_keep_no_best(data, tmp_path):
 
 def test_whether_measures_are_missing_is_what_the_first_ranks_disk_says(tmp_path, monkeypatch):
     """They are written there alone; a rank that asked its own disk would evaluate by itself."""
-    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2)
+    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2, best_by=[])
     evaluator = evaluation.Evaluator(None, config, None, {}, None)
     monkeypatch.setattr(evaluation, "gather_objects", lambda mine: [False, mine])
     assert not evaluator.missing(2)

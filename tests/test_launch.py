@@ -164,7 +164,7 @@ def test_a_signal_to_the_launcher_explains_a_75():
 def test_machines_meet_at_the_address_and_at_another_port_each_time(monkeypatch):
     for name, value in dict(NODE_RANK=1, MASTER_ADDR="a", MASTER_PORT=7).items():
         monkeypatch.setenv(name, str(value))
-    line = launch.arguments(2, 8, 3, ["--seed", "1"])
+    line = launch.arguments(2, 8, 3, [*launch.PROGRAM, "--seed", "1"])
     assert line == [
         *("--nproc_per_node=8", "--nnodes=3", "--node_rank=1", "--master_addr=a"),
         *("--master_port=9", *launch.PROGRAM, "--seed", "1"),

@@ -10,7 +10,7 @@ from PIL import Image
 from pycocotools import mask as coco
 from torch.utils.data import Subset
 
-from rl_train import cli
+from rl_train import cli, trained_policy
 from rl_train.data import RefCOCODataset
 from rl_train.data.mix import Mix
 from rl_train.data.split import picture_keys
@@ -20,7 +20,7 @@ from rl_train.tasks import refer_measures
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core, rollouts, run, unmeasured
-from tools import evaluate, inspect_data, refcoco_writer, trained_policy
+from tools import evaluate, inspect_data, refcoco_writer
 from tools.refcoco_writer import drawn_scenes, polygons_of, write_refcoco
 
 one_core = pytest.fixture(autouse=True)(on_one_core)

@@ -14,13 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rl_train import distributed, train
+from rl_train.export import export
 from rl_train.launch import free_port
 from rl_train.sharding import NOTHING, Shards, held_bytes
 from sa2va_hf import Sa2VAModel
 from tests.ranks import forked
 from tests.runs import CHECKPOINT, distance, flags, rollouts, weights
 from tools import evaluate
-from tools.export import export
 
 # Rank 0 alone has a sample to measure.
 SAME = dict(

@@ -9,10 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from rl_train.data.masks import decode_mask
 from rl_train.distributed import Ranks
 from rl_train.objective import Work
 from rl_train.points.answers import Answer
-from rl_train.tb import BOX, FOUND, NEGATIVE, POSITIVE, REGION, Log, rollout_picture
+from rl_train.tb import BOX, FOUND, NEGATIVE, POSITIVE, REGION, Log, rollout_picture, small_mask
 from rl_train.types import Batch, Outcome, Rollout
 
 
@@ -92,3 +93,40 @@ def test_rollouts_are_json_whatever_they_say(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         log.rollouts(1, work)
     log.close()
+
+
+@pytest.mark.parametrize(
+    "shape, size", [((3, 5), (3, 5)), ((512, 1024), (128, 256)), ((2000, 3), (256, 1))]
+)
+def test_a_mask_is_kept_small(shape, size):
+    """Its lower half: of any shape the lower half of the kept one."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[-(shape[0] // 2) :] = True
+    kept = small_mask(mask)
+    assert kept["size"] == list(size) and json.loads(json.dumps(kept)) == kept
+    expected = np.zeros(size, dtype=bool)
+    expected[-(size[0] // 2) :] = True
+    assert (decode_mask(kept) == expected).all()
+
+
+def test_lines_hold_what_was_judged(tmp_path):
+    """The masks of rows and, of an answer, box and points; a refused one has none of these."""
+    masks = list(torch.rand(3, 4, 6) > 0.5)
+    answers = [Answer(((1, 2, 3, 3.26),), ((5, 3),), ()), Answer((), (), ((0, 1),)), None]
+    batch = Batch([0], [masks[0]], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["a", "b", "c"], 3, *[None] * 5)
+    outcome = Outcome({}, masks, [], {}, answers, masks[::-1])
+    work = Work(
+        SimpleNamespace(name="points"), rollout, outcome, torch.ones(3), torch.zeros(3), None
+    )
+    log = Log(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log.rollouts(0, work)
+    log.close()
+    lines = (tmp_path / "rollouts" / "rank1.jsonl").read_text().splitlines()
+    first, second, third = map(json.loads, lines)
+    for line, mask in zip((first, second, third), masks, strict=True):
+        assert list(line)[-1] == "mask" and (decode_mask(line["mask"]) == mask.numpy()).all()
+    assert first["prompt"] == dict(boxes=[[1, 2, 3, 3.3]], positive=[[5, 3]], negative=[])
+    assert second["prompt"] == dict(boxes=[], positive=[], negative=[[0, 1]])
+    assert (decode_mask(second["mask_without"]) == masks[1].numpy()).all()
+    assert not {"prompt", "mask_without"} & (set(third) | set(first) - {"prompt"})

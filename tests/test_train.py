@@ -114,6 +114,7 @@ def test_rollouts_are_readable(two_steps):
     lines = rollouts(two_steps)
     assert len(lines) == 2 * 2 * 2 * 4  # steps, loops, prompts, samples
     needed = {"step", "task", "image_id", "caption", "completion", "reward", "advantage", "iou"}
+    needed |= {"mask"}
     for line in lines:
         assert set(line) == (
             needed if line["task"] == "loop1" else needed | {"meteor", "likelihood", "reply"}

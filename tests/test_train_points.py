@@ -7,13 +7,13 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train import cli, parts
 from rl_train.distributed import Ranks
+from rl_train.export import export
 from rl_train.memory import worst_step
 from rl_train.policies import qwen_worst_case
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from rl_train.train import train
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import complaint_of, curve, events, flags, on_one_core, rollouts, run, weights
-from tools.export import export
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 

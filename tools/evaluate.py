@@ -9,8 +9,8 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
     python -m tools.evaluate ... --dataset refcocog --split test --protocol sa2va
     torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
 
-More measures: what captions state of attributes, which region a mask lies on, and what the best of
-8 sampled captions would give:
+More measures: what captions state of attributes, which region a mask lies on, and what is gained by
+choosing among 8 sampled captions, by an oracle or by what the model itself makes of them:
 
     python -m tools.evaluate ... --attributes D/attributes.json --other_regions --best_of 8
 
@@ -65,7 +65,7 @@ from rl_train.statistics import before_after_table, metrics_of
 from rl_train.tasks import refer_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
-from tools.trained_policy import open_policy, untrained
+from rl_train.trained_policy import open_policy, untrained
 
 # Flags of models that answer with box and points.
 OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
@@ -120,7 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
-    add("--best_of", type=COUNT_OR_0, default=0, help="captions G to sample of each region too")
+    add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
     add(
         "--protocol",
         choices=["sa2va"],
@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="regions on images that the checkpoint's run was trained on, whose data sets are "
         "opened again for it; default: nobody looks",
     )
-    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
+    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
     add(
         "--output",
         type=Path,
@@ -184,8 +184,8 @@ def flags_of_run(folder: Path) -> dict:
     }
 
 
-def measure_of(policy, args):
-    """What is measured of the policy: None = `cycle_measures.measure`.
+def measures_of(policy, args) -> dict:
+    """`HeldOut`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
 
     Raises ValueError if a flag is of another family of models.
     """
@@ -196,15 +196,16 @@ def measure_of(policy, args):
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
         policy.rounded_normalisation = True
-        return refer_measures.measure
+        return dict(measure=refer_measures.measure)
     if policy.family == Sa2VAPolicy.family:
-        return None
-    captions = ("best_of", "attributes", "legacy_cleaner", "shard_base")
+        return {}
+    captions = ("attributes", "legacy_cleaner", "shard_base")
     if given := [name for name in captions if getattr(args, name)]:
         raise ValueError(f"--{given[0]}: of Sa2VA's captions, and --model_path is of points")
     options = read_flags(args, PointSegmentation.Options)
     context = Context(policy, None, args.max_completion_length)
-    return PointSegmentation(options, context).measure
+    task = PointSegmentation(options, context)
+    return dict(measure=task.measure, measure_samples=task.measure_samples)
 
 
 def build_dataset(args):
@@ -327,14 +328,14 @@ def run(args, ranks):
     tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
     policy = open_policy(*whose, ranks.device, tokens, shards, **how)
     lengths = (tokens, args.num_workers, args.max_caption_length)
-    measure = measure_of(policy, args)
-    asked = (args.other_regions, args.best_of, vocabulary, measure)
-    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked)
+    measures = measures_of(policy, args)
+    asked = (args.other_regions, args.best_of, vocabulary)
+    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked, **measures)
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
     of_points = policy.family != Sa2VAPolicy.family
-    if measure is None:
+    if not measures:
         measure_captions(measured, args.legacy_cleaner)
     flags = {
         name: str(value) if isinstance(value, Path) else value

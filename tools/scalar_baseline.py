@@ -29,8 +29,8 @@ from rl_train.files import check_writable
 from rl_train.policies.segment_describe import answer, row_masks
 from rl_train.rewards import mask_iou
 from rl_train.statistics import paired_difference
+from rl_train.trained_policy import open_policy
 from sa2va_hf.processing_sa2va import upsample_masks
-from tools.trained_policy import open_policy
 
 # {scalar: (values tried, the one that changes nothing)}
 GRIDS = dict(

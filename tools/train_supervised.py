@@ -55,9 +55,8 @@ def train(parts: Parts, loader, end_of_step, average=None):
         clock, tally = Clock(policy.device), Tally()
         work = []
         for batch in batches:  # B samples
-            with torch.no_grad():
-                features = policy.encode(batch)
-            work.append((batch, features, examples_of(parts, batch, features)))
+            features = policy.encode(batch)  # with gradient, if an encoder trains
+            work.append((features, examples_of(parts, batch, features)))
             tally.damaged += batch.damaged
             tally.add_shares(parts.sampler.shares, batch.index)
             clock("encode")
@@ -111,14 +110,12 @@ class SupervisedLoss(nn.Module):
         self.trainable = nn.ParameterList(policy.trainable.values())
         self.policy = policy
 
-    def forward(self, batch, features, examples: list[Examples], totals, last: bool):
+    def forward(self, features, examples: list[Examples], totals, last: bool):
         """(loss of all tasks' examples, normalised over the whole step; {task: statistics}).
 
         With `last` it holds every trainable, as DistributedDataParallel wants it of a backward.
         Statistics are those of `objective.MicroBatchLoss`.
         """
-        if self.policy.encoders_train:
-            features = self.policy.encode(batch)  # again, with gradient
         loss, statistics = 0.0, {}
         for one in examples:
             task, total = one.task, totals[one.task.name]

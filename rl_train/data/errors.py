@@ -30,9 +30,10 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str 
     bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
     if bad > limit * total:
         most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        words = ", ".join(f"{reason}: {count}" for reason, count in most_first)
         raise BadData(
             f"{where}{bad} of {total} regions ({bad / total:.1%}) are bad, more than "
-            f"--max_bad_fraction {limit:g}: {', '.join(f'{reason}: {count}' for reason, count in most_first)}"
+            f"--max_bad_fraction {limit:g}: {words}"
         )
 
 

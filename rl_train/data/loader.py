@@ -21,14 +21,16 @@ class Batches(Dataset):
     batch does not depend on the number of workers.
 
     Args:
-        other_regions: whether a batch has `others`.
+        other_regions: whether a batch has `others`; regions_per_image: as a batch has it.
 
     Raises:
         BadData: on access, MAX_ATTEMPTS stand-ins in a row were damaged too.
     """
 
-    def __init__(self, dataset, inputs: Inputs, other_regions: bool = False):
-        self.dataset, self.inputs = dataset, inputs
+    def __init__(
+        self, dataset, inputs: Inputs, other_regions: bool = False, regions_per_image: int = 1
+    ):
+        self.dataset, self.inputs, self.regions_per_image = dataset, inputs, regions_per_image
         self.others = OtherRegions(dataset) if other_regions else None
 
     def __getitem__(self, indices: list[int]) -> Batch:
@@ -40,6 +42,7 @@ class Batches(Dataset):
             [sample["image_id"] for sample in samples],
             sum(damaged, []),
             self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
+            regions_per_image=self.regions_per_image,
         )
         if self.others:
             found = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
@@ -84,6 +87,8 @@ class StepSampler:
     how many prompts it holds in all.
 
     Args:
+        together: (regions of an image that follow each other, (length,) keys of the images); None:
+            each sample for itself.
         shares: of a mix, which then says what a step's samples are; its epoch has as many steps.
 
     Raises:
@@ -99,11 +104,12 @@ class StepSampler:
         rank=0,
         world_size=1,
         start=0,
+        together=None,
         shares: Shares | None = None,
     ):
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
-        self.shares = shares
+        self.together, self.shares = together, shares
         self.prompts_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = length // self.prompts_per_step
         if self.steps_per_epoch == 0:
@@ -126,15 +132,32 @@ class StepSampler:
     def _permuted(self, step: int, size: int) -> np.ndarray:
         """(size,) indices of a step's samples."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(self.length)
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(self.length)
+        if self.together:
+            order = side_by_side(order, *self.together, rng)
         return order[within * size : (within + 1) * size]
+
+
+def side_by_side(order: np.ndarray, number: int, keys: np.ndarray, rng) -> np.ndarray:
+    """The permutation `order` in runs of `number` with one key each; left ones fill runs, too."""
+    runs, open_runs = [], {}
+    for i in order.tolist():
+        mine = open_runs.setdefault(keys[i], [])
+        mine.append(i)
+        if len(mine) == number:
+            runs.append(open_runs.pop(keys[i]))
+    left = sum(open_runs.values(), [])
+    runs += [left[start : start + number] for start in range(0, len(left), number)]
+    return np.array([i for run in rng.permutation(len(runs)) for i in runs[run]])
 
 
 def train_loader(
     dataset, inputs: Inputs, sampler: StepSampler, num_workers: int, other_regions=False
 ) -> DataLoader:
     """Endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return _loader(Batches(dataset, inputs, other_regions), sampler, num_workers)
+    per_image = sampler.together[0] if sampler.together else 1
+    return _loader(Batches(dataset, inputs, other_regions, per_image), sampler, num_workers)
 
 
 def eval_loader(

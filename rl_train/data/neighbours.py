@@ -8,6 +8,20 @@ from rl_train.data.errors import DamagedSample
 OTHER_PIXELS = 2**26  # of a sample's other masks together, a byte each; 64 masks of 1024 x 1024
 
 
+def whole(dataset) -> tuple[object, np.ndarray]:
+    """(the data set behind a `Subset` of it, or of one, or itself; the place there of each)."""
+    index = np.arange(len(dataset))
+    while isinstance(dataset, Subset):
+        index, dataset = np.asarray(dataset.indices)[index], dataset.dataset
+    return dataset, index
+
+
+def image_keys(dataset) -> np.ndarray:
+    """(n,) key of each sample's image."""
+    dataset, index = whole(dataset)
+    return dataset.image_keys[index]
+
+
 class OtherRegions:
     """The masks of the other regions of a sample's image, in the whole of its data set.
 
@@ -19,11 +33,8 @@ class OtherRegions:
     """
 
     def __init__(self, dataset):
-        index = np.arange(len(dataset))
-        while isinstance(dataset, Subset):
-            index, dataset = np.asarray(dataset.indices)[index], dataset.dataset
-        self.dataset, self.index = dataset, index
-        self.keys = dataset.image_keys
+        self.dataset, self.index = whole(dataset)
+        self.keys = self.dataset.image_keys
         self.order = self.keys.argsort(kind="stable")
         self.sorted_keys = self.keys[self.order]
 

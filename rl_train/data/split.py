@@ -21,8 +21,9 @@ def split_dataset(
 ):
     """(training set, held-out set, the damaged samples of the training data).
 
-    Held out is a sample of --eval_data_dir, see `sample_regions`; without it the last images of a
-    fixed shuffle, with all their regions, in whatever rows these are.
+    Held out is a sample of --eval_data_dir, see `sample_regions`; without it one of the last images
+    of a fixed shuffle, none of whose regions is trained on: of as many images as samples, but of no
+    more than a tenth of all, unless these hold too few regions.
 
     Args:
         dataset_class: what opens --data_dir; heldout_class: what opens --eval_data_dir, default
@@ -64,8 +65,10 @@ def split_dataset(
     order = torch.randperm(int(images.max()) + 1, generator=generator).numpy()
     place = order.argsort()[images]  # of each region's image in the order
     last_first = place.argsort(kind="stable")[::-1]
-    heldout = last_first[:eval_samples]  # whole images, but for what is too many of the last
-    training = sorted(last_first[place[last_first] < place[heldout].min()].tolist())
+    enough = len(order) - place[last_first[:eval_samples]].min()  # images, to hold as many regions
+    first = len(order) - max(enough, min(eval_samples, len(order) // 10))  # that is held out
+    training, aside = np.flatnonzero(place < first).tolist(), np.flatnonzero(place >= first)
+    heldout = aside[sample_regions(dataset.image_keys[aside], eval_samples)]
     if not training:
         raise ValueError(
             f"--data_dir {data_dir} holds {len(dataset)} regions, too few to hold out "

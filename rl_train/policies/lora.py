@@ -37,12 +37,18 @@ def freeze_all_but(model, patterns: dict[str, str]) -> dict[str, torch.nn.Parame
     return trainable
 
 
-def parameter_table(model, trainable: dict, group_of) -> str:
-    """Trainable and total counts by part, for the start of the log."""
+def parameter_counts(model, trainable: dict, group_of) -> dict[str, int]:
+    """{part: parameters}; what trains by its group, the rest as "part (frozen)"."""
     counts = {}
     for name, parameter in model.named_parameters():
         part = group_of(name) if name in trainable else f"{name.split('.')[0]} (frozen)"
         counts[part] = counts.get(part, 0) + parameter.numel()
+    return counts
+
+
+def parameter_table(model, trainable: dict, group_of) -> str:
+    """Trainable and total counts by part, for the start of the log."""
+    counts = parameter_counts(model, trainable, group_of)
     trains = sum(p.numel() for p in trainable.values())
     rows = [f"  {part:32s} {count:>15,d}" for part, count in sorted(counts.items())]
     total = sum(counts.values())

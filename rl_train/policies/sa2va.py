@@ -77,7 +77,7 @@ class Sa2VAPolicy:
         self.base_dtype, self.patterns = model.dtype, {group: GROUPS[group] for group in groups}
         self.encoders_train = bool(ENCODERS & set(groups))
         self.peft = None
-        if "language_model" not in groups:
+        if "lora" in groups:
             size = (config.lora_r, config.lora_alpha, config.lora_dropout)
             self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
@@ -131,12 +131,20 @@ class Sa2VAPolicy:
         Frozen ones without autocast, as in the original's inference: in one dtype (and a sixth
         faster).
         """
-        tiles = batch.inputs.pixel_values
-        pixels = batch.inputs.sam_pixels.to(self.device)
-        pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
+        tiles, pixels = batch.inputs.pixel_values, batch.inputs.sam_pixels
+        image = list(range(len(tiles)))
+        if batch.regions_per_image > 1:
+            image = first_of_equal(pixels)
+        own = sorted(set(image))
         with self.autocast() if self.encoders_train else contextlib.nullcontext():
-            vision = self.model.vision_features(torch.cat(tiles).to(self.device))
-            sam = self.model.sam_features(pixels)
+            vision = self.model.vision_features(torch.cat([tiles[i] for i in own]).to(self.device))
+            shown = normalise_sam_pixels(pixels[own].to(self.device), self.rounded_normalisation)
+            sam = self.model.sam_features(shown)
+        if len(own) < len(image):
+            place = [own.index(i) for i in image]
+            parts = vision.split([len(tiles[i]) for i in own])
+            vision = torch.cat([parts[k] for k in place])
+            sam = [level[torch.tensor(place, device=self.device)] for level in sam]
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
     def describe_prompts(self, images: Images, image: list[int], grids) -> Prompts:
@@ -251,6 +259,14 @@ class Sa2VAPolicy:
                 return self.model.decode_masks(images.sam, image[some], embeddings[some])
 
         return self.watch("mask logits", by_chunks(decode, len(image)))
+
+
+def first_of_equal(images: torch.Tensor) -> list[int]:
+    """For each of (B, ..) images the first of those that are equal to it and follow each other."""
+    first = [0]
+    for i in range(1, len(images)):
+        first.append(first[-1] if torch.equal(images[i], images[i - 1]) else i)
+    return first
 
 
 def by_chunks(compute, num_masks: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ class JudgeClient:
             import openai
         except ImportError as error:
             raise ValueError(
-                "--use_llm_judge needs the openai library: pip install -e '.[judge]' "
+                "the LLM judge needs the openai library: pip install -e '.[judge]' "
                 "(the extra `judge`)"
             ) from error
         self.openai = openai

@@ -15,6 +15,9 @@ from rl_train.rewards.points import confused_region, reference_prompt, share_ins
 
 # What is reported beside seg_iou, seg_ciou, seg_p50 and mask_whole, as `cycle_measures` has them.
 METRICS = {
+    "best_of_G_seg_iou": "seg_iou of the best of G sampled answers: an oracle (--best_of)",
+    "by_logp_seg_iou": "same, of the likeliest of them (mean log-prob)",
+    "sampled_seg_iou": "same, their mean",
     "parsable": "answers that could be read",
     "seg_iou_without": "mean IoU of the same answers without their negative points",
     "gain_negative": "what these add: seg_iou - seg_iou_without",

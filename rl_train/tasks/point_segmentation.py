@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from rl_train.config import COUNT, WEIGHT, flag
+from rl_train.draws import Draws
 from rl_train.points.answers import FRAMES, NEGATIVE_POINTS, REASONS, STYLES, Form
 from rl_train.points.questions import question
+from rl_train.rewards import mask_iou
 from rl_train.rewards.custom import user_components, with_components
 from rl_train.rewards.iou import hits
 from rl_train.rewards.points import point_rewards
 from rl_train.tasks import point_measures
+from rl_train.tasks.best_of import kept, mean_logps
 from rl_train.tasks.point_measures import confused_regions, draw
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
@@ -136,3 +139,21 @@ class PointSegmentation:
         answers, _ = self.read(texts, features, list(range(len(batch))))
         passes = self.options.sam_passes
         return point_measures.measure(policy, batch, features, texts, answers, passes)
+
+    def measure_samples(
+        self, policy, batch: Batch, features, max_new_tokens: int, num_generations: int
+    ) -> dict[str, list]:
+        """{column: B values} of G sampled answers: see `cycle_measures.measure_samples`."""
+        G, prompts = num_generations, self.prompts(batch, features)
+        uniforms = Draws(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
+        done, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
+        rows = [i for i in range(len(batch)) for _ in range(G)]
+        answers, _ = self.read(texts, features, rows)
+        masks, _ = draw(policy, features, rows, answers, self.options.sam_passes)
+        targets = [batch.masks[i].to(policy.device) for i in rows]
+        iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
+        return dict(
+            best_of_G_seg_iou=kept(iou, iou),
+            by_logp_seg_iou=kept(iou, mean_logps(done, G)),
+            sampled_seg_iou=iou.mean(1).tolist(),
+        )

@@ -14,11 +14,11 @@ from PIL import Image
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.hub import resolve
 from rl_train.hub import model_folder
+from rl_train.trained_policy import open_policy
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
 from tools.gar_writer import encode_mask, write_gar
-from tools.trained_policy import open_policy
 
 MASK = np.eye(20, dtype=bool)
 ROW = {

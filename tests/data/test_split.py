@@ -48,6 +48,32 @@ def test_regions_of_one_image_stay_on_one_side():
         assert sorted(i for i in range(9) if Regions.image_keys[i] in images[0]) == training.indices
 
 
+def test_a_sample_of_training_data_is_of_as_many_images_as_it_may_be():
+    """Of images with 20 regions each; none of theirs is trained on, measured or not."""
+
+    class Many:
+        image_keys = np.repeat(np.random.default_rng(0).permutation(50), 20)
+        coco_ids = np.full(1000, NOT_COCO)
+
+        def __init__(self, data_dir):
+            pass
+
+        def __len__(self):
+            return len(self.image_keys)
+
+        def report(self):
+            return dict(rows=1000, kept=1000, skipped={}, resized_masks=0)
+
+    keys = Many.image_keys
+    for eval_samples, num_images in ((1, 1), (3, 3), (5, 5), (40, 5), (100, 5), (101, 6)):
+        training, heldout, _ = split_dataset(Many, "x", None, eval_samples, 0)
+        aside = set(keys[heldout.indices])
+        assert (len(heldout), len(aside)) == (eval_samples, num_images)
+        assert training.indices == [i for i in range(1000) if keys[i] not in aside]
+        again = split_dataset(Many, "x", None, eval_samples, 0)
+        assert again[1].indices == heldout.indices == sorted(set(heldout.indices))
+
+
 def test_held_out_regions_may_be_of_another_format():
     class Two:
         image_keys = np.array([1, 2])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf import Sa2VAConfig, Sa2VAModel, loading
 from tests.runs import CHECKPOINT
 
 ITS_LINE = dict(low_cpu_mem_usage=True, use_flash_attn=True, trust_remote_code=True)
@@ -46,6 +46,8 @@ def test_the_scripts_line(folder, caplog):
         (dict(torch_dtype="auto", dtype="auto", load_in_8bit=False), torch.bfloat16),
         (dict(device_map="cpu"), torch.float32),
         (dict(device_map={"": "cpu"}), torch.float32),
+        (dict(device_map=torch.device("cpu"), weights_only=True), torch.float32),
+        (dict(device_map={"vision_model": "cpu", "language_model": "cpu"}), torch.float32),
     ],
     ids=str,
 )
@@ -77,7 +79,11 @@ def test_auto_is_what_the_folder_says(folder, fields, expected):
 @pytest.mark.parametrize(
     "given, named",
     [
-        (dict(load_in_8bit=True), "load_in_8bit"),
+        (dict(load_in_8bit=True), "load_in_8bit; weights are float32, bfloat16 or float16"),
+        (dict(load_in_4bit=True, low_cpu_mem_usage=True), "not support load_in_4bit; weights"),
+        (dict(subfolder="x"), "does not support subfolder$"),
+        (dict(device_map={"": "disk"}), "device_map must name one device"),
+        (dict(device_map={"": "cpu", "mlp1": "disk"}), "--shard_base of rl_train.train"),
         (dict(quantization_config={"bits": 4}, revision="main"), "quantization_config, revision"),
         (dict(device_map={"vision_model": 0, "language_model": 1}), "device_map"),
         (dict(dtype="float31"), "float31"),
@@ -99,6 +105,17 @@ def test_auto_device_map_is_for_one_device(monkeypatch, count, accepted):
     else:
         with pytest.raises(ValueError, match="device_map must name one device"):
             Sa2VAModel.from_pretrained(CHECKPOINT, device_map="auto")
+
+
+@pytest.mark.parametrize("place", ["cuda:1", 1, {"": 1}, {"": "cuda:1", "mlp1": 1}], ids=str)
+def test_a_device_is_named_as_transformers_has_it(monkeypatch, place):
+    """A GPU by its number too. One that is not there is told before anything is read."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    arguments = (CHECKPOINT, None, None, None, place, {})
+    assert loading.resolve(*arguments) == (torch.float32, torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="no cuda:1 here, of 1 GPUs"):
+        Sa2VAModel.from_pretrained("/nowhere", device_map=place)
 
 
 # The config

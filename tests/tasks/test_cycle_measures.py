@@ -12,7 +12,7 @@ from rl_train.statistics import means
 from rl_train.tasks import cycle_measures
 from rl_train.tasks.cycle_measures import METRICS, measure_texts, metrics_of
 from rl_train.types import Batch
-from tests.runs import ASKED
+from tests.runs import ASKED, SAMPLED
 
 UNMEASURED = ASKED | {"caption_cider", "caption_distinct"}  # the latter of all samples together
 
@@ -140,14 +140,20 @@ def test_measures_of_all_captions_together():
 
 
 def test_the_best_of_sampled_captions_by_hand(monkeypatch):
-    """Two of each region: IoU 1 and .5; one without words (though its mask is right) and .4."""
+    """Two of each region: IoU 1 and .5; one without words (though its mask is right) and .4.
+
+    The true captions are "a red cup" and "the dog". Of the mean log-probs -.4 and -.3, -.1 and -.2
+    the second and the first are the likelier, though its sum is the lower in the first pair.
+    """
+    logp = torch.tensor([[-0.4, -9.0], [-0.1, -0.5], [-0.1, -0.1], [-0.3, -0.1]])
+    done = SimpleNamespace(logp=logp, valid=logp > -9)
     targets = [rectangle(2, 10), rectangle(5, 10)]
     batch = Batch([3, 8], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
     asked = []
 
     def complete(images, prompts, num_generations, num_tokens, uniforms):
         asked.append((prompts, num_generations, uniforms))
-        return None, ["a cup", "cup", " ", "dog"]
+        return done, ["a cup", "cup", " ", "dog"]
 
     policy = SimpleNamespace(
         device=torch.device("cpu"),
@@ -161,6 +167,13 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
     found = cycle_measures.measure_samples(policy, batch, images, 6, 2)
     assert found["best_of_G_cycle_iou"] == pytest.approx([1, 0.4])
     assert found["sampled_cycle_iou"] == pytest.approx([0.75, 0.2])
+    assert found["by_logp_cycle_iou"] == pytest.approx([0.5, 0])
+    two = meteor(["a red cup"] * 2 + ["the dog"], ["a cup", "cup", "dog"]).tolist()
+    assert two[0] > two[1] > 0 < two[2]
+    assert found["best_of_G_meteor"] == found["by_cycle_meteor"] == [two[0], two[2]]
+    assert found["by_logp_meteor"] == [two[1], 0]
+    assert found["sampled_meteor"] == pytest.approx([(two[0] + two[1]) / 2, two[2] / 2])
+    assert set(found) == SAMPLED
     [(prompts, G, uniforms)] = asked
     assert (prompts, G) == (([0, 1], ["g", "h"]), 2)
     assert torch.equal(uniforms, Draws(0, 0, 0, [3, 8], 2).uniforms(6))

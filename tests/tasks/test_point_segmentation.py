@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from rl_train import cli
+from rl_train.draws import Draws
 from rl_train.points.answers import NO_JSON, OUTSIDE, REASONS, Answer
 from rl_train.rewards.components import combine
 from rl_train.rewards.custom import UserReward
-from rl_train.tasks import MaskCaptionMask
+from rl_train.tasks import MaskCaptionMask, point_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Rollout
@@ -24,16 +25,18 @@ class Policy:
 
     device = torch.device("cpu")
 
-    def __init__(self, said=()):
+    def __init__(self, said=(), done=None):
         self.said, self.asked, self.drawn = list(said), None, []
+        self.done, self.uniforms = done, None
 
     def point_prompts(self, features, image, questions):
         self.asked = questions
         return SimpleNamespace(image=image)
 
     def complete(self, features, prompts, num_generations, max_new_tokens, uniforms=None):
-        assert uniforms is None and num_generations == 1
-        return None, self.said
+        self.uniforms = uniforms
+        assert len(self.said) == num_generations * len(prompts.image)
+        return self.done, self.said
 
     def point_masks(self, features, image, answers, passes):
         self.drawn.append((list(image), list(answers), passes))
@@ -216,3 +219,20 @@ def test_what_cannot_be_read_counts_as_an_empty_mask():
     found = task.measure(task.context.policy, BATCH, FEATURES, 8)
     for name in ("seg_iou", "seg_iou_without", "seg_iou_swapped", "seg_iou_random", "parsable"):
         assert found[name] == [0, 0], name
+
+
+def test_the_best_of_sampled_answers_by_hand():
+    """Two of each image: the region itself and two columns more; none and the region itself."""
+    mug = '{"points": [[4, 4]], "bbox": [2, 2, 6, 22]}'
+    logp = torch.tensor([[-0.4, -9.0], [-0.1, -0.5], [-0.1, -0.1], [-0.3, -0.1]])
+    done = SimpleNamespace(logp=logp, valid=logp > -9)
+    task = task_of(Policy([GOOD, PLAIN, "so", mug], done))
+    policy = task.context.policy
+    found = task.measure_samples(policy, BATCH, FEATURES, 8, 2)
+    assert found == dict(
+        best_of_G_seg_iou=pytest.approx([1, 1]),
+        by_logp_seg_iou=pytest.approx([24 / 36, 0]),
+        sampled_seg_iou=pytest.approx([(1 + 24 / 36) / 2, 1 / 2]),
+    )
+    assert torch.equal(policy.uniforms, Draws(0, 0, 0, [3, 8], 2).uniforms(8))
+    assert set(found) <= set(point_measures.METRICS)

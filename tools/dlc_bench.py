@@ -1,0 +1,258 @@
+"""DLC-Bench: a model's captions of its regions, and what a judge says of them.
+
+    python -m tools.dlc_bench caption --data_dir DLC-bench --model_path M --captions captions.json
+    vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --port 9100     # or any other server
+    python -m tools.dlc_bench judge --data_dir DLC-bench --captions captions.json --output O.json
+
+The folder is that of the data set nvidia/DLC-Bench: annotations.json (COCO), images/, qa.json and
+class_names.json. The captions are {annotation id: text}, as those of other programs may be. Scores,
+prompts and the reading of replies: tools/dlc_questions.py; what differs from the original:
+docs/comparing.md.
+
+The judge is asked every question, at temperature 0. If it stops answering, so does the program,
+with a sentence; what it has said is kept beside --output and not asked again. A reply that means
+none of the choices leaves its region without a score: it counts in no mean and is reported.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from rl_train import distributed
+from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, RewardConfig
+from rl_train.data.errors import DamagedSample
+from rl_train.data.images import check_read, map_file
+from rl_train.data.loader import eval_loader
+from rl_train.data.refcoco import check_segmentation, encode_segmentation, read_instances
+from rl_train.data.samples import read_sample
+from rl_train.data.workers import explaining
+from rl_train.distributed import print0
+from rl_train.files import check_writable
+from rl_train.policies.segment_describe import describe
+from rl_train.rewards import LLMJudge
+from rl_train.rewards.judge_client import NoReply
+from rl_train.rewards.judge_text import reply_text
+from rl_train.statistics import bootstrap
+from rl_train.tasks.cycle_measures import sample_captions
+from rl_train.trained_policy import open_policy
+from sa2va_hf.prompts import DESCRIBE
+from tools.dlc_questions import (
+    MAX_REPLY_TOKENS,
+    Score,
+    prompt,
+    read_captions,
+    read_class_names,
+    read_questions,
+    recognition,
+    score,
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    how = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m tools.dlc_bench", description=__doc__, **how)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, text in dict(caption="write a model's captions", judge="score captions").items():
+        add = verbs.add_parser(verb, help=text, allow_abbrev=False).add_argument
+        add("--data_dir", type=Path, required=True, help="folder of the benchmark")
+        captions = dict(caption="JSON file to write", judge="JSON file {annotation id: caption}")
+        add("--captions", type=Path, required=True, help=captions[verb])
+        if verb == "caption":
+            add("--model_path", type=Path, required=True, help="as of tools.evaluate")
+            add("--checkpoint", type=Path, help="as of tools.evaluate")
+            add("--role", choices=["policy", "ema"], default="policy")
+            add("--batch_size", type=COUNT, default=8)
+            add("--max_completion_length", type=COUNT, default=512, help="the original's")
+            add("--max_tiles", type=COUNT, default=1)
+            best = "keep that of N sampled captions by which the model itself finds the region best"
+            add("--best_of", type=COUNT_OR_0, default=0, metavar="N", help=best)
+            add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
+            add("--num_workers", type=COUNT_OR_0, default=2)
+            add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+        else:
+            add("--output", type=Path, required=True, help="JSON file for means, scores, replies")
+            add("--llm_judge_base_url", default=RewardConfig.llm_judge_base_url)
+            add("--llm_judge_model", default=RewardConfig.llm_judge_model)
+    return parser
+
+
+class BenchRegions:
+    """The regions of annotations.json, in its order; [i] -> see `read_sample`, caption "".
+
+    image_id is the annotation's id, by which qa.json asks.
+
+    Raises ValueError if the file or a region of it is unusable.
+    """
+
+    def __init__(self, folder: Path):
+        images, annotations = read_instances(folder / "annotations.json")
+        self.rows = []
+        for key, (image, segmentation, category) in annotations.items():
+            if image not in images:
+                raise ValueError(f"{folder}: annotation {key} is of image {image}, there is none")
+            file_name, size = images[image]
+            path = folder / "images" / file_name
+            fault, _ = check_segmentation(segmentation, size, check_read(map_file, path)[0])
+            if fault:
+                raise ValueError(f"{folder}: annotation {key} of {path}: {fault}")
+            self.rows.append((path, segmentation, size, category, str(key)))
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict:
+        path, segmentation, size, category, key = self.rows[i]
+        rle = encode_segmentation(segmentation, *size)
+        return read_sample(lambda: map_file(path), rle, "", category, key)
+
+
+@torch.no_grad()
+def caption_all(policy, dataset, args) -> dict[str, str]:
+    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU.
+
+    Raises DamagedSample, FloatingPointError.
+    """
+    captions, tokens, N = {}, args.max_completion_length, args.best_of
+    loader = eval_loader(dataset, policy.inputs(tokens), args.batch_size, args.num_workers)
+    for batch in tqdm(loader, desc="captions", leave=False):
+        for fault in batch.damaged:  # another region stands in for it
+            raise DamagedSample(*fault.split(": ", 1))
+        features, rows = policy.encode(batch), range(len(batch))
+        if N:
+            sampled, iou, _ = sample_captions(policy, batch, features, tokens, N)
+            texts = [sampled[N * row + place] for row, place in enumerate(iou.argmax(1).tolist())]
+        else:
+            masks = [mask.to(policy.device) for mask in batch.masks]
+            texts = describe(policy, features, rows, masks, tokens)
+        distributed.raise_on_any_rank(policy.not_finite())
+        captions |= dict(zip(batch.image_ids, texts))
+    return captions
+
+
+def caption(args):
+    """Write the captions of a model. Raises ValueError for what is wrong in flags and files."""
+    check_writable("--captions", args.captions, is_file=True)
+    dataset, ranks = BenchRegions(args.data_dir), distributed.init()
+    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
+    whose = (args.model_path, args.checkpoint, args.role, ranks.device)
+    policy = open_policy(*whose, args.max_completion_length, **how)
+    captions = explaining(args.num_workers, caption_all, policy, dataset, args)
+    args.captions.parent.mkdir(parents=True, exist_ok=True)
+    args.captions.write_text(json.dumps(captions | dict(query=DESCRIBE), indent=1))
+    print0(f"{args.captions}: {len(captions)} captions")
+
+
+async def ask_all(judge: LLMJudge, prompts: list[str]) -> list[str]:
+    """The judge's reply to each prompt, from its cache or its server. Raises NoReply."""
+    bar = tqdm(total=len(prompts), desc="questions", leave=False)
+
+    async def one(text: str) -> str:
+        chat = [dict(role="user", content=text)]
+        key = hashlib.sha256(json.dumps([judge.client.model, "dlc_bench", chat]).encode())
+        reply = judge.cache.get(key.hexdigest())
+        if reply is None:
+            reply = reply_text(await ask(chat, MAX_REPLY_TOKENS))
+            if reply is None:
+                raise NoReply("its reply holds no text")
+            judge.cache.put({key.hexdigest(): reply})
+        bar.update()
+        return reply
+
+    with bar:
+        async with judge.client.connect(judge.num_retries + 1) as ask:
+            return await asyncio.gather(*map(one, prompts))
+
+
+def judge_captions(args):
+    """Score captions. Raises ValueError for what is wrong in flags and files, and if the judge
+    stops answering."""
+    check_writable("--output", args.output, is_file=True)
+    questions = read_questions(args.data_dir)
+    names = read_class_names(args.data_dir, questions)
+    captions = read_captions(args.captions, questions)
+    prompts = {
+        key: [prompt(question, captions[key]) for question in (recognition(names[key]), *asked)]
+        for key, asked in questions.items()
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    kept = args.output.with_suffix(".replies.sqlite")
+    judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model, "qa", cache_path=kept)
+    judge.check()
+    try:
+        replies = iter(asyncio.run(ask_all(judge, sum(prompts.values(), []))))
+    except NoReply as error:
+        raise ValueError(
+            f"--llm_judge_base_url {args.llm_judge_base_url}: {error}; what was answered is in "
+            f"{kept}, the same command goes on"
+        ) from error
+    said = {key: [next(replies) for _ in asked] for key, asked in prompts.items()}
+    scores = {key: score(questions[key], said[key]) for key in questions}
+    found = summary(scores)
+    flags = {name: str(value) for name, value in vars(args).items() if name != "output"}
+    regions = {
+        key: dict(caption=captions[key], replies=said[key], **asdict(of))
+        for key, of in scores.items()
+    }
+    args.output.write_text(json.dumps(dict(flags=flags, **found, regions=regions), indent=1))
+    print0(table(found))
+
+
+def summary(scores: dict[str, Score]) -> dict:
+    """The means over regions, their 95 % intervals, and what they were made of.
+
+    A region of which a reply could not be read counts in no mean: NaN if that leaves none.
+    """
+    readable = [of for of in scores.values() if not of.num_unreadable]
+    parts = dict(
+        positive=[of.positive for of in readable],
+        negative=[of.negative for of in readable if of.negative is not None],
+    )
+    means = {name: float(np.mean(of)) if of else math.nan for name, of in parts.items()}
+    intervals = {name: bootstrap(torch.tensor(of)) for name, of in parts.items() if of}
+    return dict(
+        means=means | dict(average=(means["positive"] + means["negative"]) / 2),
+        intervals=intervals,
+        num_regions={name: len(of) for name, of in parts.items()},
+        num_not_recognised=sum(not of.recognised for of in readable),
+        num_unscored=len(scores) - len(readable),
+        num_unreadable=sum(of.num_unreadable for of in scores.values()),
+    )
+
+
+def table(found: dict) -> str:
+    """What `summary` returns, as text."""
+    lines = [f"{'DLC-Bench':12s} {'mean':>8s}   95 % interval"]
+    for name, mean in found["means"].items():
+        low_high = found["intervals"].get(name)
+        words = "[{:.4f}, {:.4f}]".format(*low_high) if low_high else ""
+        count = f", {found['num_regions'][name]} regions" if name in found["num_regions"] else ""
+        lines.append(f"{name:12s} {mean:8.4f}   {words}{count}")
+    lines.append(f"of another class by the judge: {found['num_not_recognised']} regions")
+    if found["num_unscored"]:
+        lines.append(
+            f"{found['num_unscored']} regions have no score and count in no mean: "
+            f"{found['num_unreadable']} replies mean none of the choices"
+        )
+    return "\n".join(lines)
+
+
+def main(argv=None):
+    args = build_parser().parse_args(argv)
+    try:
+        dict(caption=caption, judge=judge_captions)[args.verb](args)
+    except ValueError as error:  # the user's input: one sentence, no traceback
+        raise SystemExit(f"dlc_bench: {error}") from error
+    finally:
+        distributed.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""A page of a run's rollouts to look at: image, region, what a group said and drew, its rewards.
+
+    python -m tools.rollouts --run outputs/run1 --output outputs/run1/rollouts.html
+    python -m tools.rollouts --run outputs/run1 --output page.html --steps 400 500
+    python -m tools.rollouts --run outputs/run1 --output page.html --data_dir /where/it/is/now
+
+One file that a browser opens by itself: no server, no network. Groups are filtered by step, task,
+reward and text, masks drawn when they come into view. Of more rollouts than --max_rollouts it
+shows whole steps, spread evenly, the first and the last among them; mean reward, its std and the
+share of groups without variance are those of every step. A run that goes on can be looked at too.
+"""
+
+import argparse
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tqdm import tqdm
+
+from rl_train.config import COUNT, COUNT_OR_0
+from rl_train.data import DATASETS, DamagedSample
+from rl_train.files import DamagedFile, check_writable, read_json
+from rl_train.grpo import group_std
+from rl_train.tb import small_mask
+
+TEMPLATE = Path(__file__).with_name("rollouts_page.html")
+OF_GROUP = ("step", "task", "image_id", "caption")  # the same in all lines of a group
+OF_ROW = ("completion", "reward", "advantage")
+OPTIONAL = ("mask", "mask_without", "prompt")
+NUMBER = float | int | None
+CURVE_POINTS = 500  # steps of a curve, at most
+
+
+def read_groups(run: Path, size: int) -> Iterator[list[dict]]:
+    """The groups of a run, each the `size` lines of one prompt's answers, file by file.
+
+    Lines that do not make a whole group yet, at the end of a file, are left out.
+
+    Raises:
+        ValueError: the run has no rollouts.
+        DamagedFile: lines that cannot be read, or that are no group.
+    """
+    folder = run / "rollouts"
+    files = sorted(folder.glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name))
+    if not files:
+        raise ValueError(f"--run {run}: there are no rollouts, {folder} has no rank*.jsonl")
+    for file in files:
+        group = []
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):  # it is being written, or a kill tore it
+                    break
+                try:
+                    group.append(json.loads(line))
+                    same = {key: group[-1][key] == group[0][key] for key in OF_GROUP}
+                    [group[-1][key] for key in OF_ROW]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DamagedFile(file, f"line {number}: {error!r}") from error
+                if not all(same.values()):
+                    of = f"lines {number - len(group) + 1} to {number}"
+                    raise DamagedFile(file, f"{of}: no group of --num_generations {size}")
+                if len(group) == size:
+                    yield group
+                    group = []
+
+
+def steps_to_show(num_rows: dict[int, int], limit: int) -> list[int]:
+    """The steps whose rollouts are shown, of {step: its rows}: all, or some, spread evenly.
+
+    With room for one step alone that is the last.
+    """
+    steps = sorted(num_rows)
+    if sum(num_rows.values()) <= limit:
+        return steps
+    count = max(limit // max(num_rows.values()), 1)
+    if count == 1:
+        return steps[-1:]
+    return [steps[i] for i in np.linspace(0, len(steps) - 1, count).round().astype(int).tolist()]
+
+
+def rewards_of(group: list[dict]) -> list[float]:
+    """The rewards of a group, NaN where there is none."""
+    return [float("nan") if row["reward"] is None else row["reward"] for row in group]
+
+
+def curves(rewards: dict[tuple[str, int], list], size: int, shown: list[int]) -> dict[str, list]:
+    """{task: [(step, mean reward, its std, share of groups without variance), ..]} as in the curves
+    of TensorBoard, from {(task, step): rewards, NaN = not scored}; None of nothing.
+
+    Of many steps some, spread evenly, and those that are `shown`.
+    """
+    found, steps = {}, sorted({step for _, step in rewards})
+    kept = {*steps[:: -(-len(steps) // CURVE_POINTS)], *shown}
+    for (task, step), values in sorted(rewards.items()):
+        if step in kept:
+            values = torch.tensor(values)
+            scored = values[~values.isnan()]
+            mean = scored.mean().item() if len(scored) else None
+            std = scored.std().item() if len(scored) > 1 else None
+            flat = (group_std(values, size) == 0).float().mean().item()
+            found.setdefault(task, []).append((step, *map(rounded, (mean, std, flat))))
+    return found
+
+
+def rounded(value: NUMBER) -> NUMBER:
+    return None if value is None else round(value, 4)
+
+
+def row_of(line: dict) -> dict:
+    """What the page shows of a line: its own, components by name, texts by name."""
+    rest = {key: line[key] for key in line.keys() - {*OF_GROUP, *OF_ROW, *OPTIONAL}}
+    row = {key: line[key] for key in (*OF_ROW, *OPTIONAL) if key in line}
+    order = [key for key in line if key in rest]  # as the run wrote them
+    row["parts"] = {key: rounded(rest[key]) for key in order if isinstance(rest[key], NUMBER)}
+    row["texts"] = {key: rest[key] for key in order if isinstance(rest[key], str)}
+    return row
+
+
+def thumbnail(image: Image.Image, side: int) -> str:
+    """The image as a data URI, `side` pixels wide and high at most."""
+    small, file = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((side, side))
+    small.save(file, "WEBP", quality=80)
+    return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def read_samples(dataset, image_ids: list[str], side: int) -> tuple[list[str], list[dict]]:
+    """(images as data URIs, each once; of each id dict(image: its place there, size, region)).
+
+    Raises ValueError of ids that the data set has not, or whose image is damaged.
+    """
+    wanted, place = set(image_ids), {}
+    for i in range(len(dataset)):
+        name = dataset.image_id(i)
+        if name in wanted:
+            place[name] = i
+    missing = [name for name in image_ids if name not in place]
+    if missing:
+        raise ValueError(
+            f"has no sample {missing[0]}, of which the rollouts tell "
+            f"({len(missing)} of {len(image_ids)} are not there)"
+        )
+    images, samples, known, keys = [], [], {}, dataset.image_keys
+    for name in tqdm(image_ids, desc="images", leave=False):
+        key = int(keys[place[name]])
+        try:
+            sample = dataset[place[name]]
+        except DamagedSample as error:
+            raise ValueError(f"can be read no more: {error}") from error
+        if key not in known:
+            known[key] = len(images)
+            images.append(thumbnail(sample["image"], side))
+        mask = sample["mask"]
+        region = small_mask(torch.from_numpy(np.ascontiguousarray(mask)))
+        samples.append(dict(image=known[key], size=mask.shape, region=region))
+    return images, samples
+
+
+def open_samples(run: Path, flags: dict, data_dir, image_ids: list[str], side: int):
+    """`read_samples` of a run's data set. Raises ValueError that names --data_dir."""
+    where = data_dir or flags["data_dir"]
+    try:
+        return read_samples(DATASETS[flags["dataset"]](where), image_ids, side)
+    except ValueError as error:
+        words = str(error).removeprefix(f"--data_dir {where} ")
+        if data_dir:
+            raise ValueError(f"--data_dir {where} {words}") from error
+        raise ValueError(
+            f"--data_dir {where}, as {run / 'config.json'} has it, {words}; if it has moved, give "
+            "its folder as --data_dir"
+        ) from error
+
+
+def page_data(run: Path, data_dir, steps: list[int] | None, limit: int, side: int) -> dict:
+    """All that a page shows of a run.
+
+    Args:
+        data_dir: of the images, or None: the one that the run was started with.
+        steps: [first, last], or None: all; limit: of the rollouts; side: of the images, in pixels.
+    """
+    flags = read_json(run / "config.json")
+    size = flags["num_generations"]
+    first, last = steps or (0, float("inf"))
+    rewards, rows = {}, {}
+    for group in read_groups(run, size):
+        step, task = group[0]["step"], group[0]["task"]
+        rewards.setdefault((task, step), []).extend(rewards_of(group))
+        if first <= step <= last:
+            rows[step] = rows.get(step, 0) + size
+    if not rows:
+        among = f"--steps {first} {last}" if steps else f"--run {run}"
+        known = [step for _, step in rewards]
+        has = f"steps {min(known)} to {max(known)}" if known else "no whole group"
+        raise ValueError(f"{among}: there is no rollout; the run has {has}")
+    shown = steps_to_show(rows, limit)
+    groups = [group for group in read_groups(run, size) if group[0]["step"] in set(shown)]
+    groups.sort(key=lambda group: group[0]["step"])
+    groups = groups[: max(limit // size, 1)]  # of a single step that is larger
+    ids = list(dict.fromkeys(group[0]["image_id"] for group in groups))
+    images, samples = open_samples(run, flags, data_dir, ids, side)
+    sample_of = {name: k for k, name in enumerate(ids)}
+    for name, sample in zip(ids, samples, strict=True):
+        sample["id"] = name
+    return dict(
+        run=str(run),
+        total=sum(map(len, rewards.values())),
+        images=images,
+        samples=samples,
+        curves=curves(rewards, size, shown),
+        groups=[
+            dict(
+                {key: group[0][key] for key in ("step", "task", "caption")},
+                sample=sample_of[group[0]["image_id"]],
+                flat=bool(group_std(torch.tensor(rewards_of(group)), size) == 0),
+                rows=list(map(row_of, group)),
+            )
+            for group in groups
+        ],
+    )
+
+
+def page(data: dict) -> str:
+    """The page as HTML. Whatever a model said is data in it: no text ends the element or starts
+    another, and the script shows it as text alone. Surrogates alone, which no file holds, are "?".
+    """
+    told = data | dict(images=len(data["images"]))
+    stated = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    stated = stated.encode(errors="replace").decode()
+    for character in "<>&":
+        stated = stated.replace(character, f"\\u{ord(character):04x}")
+    images = "\n".join(
+        f'<script type="text/plain" id="image{k}">{uri}</script>'
+        for k, uri in enumerate(data["images"])
+    )
+    head, tail = TEMPLATE.read_text(encoding="utf-8").split("__DATA__")
+    return head + stated + tail.replace("__IMAGES__", images)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.rollouts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run", type=Path, required=True, help="output folder of a run")
+    parser.add_argument("--output", type=Path, required=True, help="HTML file to write")
+    parser.add_argument("--data_dir", help="of the run's images; default: where its flags say")
+    parser.add_argument(
+        "--steps", type=COUNT_OR_0, nargs=2, metavar=("FIRST", "LAST"), help="to show; default all"
+    )
+    parser.add_argument("--max_rollouts", type=COUNT, default=2000, help="that are shown")
+    parser.add_argument("--image_side", type=COUNT, default=320, help="of the images, in pixels")
+    args = parser.parse_args(argv)
+    try:
+        check_writable("--output", args.output, is_file=True)
+        how = (args.data_dir, args.steps, args.max_rollouts, args.image_side)
+        data = page_data(args.run, *how)
+    except ValueError as error:
+        raise SystemExit(f"rollouts: {error}") from error
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(page(data), encoding="utf-8")
+    shown = sum(len(group["rows"]) for group in data["groups"])
+    megabytes = args.output.stat().st_size / 1e6
+    tqdm.write(f"{args.output}: {shown} of {data['total']} rollouts, {megabytes:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
