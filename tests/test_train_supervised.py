@@ -1,0 +1,271 @@
+"""Supervised training: its loss against the encoding rule by hand, and through the entry point."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_train import cli, parts, train
+from rl_train.config import SUPERVISED_PARTS
+from rl_train.data.loader import Batches, StepSampler, side_by_side
+from rl_train.distributed import Ranks
+from rl_train.points.answers import Answer, Form
+from rl_train.rewards.points import deepest_points
+from rl_train.tasks.supervised import true_answer
+from rl_train.trained_policy import load_policy, open_policy
+from sa2va_hf.losses import mask_loss
+from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from sa2va_hf.templates import template_map, video_lisa_encode_fn
+from tests.policies.tiny_points import write_qwen, write_sam
+from tests.ranks import forked
+from tests.runs import curve, distance, events, flags, on_one_core, weights
+from tools import train_supervised
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".split()
+
+
+def line(data, output, **changes):
+    """The command line of a short run."""
+    absent = dict(num_generations=None, micro_batch_size=None, mask_sigma=None)
+    return flags(data, output, **absent | dict(max_completion_length=24) | changes)
+
+
+def run(data, output, **changes):
+    train.main(line(data, output, **changes), train_supervised.PROGRAM, train_supervised.train)
+    return output
+
+
+def built(data, output, **changes):
+    """The parts of a run that does not begin."""
+    config = cli.parse(line(data, output, **changes), train_supervised.PROGRAM)
+    return parts.build(config, Ranks(0, 1, torch.device("cpu")))
+
+
+def losses(made, index):
+    """(loss, statistics, batch, examples) of samples `index` in the first step."""
+    batch = Batches(made.train_set, made.state.policy.inputs(24))[index]
+    features = made.state.policy.encode(batch)
+    examples = train_supervised.examples_of(made, batch, features)
+    totals = train_supervised.step_totals([(features, examples)], 1)
+    objective = train_supervised.SupervisedLoss(made.state.policy)
+    return *objective(features, examples, totals, False), batch, examples
+
+
+def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
+    """Cross-entropy of the labels and the masks' loss, by the model's own forward."""
+    made = built(data, tmp_path, caption_weight=0.5, seed=3)
+    index = [0, 7, 30]
+    loss, statistics, batch, _ = losses(made, index)
+    policy, model = made.state.policy, made.state.policy.model
+    sums, counts, masks = {"captions": 0, "masks": 0}, {"captions": 0, "masks": 0}, []
+    for k, i in enumerate(index):
+        rng = np.random.default_rng([3, 0, 1, i])
+        wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+        answer = SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]
+        said = batch.captions[k].lower().removesuffix(".")
+        grid = batch.inputs.grids[k]
+        asked = dict(
+            captions=(DESCRIBE, [int(grid.sum())], batch.captions[k]),
+            masks=(wording.replace("{x}", said), None, answer),
+        )
+        for name, (question, cells, output) in asked.items():
+            turn = {"input": policy.prompts.question(question, 1, cells), "output": output}
+            encoded = template_map({"conversation": [turn]}, policy.prompts.template)
+            encoded = video_lisa_encode_fn(encoded, policy.tokenizer, max_length=8192)
+            ids, labels = (torch.tensor([encoded[key]]) for key in ("input_ids", "labels"))
+            region = dict(prompt_masks=[grid[None]], vp_overall_mask=torch.tensor([True]))
+            pixels = batch.inputs.pixel_values[k]
+            out = model(ids, torch.ones_like(ids), pixels, **region if cells else {})
+            shifted = labels[0, 1:]
+            sums[name] += F.cross_entropy(out.logits[0, :-1], shifted, reduction="sum")
+            counts[name] += int((shifted >= 0).sum())
+            if name == "masks":
+                hidden = out.hidden_states[-1][ids == model.seg_id]
+                prompts = model.text_hidden_fcs(hidden)
+                logits = model.mask_logits(batch.inputs.sam_pixels[[k]], prompts)
+                masks.append(mask_loss(logits, [batch.masks[k]]))
+    text = {name: sums[name] / counts[name] for name in sums}
+    mask = torch.cat(masks).mean()
+    for name in text:
+        torch.testing.assert_close(statistics[name]["text_loss"], text[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(statistics["masks"]["mask_loss"], mask, atol=1e-5, rtol=1e-5)
+    expected = 0.5 * text["captions"] + text["masks"] + mask
+    torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
+def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
+    """From both tasks; but for keys' biases, which a softmax does not see."""
+    made = built(data, tmp_path, train=chosen or None)
+    loss, *_ = losses(made, [0, 7, 30])
+    loss.backward()
+    policy = made.state.policy
+    wanted = chosen or ["lora", "mlp1", "text_hidden_fcs", "sam2"]
+    assert {policy.group_of(name) for name in policy.trainable} == set(wanted)
+    still = [n for n, p in policy.trainable.items() if p.grad is None or not p.grad.any()]
+    # B of a fresh LoRA is 0, and one of three masks is each sample's best
+    excused = ("lora_A", "k_proj.bias", "hypernetworks_mlps", "key.bias")
+    assert not [name for name in still if not any(part in name for part in excused)], still
+
+
+def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
+    """Not from the batch that a sample is in; other seeds and steps have other wordings."""
+    made = built(data, tmp_path)
+
+    def asked(index, step=0):
+        made.state.step = step
+        (_, masks) = losses(made, index)[-1]
+        return dict(zip(index, map(tuple, masks.prompts.ids)))
+
+    together, apart = asked([0, 7, 30]), asked([30, 7])
+    assert {i: together[i] for i in apart} == apart
+    assert asked([0, 7, 30], step=1) != together
+
+
+def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path):
+    """Bit for bit, with its curves; the merged model says what the checkpoint says."""
+    same = dict(max_steps=4, save_steps=2, batch_size=4, regions_per_image=2, train=ALL)
+    whole = run(data, tmp_path / "whole", **same)
+    for step in (2, 4):
+        assert (whole / f"checkpoint_step_{step}").is_dir()
+    again = run(data, tmp_path / "again", **same)
+    for late in ("checkpoint_step_4", "final_model"):
+        (again / late).rename(tmp_path / late)
+    run(data, again, **same, resume="")
+    a, b = weights(whole, 4), weights(again, 4)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not (whole / "checkpoint_step_4" / "adapter").exists()  # nor a LoRA
+    for tag in ("captions/text_loss", "masks/text_loss", "masks/mask_loss", "masks/mask_iou"):
+        assert set(curve(whole, tag)) == {1, 2, 3, 4}
+    assert set(curve(whole, "eval/seg_iou")) == {0, 4}
+    policy = load_policy(whole / "checkpoint_step_4", "policy", None, "cpu", dtype="float32")
+    merged = open_policy(whole / "final_model", None, "policy", "cpu", dtype="float32").model
+    own = policy.model.state_dict()
+    for name, weight in merged.state_dict().items():  # in the base's bfloat16
+        if "lora_" not in name:
+            name = name.replace(".base_layer", "")
+            torch.testing.assert_close(weight, own[name].bfloat16().float())
+
+
+def test_two_processes_train_as_one(data, tmp_path):
+    same = dict(max_steps=3, learning_rate=1e-5, eval_samples=2, seed=1)
+    job = lambda: run(data, tmp_path / "two", batch_size=2, **same)  # noqa: E731
+    ended = forked(tmp_path, job, job)
+    assert [status for status, _ in ended] == [0, 0], ended
+    one = run(data, tmp_path / "one", batch_size=4, **same)
+    assert distance(weights(tmp_path / "two", 3), weights(one, 3)) < 1e-5
+    for tag in ("captions/text_loss", "masks/mask_loss", "masks/mask_iou"):
+        of_two, of_one = curve(tmp_path / "two", tag), curve(one, tag)
+        assert of_two == pytest.approx(of_one, abs=1e-4)
+
+
+def test_it_learns_what_it_is_shown(data, tmp_path):
+    """The demo knows one answer of five; the others become likelier."""
+    out = run(data, tmp_path, max_steps=14, batch_size=4, learning_rate=3e-3)
+    values = list(curve(out, "masks/text_loss").values())
+    assert np.mean(values[-4:]) < 0.8 * np.mean(values[:4])
+
+
+def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):
+    """A tiny Qwen2.5-VL that knew no JSON says the answers' form after some steps."""
+    out = run(
+        data,
+        tmp_path / "run",
+        model_path=write_qwen(tmp_path / "qwen"),
+        sam_path=write_sam(tmp_path / "sam"),
+        tasks="point_answers",
+        answer_style="points",
+        image_side=56,
+        max_completion_length=64,
+        max_steps=12,
+        learning_rate=3e-3,
+    )
+    values = list(curve(out, "points/text_loss").values())
+    assert np.mean(values[-3:]) < 0.9 * values[0]
+    assert "eval/parsable" in events(out).Tags()["scalars"]
+    assert (out / "final_model" / "model.safetensors").is_file()
+
+
+def test_true_answers_by_hand():
+    """Two blocks, the left one deeper; what is confused counts from a twentieth of the target."""
+    target, confused = torch.zeros(2, 12, 20).bool()
+    target[1:8, 1:8] = target[2:5, 11:14] = True  # centres (4, 4) and (12, 3)
+    assert deepest_points(target) == ((4.0, 4.0), (12.0, 3.0))
+    confused[9:11, 15:18] = True  # 6 of 58
+    segzero = true_answer(Form("segzero", "optional"), target, confused)
+    assert segzero == Answer(((1.0, 1.0, 14.0, 8.0),), ((4.0, 4.0), (12.0, 3.0)), segzero.negative)
+    ((x, y),) = segzero.negative
+    assert confused[int(y), int(x)]
+    confused[9:11, 16:] = False
+    assert true_answer(Form("visionreasoner"), target, confused) == Answer(
+        ((1.0, 1.0, 14.0, 8.0),), ((4.0, 4.0),)
+    )
+    assert true_answer(Form("points"), target, confused).boxes == ()
+
+
+@pytest.mark.parametrize("frame", ["pixels", "unit", "thousand"])
+def test_what_is_stated_is_read_again(frame):
+    form = Form("segzero", "optional", frame)
+    answer = Answer(((10.0, 20.0, 300.0, 200.0),), ((50.0, 60.0), (90.0, 150.0)), ((310.0, 20.0),))
+    text = form.format(form.stated(answer, (840, 840), (240, 320)), "so")
+    read, reason = form.read(text, (840, 840), (240, 320))
+    assert reason == ""
+    for kind in ("boxes", "positive", "negative"):
+        for a, b in zip(getattr(read, kind), getattr(answer, kind), strict=True):
+            assert a == pytest.approx(b, abs=0.4)
+
+
+def test_regions_of_an_image_stand_together_and_all_once():
+    keys = np.array([5, 5, 5, 1, 1, 2, 2, 2, 2, 9])
+    order = side_by_side(np.arange(10), 2, keys, np.random.default_rng(0))
+    assert sorted(order.tolist()) == list(range(10))
+    pairs = [tuple(keys[order[i : i + 2]]) for i in range(0, 10, 2)]
+    assert sorted(pairs) == [(1, 1), (2, 2), (2, 2), (5, 5), (5, 9)]
+    sampler = StepSampler(10, 4, 1, seed=0, together=(2, keys))
+    first, second = (indices for indices, _ in zip(sampler, range(2)))
+    assert len({*first, *second}) == 8
+
+
+def test_features_of_regions_of_one_image_are_made_once(data, tmp_path, monkeypatch):
+    made = built(data, tmp_path, batch_size=4, regions_per_image=2)
+    policy = made.state.policy
+    keys = made.sampler.together[1]
+    index = [*np.flatnonzero(keys == keys[0])[:2], *np.flatnonzero(keys == keys[-1])[:2]]
+    index, inputs = [int(i) for i in index], policy.inputs(24)
+    encoded, features_of = [], policy.model.sam_features
+    monkeypatch.setattr(
+        policy.model, "sam_features", lambda x: encoded.append(len(x)) or features_of(x)
+    )
+    apart = policy.encode(Batches(made.train_set, inputs)[index])
+    together = policy.encode(Batches(made.train_set, inputs, regions_per_image=2)[index])
+    assert encoded == [4, 2]
+    torch.testing.assert_close(together.vision, apart.vision)
+    for a, b in zip(together.sam, apart.sam, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (dict(train="eyes"), "--train eyes: unknown; known: lora, mlp1"),
+        (dict(train=["lora", "language_model"]), "--train lora language_model: one of them"),
+        (dict(regions_per_image=3), "--regions_per_image 3: does not divide --batch_size 2"),
+    ],
+)
+def test_flags_that_make_no_run(data, tmp_path, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        built(data, tmp_path, **changes)
+
+
+def test_its_flags_are_those_of_supervised_training(capsys):
+    names = set()
+    for kind in SUPERVISED_PARTS.values():
+        names |= set(kind.__dataclass_fields__)
+    assert {"train", "regions_per_image", "learning_rate", "lora_r"} <= names
+    assert not {"num_generations", "kl_coef", "ema_half_life", "control"} & names
+    with pytest.raises(SystemExit):
+        cli.parse(["--tasks", "mask_caption_mask"], train_supervised.PROGRAM)
+    assert (
+        "known: region_captions, referring_segmentation, point_answers" in capsys.readouterr().err
+    )
