@@ -16,7 +16,7 @@ from rl_train.data import DamagedSample
 from rl_train.distributed import Ranks, gather_objects
 
 OF_A_MACHINE = {"model_path", "data_dir", "eval_data_dir", "output_dir", "resume", "num_workers"}
-OF_A_MACHINE |= {"sam_path", "llm_judge_base_url", "attributes"}
+OF_A_MACHINE |= {"sam_path", "llm_judge_base_url", "attributes", "image_root"}
 SAMPLES = 32  # of a data set, evenly spread, that are compared in full
 PLACES, PLACE = 16, 2**16  # parts of a file of weights that are compared, and bytes of each
 

@@ -2,7 +2,7 @@
 
 checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
-    trainables.safetensors   all trainable weights by native name, float32
+    trainables.safetensors   all trainable weights by native name, float32, and of which base
     ema.safetensors          the teacher's, if a task has one
     training_state.pt        optimizer, scheduler, step, tasks, what is watched, RNG of each rank
     config.json              the run's flags
@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from rl_train.base import Base
 from rl_train.distributed import gather_objects, print0
 from rl_train.files import DamagedFile, give_usual_mode, read_json, sync, writing
 from rl_train.roles import Roles
@@ -49,6 +50,7 @@ class RunState:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     step: int = 0  # steps done
     watched: dict[str, object] = field(default_factory=dict)  # what counts over many steps
+    base: Base | None = None  # that the weights stand on
 
     def state_dict(self) -> dict:
         """What is neither weights nor random numbers, as training_state.pt holds it."""
@@ -209,7 +211,8 @@ def write_files(folder: Path, state: RunState, flags: dict, rng: list, metrics: 
         weights["ema"] = state.roles.banks["teacher"]
     for name, bank in weights.items():
         on_cpu = {n: tensor.cpu().contiguous() for n, tensor in bank.items()}
-        save_file(on_cpu, folder / f"{name}.safetensors")
+        of_base = {"base": state.base.digest} if state.base else None
+        save_file(on_cpu, folder / f"{name}.safetensors", of_base)
     with (folder / "training_state.pt").open("wb") as file:  # whose faults say what was wrong
         torch.save(state.state_dict() | dict(rng=rng), file)
     (folder / "config.json").write_text(json.dumps(flags, indent=2) + "\n")
@@ -267,8 +270,33 @@ def load_weights(folder: Path, parameters: dict, file: str = "trainables.safeten
             parameter.copy_(tensor)
 
 
+def check_base(folder: Path, file: str, base: Base):
+    """Raise ValueError, naming both folders, if a file's weights were trained on another base.
+
+    A file that does not say so, as older ones do not, is taken with a sentence.
+    """
+    stated = (open_weights(Path(folder) / file).metadata() or {}).get("base")
+    if stated is None:
+        print0(
+            f"{folder}/{file} does not say on which base it was trained: taken for that of "
+            f"{base.folders}"
+        )
+    elif stated != base.digest:
+        began = read_json(Path(folder) / "config.json")
+        began = " and ".join(began[n] for n in ("model_path", "sam_path") if began.get(n))
+        raise ValueError(
+            f"{folder} was trained on another base than the one in {base.folders}: the run started "
+            f"from what then lay in {began}. Give that base as --model_path"
+        )
+
+
 def load(folder: Path, state: RunState, output_dir, rank: int):
-    """Restore a run from `folder`. Raises ValueError if a file there or of the best is damaged."""
+    """Restore a run from `folder`.
+
+    Raises ValueError if a file there or of the best is damaged, or its base was another.
+    """
+    if state.base:
+        check_base(folder, "trainables.safetensors", state.base)
     load_weights(folder, state.policy.trainable)
     if state.roles.has_teacher:
         load_weights(folder, state.roles.banks["teacher"], "ema.safetensors")

@@ -7,9 +7,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rl_train import hub
 from rl_train.checkpoint import list_checkpoints
 from rl_train.config import PARTS, Config, add_flags, read_flags
-from rl_train.data import hub
+from rl_train.data.opening import readers
 from rl_train.distributed import (
     LAUNCHED,
     SENTENCE,
@@ -27,7 +28,7 @@ from rl_train.wandb_mirror import check_project
 # Flags that may differ when a run is resumed; all others must be those that it was started with.
 FREE_ON_RESUME = {
     *("resume", "output_dir", "model_path", "sam_path", "data_dir", "eval_data_dir"),
-    *("num_workers",),
+    *("num_workers", "image_root"),
     *("save_steps", "save_total_limit", "eval_steps", "micro_batch_size", "shard_base"),
     *("gradient_checkpointing", "llm_judge_base_url", "max_judge_failures", "max_bad_fraction"),
     *("batch_size", "gradient_accumulation_steps", "world_size", "attributes", "other_regions"),
@@ -139,13 +140,15 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
         check_rewards(args)
     if set(args.tasks) <= set(program.tasks):  # what others measure is known when they have
         check_choosing(args.best_by, args.other_regions, args.attributes)
-    if args.eval_dataset and not args.eval_data_dir:
-        raise ValueError(f"--eval_dataset {args.eval_dataset}: needs --eval_data_dir")
+    for name in ("eval_dataset", "eval_parts", "eval_split"):
+        if getattr(args, name) and not args.eval_data_dir:
+            raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
+    readers(parts["data"])  # refuses what a data set does not have
     if args.wandb is not None:
         check_project(args.wandb)
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = getattr(args, name)
-        on_hub = name.endswith("data_dir") and path and hub.NAME.fullmatch(path)
+        on_hub = path and hub.NAME.fullmatch(path)
         if path is not None and not Path(path).is_dir() and not on_hub:
             raise ValueError(f"--{name} {path}: no such folder")
     kinds = {name: tasks[name] for name in active}

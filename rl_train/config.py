@@ -88,11 +88,30 @@ class DataConfig:
 
     data_dir: str = flag(help="folder of training regions, or owner/name of a data set on the hub")
     dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
+    parts: list[str] = flag(
+        [],
+        "folders of --data_dir that are read, and fetched from the hub (gar, dam); default all",
+        metavar="PART",
+    )
+    split: str | None = flag(
+        None, "of RefCOCO, or of a set of the hub that is not of Arrow shards; default train"
+    )
+    image_root: str | None = flag(
+        None, "RefCOCO's images (COCO train2014, or above it); default: looked for in --data_dir"
+    )
+    mix: list[str] = flag(
+        [],
+        "more training data, drawn as often as its weight says beside the 1 of --data_dir; PART as "
+        "in --parts, of RefCOCO its split",
+        metavar="NAME[/PART,..]:FOLDER[=WEIGHT]",
+    )
     max_bad_fraction: float = flag(0.01, "of a data set, above which the run stops", type=SHARE)
     eval_data_dir: str | None = flag(None, "held-out regions; default: some images of --data_dir")
     eval_dataset: str | None = flag(
         None, "format of --eval_data_dir; default --dataset", choices=list(HELDOUT_DATASETS)
     )
+    eval_parts: list[str] = flag([], "as --parts, of --eval_data_dir", metavar="PART")
+    eval_split: str | None = flag(None, "as --split, of --eval_data_dir; default RefCOCO's val")
     eval_samples: int = flag(
         64,
         "held-out regions in an evaluation: always the same ones, spread over images",
@@ -100,8 +119,9 @@ class DataConfig:
     )
     shared_images: str = flag(
         "refuse",
-        "that are in --data_dir and --eval_data_dir: refuse, or drop from what is trained on",
-        choices=["refuse", "drop"],
+        "that are in --data_dir or --mix and in --eval_data_dir: refuse, or drop from what is "
+        "trained on, or keep there",
+        choices=["refuse", "drop", "keep"],
     )
     attributes: str | None = flag(
         None,

@@ -6,6 +6,7 @@ from collections import Counter
 
 import torch
 
+from rl_train.data.mix import Shares
 from rl_train.grpo import group_std
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
@@ -35,6 +36,11 @@ class Tally:
     def mean(self, name: str, total, count):
         self.totals[name] += float(total)
         self.counts[name] += float(count)
+
+    def add_shares(self, shares: Shares | None, index: list[int]):
+        """Count of which data sets of a mix, if there is one, the samples are."""
+        for name, number in shares.count(index).items() if shares else ():
+            self.mean(f"data/share/{name}", number, len(index))
 
     def add_rollout(self, work: Work):
         """Count what a rollout and its rewards show."""

@@ -8,6 +8,7 @@ import torch
 from rl_train import checkpoint
 from rl_train.distributed import print0
 from rl_train.files import CannotWrite, check_writable, give_usual_mode, read_json, writing
+from rl_train.hub import model_folder
 from rl_train.model_card import COPIED_AS, write_card
 from rl_train.tasks.cycle_measures import SCORES, score
 from rl_train.trained_policy import FILES, load_policy
@@ -74,7 +75,8 @@ def export_final(folder: Path, output: Path, role: str) -> str:
 
 def load(folder: Path, output: Path, role: str, model_path=None, dtype=None) -> tuple:
     """(folder of the base, the policy) of a checkpoint, if there is room for it at `output`."""
-    base = Path(model_path or read_json(folder / "config.json")["model_path"])
+    started = read_json(folder / "config.json")["model_path"]
+    base = model_folder("--model_path", model_path or started)
     policy = load_policy(folder, role, base, "cpu", dtype="float32", **beside(folder))
     if lack := lacking(base, output, dtype):
         raise CannotWrite(f"{output} cannot be written: {lack}")

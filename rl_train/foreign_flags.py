@@ -246,10 +246,8 @@ FOREIGN = {
     ),
     "--num_generations_eval": Foreign(TRL, why="held-out answers are greedy (--eval_steps)"),
     "--dataset_config": Foreign(TRL, why="--dataset is the format of --data_dir (docs/data.md)"),
-    "--dataset_train_split": Foreign(
-        TRL, why="--data_dir is what is trained on, --eval_data_dir what is held out"
-    ),
-    "--dataset_test_split": Foreign(TRL, why="--eval_data_dir is what is held out"),
+    "--dataset_train_split": Foreign(TRL, why="--split says it of --data_dir (docs/data.md)"),
+    "--dataset_test_split": Foreign(TRL, why="--eval_split says it of --eval_data_dir"),
     "--cache_dir": Foreign(EARLIER, why="HF_HOME says where the hub's downloads for --data_dir go"),
     "--config": Foreign(
         BOTH, why="every setting is a flag; those of a run are in --output_dir, config.json"

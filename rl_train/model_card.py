@@ -8,6 +8,7 @@ import torch
 
 from rl_train import checkpoint
 from rl_train.citations import PROJECT, bibtex
+from rl_train.data.opening import Ingredient
 from rl_train.files import read_json
 from rl_train.policies.families import family_of
 from rl_train.policies.lora import parameter_counts
@@ -142,8 +143,14 @@ def method(flags: dict, base: Path, role: str, step: int | None) -> str:
     lines += [f"- {words}" for flag, words in asked if flags.get(flag, 1) > 0]
     lines.append("\nThe reward is what the settings below say." if reinforced else "")
     data = [f"format `{flags['dataset']}`", f"`{shown(flags['data_dir'])}`"]
-    lines.append(f"Trained on: {', '.join(data)}.\n")
+    more = [f"{one.name} `{shown(one.folder)}`, weight {one.weight:g}" for one in mix_of(flags)]
+    lines.append(f"Trained on: {'; '.join([', '.join(data), *more])}.\n")
     return "\n".join(lines)
+
+
+def mix_of(flags: dict) -> list[Ingredient]:
+    """What a run mixed with its --data_dir; older ones have no such flag."""
+    return [Ingredient.parse(text) for text in flags.get("mix", [])]
 
 
 def parameters(counts: dict[str, int]) -> str:

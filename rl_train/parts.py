@@ -1,14 +1,14 @@
 """What a run is made of, built from its config before the first step."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
-from rl_train import checkpoint, distributed
+from rl_train import checkpoint, distributed, hub
 from rl_train.agreement import (
     agree,
     agree_on_inputs,
@@ -16,12 +16,15 @@ from rl_train.agreement import (
     agree_on_weights,
     digest,
 )
+from rl_train.base import base_of
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
-from rl_train.config import Config, OptimConfig
-from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSamples
+from rl_train.config import Config, OptimConfig, PolicyConfig
+from rl_train.data import DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
+from rl_train.data.mix import Shares
 from rl_train.data.neighbours import image_keys
+from rl_train.data.opening import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import Ranks, print0
 from rl_train.export import lacking
@@ -112,9 +115,16 @@ def build_rewards(config: Config) -> tuple:
     return *load_user_rewards(flags.reward, [term.name for term in terms]), *terms
 
 
-def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
-    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong."""
+def build_sampler(config: Config, train_set, shares: Shares | None, ranks: Ranks) -> StepSampler:
+    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong.
+
+    Args:
+        shares: of --mix, which has an order of its own.
+    """
     prompts, per_image = config.rollout.batch_size, config.rollout.regions_per_image
+    if shares and (per_image > 1 or config.data.order):
+        other = "--order" if config.data.order else f"--regions_per_image {per_image}"
+        raise ValueError(f"{other}: not with --mix, whose weights say what a step holds")
     if prompts % per_image:
         raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
     together = (per_image, image_keys(train_set)) if per_image > 1 else None
@@ -122,7 +132,7 @@ def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
     order = order and partial(order, train_set)
     how = (prompts, config.optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
     how = (len(train_set), *how, ranks.world_size)
-    sampler = StepSampler(*how, together=together, order=order)
+    sampler = StepSampler(*how, together=together, order=order, shares=shares)
     if order:  # what is wrong with it is said before the first step
         first = digest(torch.from_numpy(sampler.indices(0)))
         agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
@@ -148,6 +158,13 @@ def build_optimizer(config: OptimConfig, policy) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
 
 
+def fetched(policy: PolicyConfig) -> PolicyConfig:
+    """The config with folders in place of the models' names on the hub."""
+    names = {name: getattr(policy, name) for name in ("model_path", "sam_path")}
+    found = {n: str(hub.model_folder(f"--{n}", path)) for n, path in names.items() if path}
+    return replace(policy, **found)
+
+
 def print_sizes(policy, roles: Roles, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
@@ -162,6 +179,7 @@ def print_sizes(policy, roles: Roles, shards: Shards | None):
 
 def build(config: Config, ranks: Ranks) -> Parts:
     """Read all that the flags name. Raises ValueError, naming the flag or file that is wrong."""
+    config = replace(config, policy=fetched(config.policy))
     flags = config.flags | dict(world_size=ranks.world_size)
     output_dir, tokens = config.run.output_dir, config.rollout.max_completion_length
     shards = Shards(ranks) if config.policy.shard_base else None
@@ -180,12 +198,11 @@ def build(config: Config, ranks: Ranks) -> Parts:
     torch.manual_seed(config.run.seed)
     data = config.data
     where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    kinds = DATASETS[data.dataset], HELDOUT_DATASETS[data.eval_dataset or data.dataset]
-    sets = split_dataset(kinds[0], *where, data.shared_images, kinds[1])
+    opened, opened_heldout = readers(data)
+    sets = split_dataset(opened, *where, data.shared_images, opened_heldout, print0)
     train_set, heldout, damaged = sets
-    print0(f"--data_dir {data.data_dir}: {damaged.report}")
-    if data.eval_data_dir and (shared := damaged.report["kept"] - len(train_set)):
-        print0(f"--shared_images drop: {shared} of these regions are not trained on")
+    for name, report in damaged.report.get("of_each", {data.dataset: damaged.report}).items():
+        print0(f"--data_dir {data.data_dir}: {report}" if not data.mix else f"{name}: {report}")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     groups = set(config.rollout.train)
     groups = groups or {group for options in config.tasks.values() for group in options.trains}
@@ -202,13 +219,17 @@ def build(config: Config, ranks: Ranks) -> Parts:
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
-    sampler = build_sampler(config, train_set, ranks)
+    shares = Shares(train_set, config.run.seed) if data.mix else None
+    sampler = build_sampler(config, train_set, shares, ranks)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
+    if shares:
+        print0(shares.describe(sampler.prompts_per_step, max_steps))
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     failures = FailureWindow(config.reward.max_judge_failures)
     watched = dict(judge_failures=failures, damaged=damaged)
-    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched)
+    base = base_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
+    state = RunState(policy, roles, tasks, optimizer, schedule, watched=watched, base=base)
     if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")

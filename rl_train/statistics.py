@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from rl_train.tasks import cycle_measures, point_measures
+from rl_train.tasks import cycle_measures, point_measures, refer_measures
 from rl_train.tasks.cycle_measures import WITHOUT_INTERVAL
 
 RESAMPLED = 2**20  # rows that a bootstrap holds at once
@@ -13,17 +13,15 @@ RESAMPLED = 2**20  # rows that a bootstrap holds at once
 
 def metrics_of(values: dict) -> dict[str, str]:
     """{metric: its description} of all that the measures among `values` make."""
-    of_points = {
-        metric: text
-        for metric, text in point_measures.METRICS.items()
-        if set(parts_of(metric)) <= set(values)
-    }
-    return cycle_measures.metrics_of(values) | of_points
+    others = point_measures.METRICS | refer_measures.METRICS
+    found = {m: text for m, text in others.items() if set(parts_of(m)) <= set(values)}
+    return cycle_measures.metrics_of(values) | found
 
 
 def parts_of(metric: str) -> tuple[str, ...]:
     """The names of the measures behind a metric."""
-    return point_measures.PARTS.get(metric) or cycle_measures.parts_of(metric)
+    others = point_measures.PARTS | refer_measures.PARTS
+    return others.get(metric) or cycle_measures.parts_of(metric)
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:

@@ -174,6 +174,7 @@ class EndOfStep:
         for w in work:
             tally.add_rollout(w)
             self.log.rollouts(state.step - 1, w)
+            tally.add_shares(parts.sampler.shares, w.rollout.batch.index)
         if parts.judge:
             tally.mean(failed_frac, *parts.judge.take_counts().values())
             tally.judge_reasons = parts.judge.take_reasons()

@@ -239,7 +239,7 @@ def test_bad_input(data, base, trained, tmp_path):
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role ema", "is no checkpoint", role="ema")
     refused("--attributes", "gone.json", "not a readable", attributes=tmp_path / "gone.json")
-    refused("--split", "--dataset gar", split="val")
+    refused("--split val", "is a folder, and all of it is read", split="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)
     refused("config.json", "is not a Sa2VA checkpoint folder", model_path=tmp_path)

@@ -167,6 +167,10 @@ def test_a_card_of_supervised_training():
     assert "From demo_checkpoint by supervised training (rl-sa2va)" in text
     assert "- true captions of regions" in text and "masks" not in text and "reward" not in text
     assert "Trained on: format `dam`, `owner/set`." in text
+    mixed = flags | dict(dataset="gar", data_dir="a/b", mix=["refcocog/val:o/s=.5", "dam:/x/y"])
+    assert "`a/b`; refcocog `o/s`, weight 0.5; dam `y`, weight 1." in method(
+        mixed, CHECKPOINT, "policy", 3
+    )
     assert "grpo" not in front_matter(CHECKPOINT, flags)
     assert "2402.03300" not in bibtex("sa2va", reinforced=False)
     for name, (weight, _) in TASKS.items():

@@ -6,6 +6,7 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
     python -m tools.evaluate --model_path M --data_dir D --output before.json
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
+    python -m tools.evaluate ... --dataset refcocog --split test --protocol sa2va
     torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
 
 More measures: what captions state of attributes, which region a mask lies on, and what is gained by
@@ -18,10 +19,13 @@ Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg
 
+The latter measures cIoU and gIoU as Sa2VA's own evaluation does (docs/data.md): its question, up to
+12 tiles, its rounding of SAM2's mean and std. Else pixels are normalised as in training, phrases
+are asked and cleaned as there, and captions and cycles are measured too.
+
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
-of processes write the same file. SAM2's pixels are normalised as in training, not with the rounded
-mean and std of the original's inference code (`predict_forward`'s rounded_normalisation).
+of processes write the same file.
 """
 
 import argparse
@@ -45,8 +49,10 @@ from rl_train.config import (
     read_flags,
 )
 from rl_train.data import HELDOUT_DATASETS
-from rl_train.data.refcoco import NAMES, RefCOCODataset
+from rl_train.data.opening import reader
+from rl_train.data.refcoco import NAMES
 from rl_train.data.split import sample_regions
+from rl_train.data.text import clean_caption
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
@@ -56,9 +62,10 @@ from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.sharding import Shards
 from rl_train.statistics import before_after_table, metrics_of
+from rl_train.tasks import refer_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
-from rl_train.trained_policy import open_policy
+from rl_train.trained_policy import open_policy, untrained
 
 # Flags of models that answer with box and points.
 OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
@@ -114,6 +121,18 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
+    add(
+        "--protocol",
+        choices=["sa2va"],
+        help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
+        "--max_tiles is then 12 by default",
+    )
+    add(
+        "--shared_images",
+        choices=["refuse", "drop", "keep"],
+        help="regions on images that the checkpoint's run was trained on, whose data sets are "
+        "opened again for it; default: nobody looks",
+    )
     add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
     add(
         "--output",
@@ -133,7 +152,8 @@ def add_data_flags(parser: argparse.ArgumentParser):
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
     add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
-    add("--split", help="of RefCOCO; default val")
+    add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
+    add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
     add(
         "--image_root",
         help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
@@ -169,6 +189,14 @@ def measures_of(policy, args) -> dict:
 
     Raises ValueError if a flag is of another family of models.
     """
+    if args.protocol:
+        captions = ("best_of", "attributes", "legacy_cleaner", "other_regions")
+        if given := [name for name in captions if getattr(args, name)]:
+            raise ValueError(f"--{given[0]}: not with --protocol {args.protocol}, of masks alone")
+        if policy.family != Sa2VAPolicy.family:
+            raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
+        policy.rounded_normalisation = True
+        return dict(measure=refer_measures.measure)
     if policy.family == Sa2VAPolicy.family:
         return {}
     captions = ("attributes", "legacy_cleaner", "shard_base")
@@ -182,18 +210,26 @@ def measures_of(policy, args) -> dict:
 
 def build_dataset(args):
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    if args.dataset in NAMES:
-        dataset = RefCOCODataset(args.data_dir, args.dataset, args.split or "val", args.image_root)
-    elif args.split or args.image_root:
-        raise ValueError(
-            f"--split and --image_root are of {', '.join(NAMES)}, not of --dataset {args.dataset}"
-        )
-    else:
-        dataset = HELDOUT_DATASETS[args.dataset](args.data_dir)
+    which = (args.parts, args.split, args.image_root)
+    dataset = reader(args.dataset, *which, heldout=True)(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
         return dataset
     return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
+
+
+def unlike_the_original(dataset) -> str:
+    """What of a RefCOCO data set, or a Subset of it, is measured otherwise than by the original."""
+    whole = dataset
+    while isinstance(whole, Subset):
+        whole = whole.dataset
+    cleaned = sum(clean_caption(text) != text for text in map(whole.sentence, range(len(whole))))
+    skipped = whole.report()["skipped"]
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "none"
+    return (
+        f"of all {len(whole)} phrases {cleaned} are asked without double blanks or special tokens "
+        f"that they hold; phrases that are not measured: {reasons}"
+    )
 
 
 def read_before(file: Path, num_samples: int) -> dict:
@@ -276,11 +312,18 @@ def run(args, ranks):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
+    if args.protocol and args.dataset not in NAMES:
+        known = ", ".join(NAMES)
+        raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     dataset = build_dataset(args)
+    if args.shared_images:
+        dataset = untrained(dataset, args.checkpoint or args.model_path, args.shared_images)
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
     how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
+    if args.protocol:  # all that an answer can hold
+        how["max_masks_per_answer"] = args.max_completion_length
     shards = Shards(ranks) if args.shard_base else None
     tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
     policy = open_policy(*whose, ranks.device, tokens, shards, **how)
@@ -291,15 +334,20 @@ def run(args, ranks):
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
+    of_points = policy.family != Sa2VAPolicy.family
     if not measures:
         measure_captions(measured, args.legacy_cleaner)
     flags = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in NOT_SAVED and (measures or name not in OF_POINTS)
+        if name not in NOT_SAVED and (of_points or name not in OF_POINTS)
     }
     found = record(measured, flags)
     print0(table(found))
+    if args.protocol:
+        what = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
+        print0(refer_measures.sentence(what, measured.values, found["means"]))
+        print0(unlike_the_original(dataset))
     if measured.num_damaged:
         print0(
             f"{measured.num_damaged} samples did not decode or fit; "
@@ -334,6 +382,8 @@ def main(argv=None):
     ranks = distributed.init()
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
+        if args.protocol:
+            parser.set_defaults(max_tiles=refer_measures.MAX_TILES)
         run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSample, check_bad_fraction
+from rl_train.data.opening import reader
 from rl_train.data.workers import Loader, explaining
 from rl_train.files import check_writable
 from sa2va_hf.processing_sa2va import region_grid
@@ -163,6 +164,9 @@ def main(argv=None):
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
     )
     parser.add_argument("--dataset", choices=list(READERS), default="gar", help="its format")
+    parser.add_argument("--parts", nargs="+", default=[], help="folders of it, of gar and dam")
+    parser.add_argument("--split", help="of RefCOCO, or of a set of the hub; default train")
+    parser.add_argument("--image_root", help="folder of RefCOCO's images")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument(
@@ -176,7 +180,8 @@ def main(argv=None):
     try:
         if args.output:
             check_writable("--output", args.output, is_file=True)
-        dataset = READERS[args.dataset](args.data_dir)
+        which = (args.parts, args.split, args.image_root)
+        dataset = reader(args.dataset, *which, args.dataset not in DATASETS)(args.data_dir)
         workers = args.num_workers
         numbers, damaged, good = explaining(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))

@@ -58,6 +58,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
             features = policy.encode(batch)  # with gradient, if an encoder trains
             work.append((features, examples_of(parts, batch, features)))
             tally.damaged += batch.damaged
+            tally.add_shares(parts.sampler.shares, batch.index)
             clock("encode")
         totals = step_totals(work, parts.ranks.world_size)
         for number, one in enumerate(work, 1):

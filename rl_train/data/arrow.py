@@ -125,13 +125,18 @@ def check_images(images: pa.Array, folder: Path, root: Path | None = None):
         yield check_read(read_cell, data, path, folder, root)
 
 
+def image_names(images: pa.Array) -> list[str | None]:
+    """The path of each cell of bytes or struct<bytes, path>."""
+    if pa.types.is_struct(images.type):
+        return pc.struct_field(images, "path").to_pylist()
+    return [None] * len(images)
+
+
 def image_cells(images: pa.Array) -> list[tuple[memoryview | None, str | None]]:
     """(bytes, path) of each cell of bytes or struct<bytes, path>; the bytes are not copied."""
+    paths = image_names(images)
     if pa.types.is_struct(images.type):
-        paths = pc.struct_field(images, "path").to_pylist()
         images = pc.struct_field(images, "bytes")
-    else:
-        paths = [None] * len(images)
     if pa.types.is_null(images.type) or len(images) == 0:
         return [(None, path) for path in paths]
     wide = pa.types.is_large_binary(images.type)

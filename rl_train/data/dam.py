@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from rl_train.data.arrow import IMAGE, check_columns, image_cells, map_shard, natural
 from rl_train.data.hub import resolve
-from rl_train.data.images import NO_IMAGE, check_image, image_key, map_file
+from rl_train.data.images import NO_IMAGE, check_image, coco_id, image_key, map_file
 from rl_train.data.masks import check_mask
 from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
@@ -28,6 +28,7 @@ REGION_FIELDS = {"caption", "mask_rle"}
 IMAGE_NAME = re.compile(r"(?:\./)*(.+)\.(?:jpe?g|png)", re.IGNORECASE | re.DOTALL)
 FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time of a video's frame
 BLOCK = 512  # of a tar file
+FILES = ["*annotations.json", "*.tar", "*.arrow"]
 BAD_NAME = "name of unprintable characters"
 
 
@@ -42,7 +43,7 @@ class DescribeAnythingDataset:
 
     Args:
         root: folder of splits, one split's folder, or a hub name, see `resolve`.
-        splits: names of folders to read; None reads all.
+        splits: names of folders to read, and to fetch; None reads all.
 
     Raises:
         ValueError: no annotations.json, an unknown split, an unreadable file, no usable region.
@@ -52,13 +53,13 @@ class DescribeAnythingDataset:
     def __init__(self, root, splits: list[str] | None = None):
         self._files, self._counts, self._num_ignored = [], Counts(), 0
         texts, places = [], []
-        for folder in find_splits(resolve(root), splits):
+        for folder in find_splits(resolve(root, FILES, splits), splits):
             found = list(self._scan(folder))
             texts.append(pa.array([text for text, _ in found], pa.large_string()))
             places += [place for _, place in found]
-        # JSON of [image_id, caption, mask_rle]; (n, 4) int64 image's file, start, end, key
+        # JSON of [image_id, caption, mask_rle]; (n, 5) int64 image's file, start, end, key, COCO id
         self._regions = pa.chunked_array(texts)
-        self._places = np.array(places, dtype=np.int64).reshape(-1, 4)
+        self._places = np.array(places, dtype=np.int64).reshape(-1, 5)
         if len(self) == 0:
             raise ValueError(f"--data_dir {root} holds no usable region: {self.report()}")
 
@@ -70,6 +71,11 @@ class DescribeAnythingDataset:
         """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
         return self._places[:, 3]
 
+    @property
+    def coco_ids(self) -> np.ndarray:
+        """(n,) int64 `coco_id` of each sample's image, by the sample's name."""
+        return self._places[:, 4]
+
     def report(self) -> dict:
         """See `Counts.report`; and "ignored_members", see `find_images`."""
         return self._counts.report(len(self)) | {"ignored_members": self._num_ignored}
@@ -79,7 +85,7 @@ class DescribeAnythingDataset:
         return json.loads(self._regions[i].as_py())[0]
 
     def __getitem__(self, i: int) -> dict:
-        file, start, end, _ = self._places[i].tolist()
+        file, start, end, *_ = self._places[i].tolist()
         image_id, caption, rle = json.loads(self._regions[i].as_py())
         path = self._files[file]
         return read_sample(lambda: map_file(path)[start:end], rle, caption, "", image_id)
@@ -107,7 +113,8 @@ class DescribeAnythingDataset:
                 path, start, end = images[sample_id]
                 number, mapping = files[path]
                 data = memoryview(mapping)[start:end]
-                place, size = (number, start, end, image_key(data)), check_image(data)
+                place = number, start, end, image_key(data), coco_id(sample_id)
+                size = check_image(data)
             for k, region in regions:
                 reason, resized = check_region(region, size)
                 image_id = f"{folder.name}/{sample_id}/{k}"

@@ -18,10 +18,11 @@ class BadData(ValueError):
     """A larger share of the data set is bad than --max_bad_fraction allows."""
 
 
-def check_bad_fraction(report: dict, num_damaged: int, limit: float):
+def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str = ""):
     """Raise BadData, with the counts by reason, if more than the share `limit` of a set is bad.
 
-    Bad is what its `report` says was skipped and `num_damaged`, which turned out so since.
+    Bad is what its `report` says was skipped and `num_damaged`, which turned out so since. The
+    sentence begins with `where`.
     """
     reasons = dict(report["skipped"])
     if num_damaged:
@@ -29,9 +30,10 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float):
     bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
     if bad > limit * total:
         most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        words = ", ".join(f"{reason}: {count}" for reason, count in most_first)
         raise BadData(
-            f"{bad} of {total} regions ({bad / total:.1%}) are bad, more than --max_bad_fraction "
-            f"{limit:g}: {', '.join(f'{reason}: {count}' for reason, count in most_first)}"
+            f"{where}{bad} of {total} regions ({bad / total:.1%}) are bad, more than "
+            f"--max_bad_fraction {limit:g}: {words}"
         )
 
 

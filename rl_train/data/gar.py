@@ -17,11 +17,12 @@ from rl_train.data.arrow import (
     check_images,
     check_whole,
     find_shards,
+    image_names,
     map_again,
     map_shard,
 )
 from rl_train.data.hub import resolve
-from rl_train.data.images import read_cell
+from rl_train.data.images import coco_id, read_cell
 from rl_train.data.masks import check_mask
 from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
@@ -43,8 +44,9 @@ class GraspAnyRegionDataset:
 
     Args:
         data_dir: folder of shards, see `find_shards`, or a hub name, see `resolve`.
-        parts: names of folders to read; None reads all.
+        parts: names of folders to read, and to fetch; None reads all.
         turns: "first" = the assistant's first answer is the caption; "all" = one sample for each.
+        split: see `resolve`.
 
     Raises:
         ValueError: no shard or usable region, an unknown part, unreadable shard, missing column.
@@ -52,16 +54,16 @@ class GraspAnyRegionDataset:
         BadData: on access, a shard is not whole any more.
     """
 
-    def __init__(self, data_dir, parts: list[str] | None = None, turns: str = "first"):
+    def __init__(self, data_dir, parts=None, turns: str = "first", split: str | None = None):
         if turns not in ("first", "all"):
             raise ValueError(f"turns is first or all, not {turns!r}")
-        self._root, self._turns = resolve(data_dir), turns
+        self._root, self._turns = resolve(data_dir, ["*.arrow"], parts, split), turns
         self._shards = find_shards(self._root, parts)  # (part, path)
         self._tables = {}  # shard -> (table, map), opened on first use in each process
         self._counts = Counts()
         found = [np.array(list(self._scan(shard)), np.int64) for shard in range(len(self._shards))]
-        # (n, 5): shard, row, region, turn, key of the image
-        self._samples = np.concatenate([one.reshape(-1, 5) for one in found])
+        # (n, 6): shard, row, region, turn, key of the image, its COCO id
+        self._samples = np.concatenate([one.reshape(-1, 6) for one in found])
         if len(self) == 0:
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 
@@ -76,19 +78,24 @@ class GraspAnyRegionDataset:
         """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
         return self._samples[:, 4]
 
+    @property
+    def coco_ids(self) -> np.ndarray:
+        """(n,) int64 `coco_id` of each sample's image, by its path."""
+        return self._samples[:, 5]
+
     def report(self) -> dict:
         """See `Counts.report`."""
         return self._counts.report(len(self))
 
     def image_id(self, i: int) -> str:
         """Of sample i, without reading it."""
-        shard, row, region, turn, _ = self._samples[i].tolist()
+        shard, row, region, turn, *_ = self._samples[i].tolist()
         part, path = self._shards[shard]
         of_many = "" if region == SINGLE else f"-{region}"
         return f"{part}/{path.stem}/{row}{of_many}" + f"-t{turn}" * (self._turns == "all")
 
     def __getitem__(self, i: int) -> dict:
-        shard, row, region, turn, _ = self._samples[i].tolist()
+        shard, row, region, turn, *_ = self._samples[i].tolist()
         table, path = self._table(shard), self._shards[shard][1]
         said = answers(table["conversations"][row].as_py())
         cell = table["image"][row].as_py()
@@ -115,7 +122,7 @@ class GraspAnyRegionDataset:
         return table
 
     def _scan(self, shard: int):
-        """Yields (shard, row, region, turn, key of the image) of a shard's usable samples.
+        """Yields (shard, row, region, turn, key and COCO id of the image) of its usable samples.
 
         Decodes no image: of each it reads the start and the end.
         """
@@ -124,9 +131,10 @@ class GraspAnyRegionDataset:
         names = [name for name in ("conversations", "mask_rle") if name in table.column_names]
         for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
             images = check_images(batch["image"], path.parent, self._root)
-            for (size, key), row in zip(images, batch.select(names).to_pylist()):
+            coco = map(coco_id, image_names(batch["image"]))
+            for (size, key), of_coco, row in zip(images, coco, batch.select(names).to_pylist()):
                 for region, turn in self._usable(size, row):
-                    yield shard, number, region, turn, key
+                    yield shard, number, region, turn, key, of_coco
                 number += 1
             mapping.madvise(mmap.MADV_DONTNEED)  # pages read so far
         self._counts.rows += number

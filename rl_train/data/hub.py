@@ -1,11 +1,10 @@
 """Data sets by their name on the Hugging Face hub."""
 
 import os
-import re
+from glob import escape
 from pathlib import Path
 
-PATTERNS = ["*.arrow", "*.json", "*.tar"]  # what the readers read
-NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+from rl_train.hub import NAME, fetch, missing, not_fetched
 
 
 def folder_of(data_dir) -> Path:
@@ -15,20 +14,29 @@ def folder_of(data_dir) -> Path:
     return Path(data_dir)
 
 
-def resolve(data_dir) -> Path:
+def resolve(data_dir, patterns: list[str], parts=None, split: str | None = None) -> Path:
     """The local folder of `data_dir`: itself if it is one, else that of the data set "owner/name",
     fetched into the hub's cache.
 
     A data set whose repository holds Arrow shards or annotations.json is taken as it is
-    (`huggingface_hub`); any other is loaded by `datasets`, which writes Arrow shards into its
-    cache; its split "train" is taken.
+    (`huggingface_hub`); any other is loaded by `datasets`, which writes Arrow shards of all its
+    splits into its cache; one of them is taken.
+
+    Args:
+        patterns: of the files that the reader reads, no others are fetched; parts: names of folders
+            of which alone they are, None for all.
+        split: of a set that `datasets` loads, default train.
 
     Raises:
-        ValueError: names --data_dir; neither a folder nor a hub name, a missing library, or the
-            fetch failed.
+        ValueError: names --data_dir; neither a folder nor a hub name, a missing library, the fetch
+            failed, or parts or a split of what has none.
     """
     name = str(data_dir)
     if Path(name).is_dir():
+        if split:
+            raise ValueError(
+                f"--split {split}: --data_dir {name} is a folder, and all of it is read"
+            )
         return Path(name)
     if not NAME.fullmatch(name):
         raise ValueError(
@@ -36,32 +44,39 @@ def resolve(data_dir) -> Path:
         )
     try:
         import datasets
-        import huggingface_hub
     except ImportError as error:
-        raise ValueError(
-            f"--data_dir {name} is not a folder, and fetching it from the hub needs {error.name}: "
-            "pip install -e '.[hub]', or give a folder."
-        ) from error
+        raise missing("--data_dir", name, error) from error
+    folder = fetch("--data_dir", name, "dataset", within(parts, patterns))
+    if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
+        return folder
+    if parts:
+        raise ValueError(f"--parts {' '.join(parts)}: no such folder of shards in the hub's {name}")
+    split = split or "train"
+    if not split.isidentifier():  # a slice of one: `datasets` writes the whole
+        raise ValueError(f"--split {split}: must be the name of a split")
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=PATTERNS)
-        )
-        if any(folder.rglob("*.arrow")) or any(folder.rglob("annotations.json")):
-            return folder
-        loaded = datasets.load_dataset(name, split="train")
+        loaded = datasets.load_dataset(name, split=split)
     except (OSError, ValueError, RuntimeError) as error:  # no connection, name, access or split
-        raise ValueError(
-            f"--data_dir {name} is not a folder here and could not be fetched from the hub; "
-            f"download it on a machine that reaches the hub and give its folder: {error}"
-        ) from error
+        raise not_fetched("--data_dir", name, error) from error
     if not loaded.cache_files:
         raise ValueError(f"--data_dir {name}: the hub data set holds no file.")
     # Links to this split's shards alone: the folder that they lie in holds those of every split.
     cache = Path(datasets.config.HF_DATASETS_CACHE)
-    folder = cache / "train_splits" / name.replace("/", "--")
+    folder = cache / f"{split}_splits" / name.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     for k, file in enumerate(loaded.cache_files):
         link = folder / f"data-{k:05d}.arrow.{os.getpid()}"
         link.symlink_to(file["filename"])
         link.replace(folder / f"data-{k:05d}.arrow")  # of several ranks the last one stays
     return folder
+
+
+def within(parts, patterns: list[str]) -> list[str]:
+    """The patterns of files in folders of these names, at any depth; as they are without names.
+
+    As the hub reads them: a star stands for slashes too.
+    """
+    if not parts:
+        return patterns
+    places = [place for part in parts for place in (f"{escape(part)}/", f"*/{escape(part)}/")]
+    return [place + pattern for place in places for pattern in patterns]

@@ -5,6 +5,7 @@ import base64
 import io
 import mmap
 import os.path
+import re
 import struct
 import zlib
 from hashlib import blake2b
@@ -31,6 +32,8 @@ DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, struct.error,
 DAMAGED += (Image.DecompressionBombError,)
 STARTS = (b"\xff\xd8\xff", b"\x89PN")  # of JPEG and PNG
 ENDS = {"JPEG": b"\xff\xd9", "MPO": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}  # marks, by format
+COCO = re.compile(r"(?<!\d)0{6}(\d{6})(?!\d)")  # of 2014 and 2017 alike
+NOT_COCO = -1
 KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
@@ -86,6 +89,16 @@ def image_key(data) -> int:
     key.update(data[:KEY_BYTES])
     key.update(data[-KEY_BYTES:])
     return int.from_bytes(key.digest(), "little", signed=True)
+
+
+def coco_id(name: str | None) -> int:
+    """The id of the COCO image that a file or a sample is named by, or NOT_COCO.
+
+    Sets that are made of COCO's images keep its names, as COCO_train2014_000000123456.jpg, also
+    where they encode its pictures anew.
+    """
+    found = COCO.search(name or "")
+    return int(found[1]) if found else NOT_COCO
 
 
 def read_cell(data, path: str | None, folder: Path, root: Path | None = None):

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.mix import Shares
 from rl_train.data.neighbours import OtherRegions
 from rl_train.data.workers import PREFETCHED, Loader, share, small_shm
 from rl_train.stops import leave_to_the_trainer
@@ -92,6 +93,7 @@ class StepSampler:
             each sample for itself.
         order: (epoch, random generator of (seed, epoch)) -> the epoch's indices, in place of a
             permutation: as many, any of them several times or not at all.
+        shares: of a mix, which then says what a step's samples are; its epoch has as many steps.
 
     Raises:
         ValueError: the dataset is smaller than one step.
@@ -108,11 +110,12 @@ class StepSampler:
         start=0,
         together=None,
         order: Callable | None = None,
+        shares: Shares | None = None,
     ):
         self.order, self.known = order, (None, None)  # (epoch, its indices)
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
-        self.together = together
+        self.together, self.shares = together, shares
         self.prompts_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = length // self.prompts_per_step
         if self.steps_per_epoch == 0:
@@ -125,12 +128,18 @@ class StepSampler:
     def __iter__(self):
         step = self.start
         while True:
-            epoch, within = divmod(step, self.steps_per_epoch)
-            order = self.indices(epoch)
-            chunk = order[within * self.prompts_per_step : (within + 1) * self.prompts_per_step]
+            chunk = self.step_indices(step)
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
+
+    def step_indices(self, step: int) -> np.ndarray:
+        """(prompts_per_step,) indices of a step's samples, of all ranks."""
+        if self.shares:
+            return self.shares.step(step, self.prompts_per_step)
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.prompts_per_step
+        return self.indices(epoch)[start : start + self.prompts_per_step]
 
     def indices(self, epoch: int) -> np.ndarray:
         """(length,) what an epoch holds, in its order.

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rl_train.data.arrow import IMAGE, check_columns, check_images, natural
 from rl_train.data.errors import BadData
 from rl_train.data.hub import folder_of
-from rl_train.data.images import read_cell
+from rl_train.data.images import NOT_COCO, read_cell
 from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, encode_mask
 from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
@@ -57,6 +57,11 @@ class ReasonSegDataset:
     def image_keys(self) -> np.ndarray:
         """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
         return np.array([key for *_, key in self._rows], dtype=np.int64)
+
+    @property
+    def coco_ids(self) -> np.ndarray:
+        """(n,) int64, all NOT_COCO: which images of COCO these are, the set does not say."""
+        return np.full(len(self), NOT_COCO, dtype=np.int64)
 
     def report(self) -> dict:
         """See `Counts.report`."""

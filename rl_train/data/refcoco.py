@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 from pycocotools import mask as coco
 
-from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, map_file
+from rl_train.data.hub import folder_of
+from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, coco_id, map_file
 from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, rle_runs
 from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
@@ -54,7 +55,7 @@ class RefCOCODataset:
     def __init__(self, root, name: str = "refcoco", split: str = "val", image_root=None):
         if name not in NAMES:
             raise ValueError(f"--dataset {name} is none of {', '.join(NAMES)}")
-        folder = Path(root) / name
+        folder = folder_of(root) / name
         bases = [image_root] if image_root else [root, folder]
         self._folders = [Path(base) / sub for base in bases for sub in IMAGE_FOLDERS]
         instances, refs = read_instances(folder / "instances.json"), read_refs(folder / NAMES[name])
@@ -77,6 +78,11 @@ class RefCOCODataset:
         """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
         return np.array([key for *_, key in self._rows], dtype=np.int64)
 
+    @property
+    def coco_ids(self) -> np.ndarray:
+        """(n,) int64 `coco_id` of each sample's image, by its file's name."""
+        return np.array([coco_id(row[0].name) for row in self._rows], dtype=np.int64)
+
     def report(self) -> dict:
         """See `Counts.report`."""
         return self._counts.report(len(self))
@@ -84,6 +90,10 @@ class RefCOCODataset:
     def image_id(self, i: int) -> str:
         """Of sample i, without reading it."""
         return self._rows[i][5]
+
+    def sentence(self, i: int) -> str:
+        """Of sample i, as it stands in the file; its caption is cleaned, see `clean_caption`."""
+        return self._rows[i][3]
 
     def __getitem__(self, i: int) -> dict:
         path, segmentation, size, *words, _ = self._rows[i]

@@ -11,7 +11,7 @@ import numpy as np
 from rl_train.data.arrow import IMAGE, check_images, check_whole, find_shards, map_again, map_shard
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
-from rl_train.data.images import DAMAGED, check_read, decode_image, map_file, read_cell
+from rl_train.data.images import DAMAGED, NOT_COCO, check_read, decode_image, map_file, read_cell
 from rl_train.data.masks import BAD_MASK, NO_MASK, encode_mask
 from rl_train.data.samples import Counts, read_mask, read_sample
 from rl_train.data.text import caption_fault
@@ -28,7 +28,7 @@ class SegZeroDataset:
 
     Args:
         arrow_dir: folder of shards, see `find_shards`, or a hub name, see `resolve`.
-        mask_dir: default is its folder "masks".
+        mask_dir: default is its folder "masks"; split: see `resolve`.
 
     Raises:
         ValueError: no shard, mask folder or usable row; an unreadable shard, a missing column.
@@ -36,8 +36,8 @@ class SegZeroDataset:
         BadData: on access, a shard is not whole any more.
     """
 
-    def __init__(self, arrow_dir, mask_dir=None):
-        self._root = resolve(arrow_dir)
+    def __init__(self, arrow_dir, mask_dir=None, split: str | None = None):
+        self._root = resolve(arrow_dir, ["*.arrow", "*masks/*.png"], split=split)
         self._masks = Path(mask_dir or self._root / "masks")
         if not self._masks.is_dir():
             raise ValueError(
@@ -60,6 +60,11 @@ class SegZeroDataset:
     def image_keys(self) -> np.ndarray:
         """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
         return np.array([key for *_, key in self._rows], dtype=np.int64)
+
+    @property
+    def coco_ids(self) -> np.ndarray:
+        """(n,) int64, all NOT_COCO: which images of COCO these are, the set does not say."""
+        return np.full(len(self), NOT_COCO, dtype=np.int64)
 
     def report(self) -> dict:
         """See `Counts.report`."""

@@ -5,6 +5,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train.data.errors import DamagedSamples, check_bad_fraction
+from rl_train.data.images import NOT_COCO
 from rl_train.data.samples import number_images
 
 
@@ -16,6 +17,7 @@ def split_dataset(
     max_bad_fraction,
     shared_images="refuse",
     heldout_class=None,
+    say=lambda sentence: None,
 ):
     """(training set, held-out set, the damaged samples of the training data).
 
@@ -24,7 +26,10 @@ def split_dataset(
     more than a tenth of all, unless these hold too few regions.
 
     Args:
-        heldout_class: of --eval_data_dir, default `dataset_class`.
+        dataset_class: what opens --data_dir; heldout_class: what opens --eval_data_dir, default
+            the same.
+        shared_images: refuse, or drop or keep in training, regions whose image `picture_keys` finds
+            in both; say: is called with a sentence that counts them.
 
     Raises:
         ValueError: nothing is left to train on, or an image of both folders is to be refused.
@@ -35,17 +40,27 @@ def split_dataset(
     if eval_data_dir:
         heldout = (heldout_class or dataset_class)(eval_data_dir)
         check_bad_fraction(heldout.report(), 0, max_bad_fraction)
-        shared = np.isin(dataset.image_keys, heldout.image_keys)
+        keys, held = picture_keys(dataset, heldout)
+        shared = np.isin(keys, held)  # (n,)
+        both = len(np.unique(keys[shared]))
+        say(
+            f"{both} images are both trained on and held out, of {len(np.unique(keys))} and "
+            f"{len(np.unique(held))}: {shared.sum()} of {len(dataset)} training regions"
+            + f" (--shared_images {shared_images})"
+            * bool(both)
+        )
         if shared.any() and shared_images == "refuse":
             raise ValueError(
                 f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images: of "
                 f"{shared.sum()} of {len(dataset)} training regions, as "
-                f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out"
+                f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out, "
+                "keep trains on them"
             )
-        training = Subset(dataset, np.flatnonzero(~shared).tolist()) if shared.any() else dataset
-        measured = sample_regions(heldout.image_keys, eval_samples)
+        drop = shared.any() and shared_images == "drop"
+        training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
+        measured = sample_regions(held, eval_samples)
         return training, Subset(heldout, measured), damaged
-    images = number_images(dataset.image_keys)
+    images = number_images(*picture_keys(dataset))
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(int(images.max()) + 1, generator=generator).numpy()
     place = order.argsort()[images]  # of each region's image in the order
@@ -59,7 +74,35 @@ def split_dataset(
             f"--data_dir {data_dir} holds {len(dataset)} regions, too few to hold out "
             f"--eval_samples {eval_samples}"
         )
+    say(
+        f"held out: {len(heldout)} regions of {len(np.unique(images[heldout]))} images; "
+        f"trained on: {len(training)} of {len(np.unique(images[training]))} others"
+    )
     return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
+
+
+def picture_keys(*datasets) -> list[np.ndarray]:
+    """(n,) int64 of each data set's n samples, alike where two of any have one image.
+
+    That is one with the same bytes, or the same image of COCO under another encoding.
+    """
+    keys, coco = (
+        np.concatenate([_column(dataset, name) for dataset in datasets])
+        for name in ("image_keys", "coco_ids")
+    )
+    named = coco != NOT_COCO
+    if named.any():  # those bytes are an image of COCO, whatever another file of them is called
+        known, first = np.unique(keys[named], return_index=True)
+        place = np.searchsorted(known, keys).clip(max=len(known) - 1)
+        keys = np.where(known[place] == keys, coco[named][first[place]], keys)
+    return np.split(keys, np.cumsum([len(dataset) for dataset in datasets])[:-1])
+
+
+def _column(dataset, name: str) -> np.ndarray:
+    """What `dataset.name` says of each sample, of a Subset too."""
+    if isinstance(dataset, Subset):
+        return _column(dataset.dataset, name)[np.asarray(dataset.indices)]
+    return getattr(dataset, name)
 
 
 def sample_regions(image_keys: np.ndarray, count: int) -> list[int]:

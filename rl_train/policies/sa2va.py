@@ -23,6 +23,7 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
+from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from sa2va_hf.prompts import SEGMENT, PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -83,6 +84,7 @@ class Sa2VAPolicy:
         self.trainable = lora.freeze_all_but(model, self.patterns)
         model.eval()
         self.watch = Watch()
+        self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
         self.engine = Engine(
             model.language_model,
             pad_id=self.pad_id,
@@ -135,7 +137,8 @@ class Sa2VAPolicy:
         own = sorted(set(image))
         with self.autocast() if self.encoders_train else contextlib.nullcontext():
             vision = self.model.vision_features(torch.cat([tiles[i] for i in own]).to(self.device))
-            sam = self.model.sam_features(pixels[own].to(self.device))
+            shown = normalise_sam_pixels(pixels[own].to(self.device), self.rounded_normalisation)
+            sam = self.model.sam_features(shown)
         if len(own) < len(image):
             place = [own.index(i) for i in image]
             parts = vision.split([len(tiles[i]) for i in own])

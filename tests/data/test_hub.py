@@ -1,15 +1,23 @@
 """Names of hub data sets become folders; the hub is a fake here, `datasets` is the real one."""
 
+import json
+import shutil
 import sys
 
 import datasets
 import huggingface_hub
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.hub import resolve
+from rl_train.hub import model_folder
+from rl_train.trained_policy import open_policy
+from tests.data.dam_splits import PNGS, region
+from tests.data.dam_splits import write as write_dam
+from tests.runs import CHECKPOINT, run, unmeasured, weights
 from tools.gar_writer import encode_mask, write_gar
 
 MASK = np.eye(20, dtype=bool)
@@ -25,24 +33,109 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # must not be asked
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
-    assert str(resolve("owner/name")) == "owner/name"
-    assert resolve(tmp_path) == tmp_path
+    assert str(resolve("owner/name", [])) == "owner/name"
+    assert resolve(tmp_path, []) == tmp_path
+    with pytest.raises(ValueError, match="--split test: --data_dir owner/name is a folder"):
+        resolve("owner/name", [], split="test")
 
 
 def test_a_repository_of_shards_is_taken_as_it_is(tmp_path, monkeypatch):
     asked = []
 
     def fetch(name, repo_type, allow_patterns):
-        asked.append((name, repo_type))
+        asked.append((name, repo_type, allow_patterns))
         write_gar([ROW], tmp_path / "snapshot")
-        assert "*.arrow" in allow_patterns and not any(
-            "pickle" in pattern for pattern in allow_patterns
-        )
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     dataset = GraspAnyRegionDataset("some-owner/Some.Name_1")
-    assert asked == [("some-owner/Some.Name_1", "dataset")] and dataset[0]["caption"] == "A line."
+    assert asked == [("some-owner/Some.Name_1", "dataset", ["*.arrow"])]
+    assert dataset[0]["caption"] == "A line."
+
+
+class Repository:
+    """A repository on the hub, of which files that match are fetched into a folder."""
+
+    def __init__(self, source, cache, monkeypatch):
+        self.source, self.cache, self.fetched = source, cache, []
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.download)
+
+    def download(self, name, repo_type, allow_patterns, ignore_patterns=None):
+        files = [str(p.relative_to(self.source)) for p in self.source.rglob("*") if p.is_file()]
+        how = dict(allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
+        self.fetched = sorted(huggingface_hub.utils.filter_repo_objects(files, **how))
+        for file in self.fetched:
+            (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.source / file, self.cache / file)
+        self.cache.mkdir(exist_ok=True)
+        return str(self.cache)
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    return Repository(tmp_path / "repository", tmp_path / "cache", monkeypatch)
+
+
+def test_of_parts_nothing_else_is_fetched(repository):
+    for part in ("Fine-Part1", "Fine-Part2", "Seed"):
+        write_gar([ROW], repository.source / part)
+    (repository.source / "Seed" / "notes.json").write_text("{}")
+    dataset = GraspAnyRegionDataset("owner/name", ["Fine-Part2"])
+    assert [file.split("/")[0] for file in repository.fetched] == ["Fine-Part2"]
+    assert dataset.image_id(0).startswith("Fine-Part2/")
+    GraspAnyRegionDataset("owner/name")  # now there are all of them
+    folders = {file.split("/")[0] for file in repository.fetched}
+    assert folders == {"Fine-Part1", "Fine-Part2", "Seed"}
+    assert all(file.endswith(".arrow") for file in repository.fetched)
+    assert len(GraspAnyRegionDataset("owner/name", ["Seed"])) == 1
+
+
+def test_of_a_part_that_there_is_not_nothing_is_fetched(repository):
+    write_gar([ROW], repository.source / "Seed")
+    with pytest.raises(ValueError, match="--parts Sead: no such folder of shards in .* owner/name"):
+        GraspAnyRegionDataset("owner/name", ["Sead"])
+    assert repository.fetched == []
+
+
+def test_of_a_split_of_describe_anything_neither(repository):
+    for split in ("LVIS", "PACO"):
+        write_dam(repository.source / split, {"x": region()}, [("x.png", PNGS[0])])
+        (repository.source / split / "x.pickle").write_bytes(b"")
+    dataset = DescribeAnythingDataset("owner/name", ["PACO"])
+    assert len(dataset) == 1 and "PACO/annotations.json" in repository.fetched
+    assert all(file.startswith("PACO/") for file in repository.fetched)
+    assert not [file for file in repository.fetched if file.endswith("pickle")]
+
+
+def test_a_model_is_fetched_without_programs_and_pickles(repository):
+    kept = ["config.json", "model.safetensors", "tokenizer.json", "merges.txt"]
+    others = [
+        "modeling_x.py",
+        "pytorch_model.bin",
+        "README.md",
+        "onnx/config.json",
+        "a.safetensors/b",
+    ]
+    for name in kept + others:
+        (repository.source / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository.source / name).write_text("")
+    assert model_folder("--model_path", "owner/name") == repository.cache
+    assert repository.fetched == sorted(kept)
+    assert model_folder("--model_path", repository.cache) == repository.cache
+    with pytest.raises(ValueError, match="--sam_path /no/such: no such folder, nor .*owner/name"):
+        model_folder("--sam_path", "/no/such")
+
+
+def test_a_run_and_its_evaluation_from_a_model_on_the_hub(repository, data, tmp_path, monkeypatch):
+    """config.json keeps the name, by which the checkpoint finds its base again."""
+    for _ in unmeasured(monkeypatch):
+        shutil.copytree(CHECKPOINT, repository.source)
+        how = dict(model_path="owner/tiny", max_steps=1, caption_to_mask_weight=0)
+        output = run(data, tmp_path / "run", **how)
+        assert json.loads((output / "config.json").read_text())["model_path"] == "owner/tiny"
+        policy = open_policy(output / "checkpoint_step_1", None, "policy", torch.device("cpu"))
+        trained = weights(output, 1)
+        assert all(torch.equal(p, trained[name]) for name, p in policy.trainable.items())
 
 
 def rows_for_datasets():
@@ -173,3 +266,6 @@ def test_only_the_training_split_of_a_data_set_is_read(tmp_path, monkeypatch):
     )
     for _ in range(2):
         check(GraspAnyRegionDataset("owner/name"), 3)
+    check(GraspAnyRegionDataset("owner/name", split="test"), 2)
+    with pytest.raises(ValueError, match=r"--split test\[:1\]: must be the name of a split"):
+        GraspAnyRegionDataset("owner/name", split="test[:1]")

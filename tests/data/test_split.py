@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from torch.utils.data import Subset
 
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
-from rl_train.data.split import sample_regions, split_dataset
+from rl_train.data.images import NOT_COCO, coco_id
+from rl_train.data.split import picture_keys, sample_regions, split_dataset
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.runs import REGIONS
@@ -22,6 +24,7 @@ def test_regions_of_one_image_stay_on_one_side():
 
     class Regions:
         image_keys = np.array([7, 7, -3, 2, 2, 2, 9, 9, 4])
+        coco_ids = np.full(9, NOT_COCO)
 
         def __init__(self, data_dir):
             pass
@@ -50,6 +53,7 @@ def test_a_sample_of_training_data_is_of_as_many_images_as_it_may_be():
 
     class Many:
         image_keys = np.repeat(np.random.default_rng(0).permutation(50), 20)
+        coco_ids = np.full(1000, NOT_COCO)
 
         def __init__(self, data_dir):
             pass
@@ -73,6 +77,7 @@ def test_a_sample_of_training_data_is_of_as_many_images_as_it_may_be():
 def test_held_out_regions_may_be_of_another_format():
     class Two:
         image_keys = np.array([1, 2])
+        coco_ids = np.full(2, NOT_COCO)
 
         def __init__(self, data_dir):
             self.where = data_dir
@@ -160,6 +165,43 @@ def test_shared_images_are_dropped_from_training(data, sharing):
     )
     assert (len(training), len(heldout)) == (REGIONS - SHARED, SHARED)
     assert pictures(training).isdisjoint(pictures(heldout))
+
+
+def test_shared_images_are_kept_in_training_and_counted(data, sharing):
+    said = []
+    how = (GraspAnyRegionDataset, data / "train", sharing, 4, 0)
+    training, _, _ = split_dataset(*how, "keep", say=said.append)
+    assert len(training) == REGIONS and said == [
+        f"5 images are both trained on and held out, of 20 and 5: {SHARED} of {REGIONS} training "
+        "regions (--shared_images keep)"
+    ]
+    split_dataset(GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0, say=said.append)
+    assert said[1] == (
+        f"0 images are both trained on and held out, of 20 and 4: 0 of {REGIONS} training regions"
+    )
+
+
+def test_images_of_coco_are_alike_under_any_encoding():
+    """The second set has COCO's 5 anew encoded; the third the first one's bytes under no name."""
+
+    class Named:
+        def __init__(self, keys, ids):
+            self.image_keys, self.coco_ids = np.array(keys), np.array(ids)
+
+        def __len__(self):
+            return len(self.coco_ids)
+
+    first, second = Named([71, 72, 73, 71], [5, 6, -1, 5]), Named([81, 82], [5, -1])
+    third = Named([71, 82], [-1, -1])
+    one, two, three = (keys.tolist() for keys in picture_keys(first, second, third))
+    assert one[0] == one[3] == two[0] == three[0] and two[1] == three[1]
+    assert len({*one, *two, *three}) == 4
+    assert [keys.tolist() for keys in picture_keys(third)] == [[71, 82]]
+    part = Subset(Subset(first, [3, 1, 0]), [1, 2])
+    assert [keys.tolist() for keys in picture_keys(part, second)] == [[6, 5], [5, 82]]
+    assert coco_id("COCO_train2014_000000581857_16.jpg") == coco_id("a/000000581857.png") == 581857
+    for other in ("sa_000000581857000.jpg", "581857.jpg", "100000581857.jpg", "", None):
+        assert coco_id(other) == NOT_COCO
 
 
 def test_describe_anything_too(tmp_path):

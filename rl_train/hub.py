@@ -1,0 +1,57 @@
+"""Folders by their name on the Hugging Face hub, and models; data sets: `rl_train.data.hub`."""
+
+import re
+from pathlib import Path
+
+NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+# Of a model: weights and the tokenizer, all in its repository's own folder. No program, no pickle.
+OF_A_MODEL = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.model", "*.jinja"]
+
+
+def model_folder(flag: str, path) -> Path:
+    """The local folder of `path`: itself if it is one, else that of the model "owner/name", fetched
+    into the hub's cache.
+
+    Raises ValueError: neither, or it could not be fetched; names the flag.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if not NAME.fullmatch(str(path)):
+        raise ValueError(f"{flag} {path}: no such folder, nor is it a model's name (owner/name)")
+    return fetch(flag, str(path), None, OF_A_MODEL, ignore_patterns=["*/*"])
+
+
+def fetch(flag: str, name: str, kind: str | None, patterns: list[str], **how) -> Path:
+    """The folder in the hub's cache of the repository `name` with its files that match `patterns`.
+
+    Args:
+        kind: "dataset", or None for a model.
+
+    Raises:
+        ValueError: names the flag; a missing library, or the fetch failed.
+    """
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise missing(flag, name, error) from error
+    try:
+        where = dict(repo_type=kind, allow_patterns=patterns)
+        return Path(huggingface_hub.snapshot_download(name, **where, **how))
+    except (OSError, ValueError, RuntimeError) as error:  # no connection, name or access
+        raise not_fetched(flag, name, error) from error
+
+
+def missing(flag: str, name: str, error: ImportError) -> ValueError:
+    """What says which library is missing."""
+    return ValueError(
+        f"{flag} {name} is not a folder, and fetching it from the hub needs {error.name}: "
+        "pip install -e '.[hub]', or give a folder."
+    )
+
+
+def not_fetched(flag: str, name: str, error: Exception) -> ValueError:
+    """What says why a fetch failed."""
+    return ValueError(
+        f"{flag} {name} is not a folder here and could not be fetched from the hub; "
+        f"download it on a machine that reaches the hub and give its folder: {error}"
+    )
