@@ -6,7 +6,7 @@ VENV=${VENV-${VIRTUAL_ENV:-.venv}}
 if [ -n "$VENV" ]; then
     [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV"
     PYTHON=$VENV/bin/python
-    NEEDED="torch transformers peft nltk pycocotools tensorboard pyarrow pytest xdist hypothesis datasets openai ruff"
+    NEEDED="torch transformers peft nltk pycocotools tensorboard pyarrow pytest xdist hypothesis datasets openai inflect ruff"
     CHECK="from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, '$NEEDED'.split())))"
     if ! "$PYTHON" -c "$CHECK"; then
         echo "installing into $VENV"
