@@ -144,6 +144,10 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
         if getattr(args, name) and not args.eval_data_dir:
             raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
     readers(parts["data"])  # refuses what a data set does not have
+    if args.mix and args.order:
+        raise ValueError(f"--order {args.order}: not with --mix, whose weights are the order")
+    if args.mix and (number := parts["rollout"].regions_per_image) > 1:
+        raise ValueError(f"--regions_per_image {number}: not with --mix")
     if args.wandb is not None:
         check_project(args.wandb)
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
@@ -156,13 +160,23 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
 
 
 def check_rewards(args: argparse.Namespace):
-    """Raise ValueError for flags of rewards that do not go together."""
+    """Raise ValueError for flags of rewards and their loss that do not go together."""
     if args.use_llm_judge_loop2 and not args.use_llm_judge:
         raise ValueError("--use_llm_judge_loop2: needs --use_llm_judge, which makes the judge")
     if args.control == "other" and args.batch_size < 2:
         raise ValueError(
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{args.batch_size} has none"
+        )
+    longest = args.max_completion_length
+    for name in ("overlong_buffer", "target_length"):
+        if (tokens := getattr(args, name)) > longest:
+            raise ValueError(f"--{name} {tokens}: above --max_completion_length {longest}")
+    if args.target_length and not args.length_weight:
+        raise ValueError(f"--target_length {args.target_length}: needs a --length_weight above 0")
+    if args.skip_zero_variance and args.shard_base:
+        raise ValueError(
+            "--skip_zero_variance: not with --shard_base, whose ranks make as many forwards each"
         )
 
 

@@ -11,7 +11,7 @@ from types import UnionType
 from typing import ClassVar
 
 from rl_train.data import DATASETS, HELDOUT_DATASETS
-from rl_train.grpo import CLIP_RANGES, LOSS_TYPES, clip_window
+from rl_train.grpo import ADVANTAGE_SCALES, CLIP_RANGES, LOSS_TYPES, SCALES, clip_window
 from rl_train.rewards.controls import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
@@ -131,6 +131,12 @@ class DataConfig:
     other_regions: bool = flag(
         False, "read them with each region: is it the one that a mask lies on? (measures alone)"
     )
+    order: str | None = flag(
+        None,
+        "function of your own (dataset, epoch, generator) -> the indices of an epoch, in place of "
+        "a random order (docs/adding_a_task.md)",
+        metavar="MODULE:FUNCTION",
+    )
     num_workers: int = flag(2, "DataLoader workers per rank", type=COUNT_OR_0)
     max_caption_length: int = flag(
         512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
@@ -197,6 +203,20 @@ class RewardConfig:
         "divide each component by its std inside the group, before the weighted sum that the "
         "advantages are of",
     )
+    overlong_buffer: int = flag(
+        0,
+        "component overlong: 0 up to this many tokens below --max_completion_length, from there "
+        "linearly down to -1 (DAPO's soft punishment); 0 = none",
+        type=COUNT_OR_0,
+    )
+    length_weight: float = flag(
+        0.0,
+        "of the component length, -|tokens - --target_length| / --max_completion_length",
+        type=WEIGHT,
+    )
+    target_length: int = flag(
+        0, "tokens that cost nothing with --length_weight; 0 = each costs", type=COUNT_OR_0
+    )
     reward: list[str] = flag(
         [], "functions of your own (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )
@@ -208,6 +228,25 @@ class LossConfig:
 
     loss_type: str = flag(
         "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSS_TYPES
+    )
+    scale_rewards: str | None = flag(
+        None,
+        "advantages are divided by the std of: the group's rewards, the batch's (of the task, all "
+        "rows of the step on all ranks), or none; default none for dr_grpo, else group",
+        choices=SCALES,
+    )
+    mask_truncated: bool = flag(
+        False,
+        "answers cut at --max_completion_length leave the loss; their rewards still count in the "
+        "mean and std of their group",
+    )
+    skip_zero_variance: bool = flag(
+        False,
+        "no forward and backward for groups whose rewards are all equal: their advantages are 0, "
+        "but their KL, entropy and mask terms go too; divisors stay",
+    )
+    entropy_coef: float = flag(
+        0.0, "weight of the mean entropy of tokens, which the loss then rewards", type=WEIGHT
     )
     clip_range: float | None = flag(
         None,
@@ -223,6 +262,11 @@ class LossConfig:
     kl_coef: float = flag(
         0.02, "weight of the KL to the frozen reference, which is not asked at 0", type=WEIGHT
     )
+
+    @property
+    def scale(self) -> str:
+        """What advantages are divided by, as `group_advantages` takes it."""
+        return self.scale_rewards or ADVANTAGE_SCALES[self.loss_type]
 
     @property
     def clip(self) -> dict[str, float]:

@@ -117,7 +117,8 @@ def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
             std = scored.std().item() if len(scored) > 1 else 0.0
             points |= {f"{task}/reward_mean": scored.mean().item(), f"{task}/reward_std": std}
     if updates:
-        points["total_loss"] = sum(weights[task] * points[f"{task}/loss"] for task in weights)
+        learnt = [task for task in weights if f"{task}/loss" in points]  # others had no row in it
+        points["total_loss"] = sum(weights[task] * points[f"{task}/loss"] for task in learnt)
     return points
 
 

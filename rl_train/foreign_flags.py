@@ -83,7 +83,8 @@ NO_TOOLS = "no answer calls a tool"
 WHOLE = "answers are drawn from the whole distribution that is scored, of --temperature alone"
 SHARDED = "--shard_base shares a base that is too large for a GPU out over all (FSDP2)"
 REFERENCE = "the reference stays the base; what follows the policy is the teacher (--ema_half_life)"
-LENGTH = "no reward of a length is built in; --reward module:function takes one of your own"
+LENGTH = "an answer's tokens cost by --length_weight (--target_length), or --overlong_buffer"
+ADAPTIVE = "--entropy_coef stays what it is during a run"
 UPLOAD = "nothing is uploaded; --export_final writes a folder, which `hf upload` takes"
 TENSORBOARD = "TensorBoard's curves are always written, and --wandb mirrors them"
 PIXELS = "Sa2VA sees --max_tiles tiles; Qwen2.5-VL --image_side, --max_image_tokens"
@@ -159,9 +160,16 @@ FOREIGN = {
     ),
     "--multi_objective_aggregation": Foreign(
         TRL,
-        values=so_anyway("sum_then_normalize"),
+        values=so_anyway("sum_then_normalize")
+        | {"normalize_then_sum": ("--scale_components", "--scale_rewards", "batch")},
         why="--scale_components divides each component by its std inside the group",
     ),
+    "--mask_truncated_completions": Foreign(
+        TRL,
+        values={"true": ("--mask_truncated",), "false": ()},
+        why="--mask_truncated or nothing",
+    ),
+    "--use_adaptive_entropy": Foreign(TRL, values=so_anyway("false"), why=ADAPTIVE),
     "--top_entropy_quantile": Foreign(
         TRL, values=so_anyway("1"), why="all tokens of an answer count, by --loss_type"
     ),
@@ -282,6 +290,8 @@ FOREIGN = {
         TRL, why="--dtype, --max_tiles, --shard_base, .. say how the model of --model_path is read"
     ),
     "--vllm_*": Foreign(TRL, why=OWN_SAMPLER),
+    "--entropy_coef_*": Foreign(TRL, why=ADAPTIVE),
+    "--entropy_target": Foreign(TRL, why=ADAPTIVE),
     "--sapo_*": Foreign(TRL, why=OF_LOSS),
     "--vespo_*": Foreign(TRL, why=OF_LOSS),
     "--min_pixels": Foreign(EARLIER, why=PIXELS),
@@ -301,6 +311,10 @@ FOREIGN = {
 
 # {our flag: {a value that others write there: what says it here}}
 OURS = {
+    "--scale_rewards": {
+        "true": ("--scale_rewards", "group"),
+        "false": ("--scale_rewards", "none"),
+    },
     "--max_steps": {"-1": ("--max_steps", "0")},
     "--gradient_checkpointing": {
         "true": ("--gradient_checkpointing",),
@@ -316,6 +330,8 @@ DEFAULTS = {
     "--max_grad_norm": ("--max_grad_norm", 1.0),
     "--kl_coef": ("--beta", 0.0),
     "--loss_type": ("--loss_type", "dapo"),
+    "--scale_rewards": ("--scale_rewards", "group"),
+    "--entropy_coef": ("--entropy_coef", 0.0),
     "--temperature": ("--temperature", 1.0),
     "--num_generations": ("--num_generations", 8),
     "--max_completion_length": ("--max_completion_length", 512),

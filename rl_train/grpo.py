@@ -10,8 +10,9 @@ vocabulary.
 
 import torch
 
-# By what each loss divides its advantages (`group_advantages`), and how far its ratio may leave 1
-# below and above: a row's ratio in gspo, the mean over its tokens, moves less than a token's.
+SCALES = ("group", "batch", "none")  # what advantages may be divided by (`group_advantages`)
+# By what each loss divides them unless told, and how far its ratio may leave 1 below and above: a
+# row's ratio in gspo, the mean over its tokens, moves less than a token's.
 ADVANTAGE_SCALES = dict(grpo="group", bnpo="group", dr_grpo="none", dapo="group", gspo="group")
 LOSS_TYPES = tuple(ADVANTAGE_SCALES)
 CLIP_RANGES = dict.fromkeys(LOSS_TYPES, (0.2, 0.2)) | dict(gspo=(3e-4, 4e-4))
@@ -41,18 +42,23 @@ def group_advantages(
     Raises:
         ValueError: G < 2, N not a multiple of G, or an unknown scale.
     """
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale {scale!r} is unknown; known: group, batch, none")
+    if scale not in SCALES:
+        raise ValueError(f"scale {scale!r} is unknown; known: {', '.join(SCALES)}")
     mean, std = _group_moments(rewards, num_generations)  # (B, 1) each
     advantages = rewards.view(-1, num_generations) - mean
     advantages = torch.where(std < MIN_STD, 0.0, advantages)
     if scale == "group":
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif scale == "batch":
-        scored = rewards[~rewards.isnan()]
-        spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
-        advantages = advantages / (spread + ADVANTAGE_EPS)
+        advantages = over_spread(advantages, rewards)
     return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
+
+
+def over_spread(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+    """Advantages divided by the unbiased std of `rewards` (M,), NaN left out, + 1e-4."""
+    scored = rewards[~rewards.isnan()]
+    spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
+    return advantages / (spread.to(advantages) + ADVANTAGE_EPS)
 
 
 def _group_moments(rewards, num_generations):
@@ -180,6 +186,12 @@ def grpo_loss(
 def _row_mean(values, valid):
     """(N,) mean over valid tokens; a row without any counts 0."""
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
+
+
+def mean_entropy(entropy: torch.Tensor, valid: torch.Tensor, num_tokens=None) -> torch.Tensor:
+    """The entropies (N, T) of valid tokens summed / num_tokens, by default these; with gradient."""
+    total = torch.where(valid, entropy, 0.0).sum()
+    return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
 def gaussian_logp(

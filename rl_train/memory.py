@@ -105,7 +105,9 @@ def worst_step(parts, train) -> dict[str, float]:
         if task.action:
             tasks[-1].action.load_state_dict(task.action.state_dict())
     one_update = dict(num_iterations=1, gradient_accumulation_steps=1, ema_decay=1.0)
-    trial = replace(config, optim=replace(config.optim, **one_update))
+    all_rows = dict(mask_truncated=False, skip_zero_variance=False)
+    loss, optim = replace(config.loss, **all_rows), replace(config.optim, **one_update)
+    trial = replace(config, loss=loss, optim=optim)
     once = RunState(policy, state.roles, tasks, KeepsWeights(policy.trainable), scheduler=None)
 
     def end_of_step(once, work, tally, clock):

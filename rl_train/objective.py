@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_train import distributed
 from rl_train.config import LossConfig
-from rl_train.grpo import group_std, grpo_loss, k3_kl
+from rl_train.grpo import grpo_loss, k3_kl, mean_entropy, over_spread
 from rl_train.types import Outcome, Rollout
 
 
@@ -34,11 +34,20 @@ class Work:
     advantages: torch.Tensor  # (N,)
     reference: Reference | None  # None if --kl_coef is 0
     not_finite: list[str] = field(default_factory=list)  # outputs of the model, by name
+    counted: torch.Tensor | None = None  # (N,) that the advantages are of, if not of the reward
+    masked: torch.Tensor | None = None  # (N,) bool, rows that leave the loss: --mask_truncated
 
     @property
     def scored(self) -> torch.Tensor:
-        """(N,) bool, False where the reward is missing: such rows leave the loss."""
-        return ~self.reward.isnan().to(self.advantages.device)
+        """(N,) bool, False where the reward is missing or masked: such rows leave the loss."""
+        missing = self.reward.isnan().to(self.advantages.device)
+        return ~(missing if self.masked is None else missing | self.masked.to(missing.device))
+
+    @property
+    def varying(self) -> list[bool]:
+        """Of each group whether a row in the loss has an advantage that is not 0."""
+        learnt = (self.advantages != 0) & self.scored
+        return learnt.view(-1, self.rollout.num_generations).any(1).tolist()
 
     def faults(self) -> list[str]:
         """What is not finite of the rollout and of what was said of it. NaN rewards are fine."""
@@ -75,11 +84,44 @@ def micro_batches(num_rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def micro_batches_of(work: list[Work], size: int) -> Iterator[tuple[Work, slice, bool]]:
-    """(work, its rows, whether it is the step's last) for each micro-batch of a step."""
-    parts = [(w, rows) for w in work for rows in micro_batches(len(w.rollout), size)]
+def micro_batches_of(
+    work: list[Work], size: int, only_varying: bool = False
+) -> Iterator[tuple[Work, slice, bool]]:
+    """(work, its rows, whether it is the step's last) for each micro-batch of a step.
+
+    Args:
+        only_varying: rows of no other groups. A rank without such has one micro-batch of no rows,
+            since in the last all ranks' gradients are averaged.
+    """
+    parts = [
+        (w, slice(run.start + rows.start, run.start + rows.stop))
+        for w in work
+        for run in (varying_rows(w) if only_varying else [slice(0, len(w.rollout))])
+        for rows in micro_batches(run.stop - run.start, size)
+    ] or [(work[0], slice(0, 0))]
     for number, (w, rows) in enumerate(parts, 1):
         yield w, rows, number == len(parts)
+
+
+def varying_rows(work: Work) -> list[slice]:
+    """The rows of groups that are `varying`; neighbouring ones together."""
+    G, runs = work.rollout.num_generations, []
+    for group in (number for number, varies in enumerate(work.varying) if varies):
+        start = runs.pop().start if runs and runs[-1].stop == group * G else group * G
+        runs.append(slice(start, (group + 1) * G))
+    return runs
+
+
+def divide_by_batch(work: list[Work]):
+    """Divide advantages by the std of their task's rewards in this step, on all ranks."""
+    mine: dict[str, list[float]] = {}
+    for w in work:
+        counted = w.reward if w.counted is None else w.counted
+        mine.setdefault(w.task.name, []).extend(counted.tolist())
+    of_ranks = distributed.gather_objects(mine)
+    for w in work:
+        rewards = [value for rank in of_ranks for value in rank[w.task.name]]
+        w.advantages = over_spread(w.advantages, torch.tensor(rewards, dtype=torch.float64))
 
 
 def score_all(policy, task, rollout: Rollout, micro_batch_size: int) -> Reference:
@@ -94,14 +136,14 @@ def score_all(policy, task, rollout: Rollout, micro_batch_size: int) -> Referenc
 
 
 def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bool]:
-    """({task: `Totals`} of this step, whether any rank has a group whose rewards differ).
+    """({task: `Totals`} of this step, whether any rank has a group that is `varying`).
 
     Raises FloatingPointError, on all ranks, if any rollout of any has `faults`.
     """
     counts = Counter(learnable=0)
     for w in work:
-        name, scored = w.task.name, ~w.reward.isnan()
-        counts["learnable"] += int((group_std(w.reward, w.rollout.num_generations) > 0).sum())
+        name, scored = w.task.name, w.scored.cpu()
+        counts["learnable"] += sum(w.varying)
         counts[name, "rows"] += len(w.reward)
         counts[name, "tokens"] += int(w.rollout.valid[w.scored].sum())
         actions = w.task.action.count(w.rollout, scored) if w.task.action else 0
@@ -147,8 +189,12 @@ class MicroBatchLoss(nn.Module):
         the step's value; sampler_gap is a maximum. Those called sampler_.. compare with the
         log-probs at sampling: under the weights that sampled, how far the two ways to compute lie
         apart, as the largest and the mean difference and as KL(sampler || scorer) by k3.
+        Without rows it is 0 and has none.
         """
-        scores = self.policy.score(work.rollout, rows)
+        if rows.start == rows.stop:
+            return self._nothing(), {}
+        bonus = self.config.entropy_coef > 0
+        scores = self.policy.score(work.rollout, rows, entropy_gradient=bonus)
         loss, statistics = self._text(work, rows, scores, totals)
         if work.task.action:
             terms, more = work.task.action.loss(work, rows, scores, totals, self.config)
@@ -158,8 +204,12 @@ class MicroBatchLoss(nn.Module):
         statistics["loss"] = loss.detach()
         loss = work.task.weight * loss
         if last:
-            loss = loss + 0 * sum(parameter.view(-1)[0] for parameter in self.trainable)
+            loss = loss + self._nothing()
         return loss, statistics
+
+    def _nothing(self) -> torch.Tensor:
+        """0 of every trainable."""
+        return 0 * sum(parameter.view(-1)[0] for parameter in self.trainable)
 
     def _text(self, work: Work, rows: slice, scores, totals: Totals):
         """(loss of the sampled tokens, its statistics).
@@ -185,6 +235,9 @@ class MicroBatchLoss(nn.Module):
             max_completion_length=self.max_tokens,
             num_tokens=totals.tokens,
         )
+        loss = share * loss
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * mean_entropy(scores.entropy, valid, totals.tokens)
         tokens = stats["tokens"]
         scored, sampled = (
             torch.where(valid, x, 0.0) for x in (scores.logp.detach(), rollout.logp[rows])
@@ -193,11 +246,11 @@ class MicroBatchLoss(nn.Module):
         statistics = dict(
             policy_loss=share * stats["policy_loss"],
             clip_frac=(stats["clip_low"] + stats["clip_high"], tokens),
-            entropy=((scores.entropy * valid).sum(), tokens),
+            entropy=((scores.entropy.detach() * valid).sum(), tokens),
             sampler_gap=gap.max(),
             sampler_gap_mean=(gap.sum(), tokens),
             sampler_k3=(k3_kl(sampled, scored).sum(), tokens),
         )
         if work.reference:
             statistics["kl_div"] = (stats["kl"], tokens)
-        return share * loss, statistics
+        return loss, statistics

@@ -2,13 +2,20 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.utils.data import Subset
 
 from rl_train import checkpoint, distributed, hub
-from rl_train.agreement import agree_on_inputs, agree_on_start, agree_on_weights
+from rl_train.agreement import (
+    agree,
+    agree_on_inputs,
+    agree_on_start,
+    agree_on_weights,
+    digest,
+)
 from rl_train.base import base_of
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
@@ -28,8 +35,9 @@ from rl_train.policies.lora import parameter_table
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.controls import Control
-from rl_train.rewards.custom import load_user_rewards
+from rl_train.rewards.custom import load_named, load_user_rewards
 from rl_train.rewards.judge import FailureWindow
+from rl_train.rewards.length import length_terms
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.sharding import Shards, held_bytes
@@ -99,6 +107,32 @@ def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     return judge
 
 
+def build_rewards(config: Config) -> tuple:
+    """What is added to every task's reward. Raises ValueError, naming --reward."""
+    flags = config.reward
+    lengths = (flags.overlong_buffer, flags.length_weight, flags.target_length)
+    terms = length_terms(config.rollout.max_completion_length, *lengths)
+    return *load_user_rewards(flags.reward, [term.name for term in terms]), *terms
+
+
+def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
+    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong."""
+    prompts, per_image = config.rollout.batch_size, config.rollout.regions_per_image
+    if prompts % per_image:
+        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
+    together = (per_image, image_keys(train_set)) if per_image > 1 else None
+    order = config.data.order and load_named("--order", config.data.order, "function", callable)
+    order = order and partial(order, train_set)
+    how = (prompts, config.optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
+    how = (len(train_set), *how, ranks.world_size)
+    shares = Shares(train_set, config.run.seed) if config.data.mix else None
+    sampler = StepSampler(*how, together=together, order=order, shares=shares)
+    if order:  # what is wrong with it is said before the first step
+        first = digest(torch.from_numpy(sampler.indices(0)))
+        agree({"--order of the first epoch": first}, "Draw from the generator that it is given.")
+    return sampler
+
+
 def build_control(config: Config, train_set, inputs) -> Control:
     """The control that the flags ask for; the caption of "fixed" is that of the first sample."""
     kind, caption = config.reward.control, ""
@@ -153,7 +187,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
     require_wordnet()
     vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
-    user_rewards = tuple(load_user_rewards(config.reward.reward))
+    user_rewards = build_rewards(config)
     judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
     data = config.data
@@ -179,20 +213,10 @@ def build(config: Config, ranks: Ranks) -> Parts:
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
-    how = (prompts, optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
-    together, per_image = None, config.rollout.regions_per_image
-    if prompts % per_image:
-        raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
-    if per_image > 1 and data.mix:
-        raise ValueError(f"--regions_per_image {per_image}: not with --mix")
-    if per_image > 1:
-        together = (per_image, image_keys(train_set))
-    shares = Shares(train_set, config.run.seed) if data.mix else None
-    drawn = dict(together=together, shares=shares)
-    sampler = StepSampler(len(train_set), *how, ranks.world_size, **drawn)
+    sampler = build_sampler(config, train_set, ranks)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
-    if shares:
-        print0(shares.describe(sampler.prompts_per_step, max_steps))
+    if sampler.shares:
+        print0(sampler.shares.describe(sampler.prompts_per_step, max_steps))
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     failures = FailureWindow(config.reward.max_judge_failures)

@@ -27,11 +27,12 @@ from rl_train.draws import Draws
 from rl_train.endings import Endings
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
 from rl_train.export import export_final
-from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import (
     MicroBatchLoss,
     Work,
     check_answers,
+    divide_by_batch,
     micro_batches_of,
     score_all,
     step_totals,
@@ -52,7 +53,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
     """
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
-    scale = ADVANTAGE_SCALES[config.loss.loss_type]
+    scale, skips = config.loss.scale, config.loss.skip_zero_variance
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = average or GradientAverage
     objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
@@ -78,18 +79,22 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 counted = reward
                 if config.reward.scale_components:
                     counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, scale).to(policy.device)  # (N,)
+                of_group = scale if scale != "batch" else "none"  # which comes when all is there
+                advantages = group_advantages(counted, G, of_group).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None
                 if config.loss.kl_coef:
                     with roles.use("reference"):  # (N, T)
                         reference = score_all(policy, task, rollout, optim.micro_batch_size)
-                faults = policy.not_finite()
-                work.append(Work(task, rollout, outcome, reward, advantages, reference, faults))
+                masked = ~rollout.stopped if config.loss.mask_truncated else None
+                more = dict(not_finite=policy.not_finite(), counted=counted, masked=masked)
+                work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
                 clock("reference")
+        if scale == "batch":
+            divide_by_batch(work)
         totals, learnable = step_totals(work, parts.ranks.world_size)
         for iteration in range(optim.num_iterations if learnable else 0):
-            for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
+            for w, rows, last in micro_batches_of(work, optim.micro_batch_size, skips):
                 with objective.averaging(last):
                     loss, statistics = objective(w, rows, totals[w.task.name], last=last)
                     loss.backward()  # gradients add up over rows and tasks

@@ -108,6 +108,11 @@ def test_flag_that_is_needed(complaint, name):
         ("lora_alpha", -8),
         ("seed", -1),
         ("seed", 2**63),
+        ("scale_rewards", "std"),
+        ("entropy_coef", -0.1),
+        ("length_weight", -1),
+        ("overlong_buffer", -1),
+        ("target_length", -1),
     ],
 )
 def test_value_out_of_range(complaint, name, value):
@@ -199,6 +204,23 @@ def test_another_s_target_needs_another_sample(complaint):
     assert "--control other: " in sentence and "--batch_size 1 has none" in sentence
 
 
+def test_lengths_that_no_answer_has(complaint):
+    for name in ("overlong_buffer", "target_length"):
+        sentence = complaint(**{name: 13}, length_weight=0.1)
+        assert f"--{name} 13: above --max_completion_length 12" in sentence
+    assert "--target_length 4: needs a --length_weight" in complaint(target_length=4)
+
+
+def test_ranks_that_share_a_base_skip_nothing(complaint):
+    sentence = complaint(skip_zero_variance="", shard_base="")
+    assert "--skip_zero_variance: not with --shard_base" in sentence
+
+
+def test_an_order_that_is_none(complaint):
+    assert "--order random: must be module:function" in complaint(order="random")
+    assert "--order math:no: the module math has no function no" in complaint(order="math:no")
+
+
 def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):
     """Told before the model, of which there is none here, is read."""
     sentence = complaint(use_llm_judge_loop2="", model_path=tmp_path)
@@ -218,10 +240,14 @@ def test_unknown_judge_mode(complaint):
     assert "--llm_judge_mode" in complaint(llm_judge_mode="stars")
 
 
-def test_reward_of_the_users_own(complaint):
+def test_reward_of_the_users_own(complaint, tmp_path, monkeypatch):
+    (tmp_path / "own_rewards.py").write_text("def overlong(completions): return [0] * 8")
+    monkeypatch.syspath_prepend(tmp_path)
     assert "--reward no_such_module:f" in complaint(reward="no_such_module:f")
     assert "--reward math:sqrt=x" in complaint(reward="math:sqrt=x")
     assert "2 rewards are called sqrt" in complaint(reward=["math:sqrt", "cmath:sqrt=2"])
+    own = dict(length_weight=0.1, overlong_buffer=4)
+    assert "2 rewards are called overlong" in complaint(reward="own_rewards:overlong", **own)
 
 
 def test_unknown_flag(complaint):

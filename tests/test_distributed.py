@@ -23,9 +23,16 @@ def two_of(folder, job):
     return forked(folder, *[lambda: job(distributed.init())] * 2)
 
 
+# What is counted over ranks besides, in the two that train one loop alone.
+REMEDIES = {
+    (0, 1): dict(scale_rewards="batch", skip_zero_variance=""),
+    (1, 0): dict(scale_rewards="batch", mask_truncated="", entropy_coef=0.01, overlong_buffer=12),
+}
+
+
 @pytest.mark.parametrize("loop1, loop2", [(1, 1), (0, 1), (1, 0)])
 def test_two_processes_train_as_one(data, tmp_path, loop1, loop2):
-    same = dict(
+    same = REMEDIES.get((loop1, loop2), {}) | dict(
         max_steps=3,
         num_generations=3,
         max_completion_length=24,

@@ -35,6 +35,8 @@ CASES = {
     "loop 1": dict(caption_to_mask_weight=0, max_steps=1),
     "loop 2": dict(mask_to_caption_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
+    # nor a row in the update
+    "skipped": dict(skip_zero_variance="", caption_to_mask_weight=0, max_steps=1),
 }
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
@@ -108,7 +110,8 @@ def work(data: Path, folder: Path, ports: list[str]):
     for name, changes in CASES.items():
         for kind, average in (("ddp", ours), ("flat", FlatAverage)):
             os.environ["MASTER_PORT"] = ports.pop()
-            tasks = (MaskCaptionMask, CaptionMaskCaption) if (name, rank) == ("unscored", 1) else ()
+            alone = rank == 1 and name in ("unscored", "skipped")
+            tasks = (MaskCaptionMask, CaptionMaskCaption) if alone else ()
             undo = [unscored(task) for task in tasks]
             train.GradientAverage = average
             sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE

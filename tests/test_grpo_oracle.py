@@ -13,7 +13,8 @@ from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
-from rl_train.rewards.components import combine
+from rl_train.rewards.components import combine, scaled
+from rl_train.rewards.length import length_terms
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.oracle
 
 N, G, T, LONGEST = 8, 4, 6, 10  # rows, rows of a group, tokens, --max_completion_length
 LOW, HIGH = 0.2, 0.28  # clip ranges
+BUFFER = 4  # --overlong_buffer
 REWARD_WEIGHTS = dict(first=2.0, second=0.5)
 CLOSE = dict(rtol=1e-12, atol=1e-12)  # in float64
 
@@ -95,9 +97,10 @@ def tensors(seed, whole_rows=False):
     return old + 0.3 * normal(N, T), old, old + 0.5 * normal(N, T), normal(N), valid
 
 
-def trl_loss(trainer, logp, old, ref, advantages, valid, num_tokens=None):
+def trl_loss(trainer, logp, old, ref, advantages, valid, num_tokens=None, entropy=None):
     """TRL's loss and its metrics, for log-probs that are given."""
-    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logp, 0 * logp, None)
+    entropy = 0 * logp if entropy is None else entropy
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logp, entropy, None)
     ones = torch.ones(len(logp), 1, dtype=torch.long)
     inputs = dict(
         prompt_ids=ones,
@@ -163,6 +166,20 @@ def test_loss_gradient_and_metrics(trainer_of, loss_type, kl_coef):
     print(f"{loss_type}, KL {kl_coef}: loss within {worst[0]:.1e}, gradient within {worst[1]:.1e}")
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo"])
+def test_the_entropy_bonus(trainer_of, loss_type):
+    options = dict(gradient_accumulation_steps=1, entropy_coef=0.3)
+    trainer = trainer_of(**options, **loss_options(loss_type))
+    logp, old, _, advantages, valid = tensors(0)
+    entropy = tensors(1)[0].abs()
+    expected, _ = trl_loss(trainer, logp, old, None, advantages, valid, entropy=entropy)
+    how = dict(clip_range=LOW, clip_range_high=HIGH, max_completion_length=LONGEST)
+    ours, _ = grpo.grpo_loss(logp, old, None, advantages, valid, loss_type=loss_type, **how)
+    bonus = 0.3 * grpo.mean_entropy(entropy, valid)
+    assert bonus > 0.1
+    torch.testing.assert_close(ours - bonus, expected, **CLOSE)
+
+
 def test_micro_batches_of_dapo_add_up_to_the_same(trainer_of):
     trainer = trainer_of(kl_coef=0.1, gradient_accumulation_steps=2, loss_type="dapo")
     logp, old, ref, advantages, valid = tensors(0)
@@ -205,3 +222,26 @@ def test_advantages(trainer_of, scale):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
         assert expected[:G].abs().max() > 0.1
         print(f"{scale}: advantages within {(ours - expected).abs().max():.1e}")
+
+
+def test_components_on_one_scale(trainer_of):
+    """--scale_components --scale_rewards batch; in one group a component that is equal."""
+    first, second = torch.rand(2, N, generator=torch.Generator().manual_seed(2))
+    second[:G] = 0.25
+    rewards = dict(first=first, second=second)
+    options = dict(loss_type="grpo", multi_objective_aggregation="normalize_then_sum")
+    trainer = trainer_of({name: values.tolist() for name, values in rewards.items()}, **options)
+    expected = trainer._generate_and_score_completions([{"prompt": "a"}] * N)["advantages"]
+    counted = combine(scaled(rewards, REWARD_WEIGHTS, G), REWARD_WEIGHTS)
+    ours = grpo.group_advantages(counted, G, "batch")
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_soft_punishment_of_long_answers():
+    from trl.rewards import get_soft_overlong_punishment
+
+    lengths = list(range(1, LONGEST + 1))
+    expected = get_soft_overlong_punishment(LONGEST, BUFFER)([[0] * n for n in lengths])
+    [term] = length_terms(LONGEST, overlong_buffer=BUFFER)
+    assert term([""] * LONGEST, num_tokens=lengths).tolist() == pytest.approx(expected)
+    assert expected[-1] == -1

@@ -65,7 +65,8 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     monkeypatch.setattr(sampled_mask, "ask", lambda *_: [])  # for no noise is calibrated here
     announced = announcing_as_on_a_gpu(monkeypatch)
     monkeypatch.setattr(train, "run", lambda *_: None)
-    how = dict(num_generations=3, micro_batch_size=4, control="fixed")  # which is not tried
+    how = dict(num_generations=3, micro_batch_size=4)
+    how |= dict(control="fixed", mask_truncated="", skip_zero_variance="")  # which are not tried
     run(data, tmp_path, batch_size=2, **how, **TINY)
     assert [list(peaks) for peaks in announced] == [
         ["encode", "rollout", "teacher", "reference", "update"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rl_train.config import LossConfig
+from rl_train.grpo import group_advantages
 from rl_train.objective import (
     MicroBatchLoss,
     Reference,
@@ -283,7 +284,8 @@ def test_totals_by_hand():
     rollout = SimpleNamespace(valid=valid, num_generations=2)
 
     def work(task, rewards):
-        return Work(task, rollout, None, torch.tensor(rewards), torch.zeros(4), None)
+        rewards = torch.tensor(rewards)
+        return Work(task, rollout, None, rewards, group_advantages(rewards, 2), None)
 
     text, drawn = Counted("text", False), Counted("drawn", True)
     step = [work(text, [0.0, 1.0, nan, 1.0]), work(text, [1.0] * 4), work(drawn, [nan] * 4)]

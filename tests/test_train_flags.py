@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_train.objective import MicroBatchLoss
 from tests.runs import curve, events, parts_of, rollouts, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -35,6 +36,44 @@ def test_dr_grpo_without_a_kl(data, tmp_path, monkeypatch):
     tags = events(output).Tags()["scalars"]
     assert {"loop1/policy_loss", "loop2/latent_clip_frac", "loop2/sampler_k3"} <= set(tags)
     assert not [tag for tag in tags if "kl" in tag]
+
+
+def test_remedies_of_one_run(data, tmp_path, monkeypatch):
+    """Lengths count, cut answers and even groups are left out, the batch's std divides."""
+    seen, forward = [], MicroBatchLoss.forward
+
+    def watched(module, work, rows, *rest):
+        loss, statistics = forward(module, work, rows, *rest)
+        seen.append((work, rows, statistics["entropy"][1]))
+        return loss, statistics
+
+    monkeypatch.setattr(MicroBatchLoss, "forward", watched)
+    flags = dict.fromkeys(("mask_truncated", "skip_zero_variance"), "")
+    flags |= dict(overlong_buffer=4, length_weight=0.5, target_length=6)
+    flags |= dict(scale_rewards="batch", entropy_coef=0.01, temperature=2, num_generations=4)
+    how = dict(gradient_accumulation_steps=2, batch_size=1, max_steps=1, save_steps=1)
+    output = run(data, tmp_path, **flags, **how)
+    lines, cut = rollouts(output), 0
+    for line in lines:
+        main = line.get("iou") if line["task"] == "loop1" else None
+        if main is not None:
+            assert line["reward"] == pytest.approx(
+                main + 0.5 * line["length"] + line["overlong"], abs=1e-5
+            )
+        cut += line["overlong"] == -1
+        assert -1 <= line["length"] <= 0
+    assert cut  # of 12 tokens: -(12 - 6) / 12
+    assert all(line["length"] == -0.5 for line in lines if line["overlong"] == -1)
+    for loop in ("loop1", "loop2"):
+        rewards = torch.tensor([line["reward"] for line in lines if line["task"] == loop])
+        groups = rewards.view(2, 4)
+        expected = (groups - groups.mean(1, keepdim=True)) / (rewards.std() + 1e-4)
+        found = [line["advantage"] for line in lines if line["task"] == loop]
+        assert found == pytest.approx(expected.flatten().tolist(), abs=2e-4)
+    for work, rows, tokens in seen:
+        assert tokens == work.rollout.valid[rows][work.rollout.stopped[rows]].sum()
+        assert work.advantages[rows].any()
+    assert {"loop1/length", "loop1/overlong"} <= set(events(output).Tags()["scalars"])
 
 
 @pytest.mark.parametrize("share", [0, 0.25, 1])

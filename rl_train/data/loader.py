@@ -1,5 +1,7 @@
 """From dataset to batches: the same ones whatever the number of ranks or workers."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -89,6 +91,8 @@ class StepSampler:
     Args:
         together: (regions of an image that follow each other, (length,) keys of the images); None:
             each sample for itself.
+        order: (epoch, random generator of (seed, epoch)) -> the epoch's indices, in place of a
+            permutation: as many, any of them several times or not at all.
         shares: of a mix, which then says what a step's samples are; its epoch has as many steps.
 
     Raises:
@@ -105,8 +109,10 @@ class StepSampler:
         world_size=1,
         start=0,
         together=None,
+        order: Callable | None = None,
         shares: Shares | None = None,
     ):
+        self.order, self.known = order, (None, None)  # (epoch, its indices)
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
         self.together, self.shares = together, shares
@@ -122,21 +128,42 @@ class StepSampler:
     def __iter__(self):
         step = self.start
         while True:
-            chunk = (self.shares.step if self.shares else self._permuted)(
-                step, self.prompts_per_step
-            )
+            size = self.prompts_per_step
+            if self.shares:
+                chunk = self.shares.step(step, size)
+            else:
+                epoch, within = divmod(step, self.steps_per_epoch)
+                chunk = self.indices(epoch)[within * size : (within + 1) * size]
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
 
-    def _permuted(self, step: int, size: int) -> np.ndarray:
-        """(size,) indices of a step's samples."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        rng = np.random.default_rng([self.seed, epoch])
-        order = rng.permutation(self.length)
-        if self.together:
-            order = side_by_side(order, *self.together, rng)
-        return order[within * size : (within + 1) * size]
+    def indices(self, epoch: int) -> np.ndarray:
+        """(length,) what an epoch holds, in its order.
+
+        Raises:
+            ValueError: it is of the user's own, and not that; names --order.
+        """
+        if self.known[0] != epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            if self.order is None:
+                order = generator.permutation(self.length)
+            else:
+                order = self.checked(np.asarray(self.order(epoch, generator)))
+            if self.together:
+                order = side_by_side(order, *self.together, generator)
+            self.known = epoch, order
+        return self.known[1]
+
+    def checked(self, order: np.ndarray) -> np.ndarray:
+        if order.shape != (self.length,) or order.dtype.kind not in "iu":
+            raise ValueError(
+                f"--order: gave {order.dtype} {order.shape} for an epoch of {self.length} samples, "
+                "not an index each"
+            )
+        if not 0 <= order.min() <= order.max() < self.length:
+            raise ValueError(f"--order: gave an index outside of 0 .. {self.length - 1}")
+        return order
 
 
 def side_by_side(order: np.ndarray, number: int, keys: np.ndarray, rng) -> np.ndarray:

@@ -22,7 +22,7 @@ class Answers:
     """What one forward says of n rows."""
 
     logp: torch.Tensor  # (n, T), 0 where not valid
-    entropy: torch.Tensor  # (n, T), detached, 0 where not valid
+    entropy: torch.Tensor  # (n, T), detached unless asked, 0 where not valid
     hidden: torch.Tensor  # (P, S, C) last hidden states, after the final norm
     packed: Packed
 
@@ -123,7 +123,16 @@ class Engine:
         shared = share(attention_mask, position_ids, shared_prefix_lengths)
         return self._decoder.generate(*prompts, shared, draws)
 
-    def score(self, embeds, attention_mask, prompt, ids, valid, position_ids=None) -> Answers:
+    def score(
+        self,
+        embeds,
+        attention_mask,
+        prompt,
+        ids,
+        valid,
+        position_ids=None,
+        entropy_gradient=False,
+    ) -> Answers:
         """Log-probs of n answers by one forward over their prompts; carries gradient.
 
         Args:
@@ -131,6 +140,7 @@ class Engine:
             prompt: (n,) prompt of each row, not decreasing.
             ids, valid: (n, T) tokens and which of them are the answer; those of a row come first.
             position_ids: (A, P, L) of the prompts; default counts the attended tokens.
+            entropy_gradient: whether the entropies carry gradient too.
         """
         model = self.language_model
         position_ids = positions(attention_mask) if position_ids is None else position_ids
@@ -144,7 +154,7 @@ class Engine:
         before = packed.hidden_before(hidden, valid)
         logp, entropy = (
             torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values)
-            for values in self._token_logps(before, ids[valid], fused)
+            for values in self._token_logps(before, ids[valid], fused, entropy_gradient)
         )
         return Answers(logp, entropy, hidden, packed)
 
@@ -170,7 +180,8 @@ class Engine:
         """(m,) log-probs of ids (m,) after hidden states (m, C), without gradient."""
         return self._token_logps(hidden, ids, self.fused(hidden))[0]
 
-    def _token_logps(self, hidden, ids, fused):
+    def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
         weight = self.language_model.lm_head.weight
         matrix = weight if fused is None else fused.padded_head
-        return token_logps(hidden, matrix, ids, self.temperature, len(weight))
+        numbers = (self.temperature, len(weight), entropy_gradient)
+        return token_logps(hidden, matrix, ids, *numbers)

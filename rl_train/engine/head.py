@@ -35,12 +35,13 @@ class _TokenLogps(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, vocabulary):
+    def forward(ctx, hidden, weight, ids, temperature, vocabulary, entropy_gradient):
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
-        slope = None  # (m, C) d logp / d hidden
+        slope = bend = None  # (m, C) d logp / d hidden, d entropy / d hidden
         if ctx.needs_input_grad[0]:
             slope = torch.empty_like(hidden, dtype=torch.float32)
+            bend = torch.empty_like(slope) if entropy_gradient else None
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
             token = ids[chunk, None]
@@ -50,23 +51,30 @@ class _TokenLogps(torch.autograd.Function):
             logp[chunk] = every.gather(1, token)[:, 0]
             p = torch.exp(every, out=logits)
             entropy[chunk] = -every.mul_(p).sum(-1)
+            if bend is not None:  # by a logit: -p (log p + entropy)
+                every.addcmul_(p, entropy[chunk, None])
+                bend[chunk] = product(every, weight).div_(-temperature)
             if slope is not None:
                 p.scatter_add_(1, token, -torch.ones_like(p[:, :1]))
                 slope[chunk] = product(p, weight).div_(-temperature)
-        ctx.save_for_backward(slope)
+        ctx.save_for_backward(slope, bend)
         ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(entropy)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return logp, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, _):
-        (slope,) = ctx.saved_tensors
-        return (grad[:, None] * slope).to(ctx.dtype), None, None, None, None
+    def backward(ctx, grad, by_entropy):
+        slope, bend = ctx.saved_tensors
+        d = grad[:, None] * slope
+        if bend is not None:
+            d = d.addcmul_(by_entropy[:, None], bend)
+        return d.to(ctx.dtype), *[None] * 5
 
 
-def token_logps(hidden, weight, ids, temperature, vocabulary):
-    """((m,) log-probs of `ids` (m,), (m,) entropies in nats, detached), both float32.
+def token_logps(hidden, weight, ids, temperature, vocabulary, entropy_gradient=False):
+    """((m,) log-probs of `ids` (m,), (m,) entropies in nats), both float32.
 
     Under softmax(hidden @ weight.T / temperature). Never with more than CHUNK logits at a time,
     forward or backward.
@@ -76,10 +84,13 @@ def token_logps(hidden, weight, ids, temperature, vocabulary):
         weight: (at least V, C) of lm_head, in whose dtype the numbers are that are multiplied. If
             it trains, as in supervised training, torch's own operations give it its gradient.
         vocabulary: V; the rows behind it only align the matrix and are zeros.
+        entropy_gradient: whether the entropies carry one too, for one more product; else they are
+            detached.
     """
     if weight.requires_grad:
-        return _trained_token_logps(hidden, weight[:vocabulary], ids, temperature)
-    return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary)
+        logp, entropy = _trained_token_logps(hidden, weight[:vocabulary], ids, temperature)
+        return logp, entropy if entropy_gradient else entropy.detach()
+    return _TokenLogps.apply(hidden, weight, ids, temperature, vocabulary, entropy_gradient)
 
 
 def _trained_token_logps(hidden, weight, ids, temperature):
@@ -89,7 +100,7 @@ def _trained_token_logps(hidden, weight, ids, temperature):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = hidden.float() @ weight.float().t() / temperature  # (c, V)
         every = torch.log_softmax(logits, dim=-1)
-        entropy = -(every.exp() * every).sum(-1).detach()
+        entropy = -(every.exp() * every).sum(-1)
         return every.gather(1, ids[:, None])[:, 0], entropy
 
     rows = max(1, CHUNK // len(weight))

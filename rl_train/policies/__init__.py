@@ -29,8 +29,11 @@ class Policy(Protocol):
     ) -> Rollout:
         """G answers to each prompt, by `uniforms` (N, T); without them greedily."""
 
-    def score(self, rollout: Rollout, rows: slice = slice(None)):
-        """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward."""
+    def score(self, rollout: Rollout, rows: slice = slice(None), entropy_gradient=False):
+        """.logp (n, T) with gradient and .entropy of n rows' sampled tokens, by a full forward.
+
+        The entropy carries gradient if asked.
+        """
 
     def save_merged(self, folder, dtype: torch.dtype | None = None):
         """Write the base with the LoRA merged in, in its published layout; ends its use."""

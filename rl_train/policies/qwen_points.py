@@ -192,26 +192,33 @@ class QwenPointsPolicy:
         rows = prompts.repeat(num_generations)
         return Rollout(batch, features, rows, texts, num_generations, **vars(done))
 
-    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Answers:
+    def score(self, rollout: Rollout, rows: slice = slice(None), entropy_gradient=False) -> Answers:
         """As the protocol says; neighbouring rows of one prompt share its forward."""
         prompts = rollout.prompts.select(range(len(rollout))[rows])
-        return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
+        answers = rollout.ids[rows], rollout.valid[rows]
+        return self.score_answers(rollout.features, prompts, *answers, entropy_gradient)
 
-    def score_answers(self, images: PointImages, prompts: Prompts, ids, valid) -> Answers:
+    def score_answers(
+        self, images: PointImages, prompts: Prompts, ids, valid, entropy_gradient=False
+    ) -> Answers:
         """As `score`, of tokens ids (n, T), of which valid (n, T) are the answers, to n prompts."""
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask, placed = self.embed(images, prompts, ids.shape[1])
             prompt = torch.tensor(prompt, device=self.device)
-            return self.engine.score(embeds, mask, prompt, ids, valid, placed)
+            inputs = (embeds, mask, prompt, ids, valid, placed)
+            return self.engine.score(*inputs, entropy_gradient)
 
-    def point_masks(self, images: PointImages, image: list[int], answers, passes: int = 1):
+    def point_masks(
+        self, images: PointImages, image: list[int], answers, passes: int = 1, confidence=None
+    ):
         """((H, W) bool mask of answers[k] in image[k], the same without its negative points).
 
         Of `points.answers.Answer` in pixels of the original images: see `sam_points.point_masks`.
         """
         of_images = (images.sam, images.sizes)
-        return sam_points.point_masks(self.model.sam, *of_images, image, answers, passes)
+        asked = (image, answers, passes, confidence)
+        return sam_points.point_masks(self.model.sam, *of_images, *asked)
 
 
 def build_policy(config: PolicyConfig, max_new_tokens: int, device) -> QwenPointsPolicy:

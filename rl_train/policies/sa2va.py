@@ -187,18 +187,22 @@ class Sa2VAPolicy:
         rows = prompts.repeat(num_generations)
         return Rollout(batch, features, rows, texts, num_generations, **vars(done))
 
-    def score(self, rollout: Rollout, rows: slice = slice(None)) -> Answers:
+    def score(self, rollout: Rollout, rows: slice = slice(None), entropy_gradient=False) -> Answers:
         """As the protocol says; neighbouring rows of one prompt share its forward."""
         prompts = rollout.prompts.select(range(len(rollout))[rows])
-        return self.score_answers(rollout.features, prompts, rollout.ids[rows], rollout.valid[rows])
+        answers = rollout.ids[rows], rollout.valid[rows]
+        return self.score_answers(rollout.features, prompts, *answers, entropy_gradient)
 
-    def score_answers(self, images: Images, prompts: Prompts, ids, valid) -> Answers:
+    def score_answers(
+        self, images: Images, prompts: Prompts, ids, valid, entropy_gradient=False
+    ) -> Answers:
         """As `score`, of tokens ids (n, T), of which valid (n, T) are the answers, to n prompts."""
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
             prompt = torch.tensor(prompt, device=self.device)
-            return self.engine.score(embeds, mask, prompt, ids, valid)
+            inputs = (embeds, mask, prompt, ids, valid)
+            return self.engine.score(*inputs, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def read(self, images: Images, prompts: Prompts, num_last: int = 1) -> torch.Tensor:

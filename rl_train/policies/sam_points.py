@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.points.answers import Answer
+from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.mask_path import decoder_features
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
@@ -78,7 +79,13 @@ def _distance(box, point) -> tuple[float, float]:
 
 @torch.no_grad()
 def point_masks(
-    sam, features, sizes: list[tuple[int, int]], image: list[int], answers, passes: int = 1
+    sam,
+    features,
+    sizes: list[tuple[int, int]],
+    image: list[int],
+    answers,
+    passes: int = 1,
+    confidence: list | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """((H, W) bool mask of answers[k] in image[k], the same without its negative points).
 
@@ -87,6 +94,7 @@ def point_masks(
         passes: 1 = all points at once; 2 = as SAM2 was trained on: box and positive points first,
             then all of them with the logits that came of that. Without negative points both are
             the first.
+        confidence: list that receives the `mask_confidence` of both masks of each answer.
     """
     assert passes in (1, 2), f"{passes} passes"
     of_answer = [prompts_of(i, answer) for i, answer in zip(image, answers, strict=True)]
@@ -99,6 +107,8 @@ def point_masks(
         final[some] = decode(sam, features, sizes, [whole[m] for m in some], before)
     counts = list(map(len, of_answer))
     sizes = [sizes[i] for i in image]
+    if confidence is not None:
+        confidence += zip(*(_confidence(logits.split(counts)) for logits in (final, first)))
     return _unions(final.split(counts), sizes), _unions(first.split(counts), sizes)
 
 
@@ -111,6 +121,12 @@ def _unions(logits, sizes) -> list[torch.Tensor]:
             mask |= F.interpolate(one[None, None], size, mode="bilinear")[0, 0] > 0
         masks.append(mask)
     return masks
+
+
+def _confidence(logits) -> list[float]:
+    """`mask_confidence` of the union of each answer's logits (m, h, w); 0 of none."""
+    sure = [mask_confidence(some.amax(0, keepdim=True)) if len(some) else 0.0 for some in logits]
+    return list(map(float, sure))
 
 
 def decode(sam, features, sizes, prompts: list[Prompt], before=None) -> torch.Tensor:

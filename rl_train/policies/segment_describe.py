@@ -7,6 +7,7 @@ import torch
 
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.batches import Images
 from sa2va_hf.processing_sa2va import upsample_masks
 
@@ -26,37 +27,57 @@ def askable(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int) -> list[
     return cut
 
 
-def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
+def answer(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens, confidence=None):
     """(`row_masks`, p of each [SEG] (M,), prompt embeddings (M, D)) for captions[p] in image[p].
 
-    Of the model's own greedy answers, not forced ones.
+    Of the model's own greedy answers, not forced ones. Args: confidence: see `row_masks`.
     """
     prompts = policy.segment_prompts(images, image, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    return row_masks(policy, images, prompts.image, rows.tolist(), means), rows, means
+    seen = (policy, images, prompts.image, rows.tolist(), means)
+    return row_masks(*seen, confidence), rows, means
 
 
 @torch.no_grad()
 def row_masks(
-    policy: Sa2VAPolicy, images: Images, image: list[int], seg_rows: list[int], embeddings
+    policy: Sa2VAPolicy,
+    images: Images,
+    image: list[int],
+    seg_rows: list[int],
+    embeddings,
+    confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
     """(H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
     Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
+
+    Args:
+        confidence: list that receives the `mask_confidence` of each row's mask.
     """
+    of_row = {}  # {row: (256, 256) highest of its logits}
     masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
     if seg_rows:
         logits = policy.decode_masks(images, [image[row] for row in seg_rows], embeddings)
         for row, one in zip(seg_rows, logits):  # (256, 256)
+            of_row[row] = torch.maximum(one, of_row[row]) if row in of_row else one
             size = images.sizes[image[row]]
             masks[row] |= upsample_masks(one[None], policy.processor.sam_size, size)[0] > 0
+    if confidence is not None:
+        found = mask_confidence(torch.stack(list(of_row.values()))).tolist() if of_row else []
+        found = dict(zip(of_row, found))
+        confidence += [found.get(row, 0.0) for row in range(len(masks))]
     return masks
 
 
 @torch.no_grad()
-def segment(policy: Sa2VAPolicy, images: Images, image, captions) -> list[torch.Tensor]:
-    """(H, W) bool mask of captions[p] in image[p] by one forward: "Sure, [SEG]" is forced."""
+def segment(
+    policy: Sa2VAPolicy, images: Images, image, captions, confidence=None
+) -> list[torch.Tensor]:
+    """(H, W) bool mask of captions[p] in image[p] by one forward: "Sure, [SEG]" is forced.
+
+    Args: confidence: see `row_masks`.
+    """
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
@@ -65,16 +86,23 @@ def segment(policy: Sa2VAPolicy, images: Images, image, captions) -> list[torch.
         hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
-        masks += row_masks(policy, images, prompts.image, list(range(len(prompts))), embeddings)
+        rows = list(range(len(prompts)))
+        masks += row_masks(policy, images, prompts.image, rows, embeddings, confidence)
     return masks
 
 
-def segment_sampled(policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens):
-    """(H, W) bool mask of captions[p] in image[p] by the model's own `answer`."""
+def segment_sampled(
+    policy: Sa2VAPolicy, images: Images, image, captions, max_new_tokens, confidence=None
+):
+    """(H, W) bool mask of captions[p] in image[p] by the model's own `answer`.
+
+    Args: confidence: see `row_masks`.
+    """
     masks = []
     for start in range(0, len(captions), ROWS_AT_ONCE):
         chunk = slice(start, start + ROWS_AT_ONCE)
-        masks += answer(policy, images, image[chunk], captions[chunk], max_new_tokens)[0]
+        asked = (image[chunk], captions[chunk], max_new_tokens, confidence)
+        masks += answer(policy, images, *asked)[0]
     return masks
 
 

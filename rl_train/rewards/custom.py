@@ -3,11 +3,13 @@
     def num_words(completions, **kwargs):                          # the signature of TRL and R1-V
         return [min(len(text.split()) / 20, 1.0) for text in completions]
 
-It returns one number per completion, or None where it has none to give: a list, a tuple, a tensor
-or an array of one dimension. An exception in it ends the run with its traceback.
+It is given what its parameters name, of what a task has to give (`user_components`); all of it if
+it takes **kwargs. It returns one number per completion, or None where it has none to give: a list,
+a tuple, a tensor or an array of one dimension. An exception in it ends the run with its traceback.
 """
 
 import importlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -67,6 +69,7 @@ class UserReward:
         self.spec, self.weight = spec, weight
         self.function = load_reward(spec)
         self.name = spec.partition(":")[2]
+        self.asks = parameters_of(self.function)
 
     @classmethod
     def parse(cls, text: str) -> "UserReward":
@@ -96,6 +99,8 @@ class UserReward:
             BadReward: not N values, or one that is neither a number within +-LARGEST nor None (or
                 NaN).
         """
+        if self.asks is not None:
+            kwargs = {name: value for name, value in kwargs.items() if name in self.asks}
         values = self.function(completions=completions, **kwargs)
         if isinstance(values, (torch.Tensor, np.ndarray)):
             values = values.tolist()
@@ -127,14 +132,28 @@ def _is_number(value, largest: float) -> bool:
     return value != value or -largest <= value <= largest
 
 
-def load_user_rewards(texts: list[str]) -> list[UserReward]:
+def parameters_of(function: Callable) -> set[str] | None:
+    """Return the names of what `function` takes; None if it takes anything."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of some that are written in C
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def load_user_rewards(texts: list[str], taken: Sequence[str] = ()) -> list[UserReward]:
     """Return the rewards of "module:function=weight" texts.
+
+    Args:
+        taken: names of the project's own that stand beside them.
 
     Raises:
         ValueError: as `UserReward.parse`, or if two have one name.
     """
     rewards = [UserReward.parse(text) for text in texts]
-    for name, count in Counter(reward.name for reward in rewards).items():
+    for name, count in Counter([*taken, *(reward.name for reward in rewards)]).items():
         if count > 1:
             raise ValueError(f"--reward {' '.join(texts)}: {count} rewards are called {name}")
     return rewards
@@ -148,7 +167,8 @@ def user_components(
     They are called with the completions and lists of N prompts (the questions), captions (the true
     ones), image_ids, masks (judged), targets (the regions), stopped (bool: the answer ended by
     itself, was not cut at --max_completion_length), num_tokens (int: of the answer, its end among
-    them), and what else `more` names; masks and targets are (H, W) bool.
+    them), and what else `more` names; masks and targets are (H, W) bool. The tasks of the project
+    give mask_confidence (float: the mean of the sigmoid inside the judged mask, 0 of an empty one).
 
     Args:
         rollout: of `rl_train.types`.

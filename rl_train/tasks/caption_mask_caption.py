@@ -108,7 +108,8 @@ class CaptionMaskCaption:
             rewards["judge"] = self.llm_judge.score(captions, replies)
         prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]
         common = (context.user_rewards, rollout, prompts, masks, targets)
-        rewards = with_components(rewards, user_components(*common, replies=replies))
+        more = dict(replies=replies, mask_confidence=rollout.action.confidence)
+        rewards = with_components(rewards, user_components(*common, **more))
         if self.llm_judge:
             rewards = without_rows(rewards, self.weights, rewards["judge"].isnan())
         return Outcome(rewards, masks, replies)

@@ -60,14 +60,15 @@ class MaskCaptionMask:
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image[row] for row in asked]
         texts = askable(policy, [rollout.texts[row] for row in asked], context.max_new_tokens)
-        question = (policy, rollout.features, image, texts)
+        question, found = (policy, rollout.features, image, texts), []
         with context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
-                answers = segment(*question)
+                answers = segment(*question, found)
             else:
-                answers = segment_sampled(*question, context.max_new_tokens)
-        for row, mask in zip(asked, answers):
-            masks[row] = mask
+                answers = segment_sampled(*question, context.max_new_tokens, found)
+        confidence = [0.0] * len(masks)
+        for row, mask, sure in zip(asked, answers, found, strict=True):
+            masks[row], confidence[row] = mask, sure
         rewards, batch = {"iou": mask_iou(masks, targets).cpu()}, rollout.batch
         if batch.others is not None:
             rewards["hit"] = hits(masks, batch.masks, batch.others)
@@ -76,7 +77,8 @@ class MaskCaptionMask:
             rewards["judge"] = judged = context.judge.score(captions, rollout.texts)
             rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * judged
         common = (context.user_rewards, rollout, prompts, masks, targets)
-        rewards = with_components(rewards, user_components(*common))
+        users = user_components(*common, mask_confidence=confidence)
+        rewards = with_components(rewards, users)
         if context.judge:
             rewards = without_rows(rewards, self.weights, judged.isnan())
         return Outcome(rewards, masks)

@@ -78,18 +78,27 @@ def measure(policy, batch, features, texts, answers, passes: int) -> dict[str, l
     )
 
 
-def draw(policy, features, image: list[int], answers, passes: int) -> tuple[list, list]:
+def draw(
+    policy, features, image: list[int], answers, passes: int, confidence: list | None = None
+) -> tuple[list, list]:
     """(masks (H, W) bool of answers[p] about image[p], those without their negative points).
 
     None draws nothing: an empty mask.
+
+    Args:
+        confidence: list that receives those of both masks of each answer, 0 of an empty one.
     """
     device, sizes = policy.device, [features.sizes[i] for i in image]
     masks = [torch.zeros(size, dtype=torch.bool, device=device) for size in sizes]
     without, rows = list(masks), [row for row, answer in enumerate(answers) if answer]
+    sure = [(0.0, 0.0)] * len(answers)
     if rows:
-        drawn = ([image[row] for row in rows], [answers[row] for row in rows])
-        for row, *both in zip(rows, *policy.point_masks(features, *drawn, passes), strict=True):
-            masks[row], without[row] = both
+        drawn, found = ([image[row] for row in rows], [answers[row] for row in rows]), []
+        drawn = policy.point_masks(features, *drawn, passes, found)
+        for row, *both, of_both in zip(rows, *drawn, found, strict=True):
+            (masks[row], without[row]), sure[row] = both, of_both
+    if confidence is not None:
+        confidence += sure
     return masks, without
 
 

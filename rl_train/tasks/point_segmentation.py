@@ -107,8 +107,9 @@ class PointSegmentation:
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
         image, targets = rollout.prompts.image, [m.to(policy.device) for m in batch.masks]
         answers, reasons = self.read(rollout.texts, features, image)
-        masks, without = draw(policy, features, image, answers, self.options.sam_passes)
-        masks = without if self.options.hide_negatives else masks
+        passes, hidden, sure = self.options.sam_passes, self.options.hide_negatives, []
+        masks, without = draw(policy, features, image, answers, passes, sure)
+        masks = without if hidden else masks
         if self.form.with_negatives:
             confused = confused_regions(policy, features, targets)
         else:
@@ -120,7 +121,8 @@ class PointSegmentation:
             rewards["hit"] = hits(masks, batch.masks, batch.others)
         questions = [question(caption, self.form) for caption in rollout.of_rows(batch.captions)]
         common = (self.context.user_rewards, rollout, questions, masks, of_rows[0])
-        rewards = with_components(rewards, user_components(*common, answers=answers))
+        more = dict(answers=answers, mask_confidence=[of_both[hidden] for of_both in sure])
+        rewards = with_components(rewards, user_components(*common, **more))
         refused = {name: torch.tensor([name == why for why in reasons]) for name in REASONS}
         return Outcome(rewards, masks, refused=refused, answers=answers, masks_without=without)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from rl_train.rewards import LLMJudge, UserReward
+from rl_train.rewards.length import LengthTerm
 from rl_train.roles import Roles
 from rl_train.types import Batch, Outcome, Rollout
 
@@ -44,7 +45,7 @@ class Context:
     roles: Roles
     max_new_tokens: int  # of an answer of the teacher
     judge: LLMJudge | None = None  # if --use_llm_judge
-    user_rewards: tuple[UserReward, ...] = ()  # of --reward
+    user_rewards: tuple[UserReward | LengthTerm, ...] = ()  # of --reward, and of length flags
 
 
 class Task(Protocol):

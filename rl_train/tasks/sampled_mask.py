@@ -8,7 +8,7 @@ what decodes z into a mask learns by a supervised term alone (--mask_loss_coef).
 Letters: N rows, M [SEG] tokens in them, D prompt-embedding width.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,6 +32,7 @@ class DrawnMasks:
     z: torch.Tensor  # (M, D) sampled; the mean itself where sigma is 0
     offset: torch.Tensor  # (M, D) z minus the mean it was sampled around
     logp: torch.Tensor | None  # (M,) log-density, mean over dimensions; None where sigma is 0
+    confidence: list[float] = field(default_factory=list)  # N, of the masks: `mask_confidence`
 
 
 class SampledMask:
@@ -78,8 +79,9 @@ class SampledMask:
             noise = draws.normals(rows.tolist(), mean.shape[1]).to(mean.device)
             z = mean + self.sigma * along(noise, self.factor)
             logp = gaussian_logp(z, mean, self.sigma, self.factor)
-        masks = row_masks(self.policy, rollout.features, rollout.prompts.image, rows.tolist(), z)
-        return DrawnMasks(rows, masks, z, z - mean, logp)
+        seen, confidence = (self.policy, rollout.features, rollout.prompts.image), []
+        masks = row_masks(*seen, rows.tolist(), z, confidence)
+        return DrawnMasks(rows, masks, z, z - mean, logp, confidence)
 
     def parameters(self, rollout: Rollout, rows: slice, scores) -> torch.Tensor:
         return self.policy.scored_mask_embeddings(scores, rollout.ids[rows], rollout.valid[rows])

@@ -96,6 +96,31 @@ def test_last_incomplete_step_is_dropped():
         assert len(seen) == len(set(seen)) == 8
 
 
+def test_an_order_of_one_s_own():
+    """Each epoch's from its number and (seed, epoch), asked once; resumed or not."""
+    asked = []
+
+    def order(epoch, generator):
+        asked.append(epoch)
+        return [epoch] + list(generator.permutation(5))
+
+    sampler = StepSampler(6, 2, 1, seed=4, order=order)
+    found = first(sampler, 6)
+    assert [found[0][0], found[3][0]] == [0, 1] and asked == [0, 1]
+    drawn = np.random.default_rng([4, 1]).permutation(5).tolist()
+    assert sum(found[3:], []) == [1, *drawn]
+    assert first(StepSampler(6, 2, 1, seed=4, order=order, start=3), 3) == found[3:]
+    for wrong, words in (
+        (list(range(5)), r"--order: gave int64 \(5,\) for an epoch of 6 samples"),
+        ([0.5] * 6, "--order: gave float64"),
+        ([0, 1, 2, 3, 4, 6], "--order: gave an index outside of 0 .. 5"),
+        ([-1] * 6, "--order: gave an index outside"),
+        (None, "--order: gave object"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            first(StepSampler(6, 2, 1, seed=4, order=lambda *_: wrong), 1)
+
+
 def test_the_seed_decides():
     assert first(StepSampler(50, 4, 1, seed=1), 5) == first(StepSampler(50, 4, 1, seed=1), 5)
     assert first(StepSampler(50, 4, 1, seed=1), 5) != first(StepSampler(50, 4, 1, seed=2), 5)

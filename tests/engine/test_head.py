@@ -39,6 +39,34 @@ def test_chunks_of_the_head_equal_all_logits(head, monkeypatch, chunk, temperatu
     assert not entropy.requires_grad
 
 
+@pytest.mark.parametrize("chunk", [1, 150, 10**6])
+def test_the_entropy_has_autograd_s_gradient_beside_that_of_the_log_probs(head, monkeypatch, chunk):
+    """With rows that only align the matrix; and the log-probs' own is the same bits as before."""
+    monkeypatch.setattr(head_module, "CHUNK", chunk)
+    padded = torch.cat([head.weight, torch.zeros(14, 6)])
+    hidden = head.hidden.clone().requires_grad_()
+    every = torch.log_softmax(hidden @ head.weight.t() / 0.3, -1)
+    expected = -(every.exp() * every).sum(-1)
+    logp, entropy = token_logps(hidden, padded, head.ids, 0.3, 50, entropy_gradient=True)
+    torch.testing.assert_close(entropy, expected)
+    (right,) = torch.autograd.grad(expected, hidden, head.slope, retain_graph=True)
+    (found,) = torch.autograd.grad(entropy, hidden, head.slope, retain_graph=True)
+    assert right.abs().max() > 0.1
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    plain = token_logps(hidden, padded, head.ids, 0.3, 50)[0]
+    of_logp = [
+        torch.autograd.grad(x, hidden, head.slope, retain_graph=True)[0] for x in (logp, plain)
+    ]
+    assert torch.equal(logp, plain) and torch.equal(*of_logp)
+    both = every.gather(1, head.ids[:, None])[:, 0] + 2 * expected
+    (right,) = torch.autograd.grad(both, hidden, head.slope)
+    (found,) = torch.autograd.grad(logp + 2 * entropy, hidden, head.slope)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+    of_trained = token_logps(hidden, head.weight.clone().requires_grad_(), head.ids, 0.3, 50, True)
+    (found,) = torch.autograd.grad(of_trained[0] + 2 * of_trained[1], hidden, head.slope)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-5)
+
+
 def test_the_head_of_a_bf16_model_does_not_round_its_logits():
     """Log-probs are the float64 truth's of the same bf16 numbers; the plain way's are not.
 
@@ -69,6 +97,15 @@ def test_the_head_of_a_bf16_model_does_not_round_its_logits():
         plain_logp, plain_grad = gradient(plainly)
     assert (logp - truth).norm() < 1e-3 * (plain_logp - truth).norm()
     assert (grad - right).norm() < 0.3 * (plain_grad - right).norm()
+
+    def entropy_exactly(h):
+        every = torch.log_softmax(h @ weight.double().t() / 0.7, -1)
+        return -(every.exp() * every).sum(-1)
+
+    truth, right = gradient(entropy_exactly, torch.float64)
+    entropy, grad = gradient(lambda h: token_logps(h, weight, ids, 0.7, 1000, True)[1])
+    assert (entropy - truth).norm() < 1e-6 * truth.norm()
+    assert (grad - right).norm() < 0.01 * right.norm()
 
 
 def test_rows_that_align_the_head_are_no_tokens(head):

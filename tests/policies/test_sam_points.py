@@ -84,7 +84,10 @@ def test_two_passes_as_by_hand(model, pixels, features):
         native = torch.nn.functional.interpolate(logits[None, None], **size)[0, 0]
         assert torch.equal(native > 0, mask)
     assert (second - once).abs().max() > 1e-2  # the logits go in
-    single = point_masks(model, features, SIZES, [image], [answer], passes=1)
+    single = point_masks(model, features, SIZES, [image], [answer], 1, sure := [])
+    for logits, found in zip((once, first), *sure, strict=True):
+        inside = logits[logits > 0].sigmoid()
+        assert found == pytest.approx(inside.mean().item() if len(inside) else 0, abs=1e-5)
     native = torch.nn.functional.interpolate(once[None, None], **size)[0, 0]
     assert torch.equal(native > 0, single[0][0]) and torch.equal(single[1][0], without)
 

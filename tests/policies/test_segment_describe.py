@@ -69,7 +69,7 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     every = torch.ones(3, 4, dtype=torch.bool)
     said = Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden)
     monkeypatch.setattr(model.engine, "generate", lambda *_, **__: said)
-    masks = segment_sampled(model, images, [0, 0, 0], batch.captions[:3], 4)
+    masks = segment_sampled(model, images, [0, 0, 0], batch.captions[:3], 4, sure := [])
     same, rows, means = answer(model, images, [0, 0, 0], batch.captions[:3], 4)
     assert all_equal(masks, same) and rows.tolist() == [0, 0, 1]
     with torch.no_grad():
@@ -79,6 +79,11 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     first, second, third = row_masks(model, images, [0, 0, 0], [0, 1, 2], prompts)
     assert all_equal(masks, [first | second, third, first & False])
     assert not all_equal([first], [second])
+    with torch.no_grad():
+        logits = model.decode_masks(images, [0, 0, 0], prompts)
+    for row, union in ((0, logits[:2].amax(0)), (1, logits[2])):
+        assert sure[row] == pytest.approx(union[union > 0].sigmoid().mean().item(), abs=1e-5)
+    assert sure[2] == 0 and len(sure) == 3
 
 
 def test_descriptions_are_greedy_answers_in_any_company(model, images, batch, monkeypatch):

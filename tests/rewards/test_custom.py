@@ -10,7 +10,7 @@ import torch
 from rl_train.curves import Tally, curves
 from rl_train.grpo import group_advantages
 from rl_train.rewards import UserReward, load_reward
-from rl_train.rewards.custom import BadReward, user_components
+from rl_train.rewards.custom import BadReward, parameters_of, user_components
 
 MODULE = """
 import numpy as np
@@ -35,6 +35,9 @@ def broken(completions, **kwargs):
 
 def strict(completions):
     return [0.0]
+
+def old(completions, captions):
+    return [float(caption == "c") for caption in captions]
 
 def loss(completions, **kwargs):
     return [0.0]
@@ -196,11 +199,19 @@ def test_an_answer_that_was_cut_can_be_punished():
     assert found["ended"].tolist() == [0, -1] and found["short"].tolist() == [-0.75, -1]
 
 
+def test_a_function_is_given_what_it_names():
+    """So that one goes on working when there is more to give; one in C may say no names."""
+    more = dict(captions=["c", "d"], mask_confidence=[0.5, 0.0])
+    assert UserReward("user_rewards:strict")(["a"], **more).tolist() == [0]
+    assert UserReward("user_rewards:old")(["a", "b"], **more).tolist() == [1, 0]
+    assert parameters_of(max) is None  # and so is given all
+
+
 def test_faults_of_the_users_code_pass_through():
     with pytest.raises(ZeroDivisionError):
         UserReward("user_rewards:broken")(["a"])
-    with pytest.raises(TypeError, match="captions"):
-        UserReward("user_rewards:strict")(["a"], captions=["b"])
+    with pytest.raises(TypeError, match="stopped"):
+        UserReward("user_rewards:ended")(["a"], captions=["b"])
     with pytest.raises(ModuleNotFoundError, match="module_that_is_missing"):
         load_reward("user_faulty:words")
 

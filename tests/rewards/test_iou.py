@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_train.rewards import mask_iou
-from rl_train.rewards.iou import best_objects, hits
+from rl_train.rewards.iou import best_objects, hits, mask_confidence
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -54,6 +54,15 @@ def test_list_of_differently_sized_masks():
     target = [mask("#.", "#."), mask("#.#.#"), mask("..")]
     iou = mask_iou(pred, target, empty_value=1.0)
     torch.testing.assert_close(iou, torch.tensor([1 / 3, 1.0, 1.0]))
+
+
+def test_confidence_is_of_the_mask_alone():
+    """sigmoid(ln 3) = 3/4 and sigmoid(ln 9) = 9/10 inside; what is outside does not count."""
+    three, nine = torch.tensor([3.0, 9.0]).log()
+    logits = torch.full((3, 2, 2), -50.0)
+    logits[0, 0, 0], logits[0, 1, 1], logits[1, 0, 1], logits[1, 0, 0] = three, nine, nine, 0.0
+    assert mask_confidence(logits).tolist() == pytest.approx([0.825, 0.9, 0])
+    assert mask_confidence(torch.zeros(0, 2, 2)).shape == (0,)
 
 
 def test_no_samples():

@@ -139,7 +139,8 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     assert not outcome.rewards["iou"].isnan().any() and "likelihood" not in outcome.rewards
     seen = reward.function.__globals__["seen"]
     names = set("completions prompts captions replies masks targets image_ids".split())
-    names |= {"stopped", "num_tokens"}
+    names |= {"stopped", "num_tokens", "mask_confidence"}
+    assert all((c > 0.5) == m.any() for c, m in zip(seen["mask_confidence"], outcome.masks))
     assert set(seen) == names and all(len(values) == 8 for values in seen.values())
     assert seen["replies"] == outcome.replies and seen["completions"] == rollout.texts
     assert seen["prompts"][0].startswith("Please segment ")

@@ -38,8 +38,9 @@ class Policy:
         assert len(self.said) == num_generations * len(prompts.image)
         return self.done, self.said
 
-    def point_masks(self, features, image, answers, passes):
+    def point_masks(self, features, image, answers, passes, confidence):
         self.drawn.append((list(image), list(answers), passes))
+        confidence += [(0.75, 0.5)] * len(answers)
         masks, without = [], []
         for i, answer in zip(image, answers):
             mask = torch.zeros(features.sizes[i], dtype=torch.bool)
@@ -150,14 +151,17 @@ def test_without_negative_points_nothing_is_asked_of_the_true_region():
 
 
 def test_user_rewards_see_what_was_read(monkeypatch):
-    def two_points(completions, answers, prompts, masks, **kwargs):
+    def two_points(completions, answers, prompts, masks, mask_confidence, **kwargs):
         assert len(completions) == len(prompts) == len(masks)
+        assert mask_confidence == [sure, sure, 0, sure]  # nothing is read of the third
         return [float(answer is not None and len(answer.negative) == 2) for answer in answers]
 
     reward = UserReward.__new__(UserReward)
-    vars(reward).update(spec="m:two_points", weight=2.0, function=two_points, name="two_points")
-    task = task_of(Policy(), [reward])
-    found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
+    named = dict(spec="m:two_points", name="two_points", function=two_points, asks=None)
+    vars(reward).update(named, weight=2.0)
+    for sure, hidden in ((0.5, True), (0.75, False)):  # of the mask that is judged
+        task = task_of(Policy(), [reward], hide_negatives=hidden)
+        found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
     assert found.rewards["two_points"].tolist() == [0, 1, 0, 0] and task.weights["two_points"] == 2
 
 

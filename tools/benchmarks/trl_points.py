@@ -82,7 +82,8 @@ class FullPoints(ForcedPoints):
         done = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
         return done, [self.completion_text(row) for row in ids.tolist()]
 
-    def score_answers(self, images, prompts: Prompts, ids, valid) -> FullScores:
+    def score_answers(self, images, prompts, ids, valid, entropy_gradient=False) -> FullScores:
+        assert not entropy_gradient, "--entropy_coef is not measured"
         layers = self.model.vlm.model.language_model.layers
         for layer in layers:  # recomputed in training mode, which here turns no dropout on
             layer.training = self.engine.gradient_checkpointing and torch.is_grad_enabled()

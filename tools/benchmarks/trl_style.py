@@ -113,7 +113,10 @@ class FullPolicy(ForcedPolicy):
         each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
         return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
 
-    def score_answers(self, images, prompts: Prompts, ids, valid) -> FullAnswers:
+    def score_answers(
+        self, images, prompts: Prompts, ids, valid, entropy_gradient=False
+    ) -> FullAnswers:
+        assert not entropy_gradient, "--entropy_coef is not measured"
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
             return self.engine.score(embeds, mask, None, ids, valid)

@@ -23,7 +23,7 @@ from rl_train.curves import Clock, Tally
 from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
-from rl_train.grpo import ADVANTAGE_SCALES, group_advantages
+from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
 from rl_train.parts import build_optimizer
@@ -119,7 +119,7 @@ class Work:
         state, optim, batch, work = self.state, self.config.optim, self.batch, []
         policy, roles, rollouts = state.policy, state.roles, self.config.rollout
         G, T = rollouts.num_generations, rollouts.max_completion_length
-        scale = ADVANTAGE_SCALES[self.config.loss.loss_type]
+        scale = self.config.loss.scale
         distributed.gather_objects(None)  # all ranks begin together
         clock, tally = clock or Clock(policy.device), Tally()
         features = policy.encode(batch)

@@ -1,0 +1,73 @@
+"""A third loop: a question about a region, answered by the policy and by the teacher.
+
+    PYTHONPATH=docs/examples python -m rl_train.train --tasks region_questions:RegionQuestions ..
+
+The reward is how far both agree (METEOR). It needs no true answer, and so cannot tell a right one:
+what the teacher says more often wins. `truth`, the words of the true caption among the answer's, is
+logged beside it and does not count.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_train.config import WEIGHT, flag
+from rl_train.rewards import meteor
+from rl_train.rewards.custom import user_components, with_components
+from rl_train.types import Outcome
+from sa2va_hf.batches import Prompts
+
+QUESTIONS = (
+    "What is the color of the given image region?",
+    "What is the shape of the given image region?",
+    "Where in the image is the given image region?",
+)
+
+
+class RegionQuestions:
+    name = "questions"
+    action = None
+    family, asks_teacher, measure = "sa2va", True, None
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of the questions' loss", name="questions_weight", type=WEIGHT)
+        trains = ("lora", "mlp1")
+
+    def __init__(self, options, context):
+        self.context, self.weight = context, options.weight
+        self.weights = {"agreement": 1.0}
+        self.weights |= {reward.name: reward.weight for reward in context.user_rewards}
+
+    def questions(self, batch) -> list[str]:
+        """One for each sample, by its index: the same on all ranks and after a resume."""
+        return [QUESTIONS[index % len(QUESTIONS)] for index in batch.index]
+
+    def prompts(self, batch, features) -> Prompts:
+        build, grids = self.context.policy.prompts, features.grids
+        asked = zip(self.questions(batch), features.tiles, grids)
+        ids = [build.ids(question, tiles, [int(grid.sum())]) for question, tiles, grid in asked]
+        return Prompts(ids, list(range(len(batch))), [grid[None] for grid in grids])
+
+    def judge(self, rollout) -> Outcome:
+        context, batch, features = self.context, rollout.batch, rollout.features
+        with context.roles.use("teacher"):
+            asked = (features, self.prompts(batch, features), 1, context.max_new_tokens)
+            replies = rollout.of_rows(context.policy.complete(*asked)[1])
+        captions = rollout.of_rows(batch.captions)
+        rewards = {
+            "agreement": meteor(replies, rollout.texts),
+            "truth": torch.tensor(list(map(truth, captions, rollout.texts))),
+        }
+        targets = rollout.of_rows(batch.masks)
+        questions = rollout.of_rows(self.questions(batch))
+        users = user_components(
+            context.user_rewards, rollout, questions, targets, targets, replies=replies
+        )
+        return Outcome(with_components(rewards, users), targets, replies)
+
+
+def truth(caption: str, answer: str) -> float:
+    """The share of an answer's words that the true caption has; 0 of no words."""
+    words, true = answer.lower().split(), set(caption.lower().split())
+    return sum(word in true for word in words) / max(len(words), 1)
