@@ -144,10 +144,6 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program=REINFORCE)
         if getattr(args, name) and not args.eval_data_dir:
             raise ValueError(f"--{name} {getattr(args, name)}: needs --eval_data_dir")
     readers(parts["data"])  # refuses what a data set does not have
-    if args.mix and args.order:
-        raise ValueError(f"--order {args.order}: not with --mix, whose weights are the order")
-    if args.mix and (number := parts["rollout"].regions_per_image) > 1:
-        raise ValueError(f"--regions_per_image {number}: not with --mix")
     if args.wandb is not None:
         check_project(args.wandb)
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):

@@ -115,9 +115,16 @@ def build_rewards(config: Config) -> tuple:
     return *load_user_rewards(flags.reward, [term.name for term in terms]), *terms
 
 
-def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
-    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong."""
+def build_sampler(config: Config, train_set, shares: Shares | None, ranks: Ranks) -> StepSampler:
+    """What says which samples a step holds. Raises ValueError, naming the flag that is wrong.
+
+    Args:
+        shares: of --mix, which has an order of its own.
+    """
     prompts, per_image = config.rollout.batch_size, config.rollout.regions_per_image
+    if shares and (per_image > 1 or config.data.order):
+        other = "--order" if config.data.order else f"--regions_per_image {per_image}"
+        raise ValueError(f"{other}: not with --mix, whose weights say what a step holds")
     if prompts % per_image:
         raise ValueError(f"--regions_per_image {per_image}: does not divide --batch_size {prompts}")
     together = (per_image, image_keys(train_set)) if per_image > 1 else None
@@ -125,7 +132,6 @@ def build_sampler(config: Config, train_set, ranks: Ranks) -> StepSampler:
     order = order and partial(order, train_set)
     how = (prompts, config.optim.gradient_accumulation_steps, config.run.seed, ranks.rank)
     how = (len(train_set), *how, ranks.world_size)
-    shares = Shares(train_set, config.run.seed) if config.data.mix else None
     sampler = StepSampler(*how, together=together, order=order, shares=shares)
     if order:  # what is wrong with it is said before the first step
         first = digest(torch.from_numpy(sampler.indices(0)))
@@ -213,10 +219,11 @@ def build(config: Config, ranks: Ranks) -> Parts:
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
     optim, prompts = config.optim, config.rollout.batch_size
-    sampler = build_sampler(config, train_set, ranks)
+    shares = Shares(train_set, config.run.seed) if data.mix else None
+    sampler = build_sampler(config, train_set, shares, ranks)
     max_steps = optim.max_steps or math.ceil(optim.num_epochs * sampler.steps_per_epoch)
-    if sampler.shares:
-        print0(sampler.shares.describe(sampler.prompts_per_step, max_steps))
+    if shares:
+        print0(shares.describe(sampler.prompts_per_step, max_steps))
     optimizer = build_optimizer(optim, policy)
     schedule = cosine_schedule(optimizer, max_steps * optim.num_iterations, optim.warmup_ratio)
     failures = FailureWindow(config.reward.max_judge_failures)

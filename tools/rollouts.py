@@ -15,6 +15,7 @@ import base64
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from rl_train.config import COUNT, COUNT_OR_0
-from rl_train.data import DATASETS, DamagedSample
+from rl_train.config import COUNT, COUNT_OR_0, DataConfig
+from rl_train.data import DamagedSample
+from rl_train.data.opening import readers
 from rl_train.files import DamagedFile, check_writable, read_json
 from rl_train.grpo import group_std
 from rl_train.tb import small_mask
@@ -164,8 +166,10 @@ def read_samples(dataset, image_ids: list[str], side: int) -> tuple[list[str], l
 def open_samples(run: Path, flags: dict, data_dir, image_ids: list[str], side: int):
     """`read_samples` of a run's data set. Raises ValueError that names --data_dir."""
     where = data_dir or flags["data_dir"]
+    known = {field.name for field in fields(DataConfig)} & set(flags)
+    opened, _ = readers(DataConfig(**{name: flags[name] for name in known}))
     try:
-        return read_samples(DATASETS[flags["dataset"]](where), image_ids, side)
+        return read_samples(opened(where), image_ids, side)
     except ValueError as error:
         words = str(error).removeprefix(f"--data_dir {where} ")
         if data_dir:

@@ -128,15 +128,18 @@ class StepSampler:
     def __iter__(self):
         step = self.start
         while True:
-            size = self.prompts_per_step
-            if self.shares:
-                chunk = self.shares.step(step, size)
-            else:
-                epoch, within = divmod(step, self.steps_per_epoch)
-                chunk = self.indices(epoch)[within * size : (within + 1) * size]
+            chunk = self.step_indices(step)
             for part in chunk.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield part[self.rank].tolist()
             step += 1
+
+    def step_indices(self, step: int) -> np.ndarray:
+        """(prompts_per_step,) indices of a step's samples, of all ranks."""
+        if self.shares:
+            return self.shares.step(step, self.prompts_per_step)
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.prompts_per_step
+        return self.indices(epoch)[start : start + self.prompts_per_step]
 
     def indices(self, epoch: int) -> np.ndarray:
         """(length,) what an epoch holds, in its order.

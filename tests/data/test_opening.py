@@ -7,7 +7,6 @@ from rl_train.data import DATASETS
 from rl_train.data.opening import Ingredient, reader, readers, unique
 from rl_train.data.samples import Counts
 from tests.runs import complaint_of, flags
-from tools import train_supervised
 
 
 @pytest.mark.parametrize(
@@ -63,21 +62,10 @@ def complaint(data, tmp_path, capsys):
         (dict(eval_data_dir=None, eval_split="val"), "--eval_split val: needs --eval_data_dir"),
         (dict(eval_data_dir=None, eval_parts="a"), "--eval_parts ['a']: needs --eval_data_dir"),
         (dict(shared_images="ignore"), "--shared_images"),
-        (dict(mix="gar:o/n", order="math:sqrt"), "--order math:sqrt: not with --mix"),
     ],
 )
 def test_what_is_refused(complaint, changes, words):
     assert words in complaint(**changes)
-
-
-def test_regions_side_by_side_are_of_one_data_set(data, tmp_path, capsys):
-    """Of supervised training."""
-    argv = flags(data, tmp_path / "run", mix="gar:o/n", batch_size=4)
-    known = ("--model_path", "--data_dir", "--output_dir", "--mix", "--batch_size")
-    kept = [w for f, v in zip(argv[::2], argv[1::2]) if f in known for w in (f, v)]
-    with pytest.raises(SystemExit):
-        cli.parse([*kept, "--regions_per_image", "2"], train_supervised.PROGRAM)
-    assert "--regions_per_image 2: not with --mix" in capsys.readouterr().err
 
 
 def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, monkeypatch):
