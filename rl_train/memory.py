@@ -237,7 +237,9 @@ def remedy(phase: str, config: Config) -> str:
     if phase == "start":
         return "the model itself does not fit: share it out by --shard_base"
     has_begun = (Path(config.run.output_dir) / "config.json").is_file()
-    flags = [flag for flag in REMEDIES[phase] if not has_begun or flag in FREE_ON_RESUME]
+    # Supervised training has no rows or groups beside the samples of a batch.
+    known = [flag if flag in config.flags else "batch_size" for flag in REMEDIES[phase]]
+    flags = [f for f in dict.fromkeys(known) if not has_begun or f in FREE_ON_RESUME]
     words = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
     if "batch_size" in flags:
         words += " (and raise --gradient_accumulation_steps)"

@@ -32,6 +32,7 @@ from rl_train.files import claim, write_json, writing
 from rl_train.memory import GIB, standing_memory
 from rl_train.policies.families import build_policy
 from rl_train.policies.lora import parameter_table
+from rl_train.policies.sa2va import BESIDE, GROUPS
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.controls import Control
@@ -165,6 +166,20 @@ def fetched(policy: PolicyConfig) -> PolicyConfig:
     return replace(policy, **found)
 
 
+def groups_that_train(config: Config) -> list[str]:
+    """The groups of weights that --train names, or else the tasks.
+
+    Raises ValueError for one that no task's loss reaches: it would only decay.
+    """
+    asked = set(config.rollout.train)
+    named = {group for options in config.tasks.values() for group in options.trains}
+    if idle := sorted(g for g in asked & set(GROUPS) if BESIDE.get(g, g) not in named):
+        raise ValueError(
+            f"--train {' '.join(idle)}: no loss of --tasks {' '.join(config.tasks)} reaches it"
+        )
+    return sorted(asked or named)
+
+
 def print_sizes(policy, roles: Roles, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
@@ -204,11 +219,9 @@ def build(config: Config, ranks: Ranks) -> Parts:
     for name, report in damaged.report.get("of_each", {data.dataset: damaged.report}).items():
         print0(f"--data_dir {data.data_dir}: {report}" if not data.mix else f"{name}: {report}")
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
-    groups = set(config.rollout.train)
-    groups = groups or {group for options in config.tasks.values() for group in options.trains}
     kinds = config.kinds
     families = {name: kind.family for name, kind in kinds.items()}
-    how = (families, sorted(groups), tokens, ranks.device, shards)
+    how = (families, groups_that_train(config), tokens, ranks.device, shards)
     policy = build_policy(config.policy, *how)
     asked = any(kind.asks_teacher for kind in kinds.values())
     if config.run.export_final == "ema" and not asked:

@@ -5,11 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_train import cli, parts, train
-from rl_train.config import SUPERVISED_PARTS
+from rl_train import cli, memory, parts, train
+from rl_train.config import SUPERVISED_PARTS, PolicyConfig
 from rl_train.data.loader import Batches, StepSampler, side_by_side
 from rl_train.distributed import Ranks
 from rl_train.points.answers import Answer, Form
+from rl_train.policies.families import build_policy
 from rl_train.rewards.points import deepest_points
 from rl_train.tasks.supervised import true_answer
 from rl_train.trained_policy import load_policy, open_policy
@@ -18,7 +19,7 @@ from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.ranks import forked
-from tests.runs import curve, distance, events, flags, on_one_core, weights
+from tests.runs import CHECKPOINT, curve, distance, events, flags, on_one_core, weights
 from tools import train_supervised
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -149,8 +150,10 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path):
 
 
 def test_two_processes_train_as_one(data, tmp_path):
-    same = dict(max_steps=3, learning_rate=1e-5, eval_samples=2, seed=1)
-    job = lambda: run(data, tmp_path / "two", batch_size=2, **same)  # noqa: E731
+    """All weights, those of the encoders too; of several batches each is encoded for its own."""
+    same = dict(max_steps=3, learning_rate=1e-5, eval_samples=2, seed=1, train=ALL)
+    halves = dict(batch_size=1, gradient_accumulation_steps=2)
+    job = lambda: run(data, tmp_path / "two", **halves, **same)  # noqa: E731
     ended = forked(tmp_path, job, job)
     assert [status for status, _ in ended] == [0, 0], ended
     one = run(data, tmp_path / "one", batch_size=4, **same)
@@ -158,6 +161,19 @@ def test_two_processes_train_as_one(data, tmp_path):
     for tag in ("captions/text_loss", "masks/mask_loss", "masks/mask_iou"):
         of_two, of_one = curve(tmp_path / "two", tag), curve(one, tag)
         assert of_two == pytest.approx(of_one, abs=1e-4)
+
+
+@pytest.mark.parametrize("chosen, second", [(["vision"], [True, True]), (["lora"], [])])
+def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chosen, second):
+    """An encoder that trains computes again in the update, with gradient; a frozen one never."""
+    made = built(data, tmp_path, train=chosen, gradient_accumulation_steps=2, max_steps=1)
+    gradient = []
+    made.state.policy.model.vision_model.register_forward_pre_hook(
+        lambda *_: gradient.append(torch.is_grad_enabled())
+    )
+    batches = [Batches(made.train_set, made.state.policy.inputs(24))[[i]] for i in (0, 7)]
+    train_supervised.train(made, batches, lambda *_: None)
+    assert gradient == [False, False, *second]
 
 
 def test_it_learns_what_it_is_shown(data, tmp_path):
@@ -250,12 +266,45 @@ def test_features_of_regions_of_one_image_are_made_once(data, tmp_path, monkeypa
     [
         (dict(train="eyes"), "--train eyes: unknown; known: lora, mlp1"),
         (dict(train=["lora", "language_model"]), "--train lora language_model: one of them"),
+        (
+            dict(train=["sam2_encoder", "lora"], tasks="region_captions"),
+            "--train sam2_encoder: no l",
+        ),
+        (dict(max_completion_length=11), r"--max_completion_length 11: cuts .* of up to 12 tokens"),
         (dict(regions_per_image=3), "--regions_per_image 3: does not divide --batch_size 2"),
     ],
 )
 def test_flags_that_make_no_run(data, tmp_path, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         built(data, tmp_path, **changes)
+
+
+def test_what_cannot_train_is_refused(tmp_path):
+    """All weights of a base that ranks share out, or of a Qwen2.5-VL."""
+    shared = PolicyConfig(model_path=str(CHECKPOINT))
+    with pytest.raises(ValueError, match="--shard_base: not with --train vision, of which"):
+        build_policy(shared, {}, ["mlp1", "vision"], 24, "cpu", shards=object())
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    with pytest.raises(ValueError, match="--train embeddings: of --model_path .* only lora trains"):
+        build_policy(PolicyConfig(model_path=str(tmp_path)), {}, ["embeddings"], 24, "cpu")
+
+
+def test_frozen_encoders_have_no_gradient(data, tmp_path):
+    """Or, of a base that is shared out, one rank could not encode while another samples."""
+    made = built(data, tmp_path)
+    asked = []
+    made.state.policy.model.vision_model.register_forward_pre_hook(
+        lambda *_: asked.append(torch.is_grad_enabled())
+    )
+    made.state.policy.encode(Batches(made.train_set, made.state.policy.inputs(24))[[0]])
+    assert asked == [False]
+
+
+def test_what_to_lower_is_a_flag_of_it(data, tmp_path):
+    config = cli.parse(line(data, tmp_path), train_supervised.PROGRAM)
+    found = {phase: memory.remedy(phase, config) for phase in ("rollout", "update")}
+    assert found["rollout"].startswith("lower --batch_size or --max_completion_length (and raise")
+    assert found["update"].startswith("lower --batch_size or --max_masks_per_answer or --max_comp")
 
 
 def test_its_flags_are_those_of_supervised_training(capsys):

@@ -53,18 +53,21 @@ def train(parts: Parts, loader, end_of_step, average=None):
         if state.step >= parts.max_steps:
             break
         clock, tally = Clock(policy.device), Tally()
-        work = []
+        work, several = [], len(batches) > 1
         for batch in batches:  # B samples
-            features = policy.encode(batch)  # with gradient, if an encoder trains
-            work.append((features, examples_of(parts, batch, features)))
+            with torch.set_grad_enabled(not several):
+                features = policy.encode(batch)  # with gradient, if an encoder trains
+            work.append((batch, features, examples_of(parts, batch, features)))
             tally.damaged += batch.damaged
             tally.add_shares(parts.sampler.shares, batch.index)
             clock("encode")
         totals = step_totals(work, parts.ranks.world_size)
-        for number, one in enumerate(work, 1):
+        for number, (batch, features, examples) in enumerate(work, 1):
             last = number == len(work)
+            if several and policy.encoders_train:  # here, where but one's activations are held
+                features = policy.encode(batch)
             with objective.averaging(last):
-                loss, statistics = objective(*one, totals, last=last)
+                loss, statistics = objective(features, examples, totals, last=last)
                 loss.backward()
             for task, mine in statistics.items():
                 tally.add_update(task, mine, on_policy=False)

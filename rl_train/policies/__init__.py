@@ -14,6 +14,7 @@ class Policy(Protocol):
     model: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     device: torch.device
+    encoders_train: bool  # whether `encode` has a gradient, if that is on
 
     def group_of(self, name: str) -> str:
         """The group that a trainable belongs to, by which gradient norms are logged."""

@@ -23,6 +23,11 @@ class Family:
 def _build_points(config, groups, max_new_tokens, device, shards):
     if shards:
         raise ValueError(f"--shard_base: not with --model_path {config.model_path}, of Qwen2.5-VL")
+    if odd := sorted(set(groups) - set(sa2va.TRAINABLE)):
+        raise ValueError(
+            f"--train {' '.join(odd)}: of --model_path {config.model_path}, of Qwen2.5-VL, only "
+            "lora trains"
+        )
     return qwen_points.build_policy(config, max_new_tokens, device)
 
 

@@ -44,7 +44,10 @@ GROUPS = TRAINABLE | {
     "vision": r"^vision_model\.",
     "sam2_encoder": r"^grounding_encoder\.(vision_encoder\.|no_memory_embedding$)",
 }
+# The group in TRAINABLE by which a task names the way that also leads to one of the others.
+BESIDE = dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2")
 ENCODERS = {"vision", "sam2_encoder"}  # before which nothing can be computed once for many steps
+SHARED = {"vision", "language_model"}  # what --shard_base cuts (see `sharding`)
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
 SAM2_MODULES = ("mask_decoder", "prompt_encoder", "shared_image_embedding")
 FLOAT32_MODULES = ["mlp1", "text_hidden_fcs", *(f"grounding_encoder.{m}" for m in SAM2_MODULES)]
@@ -135,7 +138,9 @@ class Sa2VAPolicy:
         if batch.regions_per_image > 1:
             image = first_of_equal(pixels)
         own = sorted(set(image))
-        with self.autocast() if self.encoders_train else contextlib.nullcontext():
+        train = self.encoders_train  # else without: a forward with gradient waits for no other rank
+        precision = self.autocast() if train else contextlib.nullcontext()
+        with torch.set_grad_enabled(train and torch.is_grad_enabled()), precision:
             vision = self.model.vision_features(torch.cat([tiles[i] for i in own]).to(self.device))
             shown = normalise_sam_pixels(pixels[own].to(self.device), self.rounded_normalisation)
             sam = self.model.sam_features(shown)
@@ -293,7 +298,8 @@ def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shar
         shards: `sharding.Shards` if the base is to be shared out over the ranks.
 
     Raises:
-        ValueError: the longest prompt leaves no room for an answer; names the flags.
+        ValueError: the longest prompt leaves no room for an answer, or what is to train is shared
+            out; names the flags.
     """
     published, tiles = Sa2VAConfig.from_pretrained(config.model_path), config.max_tiles
     context = published.llm.max_position_embeddings
@@ -303,6 +309,11 @@ def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shar
         raise ValueError(
             f"--max_tiles {tiles} with --max_completion_length {max_new_tokens}: {longest} tokens "
             f"and the text do not fit the model's context of {context}"
+        )
+    if shards and (shared := SHARED & set(groups)):
+        raise ValueError(
+            f"--shard_base: not with --train {' '.join(sorted(shared))}, of which each process "
+            "would keep but a part"
         )
     dtype = getattr(torch, config.dtype)
     load = shards.load if shards else Sa2VAModel.from_pretrained

@@ -101,6 +101,12 @@ class ReferringSegmentation:
     def __init__(self, options: Options, context: Context):
         self.context, self.weight = context, options.weight
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
+        longest = max(len(context.policy.prompts.answer(answer)) for answer in self.answers)
+        if longest > context.max_new_tokens:
+            raise ValueError(
+                f"--max_completion_length {context.max_new_tokens}: cuts answers that say [SEG], "
+                f"of up to {longest} tokens"
+            )
 
     def examples(self, batch: Batch, features, rngs):
         policy = self.context.policy
