@@ -134,9 +134,10 @@ def method(flags: dict, base: Path, role: str, step: int | None) -> str:
     after = "" if step is None else f", after step {step}"
     reinforced = "kl_coef" in flags
     how = "GRPO in closed cycles" if reinforced else "supervised training"
+    has_lora = "lora" in (flags.get("train") or ["lora"])
+    merged = "; its LoRA is merged" if has_lora else ""
     lines = [
-        f"From {name_of(base)} by {how} ({PROJECT}). These weights are {whose}{after}; its LoRA is "
-        "merged.\n",
+        f"From {name_of(base)} by {how} ({PROJECT}). These weights are {whose}{after}{merged}.\n",
         "## Method",
     ]
     asked = [TASKS.get(task, ("", task)) for task in flags["tasks"]]
@@ -157,10 +158,8 @@ def parameters(counts: dict[str, int]) -> str:
     trained = {part: n for part, n in counts.items() if not part.endswith("(frozen)")}
     some, whole = sum(trained.values()), sum(counts.values())
     by_part = ", ".join(f"{part} {n:,d}" for part, n in sorted(trained.items()))
-    return (
-        f"Trained parameters: {some:,d} of {whole:,d} ({some / whole:.2%}; {by_part}); the LoRA "
-        "counts in both.\n"
-    )
+    both = "; the LoRA counts in both" if "lora" in trained else ""
+    return f"Trained parameters: {some:,d} of {whole:,d} ({some / whole:.2%}; {by_part}){both}.\n"
 
 
 def held_out(folder: Path, flags: dict, role: str, step: int | None) -> str:

@@ -137,6 +137,7 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path):
     a, b = weights(whole, 4), weights(again, 4)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not (whole / "checkpoint_step_4" / "adapter").exists()  # nor a LoRA
+    assert "LoRA is merged" not in (whole / "final_model" / "README.md").read_text()
     for tag in ("captions/text_loss", "masks/text_loss", "masks/mask_loss", "masks/mask_iou"):
         assert set(curve(whole, tag)) == {1, 2, 3, 4}
     assert set(curve(whole, "eval/seg_iou")) == {0, 4}
