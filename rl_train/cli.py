@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_train import hub
 from rl_train.checkpoint import list_checkpoints
-from rl_train.config import PARTS, Config, add_flags, read_flags
+from rl_train.config import PARTS, Config
 from rl_train.data.opening import readers
 from rl_train.distributed import (
     LAUNCHED,
@@ -20,6 +20,7 @@ from rl_train.distributed import (
     stop_together,
 )
 from rl_train.files import check_writable, claim, read_json
+from rl_train.flags import add_flags, read_flags
 from rl_train.tasks import CYCLES, TASKS, load_task
 from rl_train.tasks.cycle_measures import check_choosing
 from rl_train.translate_flags import translate

@@ -3,53 +3,25 @@
 What computes is given the one config that concerns it, never all flags. Tasks declare theirs alike.
 """
 
-import argparse
 import dataclasses
-import math
 from dataclasses import dataclass
-from types import UnionType
 from typing import ClassVar
 
 from rl_train.data import DATASETS, HELDOUT_DATASETS
+from rl_train.flags import (
+    COUNT,
+    COUNT_OR_0,
+    GROUP,
+    POSITIVE,
+    SEED,
+    SHARE,
+    SHARE_BELOW_1,
+    WEIGHT,
+    flag,
+)
 from rl_train.grpo import ADVANTAGE_SCALES, CLIP_RANGES, LOSS_TYPES, SCALES, clip_window
 from rl_train.rewards.controls import CONTROLS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
-
-REQUIRED = dataclasses.MISSING
-
-
-def flag(default=REQUIRED, help: str = "", *, name=None, only_one_of=None, **options):
-    """A field that is a flag, of `name` or its own, with more `options` of argparse.
-
-    Of the flags with the same `only_one_of` a command line may give one.
-    """
-    metadata = dict(help=help, name=name, only_one_of=only_one_of, options=options)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def number(kind: type, must_be: str = "a finite number", test=lambda value: True):
-    """A type for argparse: finite numbers of `kind` that pass `test`, whose words are `must_be`."""
-
-    def parse(text: str):
-        value = kind(text)
-        if not (math.isfinite(value) and test(value)):
-            raise argparse.ArgumentTypeError(f"{text}: must be {must_be}")
-        return value
-
-    parse.__name__ = kind.__name__  # for argparse's own messages
-    return parse
-
-
-COUNT = number(int, "at least 1", lambda value: value >= 1)
-COUNT_OR_0 = number(int, "at least 0", lambda value: value >= 0)
-GROUP = number(int, "at least 2", lambda value: value >= 2)
-SEED = number(int, "in [0, 2^63)", lambda value: 0 <= value < 2**63)
-POSITIVE = number(float, "above 0", lambda value: value > 0)
-WEIGHT = number(float, "at least 0", lambda value: value >= 0)
-SHARE = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
-SHARE_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,29 +125,6 @@ class RolloutConfig:
     batch_size: int = flag(4, "prompts per rank and rollout (B)", type=COUNT)
     num_generations: int = flag(8, "samples per prompt (G), at least 2", type=GROUP)
     max_completion_length: int = flag(128, "new tokens per sample (T)", type=COUNT)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExamplesConfig:
-    """examples, of supervised training"""
-
-    batch_size: int = flag(4, "samples per rank, forward and backward (B)", type=COUNT)
-    regions_per_image: int = flag(
-        1,
-        "regions of an image that a batch holds beside each other, as far as they go: its features "
-        "are made once, and of one image they teach what tells them apart",
-        type=COUNT,
-    )
-    max_completion_length: int = flag(
-        512, "tokens of an answer (T): a longer one is cut, held out none is sampled", type=COUNT
-    )
-    train: list[str] = flag(
-        [],
-        "what trains, in place of what the tasks name: lora, mlp1, text_hidden_fcs, sam2 (its mask "
-        "decoder); all weights of language_model (without a LoRA), embeddings (and lm_head), "
-        "vision, sam2_encoder",
-        metavar="GROUP",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,18 +299,6 @@ class RunConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SupervisedRunConfig(RunConfig):
-    """run"""
-
-    export_final: str = flag(
-        "policy",
-        "at the end the last checkpoint is merged into its base: --output_dir/final_model, which "
-        "rl_train.train takes as --model_path",
-        choices=["policy"],
-    )
-
-
 @dataclass(frozen=True)
 class Config:
     """What a run was asked for: one frozen config for each part, and the options of its tasks."""
@@ -379,43 +316,3 @@ class Config:
 
 
 PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)}
-# Of supervised training, which samples no group, has no reward and no loss of a choice.
-SUPERVISED_PARTS = dict(
-    policy=PolicyConfig,
-    data=DataConfig,
-    rollout=ExamplesConfig,
-    optim=UpdatesConfig,
-    run=SupervisedRunConfig,
-)
-
-
-def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
-    """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
-    group, exclusive = parser.add_argument_group(title or config.__doc__), {}
-    for field in dataclasses.fields(config):
-        kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
-        if kind is bool:
-            options = dict(action=argparse.BooleanOptionalAction if field.default else "store_true")
-        elif kind == list[str]:
-            options = dict(nargs="+", default=field.default_factory())
-        else:
-            options = dict(type=number(kind) if kind in (int, float) else kind)
-        if field.default is not REQUIRED:
-            options["default"] = field.default
-        options["required"] = REQUIRED is field.default is field.default_factory
-        options |= field.metadata["options"]
-        name = field.metadata["name"] or field.name
-        place, choice = group, field.metadata["only_one_of"]
-        if choice:
-            place = exclusive[choice] = (
-                exclusive.get(choice) or group.add_mutually_exclusive_group()
-            )
-        place.add_argument(f"--{name}", help=field.metadata["help"], **options)
-
-
-def read_flags(args: argparse.Namespace, config: type):
-    """The config that the parsed flags say."""
-    names = {
-        field.name: field.metadata["name"] or field.name for field in dataclasses.fields(config)
-    }
-    return config(**{field: getattr(args, name) for field, name in names.items()})

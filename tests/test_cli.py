@@ -279,7 +279,7 @@ def test_an_answer_beyond_the_context_names_the_flags(complaint):
 TASK = """
 from dataclasses import dataclass
 
-from rl_train.config import flag
+from rl_train.flags import flag
 from rl_train.tasks import MaskCaptionMask
 
 class Twin(MaskCaptionMask):

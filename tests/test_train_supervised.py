@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 
 from rl_train import cli, memory, parts, train
-from rl_train.config import SUPERVISED_PARTS, PolicyConfig
+from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches, StepSampler, side_by_side
 from rl_train.distributed import Ranks
 from rl_train.points.answers import Answer, Form
 from rl_train.policies.families import build_policy
 from rl_train.rewards.points import deepest_points
+from rl_train.supervised_config import SUPERVISED_PARTS
 from rl_train.tasks.supervised import true_answer
 from rl_train.trained_policy import load_policy, open_policy
 from sa2va_hf.losses import mask_loss

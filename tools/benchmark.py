@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from rl_train.config import add_flags, read_flags
+from rl_train.flags import add_flags, read_flags
 from tools.benchmarks import data, decode, logprob, memory, profile, scale, step
 
 MODULES = (data, decode, logprob, step, profile, memory, scale)

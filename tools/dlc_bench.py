@@ -27,7 +27,7 @@ import torch
 from tqdm import tqdm
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, POSITIVE, RewardConfig
+from rl_train.config import RewardConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.images import check_read, map_file
 from rl_train.data.loader import eval_loader
@@ -36,6 +36,7 @@ from rl_train.data.samples import read_sample
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.files import check_writable
+from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE
 from rl_train.policies.segment_describe import describe
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.judge_client import NoReply

@@ -39,15 +39,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import (
-    COUNT,
-    COUNT_OR_0,
-    POSITIVE,
-    DataConfig,
-    PolicyConfig,
-    add_flags,
-    read_flags,
-)
+from rl_train.config import DataConfig, PolicyConfig
 from rl_train.data import HELDOUT_DATASETS
 from rl_train.data.opening import reader
 from rl_train.data.refcoco import NAMES
@@ -57,6 +49,7 @@ from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
 from rl_train.files import check_writable, read_json
+from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags, read_flags
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize

@@ -23,10 +23,11 @@ import torch
 from PIL import Image
 from tqdm import tqdm
 
-from rl_train.config import COUNT, COUNT_OR_0, DataConfig
+from rl_train.config import DataConfig
 from rl_train.data import DamagedSample
 from rl_train.data.opening import readers
 from rl_train.files import DamagedFile, check_writable, read_json
+from rl_train.flags import COUNT, COUNT_OR_0
 from rl_train.grpo import group_std
 from rl_train.tb import small_mask
 

@@ -19,13 +19,14 @@ from torch.utils.data import Subset
 from tqdm import tqdm
 
 from rl_train import distributed
-from rl_train.config import COUNT, COUNT_OR_0, DataConfig
+from rl_train.config import DataConfig
 from rl_train.data import DATASETS
 from rl_train.data.loader import eval_loader
 from rl_train.data.split import sample_regions, split_dataset
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.files import check_writable
+from rl_train.flags import COUNT, COUNT_OR_0
 from rl_train.policies.segment_describe import answer, row_masks
 from rl_train.rewards import mask_iou
 from rl_train.statistics import paired_difference

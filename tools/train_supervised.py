@@ -22,11 +22,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from rl_train import distributed
 from rl_train.cli import Program, run_program
-from rl_train.config import SUPERVISED_PARTS
 from rl_train.curves import Clock, Tally
 from rl_train.data.loader import steps
 from rl_train.distributed import GradientAverage
 from rl_train.parts import Parts
+from rl_train.supervised_config import SUPERVISED_PARTS
 from rl_train.tasks.supervised import SUPERVISED, Examples
 from rl_train.train import main, update
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import WEIGHT, flag
+from rl_train.flags import WEIGHT, flag
 from rl_train.rewards import meteor
 from rl_train.rewards.custom import user_components, with_components
 from rl_train.types import Outcome

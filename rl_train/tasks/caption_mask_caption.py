@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from rl_train.config import POSITIVE, SHARE, WEIGHT, flag
 from rl_train.data.text import phrase
+from rl_train.flags import POSITIVE, SHARE, WEIGHT, flag
 from rl_train.policies.segment_describe import caption_likelihood, describe
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows

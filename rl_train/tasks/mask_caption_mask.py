@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import WEIGHT, flag
 from rl_train.data.text import phrase
+from rl_train.flags import WEIGHT, flag
 from rl_train.policies.segment_describe import askable, segment, segment_sampled
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows

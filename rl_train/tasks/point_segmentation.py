@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import COUNT, WEIGHT, flag
 from rl_train.draws import Draws
+from rl_train.flags import COUNT, WEIGHT, flag
 from rl_train.points.answers import FRAMES, NEGATIVE_POINTS, REASONS, STYLES, Form
 from rl_train.points.questions import question
 from rl_train.rewards import mask_iou

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from rl_train.config import WEIGHT, flag
+from rl_train.flags import WEIGHT, flag
 from rl_train.points.answers import Answer, Form
 from rl_train.policies.qwen_points import ENDS
 from rl_train.rewards import mask_iou

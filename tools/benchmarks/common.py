@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from rl_train.config import COUNT, flag
 from rl_train.files import read_json
+from rl_train.flags import COUNT, flag
 from rl_train.policies.lora import attach_lora, freeze_all_but
 from rl_train.policies.qwen_points import LINEARS
 from sa2va_hf import Sa2VAConfig

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import COUNT, GROUP, flag
 from rl_train.engine import Engine
+from rl_train.flags import COUNT, GROUP, flag
 from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.config import COUNT, flag
 from rl_train.engine import Engine
+from rl_train.flags import COUNT, flag
 from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
 from tools.benchmarks.trl_style import FullEngine

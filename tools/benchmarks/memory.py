@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from rl_train import cli
-from rl_train.config import COUNT, COUNT_OR_0, flag
 from rl_train.distributed import Ranks
+from rl_train.flags import COUNT, COUNT_OR_0, flag
 from rl_train.memory import GIB, standing_memory, worst_step
 from rl_train.parts import Parts
 from rl_train.train import train

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from rl_train import distributed
-from rl_train.config import COUNT, flag
+from rl_train.flags import COUNT, flag
 from tools.benchmarks import common, work
 
 # What a torchrun around this would hand down.

@@ -10,7 +10,7 @@ import gc
 import statistics
 from dataclasses import dataclass, replace
 
-from rl_train.config import COUNT, flag
+from rl_train.flags import COUNT, flag
 from rl_train.memory import GIB
 from tools.benchmarks import common, work
 from tools.benchmarks.floor import step_floor

@@ -18,11 +18,11 @@ from PIL import Image
 
 from rl_train import cli, distributed
 from rl_train.checkpoint import RunState
-from rl_train.config import COUNT, COUNT_OR_0, flag
 from rl_train.curves import Clock, Tally
 from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
+from rl_train.flags import COUNT, COUNT_OR_0, flag
 from rl_train.grpo import group_advantages
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
