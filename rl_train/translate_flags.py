@@ -16,6 +16,9 @@ def translate(argv: list[str], known) -> list[str]:
     """
     words, said = [], {}  # {our flag: the first that said it}
     for name, given, written in pieces(argv):
+        if not name.startswith("--"):  # argparse says what is wrong with it, or what it asks (-h)
+            words += written
+            continue
         if name not in known and underscored(name) in known:
             name, written = underscored(name), [underscored(name), *given]
         put = _put(name, given, written, known)

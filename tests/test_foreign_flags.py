@@ -114,6 +114,11 @@ def test_what_others_write_in_other_ways():
     ]
 
 
+def test_a_word_without_dashes_is_no_flag():
+    for words in (["seed", "3"], ["config"], ["-seed", "3"], ["beta", "1", "--seed", "3"]):
+        assert translate(words, KNOWN) == words
+
+
 @pytest.mark.parametrize(
     "words", ["--beta 1 --kl_coef 1", "--kl_coef 1 --beta 1", "--bf16 --torch_dtype float32"]
 )
