@@ -1,6 +1,6 @@
 """Data sets by their name on the Hugging Face hub."""
 
-import os
+import secrets
 from glob import escape
 from pathlib import Path
 
@@ -65,9 +65,12 @@ def resolve(data_dir, patterns: list[str], parts=None, split: str | None = None)
     folder = cache / f"{split}_splits" / name.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     for k, file in enumerate(loaded.cache_files):
-        link = folder / f"data-{k:05d}.arrow.{os.getpid()}"
+        link = folder / f"data-{k:05d}.arrow.{secrets.token_hex(4)}"
         link.symlink_to(file["filename"])
         link.replace(folder / f"data-{k:05d}.arrow")  # of several ranks the last one stays
+    kept = len(loaded.cache_files)  # what the hub had when there were more
+    for old in [place for place in folder.glob("data-*.arrow") if int(place.stem[5:]) >= kept]:
+        old.unlink(missing_ok=True)
     return folder
 
 
