@@ -68,7 +68,7 @@ def split_dataset(
     enough = len(order) - place[last_first[:eval_samples]].min()  # images, to hold as many regions
     first = len(order) - max(enough, min(eval_samples, len(order) // 10))  # that is held out
     training, aside = np.flatnonzero(place < first).tolist(), np.flatnonzero(place >= first)
-    heldout = aside[sample_regions(dataset.image_keys[aside], eval_samples)]
+    heldout = aside[sample_regions(images[aside], eval_samples)]
     if not training:
         raise ValueError(
             f"--data_dir {data_dir} holds {len(dataset)} regions, too few to hold out "

@@ -204,6 +204,23 @@ def test_images_of_coco_are_alike_under_any_encoding():
         assert coco_id(other) == NOT_COCO
 
 
+@pytest.mark.parametrize("num_pictures", [20, 21, 22, 23, 24, 25])
+def test_a_picture_in_two_encodings_is_measured_once_before_others_twice(num_pictures):
+    class Twice:
+        image_keys = np.arange(2 * num_pictures)
+        coco_ids = np.arange(2 * num_pictures) // 2
+
+        def __len__(self):
+            return 2 * num_pictures
+
+        def report(self):
+            return dict(kept=len(self), skipped={})
+
+    _, heldout, _ = split_dataset(lambda _: Twice(), "D", None, 2, 0)
+    one, other = Twice.coco_ids[heldout.indices]
+    assert one != other
+
+
 def test_describe_anything_too(tmp_path):
     names = [f"{k}.png" for k in "abc"]
     members = list(zip(names, PNGS))
