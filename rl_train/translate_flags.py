@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from rl_train.foreign_flags import DEFAULTS, FOREIGN, OURS, Foreign, plain
+from rl_train.foreign import Foreign, plain
+from rl_train.foreign_flags import DEFAULTS, FOREIGN, OURS
 
 
 def translate(argv: list[str], known) -> list[str]:
