@@ -1,6 +1,7 @@
 """DLC-Bench: a model's captions of its regions, and what a judge says of them.
 
     python -m tools.dlc_bench caption --data_dir DLC-bench --model_path M --captions captions.json
+    torchrun --nproc_per_node 8 -m tools.dlc_bench caption ..        # the same, shared out
     vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --port 9100     # or any other server
     python -m tools.dlc_bench judge --data_dir DLC-bench --captions captions.json --output O.json
 

@@ -111,6 +111,7 @@ def read_before(file: Path, num_samples: int) -> dict:
     try:
         before = json.loads(file.read_text())
         num_before = min(len(before["image_ids"]), len(before["references"]))
+        before["flags"] = dict(before["flags"])
         before["values"] = {
             name: torch.tensor(values, dtype=torch.float64)
             for name, values in before["values"].items()

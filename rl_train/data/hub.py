@@ -4,7 +4,7 @@ import secrets
 from glob import escape
 from pathlib import Path
 
-from rl_train.hub import NAME, fetch, missing, not_fetched
+from rl_train.hub import NAME, faults, fetch, missing, not_fetched
 
 
 def folder_of(data_dir) -> Path:
@@ -56,7 +56,7 @@ def resolve(data_dir, patterns: list[str], parts=None, split: str | None = None)
         raise ValueError(f"--split {split}: must be the name of a split")
     try:
         loaded = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no connection, name, access or split
+    except faults() as error:  # of an unknown split too
         raise not_fetched("--data_dir", name, error) from error
     if not loaded.cache_files:
         raise ValueError(f"--data_dir {name}: the hub data set holds no file.")

@@ -9,6 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
@@ -20,6 +21,8 @@ from tests.data.dam_splits import write as write_dam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
 from tools.gar_writer import encode_mask, write_gar
 
+# The library by which the hub is asked: its errors go through.
+HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
 MASK = np.eye(20, dtype=bool)
 ROW = {
     "image": Image.new("RGB", (20, 20), "red"),
@@ -219,6 +222,7 @@ def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
         OSError("no route"),
         ConnectionError("refused"),
         huggingface_hub.errors.LocalEntryNotFoundError("not cached"),
+        HTTP.ProxyError("403 Forbidden"),
     ],
 )
 def test_no_network(monkeypatch, error):
