@@ -1,5 +1,6 @@
 """What becomes here of a flag that another project calls otherwise: a row of `foreign_flags`."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -49,6 +50,10 @@ class Foreign:
         parts = [f"`{v}`: {f'`{words}`' if words else 'so anyway'}" for v, words in said]
         parts += [f"{'else ' if parts else ''}refused: {self.why}"] if self.why else []
         return "; ".join(parts)
+
+    def named(self) -> set[str]:
+        """Our flags that the cell names."""
+        return set(re.findall(r"--\w+", self.here()))
 
 
 def plain(value: str) -> str:

@@ -48,9 +48,9 @@ def _put(name: str, given: list[str], written: list[str], known) -> list[str]:
         here = OURS.get(name, {}).get(" ".join(map(plain, given)))
         return written if here is None else list(here)
     row = find(name)
-    put = row.put(name, given) if row else written
-    ours = {word for word in put if word.startswith("--")}
-    return put if ours <= set(known) else written  # another program may lack ours
+    if row is None or not row.named() <= set(known):  # another program may lack ours: no advice
+        return written
+    return row.put(name, given)
 
 
 def find(name: str) -> Foreign | None:

@@ -132,6 +132,15 @@ def test_a_task_s_own_flag_keeps_its_meaning():
     assert translate(["--beta", "2"], KNOWN | {"--beta"}) == ["--beta", "2"]
 
 
+def test_a_program_without_our_flag_gives_no_advice_that_names_it():
+    """Supervised training has no groups: there the number is that of --batch_size."""
+    for name, ours in (
+        ("--per_device_train_batch_size", "--num_generations"),
+        ("--beta", "--kl_coef"),
+    ):
+        assert translate([name, "8"], KNOWN - {ours}) == [name, "8"]
+
+
 def test_what_both_have_is_a_flag_or_has_a_row():
     assert set(DEFAULTS) <= KNOWN
     for ours, (theirs, _) in DEFAULTS.items():
