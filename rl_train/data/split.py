@@ -56,6 +56,11 @@ def split_dataset(
                 f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out, "
                 "keep trains on them"
             )
+        if shared.all() and shared_images == "drop":
+            raise ValueError(
+                f"--shared_images drop: all {len(dataset)} regions of --data_dir {data_dir} are on "
+                f"images of --eval_data_dir {eval_data_dir}; nothing is left to train on"
+            )
         drop = shared.any() and shared_images == "drop"
         training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
         measured = sample_regions(held, eval_samples)

@@ -167,6 +167,11 @@ def test_shared_images_are_dropped_from_training(data, sharing):
     assert pictures(training).isdisjoint(pictures(heldout))
 
 
+def test_where_all_images_are_shared_nothing_is_left(sharing):
+    with pytest.raises(ValueError, match="--shared_images drop: all .*; nothing is left to train"):
+        split_dataset(GraspAnyRegionDataset, sharing, sharing, 4, 0, "drop")
+
+
 def test_shared_images_are_kept_in_training_and_counted(data, sharing):
     said = []
     how = (GraspAnyRegionDataset, data / "train", sharing, 4, 0)
