@@ -37,8 +37,17 @@ def fetch(flag: str, name: str, kind: str | None, patterns: list[str], **how) ->
     try:
         where = dict(repo_type=kind, allow_patterns=patterns)
         return Path(huggingface_hub.snapshot_download(name, **where, **how))
-    except (OSError, ValueError, RuntimeError) as error:  # no connection, name or access
+    except faults() as error:
         raise not_fetched(flag, name, error) from error
+
+
+def faults() -> tuple[type[Exception], ...]:
+    """What a fetch raises without connection, name or access."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # Its first base is that of all errors of the HTTP library below, as of a proxy that refuses,
+    # which are no OSErrors in each of them.
+    return OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0]
 
 
 def missing(flag: str, name: str, error: ImportError) -> ValueError:

@@ -1,6 +1,7 @@
 """A model card and citations beside exported weights: what the run knows of itself, no more."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -212,4 +213,5 @@ def shown(value):
         return [shown(one) for one in value]
     if not isinstance(value, str):
         return value
-    return name_of(value) if Path(value).exists() else PATH.sub("", value)
+    there = os.path.exists(value)  # Path.exists raises of names that are too long
+    return name_of(value) if there else PATH.sub("", value)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from rl_train.foreign_flags import DEFAULTS, FOREIGN, OURS, Foreign, plain
+from rl_train.foreign import Foreign, plain
+from rl_train.foreign_flags import DEFAULTS, FOREIGN, OURS
 
 
 def translate(argv: list[str], known) -> list[str]:
@@ -16,6 +17,9 @@ def translate(argv: list[str], known) -> list[str]:
     """
     words, said = [], {}  # {our flag: the first that said it}
     for name, given, written in pieces(argv):
+        if not name.startswith("--"):  # argparse says what is wrong with it, or what it asks (-h)
+            words += written
+            continue
         if name not in known and underscored(name) in known:
             name, written = underscored(name), [underscored(name), *given]
         put = _put(name, given, written, known)
@@ -44,9 +48,9 @@ def _put(name: str, given: list[str], written: list[str], known) -> list[str]:
         here = OURS.get(name, {}).get(" ".join(map(plain, given)))
         return written if here is None else list(here)
     row = find(name)
-    put = row.put(name, given) if row else written
-    ours = {word for word in put if word.startswith("--")}
-    return put if ours <= set(known) else written  # another program may lack ours
+    if row is None or not row.named() <= set(known):  # another program may lack ours: no advice
+        return written
+    return row.put(name, given)
 
 
 def find(name: str) -> Foreign | None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
+from rl_train import distributed
+from rl_train.distributed import Ranks
 from rl_train.rewards import LLMJudge
 from tests.judge_server import MODEL, JudgeServer
 from tests.runs import CHECKPOINT, on_one_core
@@ -93,7 +95,11 @@ def judged(folder, server, **changes):
     )
     flags = [word for item in (values | changes).items() for word in (f"--{item[0]}", str(item[1]))]
     dlc_bench.main(["judge", *flags])
-    return json.loads((folder.parent / "out.json").read_text())
+    return json.loads((folder.parent / "out.json").read_text(), parse_constant=no_json)
+
+
+def no_json(constant):
+    raise AssertionError(f"{constant} is no JSON")
 
 
 def complaint(*args, **changes):
@@ -225,11 +231,12 @@ def test_what_cannot_be_read_is_no_number(folder, words, capsys):
         found = judged(folder, server)
     assert found["num_unscored"] == found["num_unreadable"] == 1
     assert found["means"] == pytest.approx(dict(positive=-1, negative=-1, average=-1))
-    assert math.isnan(found["regions"]["11"]["negative"])
+    of = found["regions"]["11"]
+    assert of["negative"] is None and of["points"] == [1, 1, None]
     assert "1 regions have no score and count in no mean: 1 replies" in capsys.readouterr().out
     with JudgeServer(lambda chat, n: "I would rather not") as server:
         (folder.parent / "out.replies.sqlite").unlink()
-        assert all(map(math.isnan, judged(folder, server)["means"].values()))
+        assert set(judged(folder, server)["means"].values()) == {None}
 
 
 def test_a_judge_that_stops_answering_ends_it_and_is_not_asked_twice(folder, words, monkeypatch):
@@ -316,3 +323,29 @@ def test_of_sampled_captions_that_by_which_the_region_is_found(folder, monkeypat
     dlc_bench.main([*argv, "--best_of", "2", "--temperature", "0.7"])
     said = json.loads(out.read_text())
     assert [said[key] for key in ("11", "12", "21")] == ["11 one", "12 two", "21 one"]
+
+
+def test_several_ranks_share_the_captions_and_one_writes_them(folder, monkeypatch):
+    asked, of_rank_1 = [], {}
+
+    def gathered(mine):
+        return [mine, of_rank_1 if isinstance(mine, dict) else []]
+
+    def sampled(policy, batch, features, num_tokens, N):
+        asked.append(batch.image_ids)
+        return [f"of {key}" for key in batch.image_ids for _ in range(N)], torch.zeros(1, N), None
+
+    monkeypatch.setattr(dlc_bench, "sample_captions", sampled)
+    monkeypatch.setattr(distributed, "gather_objects", gathered)
+    out = folder.parent / "said.json"
+    flags = f"--model_path {CHECKPOINT} --num_workers 0 --dtype float32 --best_of 2 --batch_size 1"
+    argv = ["caption", "--data_dir", str(folder), "--captions", str(out), *flags.split()]
+    for rank, own in ((1, [["12"]]), (0, [["11"], ["21"]])):
+        ranks = Ranks(rank, 2, torch.device("cpu"))
+        monkeypatch.setattr(distributed, "init", lambda ranks=ranks: ranks)
+        asked.clear()
+        dlc_bench.main(argv)
+        assert asked == own and out.exists() == (rank == 0)
+        of_rank_1 = {"12": "of 12"}
+    said = json.loads(out.read_text())
+    assert list(said.items())[:3] == [(key, f"of {key}") for key in ("11", "12", "21")]

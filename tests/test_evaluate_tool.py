@@ -245,6 +245,8 @@ def test_bad_input(data, base, trained, tmp_path):
     refused("config.json", "is not a Sa2VA checkpoint folder", model_path=tmp_path)
     (tmp_path / "old.json").write_text('{"means": 1}')
     refused("--before", "old.json", "image_ids", before=tmp_path / "old.json")
+    (tmp_path / "old.json").write_text('{"image_ids": [], "references": [], "values": {}}')
+    refused("--before", "old.json", "flags", before=tmp_path / "old.json")
     moved = shutil.copytree(trained, tmp_path / "moved")
     (moved / "config.json").write_text(
         json.dumps(json.loads((moved / "config.json").read_text()) | {"model_path": "/gone"})

@@ -186,6 +186,7 @@ def test_a_card_of_supervised_training():
         ("owner/name", "owner/name"),
         ("my.module:reward=0.5", "my.module:reward=0.5"),
         (["gar:/disk/gar=2", "dam/a,b:~/dam"], ["gar:gar=2", "dam/a,b:dam"]),
+        ("x" * 300, "x" * 300),  # longer than a file's name may be
         (0.5, 0.5),
         (None, None),
     ],

@@ -114,6 +114,11 @@ def test_what_others_write_in_other_ways():
     ]
 
 
+def test_a_word_without_dashes_is_no_flag():
+    for words in (["seed", "3"], ["config"], ["-seed", "3"], ["beta", "1", "--seed", "3"]):
+        assert translate(words, KNOWN) == words
+
+
 @pytest.mark.parametrize(
     "words", ["--beta 1 --kl_coef 1", "--kl_coef 1 --beta 1", "--bf16 --torch_dtype float32"]
 )
@@ -125,6 +130,15 @@ def test_one_thing_is_said_once(words):
 
 def test_a_task_s_own_flag_keeps_its_meaning():
     assert translate(["--beta", "2"], KNOWN | {"--beta"}) == ["--beta", "2"]
+
+
+def test_a_program_without_our_flag_gives_no_advice_that_names_it():
+    """Supervised training has no groups: there the number is that of --batch_size."""
+    for name, ours in (
+        ("--per_device_train_batch_size", "--num_generations"),
+        ("--beta", "--kl_coef"),
+    ):
+        assert translate([name, "8"], KNOWN - {ours}) == [name, "8"]
 
 
 def test_what_both_have_is_a_flag_or_has_a_row():

@@ -186,6 +186,10 @@ def complaint(*argv) -> str:
 def test_what_is_wrong_is_named(run, tmp_path):
     output = ("--output", tmp_path / "page.html")
     assert "gone/config.json is missing" in complaint("--run", tmp_path / "gone", *output)
+    (tmp_path / "supervised").mkdir()
+    (tmp_path / "supervised" / "config.json").write_text('{"caption_weight": 1.0}')
+    said = complaint("--run", tmp_path / "supervised", *output)
+    assert "supervised: it was trained by supervised examples, it has no rollouts" in said
     copy = moved_run(run, tmp_path)
     said = complaint("--run", copy, *output)
     assert f"--data_dir {tmp_path / 'gone'}, as {copy / 'config.json'} has it, is neither" in said

@@ -29,7 +29,8 @@ from rl_train.policies.segment_describe import describe
 from rl_train.statistics import bootstrap, means, paired_difference, rows_of
 from rl_train.tasks.cycle_measures import measure_captions
 from rl_train.trained_policy import open_policy
-from tools.evaluate import add_data_flags, build_dataset
+from tools.evaluate import build_dataset
+from tools.evaluate_flags import add_data_flags
 
 TEACHER = ":ema"  # behind a checkpoint's path
 

@@ -1,6 +1,7 @@
 """DLC-Bench: a model's captions of its regions, and what a judge says of them.
 
     python -m tools.dlc_bench caption --data_dir DLC-bench --model_path M --captions captions.json
+    torchrun --nproc_per_node 8 -m tools.dlc_bench caption ..        # the same, shared out
     vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --port 9100     # or any other server
     python -m tools.dlc_bench judge --data_dir DLC-bench --captions captions.json --output O.json
 
@@ -116,14 +117,16 @@ class BenchRegions:
 
 
 @torch.no_grad()
-def caption_all(policy, dataset, args) -> dict[str, str]:
-    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU.
+def caption_all(policy, dataset, args, ranks) -> dict[str, str]:
+    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU, by all
+    ranks together.
 
     Raises DamagedSample, FloatingPointError.
     """
     captions, tokens, N = {}, args.max_completion_length, args.best_of
-    loader = eval_loader(dataset, policy.inputs(tokens), args.batch_size, args.num_workers)
-    for batch in tqdm(loader, desc="captions", leave=False):
+    how = (args.batch_size, args.num_workers, ranks.rank, ranks.world_size)
+    loader, faults = eval_loader(dataset, policy.inputs(tokens), *how), set()
+    for batch in tqdm(loader, desc="captions", leave=False, disable=not ranks.is_main):
         for fault in batch.damaged:  # another region stands in for it
             raise DamagedSample(*fault.split(": ", 1))
         features, rows = policy.encode(batch), range(len(batch))
@@ -133,9 +136,11 @@ def caption_all(policy, dataset, args) -> dict[str, str]:
         else:
             masks = [mask.to(policy.device) for mask in batch.masks]
             texts = describe(policy, features, rows, masks, tokens)
-        distributed.raise_on_any_rank(policy.not_finite())
+        faults |= set(policy.not_finite())
         captions |= dict(zip(batch.image_ids, texts))
-    return captions
+    distributed.raise_on_any_rank(sorted(faults))
+    of_ranks = distributed.gather_objects(captions)
+    return {key: text for mine in of_ranks for key, text in mine.items()}
 
 
 def caption(args):
@@ -145,7 +150,10 @@ def caption(args):
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
     whose = (args.model_path, args.checkpoint, args.role, ranks.device)
     policy = open_policy(*whose, args.max_completion_length, **how)
-    captions = explaining(args.num_workers, caption_all, policy, dataset, args)
+    captions = explaining(args.num_workers, caption_all, policy, dataset, args, ranks)
+    if not ranks.is_main:
+        return
+    captions = {row[-1]: captions[row[-1]] for row in dataset.rows}  # in the file's order
     args.captions.parent.mkdir(parents=True, exist_ok=True)
     args.captions.write_text(json.dumps(captions | dict(query=DESCRIBE), indent=1))
     print0(f"{args.captions}: {len(captions)} captions")
@@ -202,7 +210,8 @@ def judge_captions(args):
         key: dict(caption=captions[key], replies=said[key], **asdict(of))
         for key, of in scores.items()
     }
-    args.output.write_text(json.dumps(dict(flags=flags, **found, regions=regions), indent=1))
+    written = without_nan(dict(flags=flags, **found, regions=regions))
+    args.output.write_text(json.dumps(written, indent=1, allow_nan=False))
     print0(table(found))
 
 
@@ -226,6 +235,15 @@ def summary(scores: dict[str, Score]) -> dict:
         num_unscored=len(scores) - len(readable),
         num_unreadable=sum(of.num_unreadable for of in scores.values()),
     )
+
+
+def without_nan(value):
+    """`value` with None, JSON's null, wherever in it a number is NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def table(found: dict) -> str:

@@ -28,9 +28,7 @@ A checkpoint's base is the one that its config.json names; if that has moved, gi
 of processes write the same file.
 """
 
-import argparse
 import json
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -39,8 +37,6 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train import distributed
-from rl_train.config import DataConfig, PolicyConfig
-from rl_train.data import HELDOUT_DATASETS
 from rl_train.data.opening import reader
 from rl_train.data.refcoco import NAMES
 from rl_train.data.split import sample_regions
@@ -48,8 +44,8 @@ from rl_train.data.text import clean_caption
 from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.evaluation import HeldOut, Measured, evaluate, record
-from rl_train.files import check_writable, read_json
-from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags, read_flags
+from rl_train.files import check_writable
+from rl_train.flags import read_flags
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
@@ -59,122 +55,7 @@ from rl_train.tasks import refer_measures
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.tasks.protocol import Context
 from rl_train.trained_policy import open_policy, untrained
-
-# Flags of models that answer with box and points.
-OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
-OF_POINTS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
-NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.evaluate",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add(
-        "--model_path",
-        required=True,
-        type=Path,
-        help="Sa2VA folder in the original layout, or a checkpoint folder of a run",
-    )
-    add_data_flags(parser)
-    add(
-        "--checkpoint",
-        type=Path,
-        help="checkpoint_step_N folder of a run that started from --model_path",
-    )
-    add(
-        "--role",
-        choices=["policy", "ema"],
-        default="policy",
-        help="whose weights of the checkpoint",
-    )
-    add(
-        "--shard_base",
-        action="store_true",
-        help="as in training: each process keeps a share of every layer; needs several",
-    )
-    add(
-        "--legacy_cleaner",
-        action="store_true",
-        help="caption_meteor of captions without the boilerplate that published region-caption "
-        "numbers were cleaned of; training scores captions as they are",
-    )
-    add(
-        "--attributes",
-        type=Path,
-        help="JSON file {attribute: {value: [phrases]}}: accuracy and precision of what captions "
-        "state (docs/algorithm.md)",
-    )
-    add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
-    add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
-    add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
-    add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
-    add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
-    add(
-        "--protocol",
-        choices=["sa2va"],
-        help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
-        "--max_tiles is then 12 by default",
-    )
-    add(
-        "--shared_images",
-        choices=["refuse", "drop", "keep"],
-        help="regions on images that the checkpoint's run was trained on, whose data sets are "
-        "opened again for it; default: nobody looks",
-    )
-    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
-    add(
-        "--output",
-        type=Path,
-        help="JSON file for means, intervals, per-sample values, captions and flags",
-    )
-    add(
-        "--before",
-        type=Path,
-        help="--output of an earlier run on the same samples: print the paired differences to it",
-    )
-    return parser
-
-
-def add_data_flags(parser: argparse.ArgumentParser):
-    """Add the flags that name the samples, and how they and models are read."""
-    add = parser.add_argument
-    add("--data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
-    add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
-    add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
-    add(
-        "--image_root",
-        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
-        "for in --data_dir",
-    )
-    add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
-    add(
-        "--other_regions",
-        action="store_true",
-        help="read all regions of an image: does a mask lie on the right one?",
-    )
-    add("--batch_size", type=COUNT, default=8)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
-    add("--max_tiles", type=COUNT, default=1)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-
-
-def flags_of_run(folder: Path) -> dict:
-    """What the run of a checkpoint in `folder` was told of OF_POINTS; {} of another folder."""
-    if not (folder / "training_state.pt").is_file():
-        return {}
-    return {
-        name: value
-        for name, value in read_json(folder / "config.json").items()
-        if name in OF_POINTS
-    }
+from tools.evaluate_flags import NOT_SAVED, OF_POINTS, build_parser, flags_of_run
 
 
 def measures_of(policy, args) -> dict:
@@ -230,6 +111,7 @@ def read_before(file: Path, num_samples: int) -> dict:
     try:
         before = json.loads(file.read_text())
         num_before = min(len(before["image_ids"]), len(before["references"]))
+        before["flags"] = dict(before["flags"])
         before["values"] = {
             name: torch.tensor(values, dtype=torch.float64)
             for name, values in before["values"].items()
@@ -301,6 +183,17 @@ def table(found: dict) -> str:
     return "\n".join(lines)
 
 
+def policy_of(args, ranks):
+    """The policy that the flags name. Raises ValueError, naming the flag."""
+    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
+    how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
+    if args.protocol:  # all that an answer can hold
+        how["max_masks_per_answer"] = args.max_completion_length
+    shards = Shards(ranks) if args.shard_base else None
+    whose = (args.model_path, args.checkpoint, args.role)
+    return open_policy(*whose, ranks.device, args.max_completion_length, shards, **how)
+
+
 def run(args, ranks):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
@@ -313,29 +206,39 @@ def run(args, ranks):
         dataset = untrained(dataset, args.checkpoint or args.model_path, args.shared_images)
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
-    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
-    how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
-    if args.protocol:  # all that an answer can hold
-        how["max_masks_per_answer"] = args.max_completion_length
-    shards = Shards(ranks) if args.shard_base else None
-    tokens, whose = args.max_completion_length, (args.model_path, args.checkpoint, args.role)
-    policy = open_policy(*whose, ranks.device, tokens, shards, **how)
-    lengths = (tokens, args.num_workers, args.max_caption_length)
+    policy = policy_of(args, ranks)
+    lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
     measures = measures_of(policy, args)
     asked = (args.other_regions, args.best_of, vocabulary)
     heldout = HeldOut(dataset, args.batch_size, *lengths, *asked, **measures)
     measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
     if not ranks.is_main:
         return
-    of_points = policy.family != Sa2VAPolicy.family
     if not measures:
         measure_captions(measured, args.legacy_cleaner)
-    flags = {
+    flags = flags_that_count(args, policy.family)
+    found = record(measured, flags)
+    say(found, measured, dataset, args)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(found))
+    if before:
+        check_same_samples(before, args.before, measured)
+        print0(f"\nagainst {args.before}\n{compared(before, measured, flags)}")
+
+
+def flags_that_count(args, family: str) -> dict:
+    """{flag: value} of all that the numbers depend on, as JSON holds them."""
+    of_points = family != Sa2VAPolicy.family
+    return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
         if name not in NOT_SAVED and (of_points or name not in OF_POINTS)
     }
-    found = record(measured, flags)
+
+
+def say(found: dict, measured: Measured, dataset, args):
+    """Print what was measured, and of which samples."""
     print0(table(found))
     if args.protocol:
         what = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
@@ -346,30 +249,20 @@ def run(args, ranks):
             f"{measured.num_damaged} samples did not decode or fit; "
             "others were measured in their place"
         )
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(found))
-    if before:
-        check_same_samples(before, args.before, measured)
-        changed = [
-            f"--{name} was {before['flags'].get(name)}, now {value}"
-            for name, value in flags.items()
-            if before["flags"].get(name) != value
-        ]
-        print0(
-            "\n".join(
-                [
-                    "",
-                    f"against {args.before}",
-                    *changed,
-                    before_after_table(before["values"], measured.values),
-                ]
-            )
-        )
+
+
+def compared(before: dict, measured: Measured, flags: dict) -> str:
+    """Flags that differ from those of `before`, and the table of differences, as text."""
+    changed = [
+        f"--{name} was {before['flags'].get(name)}, now {value}"
+        for name, value in flags.items()
+        if before["flags"].get(name) != value
+    ]
+    return "\n".join([*changed, before_after_table(before["values"], measured.values)])
 
 
 def main(argv=None):
-    parser = build_parser()
+    parser = build_parser(__doc__)
     args = parser.parse_args(argv)
     require_wordnet()
     ranks = distributed.init()

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_train.data.refcoco import NAMES
+from rl_train.flags import COUNT_OR_0
 from tools.demo_scenes import HELDOUT, TRAIN, make_scene
 
 SPLITS = {"refcoco": ("val", "testA", "testB"), "refcocog": ("val", "test")}
@@ -105,8 +106,8 @@ def main(argv=None):
     add = parser.add_argument
     add("--output_dir", required=True, type=Path, help="folder to write; must be empty or absent")
     add("--name", choices=list(NAMES), default="refcoco")
-    add("--num_train", type=int, default=200, help="scenes of the split train")
-    add("--num_heldout", type=int, default=20, help="scenes of each other split")
+    add("--num_train", type=COUNT_OR_0, default=200, help="scenes of the split train")
+    add("--num_heldout", type=COUNT_OR_0, default=20, help="scenes of each other split")
     add("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.output_dir.exists() and any(args.output_dir.iterdir()):

@@ -189,6 +189,8 @@ def page_data(run: Path, data_dir, steps: list[int] | None, limit: int, side: in
         steps: [first, last], or None: all; limit: of the rollouts; side: of the images, in pixels.
     """
     flags = read_json(run / "config.json")
+    if "num_generations" not in flags:
+        raise ValueError(f"--run {run}: it was trained by supervised examples, it has no rollouts")
     size = flags["num_generations"]
     first, last = steps or (0, float("inf"))
     rewards, rows = {}, {}

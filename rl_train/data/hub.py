@@ -1,10 +1,10 @@
 """Data sets by their name on the Hugging Face hub."""
 
-import os
+import secrets
 from glob import escape
 from pathlib import Path
 
-from rl_train.hub import NAME, fetch, missing, not_fetched
+from rl_train.hub import NAME, faults, fetch, missing, not_fetched
 
 
 def folder_of(data_dir) -> Path:
@@ -56,7 +56,7 @@ def resolve(data_dir, patterns: list[str], parts=None, split: str | None = None)
         raise ValueError(f"--split {split}: must be the name of a split")
     try:
         loaded = datasets.load_dataset(name, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # no connection, name, access or split
+    except faults() as error:  # of an unknown split too
         raise not_fetched("--data_dir", name, error) from error
     if not loaded.cache_files:
         raise ValueError(f"--data_dir {name}: the hub data set holds no file.")
@@ -65,9 +65,12 @@ def resolve(data_dir, patterns: list[str], parts=None, split: str | None = None)
     folder = cache / f"{split}_splits" / name.replace("/", "--")
     folder.mkdir(parents=True, exist_ok=True)
     for k, file in enumerate(loaded.cache_files):
-        link = folder / f"data-{k:05d}.arrow.{os.getpid()}"
+        link = folder / f"data-{k:05d}.arrow.{secrets.token_hex(4)}"
         link.symlink_to(file["filename"])
         link.replace(folder / f"data-{k:05d}.arrow")  # of several ranks the last one stays
+    kept = len(loaded.cache_files)  # what the hub had when there were more
+    for old in [place for place in folder.glob("data-*.arrow") if int(place.stem[5:]) >= kept]:
+        old.unlink(missing_ok=True)
     return folder
 
 

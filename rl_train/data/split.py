@@ -37,29 +37,38 @@ def split_dataset(
     """
     dataset = dataset_class(data_dir)
     damaged = DamagedSamples(dataset.report(), max_bad_fraction)
-    if eval_data_dir:
-        heldout = (heldout_class or dataset_class)(eval_data_dir)
-        check_bad_fraction(heldout.report(), 0, max_bad_fraction)
-        keys, held = picture_keys(dataset, heldout)
-        shared = np.isin(keys, held)  # (n,)
-        both = len(np.unique(keys[shared]))
-        say(
-            f"{both} images are both trained on and held out, of {len(np.unique(keys))} and "
-            f"{len(np.unique(held))}: {shared.sum()} of {len(dataset)} training regions"
-            + f" (--shared_images {shared_images})"
-            * bool(both)
+    if not eval_data_dir:
+        return *hold_out(dataset, data_dir, eval_samples, say), damaged
+    heldout = (heldout_class or dataset_class)(eval_data_dir)
+    check_bad_fraction(heldout.report(), 0, max_bad_fraction)
+    keys, held = picture_keys(dataset, heldout)
+    shared = np.isin(keys, held)  # (n,)
+    both = len(np.unique(keys[shared]))
+    say(
+        f"{both} images are both trained on and held out, of {len(np.unique(keys))} and "
+        f"{len(np.unique(held))}: {shared.sum()} of {len(dataset)} training regions"
+        + f" (--shared_images {shared_images})"
+        * bool(both)
+    )
+    if shared.any() and shared_images == "refuse":
+        raise ValueError(
+            f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images: of "
+            f"{shared.sum()} of {len(dataset)} training regions, as "
+            f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out, "
+            "keep trains on them"
         )
-        if shared.any() and shared_images == "refuse":
-            raise ValueError(
-                f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images: of "
-                f"{shared.sum()} of {len(dataset)} training regions, as "
-                f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out, "
-                "keep trains on them"
-            )
-        drop = shared.any() and shared_images == "drop"
-        training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
-        measured = sample_regions(held, eval_samples)
-        return training, Subset(heldout, measured), damaged
+    if shared.all() and shared_images == "drop":
+        raise ValueError(
+            f"--shared_images drop: all {len(dataset)} regions of --data_dir {data_dir} are on "
+            f"images of --eval_data_dir {eval_data_dir}; nothing is left to train on"
+        )
+    drop = shared.any() and shared_images == "drop"
+    training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
+    return training, Subset(heldout, sample_regions(held, eval_samples)), damaged
+
+
+def hold_out(dataset, data_dir, eval_samples: int, say) -> tuple[Subset, Subset]:
+    """(training set, held-out set) of one data set, see `split_dataset`."""
     images = number_images(*picture_keys(dataset))
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(int(images.max()) + 1, generator=generator).numpy()
@@ -68,7 +77,7 @@ def split_dataset(
     enough = len(order) - place[last_first[:eval_samples]].min()  # images, to hold as many regions
     first = len(order) - max(enough, min(eval_samples, len(order) // 10))  # that is held out
     training, aside = np.flatnonzero(place < first).tolist(), np.flatnonzero(place >= first)
-    heldout = aside[sample_regions(dataset.image_keys[aside], eval_samples)]
+    heldout = aside[sample_regions(images[aside], eval_samples)]
     if not training:
         raise ValueError(
             f"--data_dir {data_dir} holds {len(dataset)} regions, too few to hold out "
@@ -78,7 +87,7 @@ def split_dataset(
         f"held out: {len(heldout)} regions of {len(np.unique(images[heldout]))} images; "
         f"trained on: {len(training)} of {len(np.unique(images[training]))} others"
     )
-    return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist())), damaged
+    return Subset(dataset, training), Subset(dataset, sorted(heldout.tolist()))
 
 
 def picture_keys(*datasets) -> list[np.ndarray]:

@@ -34,7 +34,7 @@ class JudgeClient:
             import openai
         except ImportError as error:
             raise ValueError(
-                "the judge of --use_llm_judge and tools.dlc_bench needs openai: "
+                "the judge of --use_llm_judge and tools.dlc_bench needs the openai library: "
                 "pip install -e '.[judge]' (the extra `judge`)"
             ) from error
         self.openai = openai

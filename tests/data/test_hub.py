@@ -9,6 +9,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from PIL import Image
 
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
@@ -20,6 +21,8 @@ from tests.data.dam_splits import write as write_dam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
 from tools.gar_writer import encode_mask, write_gar
 
+# The library by which the hub is asked: its errors go through.
+HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
 MASK = np.eye(20, dtype=bool)
 ROW = {
     "image": Image.new("RGB", (20, 20), "red"),
@@ -219,6 +222,7 @@ def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
         OSError("no route"),
         ConnectionError("refused"),
         huggingface_hub.errors.LocalEntryNotFoundError("not cached"),
+        HTTP.ProxyError("403 Forbidden"),
     ],
 )
 def test_no_network(monkeypatch, error):
@@ -266,6 +270,9 @@ def test_only_the_training_split_of_a_data_set_is_read(tmp_path, monkeypatch):
     )
     for _ in range(2):
         check(GraspAnyRegionDataset("owner/name"), 3)
+    check(GraspAnyRegionDataset("owner/name", split="test"), 2)
+    stale = next((tmp_path / "cache" / "test_splits").rglob("data-00000.arrow"))
+    shutil.copy(stale, stale.with_name("data-00001.arrow"))  # of an earlier state of the hub's
     check(GraspAnyRegionDataset("owner/name", split="test"), 2)
     with pytest.raises(ValueError, match=r"--split test\[:1\]: must be the name of a split"):
         GraspAnyRegionDataset("owner/name", split="test[:1]")

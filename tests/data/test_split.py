@@ -167,6 +167,11 @@ def test_shared_images_are_dropped_from_training(data, sharing):
     assert pictures(training).isdisjoint(pictures(heldout))
 
 
+def test_where_all_images_are_shared_nothing_is_left(sharing):
+    with pytest.raises(ValueError, match="--shared_images drop: all .*; nothing is left to train"):
+        split_dataset(GraspAnyRegionDataset, sharing, sharing, 4, 0, "drop")
+
+
 def test_shared_images_are_kept_in_training_and_counted(data, sharing):
     said = []
     how = (GraspAnyRegionDataset, data / "train", sharing, 4, 0)
@@ -202,6 +207,23 @@ def test_images_of_coco_are_alike_under_any_encoding():
     assert coco_id("COCO_train2014_000000581857_16.jpg") == coco_id("a/000000581857.png") == 581857
     for other in ("sa_000000581857000.jpg", "581857.jpg", "100000581857.jpg", "", None):
         assert coco_id(other) == NOT_COCO
+
+
+@pytest.mark.parametrize("num_pictures", [20, 21, 22, 23, 24, 25])
+def test_a_picture_in_two_encodings_is_measured_once_before_others_twice(num_pictures):
+    class Twice:
+        image_keys = np.arange(2 * num_pictures)
+        coco_ids = np.arange(2 * num_pictures) // 2
+
+        def __len__(self):
+            return 2 * num_pictures
+
+        def report(self):
+            return dict(kept=len(self), skipped={})
+
+    _, heldout, _ = split_dataset(lambda _: Twice(), "D", None, 2, 0)
+    one, other = Twice.coco_ids[heldout.indices]
+    assert one != other
 
 
 def test_describe_anything_too(tmp_path):

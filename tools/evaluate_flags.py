@@ -1,0 +1,128 @@
+"""The flags of `tools.evaluate`, those of the samples also of other tools."""
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+
+from rl_train.config import DataConfig, PolicyConfig
+from rl_train.data import HELDOUT_DATASETS
+from rl_train.files import read_json
+from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
+from rl_train.tasks.point_segmentation import PointSegmentation
+
+# Flags of models that answer with box and points.
+OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
+OF_POINTS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
+NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
+
+
+def build_parser(description: str) -> argparse.ArgumentParser:
+    """The parser of all flags, with the module's own description."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.evaluate",
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "--model_path",
+        required=True,
+        type=Path,
+        help="Sa2VA folder in the original layout, or a checkpoint folder of a run",
+    )
+    add_data_flags(parser)
+    add(
+        "--checkpoint",
+        type=Path,
+        help="checkpoint_step_N folder of a run that started from --model_path",
+    )
+    add(
+        "--role",
+        choices=["policy", "ema"],
+        default="policy",
+        help="whose weights of the checkpoint",
+    )
+    add(
+        "--shard_base",
+        action="store_true",
+        help="as in training: each process keeps a share of every layer; needs several",
+    )
+    add(
+        "--legacy_cleaner",
+        action="store_true",
+        help="caption_meteor of captions without the boilerplate that published region-caption "
+        "numbers were cleaned of; training scores captions as they are",
+    )
+    add(
+        "--attributes",
+        type=Path,
+        help="JSON file {attribute: {value: [phrases]}}: accuracy and precision of what captions "
+        "state (docs/algorithm.md)",
+    )
+    add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
+    add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
+    add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
+    add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
+    add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
+    add(
+        "--protocol",
+        choices=["sa2va"],
+        help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
+        "--max_tiles is then 12 by default",
+    )
+    add(
+        "--shared_images",
+        choices=["refuse", "drop", "keep"],
+        help="regions on images that the checkpoint's run was trained on, whose data sets are "
+        "opened again for it; default: nobody looks",
+    )
+    add("--temperature", type=POSITIVE, default=1.0, help="of the sampled answers")
+    add(
+        "--output",
+        type=Path,
+        help="JSON file for means, intervals, per-sample values, captions and flags",
+    )
+    add(
+        "--before",
+        type=Path,
+        help="--output of an earlier run on the same samples: print the paired differences to it",
+    )
+    return parser
+
+
+def add_data_flags(parser: argparse.ArgumentParser):
+    """Add the flags that name the samples, and how they and models are read."""
+    add = parser.add_argument
+    add("--data_dir", required=True, help="folder of held-out regions")
+    add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
+    add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
+    add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
+    add(
+        "--image_root",
+        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
+        "for in --data_dir",
+    )
+    add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
+    add(
+        "--other_regions",
+        action="store_true",
+        help="read all regions of an image: does a mask lie on the right one?",
+    )
+    add("--batch_size", type=COUNT, default=8)
+    add("--max_completion_length", type=COUNT, default=128)
+    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
+    add("--max_tiles", type=COUNT, default=1)
+    add("--num_workers", type=COUNT_OR_0, default=2)
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+
+
+def flags_of_run(folder: Path) -> dict:
+    """What the run of a checkpoint in `folder` was told of OF_POINTS; {} of another folder."""
+    if not (folder / "training_state.pt").is_file():
+        return {}
+    return {
+        name: value
+        for name, value in read_json(folder / "config.json").items()
+        if name in OF_POINTS
+    }
