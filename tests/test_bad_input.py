@@ -97,7 +97,7 @@ def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
     train = str(data / "train")
     sentence = complaint(eval_data_dir=train)
     assert f"--eval_data_dir {train} share images" in sentence and "--shared_images" in sentence
-    assert "--data_dir holds 0 samples" in complaint(eval_data_dir=train, shared_images="drop")
+    assert "nothing is left to train on" in complaint(eval_data_dir=train, shared_images="drop")
     drop = f"{REGIONS} of {REGIONS} training regions (--shared_images drop)"
     assert drop in capsys.readouterr().out
 
