@@ -39,16 +39,11 @@ PROGRAM = Program(
 )
 
 
-def train(parts: Parts, loader, end_of_step, average=None):
-    """The loop. Letters: B samples per batch, one example of each a task, T tokens of an answer.
-
-    Args:
-        average: in place of `GradientAverage`.
-    """
+def train(parts: Parts, loader, end_of_step):
+    """The loop. Letters: B samples per batch, one example of each a task, T tokens of an answer."""
     state, config = parts.state, parts.config
     policy, optim = state.policy, config.optim
-    average = average or GradientAverage
-    objective = average(SupervisedLoss(policy), policy.trainable)
+    objective = GradientAverage(SupervisedLoss(policy), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= parts.max_steps:
             break
