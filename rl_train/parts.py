@@ -19,7 +19,7 @@ from rl_train.agreement import (
 from rl_train.base import base_of
 from rl_train.checkpoint import RunState
 from rl_train.cli import check_output_dir, check_same
-from rl_train.config import Config, OptimConfig, PolicyConfig
+from rl_train.config import Config, DataConfig, OptimConfig, PolicyConfig
 from rl_train.data import DamagedSamples
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mix import Shares
@@ -106,6 +106,17 @@ def build_judge(config: Config, ranks: Ranks) -> LLMJudge | None:
     if faults:
         raise ValueError(faults[0])
     return judge
+
+
+def open_data(data: DataConfig) -> tuple[object, object, DamagedSamples]:
+    """(regions to train on, held-out ones, the count of damaged ones); says what was read."""
+    where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
+    opened, opened_heldout = readers(data)
+    sets = split_dataset(opened, *where, data.shared_images, opened_heldout, print0)
+    report = sets[2].report
+    for name, of_one in report.get("of_each", {data.dataset: report}).items():
+        print0(f"--data_dir {data.data_dir}: {of_one}" if not data.mix else f"{name}: {of_one}")
+    return sets
 
 
 def build_rewards(config: Config) -> tuple:
@@ -200,9 +211,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     shards = Shards(ranks) if config.policy.shard_base else None
     if ranks.is_main:
         check_output_dir(config, flags)
-        base = Path(config.policy.model_path)
-        wanted = config.run.export_final and base.is_dir()  # one of the hub is tried at the end
-        if wanted and (lack := lacking(base, Path(output_dir))):
+        places = Path(config.policy.model_path), Path(output_dir)
+        if config.run.export_final and (lack := lacking(*places)):
             raise ValueError(f"--export_final: on the disk of --output_dir {output_dir} {lack}")
     resume = checkpoint.find(config.run.resume, output_dir)
     agree_on_start(config, resume)  # and nobody goes on before the folder is known to be free
@@ -212,12 +222,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     judge = build_judge(config, ranks)
     torch.manual_seed(config.run.seed)
     data = config.data
-    where = (data.data_dir, data.eval_data_dir, data.eval_samples, data.max_bad_fraction)
-    opened, opened_heldout = readers(data)
-    sets = split_dataset(opened, *where, data.shared_images, opened_heldout, print0)
-    train_set, heldout, damaged = sets
-    for name, report in damaged.report.get("of_each", {data.dataset: damaged.report}).items():
-        print0(f"--data_dir {data.data_dir}: {report}" if not data.mix else f"{name}: {report}")
+    train_set, heldout, damaged = open_data(data)
     agree_on_inputs(config, ranks, training=train_set, heldout=heldout)
     kinds = config.kinds
     families = {name: kind.family for name, kind in kinds.items()}

@@ -54,6 +54,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
     state, config = parts.state, parts.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
     scale, skips = config.loss.scale, config.loss.skip_zero_variance
+    scale_of_group = "none" if scale == "batch" else scale  # a batch's comes when all is there
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     average = average or GradientAverage
     objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
@@ -79,8 +80,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 counted = reward
                 if config.reward.scale_components:
                     counted = combine(scaled(outcome.rewards, weights, G), weights)
-                of_group = scale if scale != "batch" else "none"  # which comes when all is there
-                advantages = group_advantages(counted, G, of_group).to(policy.device)  # (N,)
+                advantages = group_advantages(counted, G, scale_of_group).to(policy.device)  # (N,)
                 clock("teacher")
                 reference = None
                 if config.loss.kl_coef:

@@ -79,9 +79,9 @@ class PromptBuilder:
         """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
         return self.ids(DESCRIBE, num_tiles, [num_cells])
 
-    def segment(self, phrase: str, num_tiles: int) -> list[int]:
+    def segment(self, phrase: str, num_tiles: int, wording: str = SEGMENT) -> list[int]:
         """Prompt ids that ask for the mask of `phrase` (lower case, without special tokens)."""
-        return self.ids(SEGMENT.replace("{x}", phrase), num_tiles)
+        return self.ids(wording.replace("{x}", phrase), num_tiles)
 
     def answer(self, caption: str) -> list[int]:
         """Ids of `caption` as an answer, with what ends it in the supervised training."""

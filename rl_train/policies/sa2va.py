@@ -162,8 +162,8 @@ class Sa2VAPolicy:
     ) -> Prompts:
         """Prompts that ask for the mask of captions[p] in image[p], in wordings[p] or the usual."""
         wordings = wordings or [SEGMENT] * len(captions)
-        asked = [one.replace("{x}", phrase(c)) for one, c in zip(wordings, captions, strict=True)]
-        ids = [self.prompts.ids(text, images.tiles[i]) for i, text in zip(image, asked)]
+        asked = zip(image, captions, wordings, strict=True)
+        ids = [self.prompts.segment(phrase(c), images.tiles[i], wording) for i, c, wording in asked]
         return Prompts(ids, list(image), None)
 
     def embed(self, images: Images, prompts: Prompts, num_tokens: int = 0):

@@ -75,12 +75,7 @@ class RegionCaptions:
     def examples(self, batch: Batch, features, rngs):
         policy = self.context.policy
         prompts = policy.describe_prompts(features, range(len(batch)), features.grids)
-        answers = [self.caption(text, rng) for text, rng in zip(batch.captions, rngs)]
-        return prompts, [policy.prompts.answer(answer) for answer in answers]
-
-    def caption(self, text: str, rng) -> str:
-        """What is taught to be said of a region whose caption in the data set is `text`."""
-        return text
+        return prompts, [policy.prompts.answer(caption) for caption in batch.captions]
 
     def terms(self, examples: Examples, features, scores, rows: float):
         return [], {}
