@@ -101,6 +101,8 @@ class HintedMasks(ReferringSegmentation):
 
     def terms(self, examples: Examples, features, scores, rows: float):
         policy, batch = self.context.policy, examples.batch
+        if batch.others is None:
+            raise ValueError("--tasks tools.demo_hints:HintedMasks: needs --other_regions")
         codes = self.codes(batch.captions)  # (B, D)
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)
         copied = F.mse_loss(prompts, codes, reduction="none").mean(1)

@@ -27,7 +27,7 @@ SIZES = {
         warm_start_scenes=1500,
         dtype="float32",
         warm_start=dict(
-            hints=dict(max_steps=900, batch_size=64, regions_per_image=4, learning_rate=1e-3),
+            hints=dict(max_steps=750, batch_size=64, regions_per_image=4, learning_rate=1e-3),
             learn=dict(max_steps=300, batch_size=64, regions_per_image=4, learning_rate=6e-4),
             err=dict(max_steps=400, batch_size=64, learning_rate=5e-4),
             decide=dict(max_steps=60, batch_size=64, learning_rate=1e-3),

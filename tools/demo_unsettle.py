@@ -120,6 +120,8 @@ class Decided:
 
     def terms(self, examples: Examples, features, scores, rows: float):
         policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
+        if batch.others is None:
+            raise ValueError("--tasks tools.demo_unsettle:Decided: needs --other_regions")
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
         with self.context.roles.use("reference"):
             before = policy.decode_masks(features, image, prompts) > 0
