@@ -28,9 +28,9 @@ SIZES = {
         dtype="float32",
         warm_start=dict(
             hints=dict(max_steps=750, batch_size=64, regions_per_image=4, learning_rate=1e-3),
-            learn=dict(max_steps=300, batch_size=64, regions_per_image=4, learning_rate=6e-4),
-            err=dict(max_steps=400, batch_size=64, learning_rate=5e-4),
-            decide=dict(max_steps=60, batch_size=64, learning_rate=1e-3),
+            learn=dict(max_steps=150, batch_size=64, regions_per_image=4, learning_rate=6e-4),
+            err=dict(max_steps=200, batch_size=64, learning_rate=5e-4),
+            decide=dict(max_steps=20, batch_size=64, learning_rate=1e-3),
         ),
     ),
     # made on a GPU, in minutes
