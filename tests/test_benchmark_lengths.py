@@ -175,7 +175,8 @@ def test_a_budget_is_a_share_of_the_gpu(monkeypatch):
     work.hold_to(None, gpu)
     work.hold_to(80, torch.device("cpu"))
     work.hold_to(70, gpu)
-    assert held == [(0.5, gpu)]
+    work.hold_to(35, torch.device("cuda"))
+    assert held == [(0.5, 0), (0.25, None)]  # None: the current one
     with pytest.raises(ValueError, match="--budget_gib 141: the GPU has 140.0"):
         work.hold_to(141, gpu)
 

@@ -268,7 +268,7 @@ def hold_to(budget_gib: float | None, device: torch.device):
     has = torch.cuda.get_device_properties(device).total_memory / GIB
     if budget_gib > has:
         raise ValueError(f"--budget_gib {budget_gib}: the GPU has {has:.1f}")
-    torch.cuda.set_per_process_memory_fraction(budget_gib / has, device)
+    torch.cuda.set_per_process_memory_fraction(budget_gib / has, device.index)  # None: current
 
 
 def random_state(config, options: Options, policy_class=None, rank: int = 0) -> RunState:
