@@ -133,7 +133,7 @@ def test_floor_reads_an_image_once_for_all_prompts_about_it(real):
     prompts = real.asked["teacher1"][0].prompts
     start = prompts.ids[0].index(real.policy.prompts.context_id)
     total = sum(map(len, prompts.ids)) - 4 * (start + image)
-    found = floor.lengths(real, real.asked["teacher1"][0])
+    found = floor.call_of(real, real.asked["teacher1"][0])
     assert found.own.sum() == total and found.answers is None
     pairs = sum(len(ids) ** 2 for ids in prompts.ids) / 2 - 4 * (start + image) ** 2 / 2
     least = floor.Least(model, 1.0, 1e30)

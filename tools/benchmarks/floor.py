@@ -54,8 +54,8 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Of P prompts and N answers to them."""
+class Call:
+    """Tokens of one call: of P prompts and N answers to them."""
 
     prompts: torch.Tensor  # (P,)
     shared: torch.Tensor  # (P,) leading tokens that the prompt before has too
@@ -83,31 +83,31 @@ class Least:
     def compute(self, operations, moved=0.0) -> float:
         return max(operations / self.matmul, moved / self.bandwidth)
 
-    def ask(self, asked: Lengths) -> float:
+    def ask(self, call: Call) -> float:
         """Of one call: the prompts, then, if it is to answer, the logits of each and all tokens."""
-        model, answers = self.model, asked.answers
-        logits = 0 if answers is None else len(asked.prompts)
-        operations = model.forward(asked.own.sum().item(), asked.pairs, logits)
+        model, answers = self.model, call.answers
+        logits = 0 if answers is None else len(call.prompts)
+        operations = model.forward(call.own.sum().item(), call.pairs, logits)
         prompts = self.compute(operations, model.read(0))
-        return prompts if answers is None else prompts + self.decode(asked)
+        return prompts if answers is None else prompts + self.decode(call)
 
-    def decode(self, asked: Lengths) -> float:
+    def decode(self, call: Call) -> float:
         """All tokens after the first: in each step of the rows that are not done yet."""
-        model, answers = self.model, asked.answers
+        model, answers = self.model, call.answers
         fed = answers - 1  # (P, G) the last is never fed
         longest = fed.max(1).values  # (P,) steps in which a prompt's keys and values are read
-        steps = int(longest.max()) if len(longest) else 0
-        slots = (longest * asked.own).sum() + (fed * (fed + 1) / 2).sum()
+        steps = int(longest.max())
+        slots = (longest * call.own).sum() + (fed * (fed + 1) / 2).sum()
         moved = steps * model.read(0) + model.slot * slots.item()
         each = 2 * (model.base + model.lora + model.head)
         return self.compute(fed.sum().item() * each, moved)
 
-    def scores(self, asked: Lengths, backward=False) -> float:
+    def scores(self, call: Call, backward=False) -> float:
         """One pass over all rows, which share their prompts."""
-        answers = asked.answers  # (P, G)
-        pairs = asked.pairs + (answers * (asked.prompts[:, None] + answers / 2)).sum().item()
+        answers = call.answers  # (P, G)
+        pairs = call.pairs + (answers * (call.prompts[:, None] + answers / 2)).sum().item()
         tokens = answers.sum().item()
-        both = asked.own.sum().item() + tokens
+        both = call.own.sum().item() + tokens
         return self.compute(self.model.forward(both, pairs, tokens, backward), self.model.read(0))
 
 
@@ -126,22 +126,23 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     for number, task in enumerate(work.state.tasks, 1):
         rollout, teacher = f"rollout{number}", f"teacher{number}"
         for phase in (rollout, teacher):
-            seconds[phase] = sum(least.ask(lengths(work, one)) for one in work.asked[phase])
+            seconds[phase] = sum(least.ask(call_of(work, one)) for one in work.asked[phase])
         seconds[rollout if task.action else teacher] += least.compute(masks)
-        sampled = lengths(work, work.asked[rollout][0])
-        seconds[f"reference{number}"] = least.scores(sampled)
+        sampled = call_of(work, work.asked[rollout][0])
+        asks_reference = work.config.loss.kl_coef > 0
+        seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
         update += least.scores(sampled, backward=True)
         update += least.compute(3 * masks) if task.action else 0.0
     return seconds | {"update": update}
 
 
-def lengths(work: Work, asked: Asked) -> Lengths:
+def call_of(work: Work, asked: Asked) -> Call:
     """Of what a call asked."""
     prompts = torch.tensor([len(ids) for ids in asked.prompts.ids], dtype=torch.float64)
     answers = None
     if asked.valid is not None:
         answers = asked.valid.sum(1).cpu().double().view(len(prompts), -1)
-    return Lengths(prompts, shared_tokens(work, asked.prompts), answers)
+    return Call(prompts, shared_tokens(work, asked.prompts), answers)
 
 
 def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
