@@ -132,6 +132,7 @@ def worst_step(parts, train) -> dict[str, float]:
         once.step += 1
         gradients = standing_memory(policy)["gradients"]
         accumulated = config.optim.gradient_accumulation_steps - 1  # batches held beside this one
+        accumulated += bool(accumulated and policy.encoders_train)  # which it encodes once more
         more = adam_to_come(state) + policy.engine.bytes_to_come()
         more += accumulated * held_bytes(given)
         for phase in clock.seconds:

@@ -15,7 +15,7 @@ from rl_train.distributed import Ranks
 from rl_train.engine import Engine
 from rl_train.files import read_json
 from rl_train.points.answers import Answer, Form
-from rl_train.policies import worst_case
+from rl_train.policies import qwen_worst_case, worst_case
 from rl_train.policies.families import build_policy
 from rl_train.rewards.points import deepest_points
 from rl_train.stand_ins import LongestExamples
@@ -238,7 +238,8 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch)
     run(data, again, **same, resume="")
     assert asked == 2 * ["evaluation"]  # of the base and at the end: nothing is kept to sample with
     measured = [read_json(one / "evaluation" / "step_0.json") for one in (whole, again)]
-    assert measured[0]["means"] == measured[1]["means"]  # of weights that nothing kept meanwhile
+    ious = [measured[run]["means"]["seg_iou"] for run in (0, 1)]
+    assert ious[0] == ious[1] != curve(again, "eval/seg_iou")[4]  # of weights that nobody kept
     a, b = weights(whole, 4), weights(again, 4)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not (whole / "checkpoint_step_4" / "adapter").exists()  # nor a LoRA
@@ -307,6 +308,15 @@ def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):
     assert np.mean(values[-3:]) < 0.9 * values[0]
     assert "eval/parsable" in events(out).Tags()["scalars"]
     assert (out / "final_model" / "model.safetensors").is_file()
+
+
+def test_the_worst_step_of_points(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 64 * 64)
+    folders = dict(model_path=write_qwen(tmp_path / "qwen"), sam_path=write_sam(tmp_path / "sam"))
+    how = dict(tasks="point_answers", answer_style="points", image_side=56)
+    made = built(data, tmp_path, **folders, **how, max_completion_length=64)
+    assert made.state.roles.banks == {}
+    assert set(memory.worst_step(made, train_supervised.train)) == {"encode", "update"}
 
 
 def test_true_answers_by_hand():
