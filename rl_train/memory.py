@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rl_train.checkpoint import RunState, how_to_go_on
 from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
-from rl_train.distributed import Ranks, gather_objects, print0
+from rl_train.distributed import Ranks, gather_objects, gradient_norms, print0
 from rl_train.policies.families import longest_answers, worst_batch
 from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import UserReward
@@ -190,7 +190,7 @@ class NotAveraged:
     """`distributed.GradientAverage` of one rank, whose gradients are as many bytes."""
 
     def __init__(self, module, names):
-        self.module = module
+        self.module, self.names = module, names
 
     def __call__(self, *args, last: bool):
         return self.module(*args, last)
@@ -198,8 +198,9 @@ class NotAveraged:
     def averaging(self, last: bool):
         return contextlib.nullcontext()
 
-    def own_norms(self) -> dict[str, float]:
-        return {}
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        norms = gradient_norms(self.names.values())
+        return norms, norms
 
 
 # When there is none left

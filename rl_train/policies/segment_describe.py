@@ -106,15 +106,30 @@ def segment_sampled(
     return masks
 
 
+def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """{p: (g, g) bool region cells, on the CPU} of masks[p] (H, W), but of those that are empty.
+
+    The masks of one size in one go.
+    """
+    alike, grids = {}, {}
+    for p, mask in enumerate(masks):
+        alike.setdefault(mask.shape, []).append(p)
+    for some in alike.values():
+        stacked = torch.stack([masks[p] for p in some])
+        found = policy.processor.region_grid(stacked).cpu()
+        grids |= zip(some, found)  # any pixel gives a cell
+    return {p: grids[p] for p in range(len(masks)) if grids[p].any()}
+
+
 @torch.no_grad()
 def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) -> list[str]:
     """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking."""
-    captions = [""] * len(masks)
-    asked = [p for p, mask in enumerate(masks) if mask.any()]
+    captions, grids = [""] * len(masks), region_grids(policy, masks)
+    asked = list(grids)
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
-        grids = [policy.processor.region_grid(masks[p]) for p in chunk]
-        prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
+        regions = [grids[p] for p in chunk]
+        prompts = policy.describe_prompts(images, [image[p] for p in chunk], regions)
         for p, text in zip(chunk, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
     return captions
@@ -132,11 +147,9 @@ def caption_likelihood(
     equal rewards differ.
     """
     questions = {}  # {question: its rows and their grid}
-    for p, mask in enumerate(masks):
-        if mask.any():
-            grid = policy.processor.region_grid(mask).cpu()
-            key = (image[p], captions[p], grid.numpy().tobytes())
-            questions.setdefault(key, []).append((p, grid))
+    for p, grid in region_grids(policy, masks).items():
+        key = (image[p], captions[p], grid.numpy().tobytes())
+        questions.setdefault(key, []).append((p, grid))
     likelihood = torch.zeros(len(masks))
     asked = list(questions.values())
     for start in range(0, len(asked), ROWS_AT_ONCE):

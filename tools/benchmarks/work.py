@@ -136,16 +136,16 @@ class Work:
                 if self.scores_old:
                     rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
                     clock(f"old{number + 1}")
-            outcome = task.judge(rollout)
-            reward = combine(outcome.rewards, task.weights)
-            advantages = group_advantages(reward, G, scale).to(policy.device)
-            clock(f"teacher{number + 1}")
             reference = None
             if self.config.loss.kl_coef:
                 with roles.use("reference"):
                     reference = score_all(policy, task, rollout, optim.micro_batch_size)
-            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             clock(f"reference{number + 1}")
+            outcome = task.judge(rollout)
+            reward = combine(outcome.rewards, task.weights)
+            advantages = group_advantages(reward, G, scale)
+            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            clock(f"teacher{number + 1}")
         totals, _ = step_totals(work, self.ranks.world_size)
         for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
             with self.average.averaging(last):
