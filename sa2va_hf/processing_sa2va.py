@@ -83,7 +83,7 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
             f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}"
         )
     # In float, and with `any` of every mask, native size takes 4 times as long.
-    pixels = masks[:, None].to(torch.uint8)
+    pixels = masks[:, None].view(torch.uint8)
     cells = F.adaptive_avg_pool2d(
         F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size
     )[:, 0]

@@ -100,7 +100,8 @@ class CaptionMaskCaption:
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
                 rewards["likelihood"] = likelihood
-        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
+        regions = [mask.to(policy.device, non_blocking=True) for mask in rollout.batch.masks]
+        targets = rollout.of_rows(regions)
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
         if rollout.batch.others is not None:
             rewards["hit"] = hits(masks, rollout.batch.masks, rollout.batch.others)
