@@ -141,7 +141,7 @@ class Runs:
     longest: tuple[int, int]  # queries of a run, keys of a run
 
 
-def runs(part: torch.Tensor, device="cpu") -> Runs:
+def runs(part: torch.Tensor, device) -> Runs:
     """The runs of `packing.Layout.part` (P, S), on `device`."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]

@@ -42,7 +42,7 @@ class Layout:
     part: torch.Tensor  # (P, S) of each token: -1 padding, 0 beginning, above 0 a continuation
     position_ids: torch.Tensor  # (A, P, S)
 
-    def bias(self, dtype: torch.dtype, device="cpu") -> torch.Tensor:
+    def bias(self, dtype: torch.dtype, device) -> torch.Tensor:
         """(P, 1, S, S) for the attention scores, on `device`: 0 or -inf.
 
         Padding sees padding, so that no query is without any key.
