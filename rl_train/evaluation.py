@@ -85,7 +85,8 @@ def evaluate(
                     asked = (policy, batch, features, tokens, heldout.best_of)
                     found |= heldout.measure_samples(*asked)
                 columns[name].append(found)
-            faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
+            not_finite = policy.watch.take().names()
+            faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
         if stops and stops.asked:
             break
     raise_on_any_rank(sorted(faults))

@@ -146,7 +146,7 @@ def test_worst_memory(tmp_path, output, monkeypatch):
     run = f"--flags {FLAGS} --mask_sigma 0.5 --gradient_accumulation_steps 2"
     benchmark.main(f"memory --worst {output} --device cpu --sizes tiny {run}".split())
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert list(written["worst"]) == ["encode", "rollout", "teacher", "reference", "update"]
+    assert list(written["worst"]) == ["encode", "rollout", "reference", "teacher", "update"]
     assert written["peak"] == 0 < written["standing"]["gradients"]  # no GPU
 
 

@@ -141,8 +141,8 @@ class Runs:
     longest: tuple[int, int]  # queries of a run, keys of a run
 
 
-def runs(part: torch.Tensor) -> Runs:
-    """The runs of `packing.Layout.part` (P, S)."""
+def runs(part: torch.Tensor, device) -> Runs:
+    """The runs of `packing.Layout.part` (P, S), on `device`."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]
     run = part.flatten()[slots] + slots // part.shape[1] * many
@@ -155,12 +155,9 @@ def runs(part: torch.Tensor) -> Runs:
         keys.append(own if own is prompt else torch.cat([prompt, own]))
         at += count
     lengths = [len(seen) for seen in keys]
-    query_ends, key_ends = (
-        torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32)
-        for sizes in (counts, lengths)
-    )
-    keys, longest = torch.cat(keys).to(part.device), (max(counts), max(lengths))
-    return Runs(part.shape[1], slots, keys, query_ends, key_ends, longest)
+    ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (counts, lengths))
+    of_device = (t.to(device, non_blocking=True) for t in (slots, torch.cat(keys), *ends))
+    return Runs(part.shape[1], *of_device, (max(counts), max(lengths)))
 
 
 def split(heads, num_kv):

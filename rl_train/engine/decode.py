@@ -9,6 +9,8 @@ Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, 
 C width, V vocabulary, K key-value heads, D head size.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -65,7 +67,7 @@ class Decoder:
     def generate(
         self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
     ) -> Completions:
-        """See `Engine.generate`; shared: the layout of the prompts."""
+        """See `Engine.generate`; shared: the layout of the prompts, on the CPU as their mask."""
         num_rows = len(embeds) * draws.num_generations
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(len(embeds), embeds.shape[1], draws)
@@ -77,11 +79,12 @@ class Decoder:
             del cache
             graph.begin(shared.last(hidden)[:, 0], draws.uniforms)
             graph.run(draws.max_new_tokens)
-        length = max(1, int(graph.valid[:num_rows].sum(1).max()))
-        buffers = graph.ids, graph.logp, graph.valid, graph.hiddens
-        ids, logp, valid, hidden = (buffer[:num_rows, :length].clone() for buffer in buffers)
+        rows, read = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
+        valid, stopped = read(graph.valid[rows]), read(graph.done[rows])
+        said = slice(max(1, int(valid.sum(1).max())))
+        logp, hidden = (buffer[rows, said].clone() for buffer in (graph.logp, graph.hiddens))
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
-        return Completions(ids, logp, valid, graph.done[:num_rows].clone(), hidden)
+        return Completions(read(graph.ids[rows, said]), logp, valid[:, said], stopped, hidden)
 
 
 class Graph:
@@ -151,18 +154,20 @@ class Graph:
         """
         p, length = attention_mask.shape
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
-        self.pad.fill_(slots)[:p].copy_(slots - lengths)  # prompts that are not there are empty
+        self.pad.fill_(slots)  # prompts that are not there are empty
+        self.pad[:p].copy_(slots - lengths, non_blocking=True)
+        tokens = tokens.to(self.pad.device, non_blocking=True)
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
         rows = behind.repeat_interleave(self.num_generations)
-        self.position.zero_()[: len(rows)] = rows
+        self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)
 
     def begin(self, hidden, uniforms):
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
         rows = slice(len(hidden) * self.num_generations)
         if uniforms is not None:
-            self.uniforms[rows, : uniforms.shape[1]] = uniforms.to(self.uniforms)
+            self.uniforms[rows, : uniforms.shape[1]].copy_(uniforms, non_blocking=True)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False
