@@ -101,6 +101,7 @@ class Decided:
 
     name = "decided"
     family, asks_teacher, measure, action = "sa2va", False, None, None
+    asks_reference = True
 
     @dataclass(frozen=True)
     class Options:
