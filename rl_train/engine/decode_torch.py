@@ -126,11 +126,10 @@ def choose(rows, logits):
     Args:
         rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to draw; and writes
             token, ids, logp, valid, the stop text's state, done.
-        logits: (N, at least V) float32, overwritten; the first vocab of each row are tokens'.
+        logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """
-    logits[:, rows.vocab :] = float("-inf")
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
-    token, logp = draw(logits, rows.temperature, u)
+    token, logp = draw(logits[:, : rows.vocab], rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))
     rows.ids.index_copy_(1, rows.step, rows.token[:, None])
     rows.logp.index_copy_(1, rows.step, logp.masked_fill(rows.done, 0.0)[:, None])
