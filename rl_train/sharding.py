@@ -1,29 +1,45 @@
 """The frozen base shared out over the ranks (FSDP2, --shard_base), if it does not fit one GPU.
 
-Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder; a layer is gathered
-while it computes. What trains stays whole on every rank, and so do embeddings, lm_head and SAM2:
-nobody else knows of it, and results are those of a run without it.
+Each of R ranks keeps 1/R of every layer of the LLM and of the vision encoder. What trains stays
+whole on every rank, and so do embeddings, lm_head and SAM2; results are those of a run without it.
 
-A forward is thereby a collective, but ranks sample answers of different lengths. So before each
-forward of a sharded part all ranks say which part they need next; the highest that any named is run
-by all, by the others on a dummy input, after which they ask again. A rank that has none left until
-another collective says so by `join`, which `distributed` calls before each of its own. Forwards
-with gradient are equally many on all ranks, so that backwards are in step. A part is called whole,
-`vision_model(..)` or `language_model.model(..)`; its layers never by themselves.
+Where a GPU has room for all layers beside what a step holds anyway, they are gathered once for all
+forwards without gradient of a step or an evaluation (`whole_base`): ordinary weights, by which the
+fast sampler runs, nobody waits for anybody, and which are gone before the update.
+
+Elsewhere, and in the update, a layer is gathered while it computes. A forward is thereby a
+collective, but ranks sample answers of different lengths. So before each forward of a sharded part
+all ranks say which part they need next; the highest that any named is run by all, by the others on
+a dummy input, after which they ask again. A rank that has none left until another collective says
+so by `join`, which `distributed` calls before each of its own. Forwards with gradient are equally
+many on all ranks, so that backwards are in step. A part is called whole, `vision_model(..)` or
+`language_model.model(..)`; its layers never by themselves.
 """
 
+import contextlib
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from rl_train.distributed import before_meeting
+from rl_train.distributed import before_meeting, print0
 from sa2va_hf import Sa2VAModel
 
 NOTHING = -1  # in place of the number of a part: no forward left
+MARGIN = 0.1  # of a GPU's memory, for activations and the sampler's cache beside the whole base
+SETS_TO_COME = 4  # of what trains: Adam's two, gradients, and those that ranks exchange
+
+
+def whole_base(policy):
+    """A context in which the base of a policy is whole on this rank, if it fits.
+
+    For forwards without gradient; a collective at its begin. Without --shard_base nothing happens.
+    """
+    return policy.shards.whole(policy) if policy.shards else contextlib.nullcontext()
 
 
 class Shards:
@@ -36,14 +52,14 @@ class Shards:
     def __init__(self, ranks):
         if ranks.world_size == 1:
             raise ValueError("--shard_base: one process has nobody to share with, start several")
-        self.ranks, self.parts, self.in_dummy = ranks, [], False
+        self.ranks, self.parts, self.layers, self.in_dummy = ranks, [], [], False
+        self.fits = None  # whether a GPU has room for all layers: see `decide`
 
     def load(self, path, dtype, device) -> Sa2VAModel:
         """`Sa2VAModel.from_pretrained`, of which this rank keeps its share of the layers."""
         model = Sa2VAModel.blank(path, dtype)
         self.split(model)
         model.load_weights(path, self.fill)
-        before_meeting.append(self.join)
         return model.to(device)
 
     def split(self, model):
@@ -66,6 +82,8 @@ class Shards:
             agree = partial(self._agree, len(self.parts))
             part.register_forward_pre_hook(lambda *_, agree=agree: agree(), prepend=True)
             self.parts.append((part, dummy))
+            self.layers += layers
+        before_meeting.append(self.join)
 
     @staticmethod
     def fill(tensor: torch.Tensor, value: torch.Tensor):
@@ -74,6 +92,51 @@ class Shards:
             where = (tensor.device_mesh, tensor.placements)
             value = distribute_tensor(value.to(tensor.device), *where, src_data_rank=None)
         tensor.copy_(value)
+
+    @contextlib.contextmanager
+    def whole(self, policy):
+        """See `whole_base`."""
+        self.join()  # the others may still be at forwards of before
+        if self.fits is None:
+            self.decide(policy)
+        if not self.fits:
+            yield
+            return
+        shares, modules = [], [*self.layers, *(part for part, _ in self.parts)]
+        hooks = [hooks for m in modules for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+        kept = [dict(of_one) for of_one in hooks]  # that gather, reshard, agree with others
+        try:
+            for layer in self.layers:
+                shares += gathered(layer)
+            for of_one in hooks:
+                of_one.clear()
+            yield
+        finally:
+            for of_one, before in zip(hooks, kept):
+                of_one.clear()
+                of_one.update(before)
+            for module, name, share in shares:
+                setattr(module, name, share)
+            policy.engine.release()
+
+    def decide(self, policy):
+        """Set `fits`, and say it: whether all ranks have room for the whole base. A collective.
+
+        Before an optimizer has its state, which is counted as still to come.
+        """
+        layers = sum(p.nbytes for layer in self.layers for p in shared(layer).values())
+        trained = SETS_TO_COME * sum(p.nbytes for p in policy.trainable.values())
+        device, fits = self.ranks.device, True
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            room = free - trained - MARGIN * total
+            fits = room >= layers
+        least = torch.tensor(int(fits), device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        self.fits = bool(least)
+        how = "once for all that takes no gradient" if self.fits else "anew for each forward"
+        print0(f"--shard_base: {layers / 2**30:.1f} GiB of layers are gathered {how}")
 
     def join(self):
         """Take part in the other ranks' forwards until none has any left; all ranks call it."""
@@ -95,6 +158,28 @@ class Shards:
         highest = torch.tensor(number, device=self.ranks.device)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         return highest.item()
+
+
+def shared(layer) -> dict[tuple[nn.Module, str], DTensor]:
+    """{(module, name): parameter} of those of which each rank holds a share."""
+    return {
+        (module, name): parameter
+        for module in layer.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if isinstance(parameter, DTensor)
+    }
+
+
+def gathered(layer) -> list[tuple[nn.Module, str, DTensor]]:
+    """The shares of a layer's parameters, in whose places stand whole ones from now on."""
+    places = list(shared(layer))
+    layer.unshard()
+    whole = [getattr(module, name).detach().clone() for module, name in places]
+    layer.reshard()
+    shares = [(module, name, getattr(module, name)) for module, name in places]
+    for (module, name), weight in zip(places, whole):
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    return shares
 
 
 def held_bytes(model) -> tuple[int, int]:

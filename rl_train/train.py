@@ -40,6 +40,7 @@ from rl_train.objective import (
 from rl_train.parts import Parts, begin, build
 from rl_train.rewards.components import combine, scaled
 from rl_train.rewards.judge import failure_sentence
+from rl_train.sharding import whole_base
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
 from rl_train.tb import Log
@@ -62,34 +63,39 @@ def train(parts: Parts, loader, end_of_step, average=None):
         if state.step >= parts.max_steps:
             break
         clock, tally, work = Clock(policy.device), Tally(), []
-        for batch in batches:  # B samples
-            features = policy.encode(batch)  # for all rows, tasks and roles
-            clock("encode")
-            for number, task in enumerate(state.tasks):
-                draws = Draws(seed, state.step, number, batch.index, G)
-                prompts = task.prompts(batch, features)  # B
-                with roles.use("policy"):
-                    rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))  # N
-                    if task.action:
-                        rollout.action = task.action.draw(rollout, draws)
-                clock("rollout")
-                outcome = task.judge(rollout)  # {component: (N,)}
-                turn = (state.step, number)  # --control: another reward counts
-                outcome, weights = parts.control(task, rollout, outcome, turn)
-                reward = combine(outcome.rewards, weights)  # (N,)
-                counted = reward
-                if config.reward.scale_components:
-                    counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, scale_of_group).to(policy.device)  # (N,)
-                clock("teacher")
-                reference = None
-                if config.loss.kl_coef:
-                    with roles.use("reference"):  # (N, T)
-                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
-                masked = ~rollout.stopped if config.loss.mask_truncated else None
-                more = dict(not_finite=policy.not_finite(), counted=counted, masked=masked)
-                work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
-                clock("reference")
+        with whole_base(policy):  # until the update, under --shard_base
+            for batch in batches:  # B samples
+                features = policy.encode(batch)  # for all rows, tasks and roles
+                clock("encode")
+                for number, task in enumerate(state.tasks):
+                    draws = Draws(seed, state.step, number, batch.index, G)
+                    prompts = task.prompts(batch, features)  # B
+                    with roles.use("policy"):
+                        rollout = policy.sample(
+                            batch, features, prompts, G, T, draws.uniforms(T)
+                        )  # N
+                        if task.action:
+                            rollout.action = task.action.draw(rollout, draws)
+                    clock("rollout")
+                    outcome = task.judge(rollout)  # {component: (N,)}
+                    turn = (state.step, number)  # --control: another reward counts
+                    outcome, weights = parts.control(task, rollout, outcome, turn)
+                    reward = combine(outcome.rewards, weights)  # (N,)
+                    counted = reward
+                    if config.reward.scale_components:
+                        counted = combine(scaled(outcome.rewards, weights, G), weights)
+                    advantages = group_advantages(counted, G, scale_of_group).to(
+                        policy.device
+                    )  # (N,)
+                    clock("teacher")
+                    reference = None
+                    if config.loss.kl_coef:
+                        with roles.use("reference"):  # (N, T)
+                            reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                    masked = ~rollout.stopped if config.loss.mask_truncated else None
+                    more = dict(not_finite=policy.not_finite(), counted=counted, masked=masked)
+                    work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
+                    clock("reference")
         if scale == "batch":
             divide_by_batch(work)
         totals, learnable = step_totals(work, parts.ranks.world_size)

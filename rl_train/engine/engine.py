@@ -11,7 +11,7 @@ import torch
 
 from rl_train.engine import forward, modules
 from rl_train.engine.decode import Decoder
-from rl_train.engine.fused import FusedModel, unsupported
+from rl_train.engine.fused import FusedModel, shared_out, unsupported
 from rl_train.engine.head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, share
 from rl_train.engine.tokens import Completions, Sampling, StopText
@@ -56,10 +56,11 @@ class Engine:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
         self._fused = self._decoder = None
+        self._to_come = 0
 
     def fused(self, tensor) -> FusedModel | None:
         """The model's fused matrices, made at first use; None where its own modules compute."""
-        if tensor.device.type not in self.fast_on:
+        if tensor.device.type not in self.fast_on or shared_out(self.language_model):
             return None
         if self._fused is None:
             self._fused = FusedModel(self.language_model)
@@ -70,12 +71,13 @@ class Engine:
     def release(self):
         """Give the model's parameters storage of their own again; free what the engine holds."""
         if self._fused is not None:
+            self._to_come = self.bytes_to_come()
             self._fused.release()
         self._fused = self._decoder = None
 
     def bytes_to_come(self) -> int:
         """Bytes that the sampler may still take for sizes that it has not met."""
-        return self._decoder.bytes_to_come() if self._decoder else 0
+        return self._decoder.bytes_to_come() if self._decoder else self._to_come
 
     def forget(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""

@@ -152,12 +152,15 @@ def _groups(layer) -> list[list[nn.Module]]:
     ]
 
 
+def shared_out(language_model) -> bool:
+    """Whether this rank holds but a share of the layers now (see `rl_train.sharding`)."""
+    return isinstance(_base(language_model.model.layers[0].self_attn.q_proj).weight, DTensor)
+
+
 def unsupported(language_model) -> str | None:
     """Why the fast path would not compute what `language_model` computes, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return "its base is shared out over the ranks"
-    others = {type(layer) for layer in model.layers} - set(LAYERS)
+    others = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
     if others:
         return f"layers of {', '.join(kind.__name__ for kind in others)} are not known"
     rope = config.rope_parameters["rope_type"]

@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from rl_train.sharding import Shards
 from rl_train.types import Batch, Rollout
 
 
@@ -14,6 +15,7 @@ class Policy(Protocol):
     model: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     device: torch.device
+    shards: Shards | None  # if its base is shared out over the ranks
     encoders_train: bool  # whether `encode` has a gradient, if that is on
 
     def group_of(self, name: str) -> str:
