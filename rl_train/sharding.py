@@ -119,6 +119,20 @@ class Shards:
                 setattr(module, name, share)
             policy.engine.release()
 
+    def begin(self):
+        """Return when this rank may run the LLM layer by layer, each in `lend`, with gradient."""
+        self._agree(len(self.parts) - 1)
+
+    @contextlib.contextmanager
+    def lend(self, layer):
+        """A context in which one layer is whole; a collective at its begin."""
+        shares = gathered(layer)
+        try:
+            yield
+        finally:
+            for module, name, share in shares:
+                setattr(module, name, share)
+
     def decide(self, policy):
         """Set `fits`, and say it: whether all ranks have room for the whole base. A collective.
 

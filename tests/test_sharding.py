@@ -20,8 +20,10 @@ from rl_train import distributed, train
 from rl_train.engine import Engine
 from rl_train.export import export
 from rl_train.launch import free_port
+from rl_train.policies import lora
 from rl_train.sharding import NOTHING, Shards, held_bytes, shared, whole_base
 from sa2va_hf import Sa2VAModel
+from tests.engine.tiny import train_lora, trained
 from tests.ranks import forked
 from tests.runs import CHECKPOINT, distance, flags, rollouts, weights
 from tools import evaluate
@@ -129,13 +131,18 @@ def gathered_once(shards, model, whole):
 
     There the fast sampler runs, of whose matrices nothing is left afterwards, whatever happened.
     """
-    state, policies = model.state_dict(), {}
+    policies = {}
     for name, of_one, its_shards in (("one", model, shards), ("other", whole, None)):
-        engine = Engine(of_one.requires_grad_(False).language_model, pad_id=0)
+        torch.manual_seed(0)
+        lora.attach_lora(of_one.language_model, 4, 8)
+        train_lora(of_one)
+        how = dict(pad_id=0, gradient_checkpointing=True, lender=its_shards)
+        engine = Engine(of_one.language_model, **how)
         assert engine.fast_on == ("cuda",)  # a base that is shared out is no reason against it
         engine.fast_on = ("cpu",)
-        trainable = dict(of_one.mlp1.named_parameters())
+        trainable = trained(of_one)
         policies[name] = SimpleNamespace(engine=engine, shards=its_shards, trainable=trainable)
+    state = model.state_dict()
     rank, width = shards.ranks.rank, model.config.llm.hidden_size
     prompts = torch.randn(1, 5, width), torch.ones(1, 5, dtype=torch.long)
     pixels = torch.randn(1, 3, 224, 224)
@@ -166,20 +173,38 @@ def gathered_once(shards, model, whole):
                 assert policies["one"].engine._fused is not None
                 if ending:
                     raise ending
-        assert policies["one"].engine._fused is None
+        assert policies["one"].engine._fused is None, ending
         after = model.state_dict()
         for name, tensor in state.items():
             assert type(after[name]) is type(tensor), name
             assert held(after[name]).nbytes == held(tensor).nbytes, name
         engine = policies["one"].engine
         hidden = engine.read(*prompts)  # by its own modules again, layer by layer
-        assert engine._fused is None and torch.allclose(
-            hidden, policies["other"].engine.read(*prompts), atol=1e-4
-        )
+        assert engine._fused is None
+        assert torch.allclose(hidden, policies["other"].engine.read(*prompts), atol=1e-4)
+        update_by_layers(policies, prompts)
     shards.fits = False
     with whole_base(policies["one"]):
         assert isinstance(next(iter(shared(shards.layers[0]).values())), DTensor)
     shards.join()
+
+
+def update_by_layers(policies, prompts):
+    """The update's forward and backward gather a layer each time, by the fast engine's matrices."""
+    ids = torch.arange(6).view(2, 3)
+    answers = torch.tensor([0, 0]), ids, torch.ones_like(ids, dtype=torch.bool)
+    found = []
+    for policy in policies.values():
+        with torch.enable_grad():
+            logp = policy.engine.score(*prompts, *answers).logp
+            logp.sum().backward()
+        found.append((logp, [p.grad for p in policy.trainable.values()]))
+        for p in policy.trainable.values():
+            p.grad = None
+    fused = policies["one"].engine._fused
+    assert fused.lend and all(one.weight is None for parts in fused.layers for one in parts[0])
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1]
+    assert all(map(torch.equal, *(gradients for _, gradients in found)))
 
 
 def held(tensor) -> torch.Tensor:
@@ -234,8 +259,8 @@ def test_ranks_differ_in_their_forwards_but_run_equally_many(ended):
         gathered_once = name in ("shared", "evaluated")
         apart = first[name]["own"] != second[name]["own"]  # else nothing was tried
         assert apart != gathered_once, name
-    assert first["shared"]["own"] and not first["shared"]["dummy"]  # the updates'
-    assert not first["evaluated"]
+    assert first["shared"]["own"] > 0  # the updates'
+    assert first["evaluated"] == dict(own=0)
     assert first["by hand"] == dict(own=5, dummy=2) and second["by hand"] == dict(own=3, dummy=4)
 
 

@@ -44,9 +44,12 @@ class Engine:
             transformers, is frozen but for its LoRA, which is attached already.
         pad_id: stands behind the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
+        lender: `sharding.Shards` of a model whose layers are shared out over the ranks, or None.
     """
 
-    def __init__(self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False):
+    def __init__(
+        self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False, lender=None
+    ):
         self.language_model, self.pad_id, self.temperature = language_model, pad_id, temperature
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -56,15 +59,25 @@ class Engine:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
         self._fused = self._decoder = None
-        self._to_come = 0
+        self._to_come, self.lender = 0, lender
 
     def fused(self, tensor) -> FusedModel | None:
-        """The model's fused matrices, made at first use; None where its own modules compute."""
-        if tensor.device.type not in self.fast_on or shared_out(self.language_model):
+        """The model's fused matrices, made at first use; None where its own modules compute.
+
+        Of layers that are shared out over ranks for `score` alone, which recomputes them.
+        """
+        if tensor.device.type not in self.fast_on:
             return None
-        if self._fused is None:
-            self._fused = FusedModel(self.language_model)
-            self._decoder = Decoder(self._fused)
+        lend = None
+        if shared_out(self.language_model):
+            if not (self.lender and self.gradient_checkpointing and torch.is_grad_enabled()):
+                return None
+            self.lender.begin()
+            lend = self.lender.lend
+        if self._fused is None or self._fused.lend != lend:
+            self.release()
+            self._fused = FusedModel(self.language_model, lend)
+            self._decoder = None if lend else Decoder(self._fused)
         self._fused.check()
         return self._fused
 
@@ -81,7 +94,7 @@ class Engine:
 
     def forget(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""
-        if self._fused is not None:
+        if self._decoder is not None:
             self._decoder = Decoder(self._fused)
 
     @torch.no_grad()

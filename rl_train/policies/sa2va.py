@@ -104,6 +104,7 @@ class Sa2VAPolicy:
             pad_id=self.pad_id,
             temperature=config.temperature,
             gradient_checkpointing=config.gradient_checkpointing,
+            lender=shards,
         )
 
     @property
