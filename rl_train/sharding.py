@@ -31,7 +31,7 @@ from sa2va_hf import Sa2VAModel
 
 NOTHING = -1  # in place of the number of a part: no forward left
 MARGIN = 0.1  # of a GPU's memory, for activations and the sampler's cache beside the whole base
-SETS_TO_COME = 4  # of what trains: Adam's two, gradients, and those that ranks exchange
+SETS_TO_COME = 3  # of what trains: Adam's two, and the gradients' buckets, which stay
 
 
 def whole_base(policy):
