@@ -17,6 +17,7 @@ many on all ranks, so that backwards are in step. A part is called whole, `visio
 """
 
 import contextlib
+import math
 from functools import partial
 
 import torch
@@ -139,13 +140,9 @@ class Shards:
         Before an optimizer has its state, which is counted as still to come.
         """
         layers = sum(p.nbytes for layer in self.layers for p in shared(layer).values())
-        trained = SETS_TO_COME * sum(p.nbytes for p in policy.trainable.values())
-        device, fits = self.ranks.device, True
-        if device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(device)
-            free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            room = free - trained - MARGIN * total
-            fits = room >= layers
+        trained = sum(p.nbytes for p in policy.trainable.values())
+        device = self.ranks.device
+        fits = has_room(layers, trained, *free_memory(device))
         least = torch.tensor(int(fits), device=device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         self.fits = bool(least)
@@ -172,6 +169,24 @@ class Shards:
         highest = torch.tensor(number, device=self.ranks.device)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         return highest.item()
+
+
+def has_room(layers, trained, free, total) -> bool:
+    """Whether `layers` bytes fit into the free ones of `total` beside what else will be held.
+
+    Args:
+        trained: bytes of a set of what trains.
+    """
+    return free >= layers + SETS_TO_COME * trained + MARGIN * total
+
+
+def free_memory(device) -> tuple[float, float]:
+    """(bytes of a GPU that this process may still use, bytes that it has); of a CPU no end."""
+    if device.type != "cuda":
+        return math.inf, 0
+    free, total = torch.cuda.mem_get_info(device)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + cached, total
 
 
 def shared(layer) -> dict[tuple[nn.Module, str], DTensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rl_train import distributed, train
+from rl_train import distributed, sharding, train
 from rl_train.engine import Engine
 from rl_train.export import export
 from rl_train.launch import free_port
@@ -183,7 +183,9 @@ def gathered_once(shards, model, whole):
         assert engine._fused is None
         assert torch.allclose(hidden, policies["other"].engine.read(*prompts), atol=1e-4)
         update_by_layers(policies, prompts)
-    shards.fits = False
+    if rank == 1:  # one without room is enough
+        sharding.free_memory = lambda device: (0, 1)
+    shards.decide(policies["one"])
     with whole_base(policies["one"]):
         assert isinstance(next(iter(shared(shards.layers[0]).values())), DTensor)
     shards.join()
@@ -236,6 +238,12 @@ def test_training_is_that_of_whole_bases(ended, name):
         for run in ("whole", name)
     ]
     assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("free, fits", [(61, True), (60, False)])
+def test_layers_are_gathered_at_once_where_they_fit(free, fits):
+    """50 bytes of layers, 3 more sets of 1 byte that train, a tenth of 80."""
+    assert sharding.has_room(layers=50, trained=1, free=free, total=80) is fits
 
 
 def test_what_is_learnt_is_not_nothing(ended):
