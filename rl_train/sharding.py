@@ -139,7 +139,8 @@ class Shards:
 
         Before an optimizer has its state, which is counted as still to come.
         """
-        layers = sum(p.nbytes for layer in self.layers for p in shared(layer).values())
+        shares = [p for layer in self.layers for p in shared(layer).values()]
+        layers = sum(p.numel() * p.element_size() for p in shares)
         trained = sum(p.nbytes for p in policy.trainable.values())
         device = self.ranks.device
         fits = has_room(layers, trained, *free_memory(device))
