@@ -15,6 +15,7 @@ from rl_train.distributed import Ranks, gather_objects, raise_on_any_rank
 from rl_train.files import write_json
 from rl_train.rewards.attributes import Vocabulary
 from rl_train.roles import Roles
+from rl_train.sharding import whole_base
 from rl_train.statistics import bootstrap, means, rows_of
 from rl_train.stops import Stops
 from rl_train.tasks.cycle_measures import (
@@ -76,21 +77,22 @@ def evaluate(
     columns, faults = {name: [] for name in names}, set()
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how, heldout.other_regions)
-    for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
-        features = None
-        for name in names:
-            with roles.use(name) if roles else nullcontext():
-                if features is None or policy.encoders_train:  # else alike for all roles
-                    features = policy.encode(batch)
-                found = (heldout.measure or measure)(policy, batch, features, tokens)
-                if heldout.best_of:
-                    asked = (policy, batch, features, tokens, heldout.best_of)
-                    found |= heldout.measure_samples(*asked)
-                columns[name].append(found)
-            not_finite = policy.watch.take().names()
-            faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
-        if stops and stops.asked:
-            break
+    with whole_base(policy):
+        for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
+            features = None
+            for name in names:
+                with roles.use(name) if roles else nullcontext():
+                    if features is None or policy.encoders_train:  # else alike for all roles
+                        features = policy.encode(batch)
+                    found = (heldout.measure or measure)(policy, batch, features, tokens)
+                    if heldout.best_of:
+                        asked = (policy, batch, features, tokens, heldout.best_of)
+                        found |= heldout.measure_samples(*asked)
+                    columns[name].append(found)
+                not_finite = policy.watch.take().names()
+                faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
+            if stops and stops.asked:
+                break
     raise_on_any_rank(sorted(faults))
     if stops and stops.agree(gather_objects(stops.asked)):
         return {}

@@ -85,6 +85,10 @@ def announce(parts, train) -> str:
     words = ", ".join(f"{phase} {peak:.1f}" for phase, peak in peaks.items())
     announced = f"at most {most:.1f} GiB announced, a GPU has {least:.1f}"
     print0(f"peak memory of the worst step that the flags allow, GiB: {words}; {announced}")
+    if most > least and parts.state.policy.shards and parts.state.policy.shards.fits:
+        print0("--shard_base: less than that, so layers are gathered anew for each forward")
+        parts.state.policy.shards.fits = False
+        return announce(parts, train)
     if most > least:
         phase = max(peaks, key=peaks.get)
         todo = remedy(phase, parts.config)

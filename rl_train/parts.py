@@ -41,7 +41,7 @@ from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.length import length_terms
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
-from rl_train.sharding import Shards, held_bytes
+from rl_train.sharding import Shards, held_bytes, whole_base
 from rl_train.tasks.protocol import Context
 from rl_train.wandb_mirror import Mirror
 
@@ -246,6 +246,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
         raise ValueError("--export_final ema: no task of --tasks has a teacher")
     roles = Roles(policy.trainable, kept_copies(config))
     print_sizes(policy, roles, shards)
+    if shards:
+        shards.decide(policy)
     context = Context(policy, roles, tokens, judge, user_rewards)
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     inputs = policy.inputs(tokens, data.max_caption_length)
@@ -272,7 +274,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
         few = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())  # the same on all ranks
         for task in tasks:
             if task.action:
-                task.action.calibrate(eval_loader(few, inputs, prompts, 0), tokens)
+                with whole_base(policy):
+                    task.action.calibrate(eval_loader(few, inputs, prompts, 0), tokens)
                 first = distributed.gather_objects(task.action.state_dict())[0]
                 task.action.load_state_dict(first)  # another kind of GPU rounds otherwise
     sampler.start = state.step

@@ -40,6 +40,7 @@ from rl_train.objective import (
 from rl_train.parts import Parts, begin, build
 from rl_train.rewards.components import combine, scaled
 from rl_train.rewards.judge import failure_sentence
+from rl_train.sharding import with_whole_base
 from rl_train.statistics import before_after_table
 from rl_train.stops import Stopped, Stops
 from rl_train.tb import Log
@@ -62,7 +63,7 @@ def train(parts: Parts, loader, end_of_step, average=None):
         if state.step >= parts.max_steps:
             break
         clock, tally, work = Clock(policy.device), Tally(), []
-        for batch in batches:  # B samples
+        for batch in with_whole_base(policy, batches):  # B samples
             features = policy.encode(batch)  # for all rows, tasks and roles
             clock("encode")
             for number, task in enumerate(state.tasks):

@@ -191,7 +191,7 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
         ("--tasks mask_caption_mask", "--tasks"),
         ("--mask_to_caption_weight 0", "measured with 1.0"),
         ("--mask_sigma auto", "--mask_sigma auto"),
-        ("--shard_base", "--shard_base True"),
+        ("--shard_base", "--shard_base: one process"),
         ("--control shuffled", "--control shuffled"),
         ("--max_tiles 6", "measured with 1"),
     ],

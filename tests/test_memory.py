@@ -109,6 +109,23 @@ def test_a_run_is_the_same_after_its_worst_step(data, tmp_path, monkeypatch):
     assert len(announced) == 2
 
 
+def test_layers_that_leave_no_room_for_the_worst_step_are_not_gathered_at_once(monkeypatch):
+    shards = SimpleNamespace(fits=True)
+    state = SimpleNamespace(policy=SimpleNamespace(shards=shards))
+    ranks = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda device: (9 * memory.GIB, 20 * memory.GIB)
+    )
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: memory.GIB)
+
+    def worst(*_):
+        return dict(rollout=12.0 if shards.fits else 5.0, update=8.0)
+
+    monkeypatch.setattr(memory, "worst_step", worst)
+    said = memory.announce(SimpleNamespace(ranks=ranks, state=state), None)
+    assert said == "at most 8.0 GiB announced, a GPU has 10.0" and not shards.fits
+
+
 def assert_same(one: Path, other: Path):
     """Weights of policy and teacher after step 2, and all rollouts."""
     for file in ("trainables.safetensors", "ema.safetensors"):
@@ -121,7 +138,8 @@ def test_what_does_not_fit_is_said_before_the_first_step(data, tmp_path, monkeyp
     """Of two GPUs the one with less, and the other's peak."""
     peaks = dict(encode=5.0, update=30.0)
     config, ranks = cli.parse(flags(data, tmp_path)), Ranks(0, 1, torch.device("cuda", 0))
-    parts = SimpleNamespace(ranks=ranks, config=config, state=SimpleNamespace(step=0))
+    state = SimpleNamespace(step=0, policy=SimpleNamespace(shards=None))
+    parts = SimpleNamespace(ranks=ranks, config=config, state=state)
     monkeypatch.setattr(memory, "worst_step", lambda *_: peaks)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * memory.GIB, 80 * memory.GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * memory.GIB)

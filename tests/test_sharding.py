@@ -6,18 +6,24 @@ Though their answers differ in length.
 import json
 import os
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rl_train import distributed, train
+from rl_train import distributed, sharding, train
+from rl_train.engine import Engine
 from rl_train.export import export
 from rl_train.launch import free_port
-from rl_train.sharding import NOTHING, Shards, held_bytes
+from rl_train.policies import lora
+from rl_train.sharding import NOTHING, Shards, held_bytes, shared, whole_base
 from sa2va_hf import Sa2VAModel
+from tests.engine.tiny import train_lora, trained
 from tests.ranks import forked
 from tests.runs import CHECKPOINT, distance, flags, rollouts, weights
 from tools import evaluate
@@ -32,6 +38,8 @@ SAME = dict(
     save_steps=1,
     seed=1,
 )
+# Whose GPUs are told to have no room for the whole base: a layer is gathered for each forward.
+CROWDED = ("resumed", "kept")
 RUNS = dict(
     whole={},
     shared=dict(shard_base=""),
@@ -66,13 +74,18 @@ def work(data: Path, folder: Path, ports: list[str]):
     jobs["by hand"] = use_by_hand
     os.chdir(folder)
     counts, agree = {name: Counter() for name in jobs}, Shards._agree
+    decide = Shards.decide
 
     def counted(shards, number):
         counts[name]["dummy" if shards.in_dummy else "own"] += number != NOTHING
         agree(shards, number)
 
+    def crowded(shards, _):
+        shards.fits = False
+
     Shards._agree = counted
     for name, job in jobs.items():
+        Shards.decide = crowded if name in CROWDED else decide
         os.environ["MASTER_PORT"] = ports.pop()
         job()
     Path(f"rank_{os.environ['RANK']}.json").write_text(json.dumps(counts))
@@ -109,7 +122,95 @@ def use_by_hand():
         )
         assert torch.equal(one, other)
     shards.join()
+    gathered_once(shards, model, whole)
     distributed.close()
+
+
+def gathered_once(shards, model, whole):
+    """Within `whole_base` weights are those of a whole model, and nobody waits for anybody.
+
+    There the fast sampler runs, of whose matrices nothing is left afterwards, whatever happened.
+    """
+    policies = {}
+    for name, of_one, its_shards in (("one", model, shards), ("other", whole, None)):
+        torch.manual_seed(0)
+        lora.attach_lora(of_one.language_model, 4, 8)
+        train_lora(of_one)
+        how = dict(pad_id=0, gradient_checkpointing=True, lender=its_shards)
+        engine = Engine(of_one.language_model, **how)
+        assert engine.fast_on == ("cuda",)  # a base that is shared out is no reason against it
+        engine.fast_on = ("cpu",)
+        trainable = trained(of_one)
+        policies[name] = SimpleNamespace(engine=engine, shards=its_shards, trainable=trainable)
+    state = model.state_dict()
+    rank, width = shards.ranks.rank, model.config.llm.hidden_size
+    prompts = torch.randn(1, 5, width), torch.ones(1, 5, dtype=torch.long)
+    pixels = torch.randn(1, 3, 224, 224)
+    sizes = dict(num_generations=2, max_new_tokens=8 - 6 * rank, stop=None)
+
+    def answer(policy):
+        uniforms = torch.rand(2, sizes["max_new_tokens"], generator=torch.manual_seed(rank))
+        return policy.engine.generate(*prompts, **sizes, uniforms=uniforms)
+
+    class Stop(Exception):
+        pass
+
+    for ending in (None, Stop, None):
+        met = []
+        with pytest.raises(Stop) if ending else nullcontext():
+            with whole_base(policies["one"]):
+                seen = model.state_dict()
+                for name, tensor in whole.state_dict().items():
+                    assert type(seen[name]) is torch.Tensor and torch.equal(seen[name], tensor)
+                collectives = (dist, "all_reduce"), (dist, "all_gather_into_tensor")
+                with pytest.MonkeyPatch.context() as patch:
+                    for module, name in collectives:
+                        patch.setattr(module, name, lambda *_, **__: met.append(name))
+                    one, other = (answer(policy) for policy in policies.values())
+                    assert torch.equal(one.ids, other.ids) and torch.equal(one.logp, other.logp)
+                    features = [m.vision_features(pixels) for m in (model, whole)]
+                    assert torch.equal(*features) and met == []
+                assert policies["one"].engine._fused is not None
+                if ending:
+                    raise ending
+        assert policies["one"].engine._fused is None, ending
+        after = model.state_dict()
+        for name, tensor in state.items():
+            assert type(after[name]) is type(tensor), name
+            assert held(after[name]).nbytes == held(tensor).nbytes, name
+        engine = policies["one"].engine
+        hidden = engine.read(*prompts)  # by its own modules again, layer by layer
+        assert engine._fused is None
+        assert torch.allclose(hidden, policies["other"].engine.read(*prompts), atol=1e-4)
+        update_by_layers(policies, prompts)
+    if rank == 1:  # one without room is enough
+        sharding.free_memory = lambda device: (0, 1)
+    shards.decide(policies["one"])
+    with whole_base(policies["one"]):
+        assert isinstance(next(iter(shared(shards.layers[0]).values())), DTensor)
+    shards.join()
+
+
+def update_by_layers(policies, prompts):
+    """The update's forward and backward gather a layer each time, by the fast engine's matrices."""
+    ids = torch.arange(6).view(2, 3)
+    answers = torch.tensor([0, 0]), ids, torch.ones_like(ids, dtype=torch.bool)
+    found = []
+    for policy in policies.values():
+        with torch.enable_grad():
+            logp = policy.engine.score(*prompts, *answers).logp
+            logp.sum().backward()
+        found.append((logp, [p.grad for p in policy.trainable.values()]))
+        for p in policy.trainable.values():
+            p.grad = None
+    fused = policies["one"].engine._fused
+    assert fused.lend and all(one.weight is None for parts in fused.layers for one in parts[0])
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1]
+    assert all(map(torch.equal, *(gradients for _, gradients in found)))
+
+
+def held(tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +240,12 @@ def test_training_is_that_of_whole_bases(ended, name):
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("free, fits", [(61, True), (60, False)])
+def test_layers_are_gathered_at_once_where_they_fit(free, fits):
+    """50 bytes of layers, 3 more sets of 1 byte that train, a tenth of 80."""
+    assert sharding.has_room(layers=50, trained=1, free=free, total=80) is fits
+
+
 def test_what_is_learnt_is_not_nothing(ended):
     assert distance(weights(ended / "shared", 2), weights(ended / "shared", 1)) > 1e-6
 
@@ -156,9 +263,15 @@ def test_ranks_differ_in_their_forwards_but_run_equally_many(ended):
     first, second = (json.loads((ended / f"rank_{rank}.json").read_text()) for rank in range(2))
     assert first.pop("whole") == second.pop("whole") == {}
     for name in first:
-        assert first[name]["own"] != second[name]["own"], name  # else nothing was tried
         assert sum(first[name].values()) == sum(second[name].values()), name
-    assert first["by hand"] == dict(own=5, dummy=2) and second["by hand"] == dict(own=3, dummy=4)
+        gathered_once = name in ("shared", "evaluated")
+        apart = first[name]["own"] != second[name]["own"]  # else nothing was tried
+        assert apart != gathered_once, name
+    assert first["shared"]["own"] > 0  # the updates'
+    assert first["evaluated"] == dict(own=0)
+    both = 2 * 3  # forwards of `gathered_once` that both make
+    assert first["by hand"] == dict(own=5 + both, dummy=2)
+    assert second["by hand"] == dict(own=3 + both, dummy=4)
 
 
 def test_a_checkpoint_is_that_of_whole_bases(ended, tmp_path):

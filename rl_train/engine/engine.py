@@ -11,7 +11,7 @@ import torch
 
 from rl_train.engine import forward, modules
 from rl_train.engine.decode import Decoder
-from rl_train.engine.fused import FusedModel, unsupported
+from rl_train.engine.fused import FusedModel, shared_out, unsupported
 from rl_train.engine.head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, share
 from rl_train.engine.tokens import Completions, Sampling, StopText
@@ -47,9 +47,12 @@ class Engine:
             transformers, is frozen but for its LoRA, which is attached already.
         pad_id: stands behind the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
+        lender: `sharding.Shards` of a model whose layers are shared out over the ranks, or None.
     """
 
-    def __init__(self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False):
+    def __init__(
+        self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False, lender=None
+    ):
         self.language_model, self.pad_id, self.temperature = language_model, pad_id, temperature
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
@@ -59,30 +62,42 @@ class Engine:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
         self._fused = self._decoder = None
+        self._to_come, self.lender = 0, lender
 
     def fused(self, tensor) -> FusedModel | None:
-        """The model's fused matrices, made at first use; None where its own modules compute."""
+        """The model's fused matrices, made at first use; None where its own modules compute.
+
+        Of layers that are shared out over ranks for `score` alone, which recomputes them.
+        """
         if tensor.device.type not in self.fast_on:
             return None
-        if self._fused is None:
-            self._fused = FusedModel(self.language_model)
-            self._decoder = Decoder(self._fused)
+        lend = None
+        if shared_out(self.language_model):
+            if not (self.lender and self.gradient_checkpointing and torch.is_grad_enabled()):
+                return None
+            self.lender.begin()
+            lend = self.lender.lend
+        if self._fused is None or self._fused.lend != lend:
+            self.release()
+            self._fused = FusedModel(self.language_model, lend)
+            self._decoder = None if lend else Decoder(self._fused)
         self._fused.check()
         return self._fused
 
     def release(self):
         """Give the model's parameters storage of their own again; free what the engine holds."""
         if self._fused is not None:
+            self._to_come = self.bytes_to_come()
             self._fused.release()
         self._fused = self._decoder = None
 
     def bytes_to_come(self) -> int:
         """Bytes that the sampler may still take for sizes that it has not met."""
-        return self._decoder.bytes_to_come() if self._decoder else 0
+        return self._decoder.bytes_to_come() if self._decoder else self._to_come
 
     def forget(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""
-        if self._fused is not None:
+        if self._decoder is not None:
             self._decoder = Decoder(self._fused)
 
     @torch.no_grad()

@@ -10,6 +10,8 @@ Letters: m tokens of all sequences, P sequences, S slots of each, C width, H que
 K key-value heads, D head size.
 """
 
+from functools import partial
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -64,7 +66,8 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         for parts in fused.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
                 lora = [parameter for linears in parts[0] for parameter in linears.sources]
-                residual, delta = _Checkpoint.apply(layer, parts, residual, delta, *lora)
+                present = partial(fused.present, parts)
+                residual, delta = _Checkpoint.apply(layer, present, parts, residual, delta, *lora)
             else:
                 residual, delta = layer(residual, delta, *parts)
         hidden = blocks.AddNorm.apply(residual, delta, fused.final_norm, ops)[1]
@@ -79,18 +82,19 @@ class _Checkpoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, layer, parts, residual, delta, *lora):
+    def forward(ctx, layer, present, parts, residual, delta, *lora):
         ctx.save_for_backward(residual, delta)
-        ctx.layer, ctx.parts, ctx.lora = layer, parts, lora
-        return layer(residual, delta, *parts)
+        ctx.layer, ctx.present, ctx.parts, ctx.lora = layer, present, parts, lora
+        with present():
+            return layer(residual, delta, *parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *d):
-        needed = ctx.needs_input_grad[2:]
-        with torch.enable_grad():
+        needed = ctx.needs_input_grad[3:]
+        with ctx.present(), torch.enable_grad():
             inputs = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
             outputs = ctx.layer(*inputs, *ctx.parts)
         wanted = [t for t, need in zip([*inputs, *ctx.lora], needed) if need]
         gradients = iter(torch.autograd.grad(outputs, wanted, d))
-        return None, None, *[next(gradients) if need else None for need in needed]
+        return None, None, None, *[next(gradients) if need else None for need in needed]

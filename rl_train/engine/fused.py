@@ -7,6 +7,8 @@ live float32 parameters, of whatever role is active, by `refresh`.
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
 
+import contextlib
+
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
@@ -22,6 +24,9 @@ LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and th
 class FusedLinears:
     """Linears that read one input, with their LoRA, as one matrix (sum of outputs + k*r, inputs).
 
+    Args:
+        modules: the linears; filled: whether their weights are there now, else `fill` takes them.
+
     Attributes:
         weight, bias: of the one matrix product; bias is None if no linear has one.
         lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
@@ -29,24 +34,41 @@ class FusedLinears:
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
     """
 
-    def __init__(self, modules: list[nn.Module]):
-        bases = [_base(module) for module in modules]
-        loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
-        self.sizes, new = [base.out_features for base in bases], bases[0].weight.new_zeros
-        rank, self.scaling = (len(loras[0][0]), loras[0][2]) if loras else (0, 0.0)
+    def __init__(self, modules: list[nn.Module], filled=True):
+        self.bases = [_base(module) for module in modules]
+        self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
+        self.sizes = [base.out_features for base in self.bases]
+        self.scaling = self.loras[0][2] if self.loras else 0.0
+        self.sources, self.targets = [p for lora in self.loras for p in lora[:2]], []
+        if filled:
+            self.fill()
+
+    def fill(self):
+        """Make the matrix, of which the linears' parameters become views; LoRA's rows are 0."""
+        bases, loras = self.bases, self.loras
+        new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
         self.weight = _joined([base.weight for base in bases], a)
         self.bias = None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             self.bias = _joined([base.bias for base in bases], a[:, 0])
-        self.lora_b, self.sources, self.targets = None, [], []
+        self.lora_b, self.targets = None, []
         if loras:  # zeros, as warm-ups run before `refresh`
             self.lora_b = new(sum(self.sizes), rank)
             rows_a = self.weight[sum(self.sizes) :].split(rank)
-            for lora, rows in zip(loras, zip(rows_a, self.lora_b.split(self.sizes))):
-                self.sources += lora[:2]
+            for rows in zip(rows_a, self.lora_b.split(self.sizes)):
                 self.targets += rows
+
+    def refresh(self):
+        """Copy the LoRA in use into the matrix."""
+        if self.targets:
+            torch._foreach_copy_(self.targets, [source.data for source in self.sources])
+
+    def empty(self):
+        """Let go of the matrix."""
+        self.weight = self.bias = self.lora_b = None
+        self.targets = []
 
 
 def _joined(parameters, last) -> torch.Tensor:
@@ -65,9 +87,11 @@ class FusedModel:
 
     Args:
         language_model: one of which `unsupported` says None.
+        lend: where layers are shared out over ranks (see `rl_train.sharding`): lend(layer) is a
+            context in which that layer is whole. Then there are matrices in `present` only.
     """
 
-    def __init__(self, language_model):
+    def __init__(self, language_model, lend=None):
         model, head, config = language_model.model, language_model.lm_head, language_model.config
         self.model, self.head, self.final_norm = model, head, model.norm
         # lm_head's V rows, and zeros up to a multiple of 64: Sa2VA-4B's 151,679 rows alone take a
@@ -77,7 +101,7 @@ class FusedModel:
         self.embedding = model.embed_tokens.weight.data
         self.layers, self.sources, self.targets = [], [], []
         for layer in model.layers:
-            linears = [FusedLinears(group) for group in _groups(layer)]
+            linears = [FusedLinears(group, filled=lend is None) for group in _groups(layer)]
             self.layers.append((linears, layer.input_layernorm, layer.post_attention_layernorm))
             self.sources += [source for one in linears for source in one.sources]
             self.targets += [target for one in linears for target in one.targets]
@@ -97,7 +121,8 @@ class FusedModel:
 
             if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
                 self.decode_ops, self.forward_ops = decode_triton, forward_triton
-        self.num_refreshes, self.state = 0, _state(model)
+        self.num_refreshes, self.state, self.lend = 0, _state(model), lend
+        self.lent = {id(parts): layer for parts, layer in zip(self.layers, model.layers)}
 
     def check(self):
         """Raise AssertionError if the model no longer computes with what was taken over."""
@@ -109,8 +134,22 @@ class FusedModel:
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
         self.num_refreshes += 1
-        if self.sources:
+        if self.targets:
             torch._foreach_copy_(self.targets, [source.data for source in self.sources])
+
+    @contextlib.contextmanager
+    def present(self, parts):
+        """A context in which the weights of a layer, one of `layers`, are there."""
+        if self.lend is None:
+            yield
+            return
+        with self.lend(self.lent[id(parts)]):
+            for linears in parts[0]:
+                linears.fill()
+                linears.refresh()
+            yield
+            for linears in parts[0]:
+                linears.empty()
 
     def release(self):
         """Give the model's parameters storage of their own. This object is then of no use."""
@@ -152,12 +191,15 @@ def _groups(layer) -> list[list[nn.Module]]:
     ]
 
 
+def shared_out(language_model) -> bool:
+    """Whether this rank holds but a share of the layers now (see `rl_train.sharding`)."""
+    return isinstance(_base(language_model.model.layers[0].self_attn.q_proj).weight, DTensor)
+
+
 def unsupported(language_model) -> str | None:
     """Why the fast path would not compute what `language_model` computes, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return "its base is shared out over the ranks"
-    others = {type(layer) for layer in model.layers} - set(LAYERS)
+    others = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
     if others:
         return f"layers of {', '.join(kind.__name__ for kind in others)} are not known"
     rope = config.rope_parameters["rope_type"]

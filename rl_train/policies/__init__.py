@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from rl_train.finite import Watch
+from rl_train.sharding import Shards
 from rl_train.types import Batch, Rollout
 
 
@@ -15,6 +16,7 @@ class Policy(Protocol):
     model: torch.nn.Module
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     device: torch.device
+    shards: Shards | None  # if its base is shared out over the ranks
     encoders_train: bool  # whether `encode` has a gradient, if that is on
     watch: Watch  # which of its outputs, in any role, had a NaN or infinity
 

@@ -62,6 +62,7 @@ class QwenPointsPolicy:
 
     family = "qwen2_5_vl"
     encoders_train = False
+    shards = None
 
     def __init__(self, model: PointModel, tokenizer, seen: Seen, config: PolicyConfig):
         self.model, self.tokenizer, self.seen = model, tokenizer, seen

@@ -61,18 +61,29 @@ class Sa2VAPolicy:
         model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
             alike), checkpointing and masks of an answer are used; groups: which of GROUPS train.
 
+        shards: `sharding.Shards` if the model is shared out over the ranks.
+
     Raises:
         ValueError: a group is none, or "language_model" is to train with and without a LoRA.
     """
 
     family = "sa2va"
 
-    def __init__(self, model, processor, tokenizer, config: PolicyConfig, groups=tuple(TRAINABLE)):
+    def __init__(
+        self,
+        model,
+        processor,
+        tokenizer,
+        config: PolicyConfig,
+        groups=tuple(TRAINABLE),
+        shards=None,
+    ):
         if odd := set(groups) - set(GROUPS):
             raise ValueError(f"--train {' '.join(odd)}: unknown; known: {', '.join(GROUPS)}")
         if {"lora", "language_model"} <= set(groups):
             raise ValueError("--train lora language_model: one of them, not both")
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
+        self.shards = shards
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
@@ -94,6 +105,7 @@ class Sa2VAPolicy:
             pad_id=self.pad_id,
             temperature=config.temperature,
             gradient_checkpointing=config.gradient_checkpointing,
+            lender=shards,
         )
 
     @property
@@ -326,4 +338,4 @@ def build_policy(config: PolicyConfig, groups, max_new_tokens: int, device, shar
     load = shards.load if shards else Sa2VAModel.from_pretrained
     model = load(config.model_path, dtype=dtype, device=device)
     processor = Sa2VAProcessor(model.config, config.max_tiles)
-    return Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups)
+    return Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups, shards)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from rl_train import distributed
 from rl_train.flags import COUNT, flag
+from rl_train.sharding import whole_base
 from tools.benchmarks import common, work
 from tools.benchmarks.floor import step_floor
 from tools.benchmarks.step import summary
@@ -27,7 +28,9 @@ from tools.benchmarks.step import summary
 # What a torchrun around this would hand down.
 ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COLUMNS = dict(seconds=".3f", spread=".1%", efficiency=".1%", ratio_to_floor=".2f", update=".3f")
-COLUMNS |= dict(exchange_seconds=".4f", waiting=".1%", warmup_rounds="d", settled="")
+COLUMNS |= dict(
+    exchange_seconds=".4f", waiting=".1%", peak_gib=".1f", warmup_rounds="d", settled=""
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +105,12 @@ def measure_rank(options: Options) -> dict | None:
         gradients = torch.cat([torch.zeros_like(p).flatten() for p in w.policy.trainable.values()])
         exchange = dist.all_reduce if dist.is_initialized() else torch.Tensor.zero_
         exchanged = common.timing(lambda: exchange(gradients), options)
+        with whole_base(w.policy):  # by all ranks, who may share the model out
+            floor = sum(step_floor(w, matmul, bandwidth).values())
+        distributed.gather_objects(None)
         if not ranks.is_main:
             return None
-        found, floor = summary(slowest), sum(step_floor(w, matmul, bandwidth).values())
+        found = summary(slowest)
         return dict(
             num_processes=ranks.world_size,
             seconds=found["total"],
@@ -112,6 +118,7 @@ def measure_rank(options: Options) -> dict | None:
             floor=floor,
             ratio_to_floor=found["total"] / floor,
             waiting=waiting(steps),
+            peak_gib=w.peak,
             rounds=[[sum(phases.values()) for phases in step] for step in steps],
             phases=found["phases"],
             exchange_seconds=exchanged.seconds,

@@ -30,6 +30,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.components import combine
 from rl_train.rewards.custom import load_user_rewards
 from rl_train.roles import COPIES, Roles
+from rl_train.sharding import Shards, whole_base
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
@@ -43,7 +44,7 @@ from tools.benchmarks.work_sa2va import make_batch, mask_of, region_cells
 from tools.random_checkpoint import ADDED, random_model, tokenizer
 
 # Flags of rl_train.train that a measured step does not follow.
-FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks max_tiles "
+FIXED = "gradient_accumulation_steps num_iterations mask_sigma control tasks max_tiles "
 FIXED += "mask_to_caption_weight caption_to_mask_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.work:order "
 GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"
@@ -172,30 +173,31 @@ class Work:
             clock(phase)
             self.asked[phase], policy.asked = policy.asked, []
 
-        features = policy.encode(batch)
-        end("encode")
-        for number, task in enumerate(state.tasks):
-            draws = Draws(self.config.run.seed, state.step, number, batch.index, G)
-            prompts = task.prompts(batch, features)
-            with roles.use("policy"):
-                rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
-                if task.action:
-                    drawn = task.action.draw(rollout, draws)
-                    rollout.action = replace(drawn, masks=self.masks or drawn.masks)
-                end(f"rollout{number + 1}")
-                if self.scores_old:
-                    rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
-                    end(f"old{number + 1}")
-            reference = None
-            if self.config.loss.kl_coef:
-                with roles.use("reference"):
-                    reference = score_all(policy, task, rollout, optim.micro_batch_size)
-            end(f"reference{number + 1}")
-            outcome = task.judge(rollout)
-            reward = combine(outcome.rewards, task.weights)
-            advantages = group_advantages(reward, G, scale)
-            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
-            end(f"teacher{number + 1}")
+        with whole_base(policy):  # as `train` does
+            features = policy.encode(batch)
+            end("encode")
+            for number, task in enumerate(state.tasks):
+                draws = Draws(self.config.run.seed, state.step, number, batch.index, G)
+                prompts = task.prompts(batch, features)
+                with roles.use("policy"):
+                    rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
+                    if task.action:
+                        drawn = task.action.draw(rollout, draws)
+                        rollout.action = replace(drawn, masks=self.masks or drawn.masks)
+                    end(f"rollout{number + 1}")
+                    if self.scores_old:
+                        rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
+                        end(f"old{number + 1}")
+                reference = None
+                if self.config.loss.kl_coef:
+                    with roles.use("reference"):
+                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                end(f"reference{number + 1}")
+                outcome = task.judge(rollout)
+                reward = combine(outcome.rewards, task.weights)
+                advantages = group_advantages(reward, G, scale)
+                work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+                end(f"teacher{number + 1}")
         totals, _ = step_totals(work, self.ranks.world_size)
         for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
             with self.average.averaging(last):
@@ -248,7 +250,7 @@ def build(options: Options, ranks=None, policy_class=None, more=()) -> Work:
         )
     ranks = ranks or Ranks(0, 1, torch.device(options.device))
     hold_to(options.budget_gib, ranks.device)
-    state = random_state(config, options, policy_class, ranks.rank)
+    state = random_state(config, options, policy_class, ranks)
     policy, tokens = state.policy, config.rollout.max_completion_length
     average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
     size = (options.height, options.width)
@@ -272,11 +274,14 @@ def hold_to(budget_gib: float | None, device: torch.device):
     torch.cuda.set_per_process_memory_fraction(budget_gib / has, device.index)  # None: current
 
 
-def random_state(config, options: Options, policy_class=None, rank: int = 0) -> RunState:
-    """What a run of these flags begins with, on random weights."""
+def random_state(config, options: Options, policy_class=None, ranks=None) -> RunState:
+    """What a run of these flags begins with, on random weights, shared out with --shard_base."""
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    shards = Shards(ranks) if config.policy.shard_base else None
     tokens = config.rollout.max_completion_length
     random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
-    policy = random_policy(config, options, policy_class, Lengths(options.answer_lengths, rank))
+    lengths = Lengths(options.answer_lengths, ranks.rank)
+    policy = random_policy(config, options, policy_class, lengths, shards)
     start_lora(policy.trainable)
     kinds = config.kinds
     asked = any(kind.asks_teacher for kind in kinds.values())
@@ -288,25 +293,32 @@ def random_state(config, options: Options, policy_class=None, rank: int = 0) -> 
     return RunState(policy, roles, tasks, optimizer, scheduler=None)
 
 
-def random_sa2va_policy(config, options: Options, policy_class, lengths: Lengths) -> Sa2VAPolicy:
+def random_sa2va_policy(
+    config, options: Options, policy_class, lengths: Lengths, shards
+) -> Sa2VAPolicy:
     """Sa2VA of random weights."""
     sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
+    if shards:
+        shards.split(model)
     return (policy_class or ForcedPolicy)(
         model,
         Sa2VAProcessor(model.config, config.policy.max_tiles),
         tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
         config.policy,
         sorted({group for asked in config.tasks.values() for group in asked.trains}),
+        shards,
         answer_tokens=options.answer_tokens,
         lengths=lengths,
     )
 
 
 def random_points_policy(
-    config, options: Options, policy_class, lengths: Lengths
+    config, options: Options, policy_class, lengths: Lengths, shards
 ) -> QwenPointsPolicy:
     """Qwen2.5-VL and SAM2 of random weights."""
+    if shards:
+        raise ValueError(f"--shard_base: not with {options.sizes}")
     shapes = SHAPES[options.sizes]
     model = random_points(shapes, torch.device(options.device), config.run.seed)
     parts = (model, shapes.tokenizer(), shapes.seen(config.policy.image_side), config.policy)
