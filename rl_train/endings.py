@@ -6,7 +6,7 @@ Faults of the program itself keep their traceback.
 import sys
 
 from rl_train import checkpoint, memory
-from rl_train.config import Config
+from rl_train.config import Config, DataConfig
 from rl_train.curves import Unreadable
 from rl_train.data import BadData
 from rl_train.data.workers import WorkerFailed
@@ -49,7 +49,7 @@ class Endings:
         flags = self.config
         places = {
             JudgeFailed: f"--llm_judge_base_url {flags.reward.llm_judge_base_url}: ",
-            BadData: f"--data_dir {flags.data.data_dir}: ",
+            BadData: f"{folders(flags.data)}: ",
         }
         if isinstance(error, RuntimeError) and memory.is_exhaustion(error):
             return f"rl_train: {memory.sentence(error, flags, self.ranks, self.parts)}"
@@ -69,3 +69,9 @@ class Endings:
 
     def _how_to_go_on(self) -> str:
         return checkpoint.how_to_go_on(self.config.run.output_dir)
+
+
+def folders(data: DataConfig) -> str:
+    """The flags of the data, any of which may be what was read."""
+    named = dict(data_dir=[data.data_dir], mix=data.mix, eval_data_dir=[data.eval_data_dir])
+    return ", ".join(f"--{name} {one}" for name, ones in named.items() for one in ones if one)
