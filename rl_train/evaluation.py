@@ -77,9 +77,11 @@ def evaluate(
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how, heldout.other_regions)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
-        features = policy.encode(batch)
+        features = None
         for name in names:
             with roles.use(name) if roles else nullcontext():
+                if features is None or policy.encoders_train:  # else alike for all roles
+                    features = policy.encode(batch)
                 found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
                     asked = (policy, batch, features, tokens, heldout.best_of)

@@ -29,6 +29,7 @@ from tests.policies.tiny_points import write_qwen, write_sam
 from tests.ranks import forked
 from tests.runs import CHECKPOINT, curve, distance, events, flags, on_one_core, weights
 from tools import train_supervised
+from tools.demo_unsettle import Decided
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".split()
@@ -139,12 +140,14 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
         for asks, samples, kind in (
             ("reinforcement", True, RegionCaptions),
             ("a user's", False, TakesNothing),
+            ("the demo's", False, Decided),
             ("a teacher's", False, SimpleNamespace(asks_teacher=True)),
         )
     }
     assert copies == {
         "reinforcement": ("reference",),
         "a user's": ("reference",),
+        "the demo's": ("reference",),
         "a teacher's": ("teacher", "reference"),
     }
 

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from rl_train.engine.decode_torch import add_lora
-
 
 class AddNorm(torch.autograd.Function):
     """(residual + delta, its RMSNorm), both (m, C)."""
@@ -39,7 +37,12 @@ class AddNorm(torch.autograd.Function):
 def _forward(linears, x):
     """(m, outputs + k*r): the outputs of k linears, then x A^T of each."""
     y = F.linear(x, linears.weight, linears.bias)
-    add_lora(y, linears)
+    if linears.lora_b is not None:
+        sizes = linears.sizes
+        *outs, inner = y.split_with_sizes([*sizes, y.shape[1] - sum(sizes)], 1)
+        inners = inner.chunk(len(sizes), 1)
+        for out, a, b in zip(outs, inners, linears.lora_b.split_with_sizes(sizes)):
+            out.addmm_(a, b.t(), alpha=linears.scaling)
     return y
 
 

@@ -27,8 +27,8 @@ POLL = 2  # tokens between two looks at whether all rows are done, each a poll l
 class Decoder:
     """Samples from a `fused.FusedModel`. Holds a cache, and a `Graph` for each size asked for."""
 
-    def __init__(self, fused):
-        self.fused = fused
+    def __init__(self, fused, make_graph=None):
+        self.fused, self.make_graph = fused, make_graph or Graph
         self.slot_size = len(fused.layers) * 2 * fused.num_kv * fused.head_size  # numbers a token
         self.graphs: dict[tuple, "Graph"] = {}
         self._make_cache(0)
@@ -56,7 +56,7 @@ class Decoder:
                 del self.graphs[next(iter(self.graphs))]
             if self.cache.numel() < slots * self.slot_size:
                 self._make_cache(slots)
-            self.graphs[key] = Graph(self.fused, self.cache, self.pool, *sizes, draws)
+            self.graphs[key] = self.make_graph(self.fused, self.cache, self.pool, *sizes, draws)
         return self.graphs[key]
 
     def bytes_to_come(self) -> int:
@@ -124,7 +124,7 @@ class Graph:
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
-        self.graph = self._capture(pool) if cache.is_cuda else None
+        self.graph = self._capture(pool)
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +133,8 @@ class Graph:
         return sum(buffer.nbytes for buffer in buffers)
 
     def _capture(self, pool):
+        if pool is None:
+            return None
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
