@@ -193,7 +193,8 @@ class MicroBatchLoss(nn.Module):
         Without rows it is 0 and has none.
         """
         if rows.start == rows.stop:
-            return self._nothing(), {}
+            nothing = torch.zeros((), device=self.policy.device)
+            return distributed.reaching(nothing, self.trainable), {}
         bonus = self.config.entropy_coef > 0
         scores = self.policy.score(work.rollout, rows, entropy_gradient=bonus)
         loss, statistics = self._text(work, rows, scores, totals)
@@ -205,12 +206,8 @@ class MicroBatchLoss(nn.Module):
         statistics["loss"] = loss.detach()
         loss = work.task.weight * loss
         if last:
-            loss = loss + self._nothing()
+            loss = distributed.reaching(loss, self.trainable)
         return loss, statistics
-
-    def _nothing(self) -> torch.Tensor:
-        """0 of every trainable."""
-        return 0 * sum(parameter.view(-1)[0] for parameter in self.trainable)
 
     def _text(self, work: Work, rows: slice, scores, totals: Totals):
         """(loss of the sampled tokens, its statistics).

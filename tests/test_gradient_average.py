@@ -55,6 +55,8 @@ class FlatAverage:
         yield
         if last:
             parameters = self.names.values()
+            for p in (p for p in parameters if p.grad is None):  # reached by no term on this rank
+                p.grad = torch.zeros_like(p)
             flat = torch.cat([p.grad.flatten() for p in parameters])
             self.own = torch.stack([p.grad.norm() for p in parameters])
             dist.all_reduce(flat)
