@@ -64,7 +64,8 @@ def evaluate(
     roles: Roles | None = None,
     stops: Stops | None = None,
 ) -> dict[str, Measured]:
-    """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
+    """{role: its measures}, of all ranks together; images are read once for all roles, and encoded
+    once where no encoder trains.
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
     Empty if a signal has asked any rank to stop, which then leaves after its batch.
@@ -77,9 +78,11 @@ def evaluate(
     how = (heldout.batch_size, heldout.num_workers, ranks.rank, ranks.world_size)
     loader = eval_loader(heldout.dataset, inputs, *how, heldout.other_regions)
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
-        features = policy.encode(batch)
+        features = None
         for name in names:
             with roles.use(name) if roles else nullcontext():
+                if features is None or policy.encoders_train:  # then each role has its own
+                    features = policy.encode(batch)
                 found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
                     asked = (policy, batch, features, tokens, heldout.best_of)
