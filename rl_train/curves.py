@@ -26,6 +26,7 @@ class Tally:
     def __init__(self):
         self.totals, self.counts, self.maxima = Counter(), Counter(), {}
         self.sums, self.updates = Counter(), 0  # over micro-batches; what they are divided by
+        self.pending = []  # (curve, its statistic) of micro-batches that a GPU may still compute
         self.rewards: dict[str, list[float]] = {}  # {task: of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.unread: dict[str, str] = {}  # {task: the first answer that could not be read}
@@ -76,21 +77,41 @@ class Tally:
             self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
 
     def add_update(self, task: str, statistics: dict, on_policy: bool):
-        """Count a micro-batch's statistics; sampler_.. only under the weights that sampled."""
-        for name, value in statistics.items():
-            if name.startswith("sampler_") and not on_policy:
-                continue
-            curve = f"{task}/{name}"
+        """Count a micro-batch's statistics; sampler_.. only under the weights that sampled.
+
+        They are numbers at `settle`.
+        """
+        self.pending += [
+            (f"{task}/{name}", value)
+            for name, value in statistics.items()
+            if on_policy or not name.startswith("sampler_")
+        ]
+
+    def settle(self):
+        """Book what `add_update` was given, all fetched at once."""
+        pairs = [value if isinstance(value, tuple) else (value, 1) for _, value in self.pending]
+        fetched = numbers([number for pair in pairs for number in pair])
+        for (curve, value), *pair in zip(self.pending, fetched[::2], fetched[1::2]):
             if isinstance(value, tuple):
-                self.mean(curve, *value)
-            elif name == "sampler_gap":
-                self.maxima[curve] = max(value.item(), self.maxima.get(curve, 0.0))  # or NaN
+                self.mean(curve, *pair)
+            elif curve.endswith("/sampler_gap"):
+                self.maxima[curve] = max(pair[0], self.maxima.get(curve, 0.0))  # or NaN
             else:
-                self.sums[curve] += value.item()
+                self.sums[curve] += pair[0]
+        self.pending = []
 
     def not_finite(self) -> list[str]:
+        self.settle()
         values = {**self.totals, **self.sums, **self.maxima}
         return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def numbers(values: list) -> list[float]:
+    """Tensors () and numbers as numbers, for which a GPU is asked once."""
+    of_gpu = [v.double() for v in values if isinstance(v, torch.Tensor) and v.device.type != "cpu"]
+    fetched = iter(torch.stack(of_gpu).tolist() if of_gpu else ())
+    asked = (isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values)
+    return [next(fetched) if on_gpu else float(v) for v, on_gpu in zip(values, asked)]
 
 
 def curves(tallies: list[Tally], weights: dict[str, float]) -> dict[str, float]:
@@ -143,32 +164,52 @@ def check_first_answers(tallies: list[Tally], points: dict[str, float]):
 
 
 class Clock:
-    """Seconds and peak GPU memory of each phase of a step, for whose end it waits."""
+    """Seconds and peak GPU memory of each phase of a step.
+
+    On a GPU a phase ends when all is done that was launched in it. Nobody waits for that before
+    `seconds` are asked for: meanwhile the host launches the next phase.
+    """
 
     def __init__(self, device: torch.device):
         self.gpu = device if device.type == "cuda" else None
-        self.seconds, self.peaks = Counter(), {}  # {phase: seconds}, {phase: GiB at most}
+        self.peaks = {}  # {phase: GiB at most}
         if self.gpu:
             torch.cuda.reset_peak_memory_stats(self.gpu)
-        self.last = time.perf_counter()
+        self.ends = [(None, self.now())]  # (phase, when it ended), from the beginning on
+
+    def now(self):
+        """The time; on a GPU an event at which it will be read."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def __call__(self, phase: str):
         """Book what has passed since the last call."""
         if self.gpu:
-            torch.cuda.synchronize(self.gpu)
             peak = torch.cuda.max_memory_allocated(self.gpu) / 2**30
             self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
             torch.cuda.reset_peak_memory_stats(self.gpu)
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last = now
+        self.ends.append((phase, self.now()))
+
+    @property
+    def seconds(self) -> Counter:
+        """{phase: seconds}."""
+        seconds = Counter()
+        if self.gpu:
+            self.ends[-1][1].synchronize()
+        for (_, start), (phase, end) in zip(self.ends, self.ends[1:]):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self.gpu else end - start
+        return seconds
 
     def curves(self, num_tokens: float) -> dict[str, float]:
         """{curve: number} of a step that sampled num_tokens on all ranks."""
-        points = {f"perf/{phase}_seconds": seconds for phase, seconds in self.seconds.items()}
-        points["perf/step_seconds"] = sum(self.seconds.values())
+        seconds = self.seconds
+        points = {f"perf/{phase}_seconds": passed for phase, passed in seconds.items()}
+        points["perf/step_seconds"] = sum(seconds.values())
         if num_tokens:
-            points["perf/rollout_tokens_per_second"] = num_tokens / self.seconds["rollout"]
+            points["perf/rollout_tokens_per_second"] = num_tokens / seconds["rollout"]
         if self.peaks:
             points |= {f"perf/peak_memory_gib/{phase}": p for phase, p in self.peaks.items()}
             points["perf/peak_memory_gib"] = max(self.peaks.values())

@@ -198,17 +198,21 @@ class GradientAverage:
         self.own |= zip(map(id, bucket.parameters()), norms)
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    def own_norms(self) -> dict[str, float]:
-        """{name: norm of this rank's own gradient}; alone, one that no term reached becomes 0."""
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Norms of this rank's own gradients and of the averaged ones, by `names`, one each.
+
+        Alone they are the same, and a gradient that no term reached becomes 0.
+        """
+        parameters = self.names.values()
         if not dist.is_initialized():
-            for parameter in (p for p in self.names.values() if p.grad is None):
+            for parameter in (p for p in parameters if p.grad is None):
                 parameter.grad = torch.zeros_like(parameter)
-            return gradient_norms(self.names)
-        norms = torch.stack([self.own[id(p)] for p in self.names.values()])
-        return dict(zip(self.names, norms.tolist()))
+        averaged = gradient_norms(parameters)
+        if not dist.is_initialized():
+            return averaged, averaged
+        return torch.stack([self.own[id(p)] for p in parameters]), averaged
 
 
-def gradient_norms(parameters: dict[str, torch.nn.Parameter]) -> dict[str, float]:
-    """{name: norm of its gradient}; one copy from the GPU for all."""
-    norms = torch._foreach_norm([p.grad for p in parameters.values()])
-    return dict(zip(parameters, torch.stack(norms).tolist()))
+def gradient_norms(parameters) -> torch.Tensor:
+    """(one a parameter,) norms of their gradients, which nobody waits for yet."""
+    return torch.stack(torch._foreach_norm([p.grad for p in parameters]))

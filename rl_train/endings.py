@@ -4,7 +4,6 @@ Faults of the program itself keep their traceback.
 """
 
 import sys
-import traceback
 
 from rl_train import checkpoint, memory
 from rl_train.config import Config, DataConfig
@@ -50,7 +49,7 @@ class Endings:
         flags = self.config
         places = {
             JudgeFailed: f"--llm_judge_base_url {flags.reward.llm_judge_base_url}: ",
-            BadData: f"{read_from(error, flags.data)}: ",
+            BadData: f"{folders(flags.data)}: ",
         }
         if isinstance(error, RuntimeError) and memory.is_exhaustion(error):
             return f"rl_train: {memory.sentence(error, flags, self.ranks, self.parts)}"
@@ -72,10 +71,7 @@ class Endings:
         return checkpoint.how_to_go_on(self.config.run.output_dir)
 
 
-def read_from(error: BaseException | None, data: DataConfig) -> str:
-    """The flags of the data that was read when an error arose."""
-    frames = traceback.walk_tb(error.__traceback__ if error else None)
-    held_out = "evaluate" in {frame.f_code.co_name for frame, _ in frames}
-    if held_out and data.eval_data_dir:
-        return f"--eval_data_dir {data.eval_data_dir}"
-    return " and ".join([f"--data_dir {data.data_dir}", *(f"--mix {one}" for one in data.mix)])
+def folders(data: DataConfig) -> str:
+    """The flags of the data, any of which may be what was read."""
+    named = dict(data_dir=[data.data_dir], mix=data.mix, eval_data_dir=[data.eval_data_dir])
+    return ", ".join(f"--{name} {one}" for name, ones in named.items() for one in ones if one)

@@ -81,14 +81,15 @@ def evaluate(
         features = None
         for name in names:
             with roles.use(name) if roles else nullcontext():
-                if features is None or policy.encoders_train:  # then each role has its own
+                if features is None or policy.encoders_train:  # else alike for all roles
                     features = policy.encode(batch)
                 found = (heldout.measure or measure)(policy, batch, features, tokens)
                 if heldout.best_of:
                     asked = (policy, batch, features, tokens, heldout.best_of)
                     found |= heldout.measure_samples(*asked)
                 columns[name].append(found)
-            faults |= {f"evaluation of the {name}: {fault}" for fault in policy.not_finite()}
+            not_finite = policy.watch.take().names()
+            faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
         if stops and stops.asked:
             break
     raise_on_any_rank(sorted(faults))

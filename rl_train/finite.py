@@ -10,8 +10,8 @@ class Watch:
     computed: what it said itself has to be looked at.
     """
 
-    def __init__(self):
-        self.seen: dict[str, torch.Tensor] = {}  # {name: () bool on its device}
+    def __init__(self, seen=()):
+        self.seen: dict[str, torch.Tensor] = dict(seen)  # {name: () bool on its device}
 
     @torch.no_grad()
     def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -20,8 +20,11 @@ class Watch:
         self.seen[name] = self.seen[name] | bad if name in self.seen else bad
         return values
 
-    def take(self) -> list[str]:
-        """The names since the last call."""
-        names = [name for name, bad in self.seen.items() if bad]
-        self.seen.clear()
-        return names
+    def take(self) -> "Watch":
+        """What was seen since the last call; nobody waits for the GPU before its `names`."""
+        taken, self.seen = Watch(self.seen), {}
+        return taken
+
+    def names(self) -> list[str]:
+        """Those of which a number was not finite."""
+        return [name for name, bad in self.seen.items() if bad]

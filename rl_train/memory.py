@@ -152,7 +152,7 @@ def worst_step(parts, train) -> dict[str, float]:
         except ValueError as error:  # here nothing of it is the user's input
             raise RuntimeError("the worst step failed, by a fault of the program") from error
     given.clear()
-    state.policy.not_finite()  # taken, not to be said of a later step
+    state.policy.watch.take()  # not to be said of a later step
     state.policy.engine.forget()
     gc.collect()
     if device.type == "cuda":

@@ -13,6 +13,7 @@ from torch import nn
 
 from rl_train import distributed
 from rl_train.config import LossConfig
+from rl_train.finite import Watch
 from rl_train.grpo import grpo_loss, k3_kl, mean_entropy, over_spread
 from rl_train.types import Outcome, Rollout
 
@@ -31,17 +32,17 @@ class Work:
     rollout: Rollout
     outcome: Outcome
     reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
-    advantages: torch.Tensor  # (N,)
+    advantages: torch.Tensor  # (N,) on the CPU
     reference: Reference | None  # None if --kl_coef is 0
-    not_finite: list[str] = field(default_factory=list)  # outputs of the model, by name
+    watch: Watch = field(default_factory=Watch)  # of the model's outputs
     counted: torch.Tensor | None = None  # (N,) that the advantages are of, if not of the reward
     masked: torch.Tensor | None = None  # (N,) bool, rows that leave the loss: --mask_truncated
 
     @property
     def scored(self) -> torch.Tensor:
         """(N,) bool, False where the reward is missing or masked: such rows leave the loss."""
-        missing = self.reward.isnan().to(self.advantages.device)
-        return ~(missing if self.masked is None else missing | self.masked.to(missing.device))
+        missing = self.reward.isnan()
+        return ~(missing if self.masked is None else missing | self.masked)
 
     @property
     def varying(self) -> list[bool]:
@@ -51,7 +52,7 @@ class Work:
 
     def faults(self) -> list[str]:
         """What is not finite of the rollout and of what was said of it. NaN rewards are fine."""
-        names = list(self.not_finite)
+        names = self.watch.names()
         if self.reference and not self.reference.logp.isfinite().all():
             names.append("the reference's log-probs")
         if self.reward.isinf().any():
@@ -142,10 +143,10 @@ def step_totals(work: list[Work], num_ranks: int) -> tuple[dict[str, Totals], bo
     """
     counts = Counter(learnable=0)
     for w in work:
-        name, scored = w.task.name, w.scored.cpu()
+        name, scored = w.task.name, w.scored
         counts["learnable"] += sum(w.varying)
         counts[name, "rows"] += len(w.reward)
-        counts[name, "tokens"] += int(w.rollout.valid[w.scored].sum())
+        counts[name, "tokens"] += int(w.rollout.valid[scored].sum())
         actions = w.task.action.count(w.rollout, scored) if w.task.action else 0
         counts[name, "actions"] += actions
     total = distributed.all_sum(counts, [fault for w in work for fault in w.faults()])
@@ -220,14 +221,17 @@ class MicroBatchLoss(nn.Module):
         rollout, config, old = work.rollout, self.config, work.rollout.logp[rows]
         if config.loss_type == "gspo":
             old = work.first_scored(rows, scores.logp)
-        valid = rollout.valid[rows] & work.scored[rows, None]  # (n, T)
+        valid, advantages = (  # (n, T), (n,)
+            x.to(scores.logp.device, non_blocking=True)
+            for x in (rollout.valid[rows] & work.scored[rows, None], work.advantages[rows])
+        )
         by_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")
         share = len(valid) / totals.rows if by_rows else 1.0
         loss, stats = grpo_loss(
             scores.logp,
             old,
             work.reference and work.reference.logp[rows],
-            work.advantages[rows],
+            advantages,
             valid,
             **config.clip,
             kl_coef=config.kl_coef,

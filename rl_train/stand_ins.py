@@ -5,6 +5,8 @@ from collections.abc import Iterator
 
 import torch
 
+from rl_train.distributed import gradient_norms
+
 
 def rising(completions, **_) -> list[float]:
     """A reward that differs between the rows of a group, so that there is an update."""
@@ -78,7 +80,7 @@ class NotAveraged:
     """
 
     def __init__(self, module, names, given: list):
-        self.module, self.given = module, given
+        self.module, self.names, self.given = module, names, given
 
     def __call__(self, *args, last: bool):
         self.given.append(args)
@@ -87,5 +89,6 @@ class NotAveraged:
     def averaging(self, last: bool):
         return contextlib.nullcontext()
 
-    def own_norms(self) -> dict[str, float]:
-        return {}
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        norms = gradient_norms(self.names.values())
+        return norms, norms

@@ -22,7 +22,7 @@ from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally, check_first_answers, curves
 from rl_train.data.loader import shared_memory_warning, steps, train_loader
 from rl_train.data.workers import explaining
-from rl_train.distributed import GradientAverage, gather_objects, gradient_norms, print0
+from rl_train.distributed import GradientAverage, gather_objects, print0
 from rl_train.draws import Draws
 from rl_train.endings import Endings
 from rl_train.evaluation import BATCHES, Evaluator, HeldOut
@@ -73,6 +73,11 @@ def train(parts: Parts, loader, end_of_step, average=None):
                     if task.action:
                         rollout.action = task.action.draw(rollout, draws)
                 clock("rollout")
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):  # (N, T); here a GPU computes while texts are made
+                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                clock("reference")
                 outcome = task.judge(rollout)  # {component: (N,)}
                 turn = (state.step, number)  # --control: another reward counts
                 outcome, weights = parts.control(task, rollout, outcome, turn)
@@ -80,16 +85,11 @@ def train(parts: Parts, loader, end_of_step, average=None):
                 counted = reward
                 if config.reward.scale_components:
                     counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, scale_of_group).to(policy.device)  # (N,)
-                clock("teacher")
-                reference = None
-                if config.loss.kl_coef:
-                    with roles.use("reference"):  # (N, T)
-                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
+                advantages = group_advantages(counted, G, scale_of_group)  # (N,)
                 masked = ~rollout.stopped if config.loss.mask_truncated else None
-                more = dict(not_finite=policy.not_finite(), counted=counted, masked=masked)
+                more = dict(watch=policy.watch.take(), counted=counted, masked=masked)
                 work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
-                clock("reference")
+                clock("teacher")
         if scale == "batch":
             divide_by_batch(work)
         totals, learnable = step_totals(work, parts.ranks.world_size)
@@ -109,16 +109,19 @@ def update(state: RunState, objective: GradientAverage, tally: Tally, max_grad_n
 
     Raises FloatingPointError, on all ranks and before a step, naming what is not finite on any.
     """
+    trainable = state.policy.trainable
+    own, averaged = objective.norms()  # (one a trainable,) each
     faults = tally.not_finite()
-    norms = objective.own_norms().items()
+    norms = zip(trainable, own.tolist())
     faults += [
         f"gradient of {name} (norm {norm})" for name, norm in norms if not math.isfinite(norm)
     ]
     distributed.raise_on_any_rank(faults)
     squares = Counter()
-    for name, norm in gradient_norms(state.policy.trainable).items():
+    for name, norm in zip(trainable, averaged.tolist()):
         squares[state.policy.group_of(name)] += norm**2
-    torch.nn.utils.clip_grad_norm_(list(state.policy.trainable.values()), max_grad_norm)
+    whole = torch.linalg.vector_norm(averaged)
+    torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_grad_norm, whole)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     tally.updates += 1

@@ -52,7 +52,10 @@ class Inputs(Protocol):
 
 @dataclass
 class Rollout:
-    """N answers of a policy to the prompts of a batch, as they were sampled."""
+    """N answers of a policy to the prompts of a batch, as they were sampled.
+
+    ids, valid and stopped are on the CPU: what is laid out by them is so without asking the GPU.
+    """
 
     batch: Batch
     features: object  # what the policy made of the batch's images, shared by all rows and roles

@@ -17,7 +17,7 @@ class Images:
     tiles: list[int]  # tiles of each image
     sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
     sizes: list[tuple[int, int]]  # (H, W) of each image
-    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region
+    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region, on the CPU
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Prompts:
 
     ids: list[list[int]]  # ragged
     image: list[int]  # the image each is about
-    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, or None
+    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, on the CPU, or None
 
     def __len__(self):
         return len(self.ids)
@@ -68,10 +68,9 @@ def embed(model, images: Images, prompts: Prompts, pad_id: int, num_tokens: int 
         num_tokens: what will follow a prompt; checked against the model's context.
 
     Returns:
-        embeds (P, L, C), attention mask (P, L).
+        embeds (P, L, C), attention mask (P, L) on the CPU.
     """
     ids, mask = pad_left(prompts.ids, pad_id)
-    ids, mask = ids.to(model.device), mask.to(model.device)
     _check_length(model, max(prompts.ids, key=len), num_tokens)
     # Project each image once, then repeat its features for the rows that share it.
     used = sorted(set(prompts.image))

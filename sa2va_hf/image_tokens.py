@@ -23,18 +23,17 @@ def context_features(image_features, prompt_masks, flags) -> torch.Tensor:
     Raises:
         ValueError: a flag too many or too few.
     """
-    flags = [False] * len(image_features) if flags is None else flags.tolist()
+    (tiles, tokens, _), device = image_features.shape, image_features.device
+    flags = [False] * tiles if flags is None else flags.tolist()
     masks = [] if prompt_masks is None else prompt_masks
-    if len(flags) != len(image_features):
-        raise ValueError(
-            f"vp_overall_mask has {len(flags)} entries for {len(image_features)} tiles"
-        )
+    if len(flags) != tiles:
+        raise ValueError(f"vp_overall_mask has {len(flags)} entries for {tiles} tiles")
     if sum(flags) != len(masks):
         raise ValueError(f"{len(masks)} prompt_masks for {sum(flags)} flagged tiles")
-    pieces, masks = [], iter(masks)
-    for tile, flag in zip(image_features, flags):
-        pieces.append(tile)
+    at, masks = [], iter(masks)  # indices among all tiles' tokens
+    for tile, flag in enumerate(flags):
+        at.append(torch.arange(tile * tokens, (tile + 1) * tokens))
         if flag:
-            cells = next(masks).to(tile.device).bool().flatten(1)  # (n, 256)
-            pieces += [tile[region] for region in cells]
-    return torch.cat(pieces)
+            cells = next(masks).cpu().bool().flatten(1)  # (n, 256)
+            at.append(cells.nonzero()[:, 1] + tile * tokens)
+    return image_features.flatten(0, 1)[torch.cat(at).to(device, non_blocking=True)]

@@ -22,7 +22,7 @@ def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tenso
     size, resized = logits.shape[-2:], {}
     for mask in masks:
         if id(mask) not in resized:  # rows about one region share its mask
-            pixels = mask[None, None].to(logits.device, torch.uint8)
+            pixels = mask[None, None].to(logits.device, torch.uint8, non_blocking=True)
             resized[id(mask)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
     return torch.stack([resized[id(mask)] for mask in masks])
 

@@ -134,7 +134,7 @@ class Sa2VAModel(nn.Module):
         """(B, L, C) token embeddings with image and region features at `<IMG_CONTEXT>`.
 
         Args:
-            input_ids: (B, L).
+            input_ids: (B, L). If they, and prompt_masks, are on the CPU, nothing waits for the GPU.
             image_features: (t, tokens, C), all tiles of all samples in batch order, or None for
                 text alone.
             prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions.
@@ -145,18 +145,20 @@ class Sa2VAModel(nn.Module):
                 original prints a line and then computes without any image, or repeats features);
                 no tokenizer is known.
         """
-        embeds = self.language_model.get_input_embeddings()(input_ids)
+        ids = input_ids.to(self.device, non_blocking=True)
+        embeds = self.language_model.get_input_embeddings()(ids)
         if image_features is None:
             return embeds
         self.require_tokenizer()
         features = context_features(image_features, prompt_masks, vp_overall_mask)
-        slots = input_ids == self.img_context_id
-        if int(slots.sum()) != len(features):
+        slots = (input_ids == self.img_context_id).flatten().nonzero()[:, 0]
+        if len(slots) != len(features):
             raise ValueError(
-                f"the prompts hold {int(slots.sum())} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
+                f"the prompts hold {len(slots)} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
                 f"regions give {len(features)} features"
             )
-        return embeds.masked_scatter(slots[..., None], features.to(embeds.dtype))
+        slots, flat = slots.to(self.device, non_blocking=True), embeds.flatten(0, 1)
+        return flat.index_copy(0, slots, features.to(embeds.dtype)).view(embeds.shape)
 
     def forward(
         self,

@@ -83,7 +83,7 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
             f"region masks must be bool (n, H, W), got {masks.dtype} {tuple(masks.shape)}"
         )
     # In float, and with `any` of every mask, native size takes 4 times as long.
-    pixels = masks[:, None].to(torch.uint8)
+    pixels = masks[:, None].view(torch.uint8)
     cells = F.adaptive_avg_pool2d(
         F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size
     )[:, 0]
@@ -127,8 +127,7 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
             (`preprocess_image`) has them; its supervised training has them exact, which is the
             default here. Pixels differ by up to 0.0081.
     """
-    mean = torch.tensor(IMAGENET_MEAN, device=pixels.device).view(3, 1, 1)
-    std = torch.tensor(IMAGENET_STD, device=pixels.device).view(3, 1, 1)
+    mean, std = _imagenet(pixels.device)
     if rounded:
         mean, std = mean.bfloat16().float(), std.bfloat16().float()
     return (pixels.float() / 255 - mean) / std
@@ -136,11 +135,14 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
 
 def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
     """(.., 3, S, S) float32 of uint8 pixels, ImageNet-normalised."""
-    mean, std = (
-        torch.tensor(values, device=pixels.device).view(3, 1, 1)
-        for values in (IMAGENET_MEAN, IMAGENET_STD)
-    )
+    mean, std = _imagenet(pixels.device)
     return pixels.float().div_(255).sub_(mean).div_(std)
+
+
+def _imagenet(device):
+    """(mean, std) (3, 1, 1) of ImageNet's colours."""
+    both = torch.tensor([IMAGENET_MEAN, IMAGENET_STD]).view(2, 3, 1, 1)
+    return both.to(device, non_blocking=True).unbind()
 
 
 class Sa2VAProcessor:

@@ -74,6 +74,16 @@ def test_logprob(tmp_path, output, capsys):
     assert "and kernels" in capsys.readouterr().out
 
 
+def test_head(tmp_path, output):
+    """All ways give one log-prob and one gradient, but for the default's rounding of logits."""
+    sizes = "--device cpu --rounds 1 --warmup 1 --num_tokens 70 --width 32 --vocabulary 100"
+    written = figures(tmp_path, f"head {output} {CEILINGS} {sizes}")
+    assert len(written["ways"]) == 5
+    for way in written["ways"].values():
+        assert way["seconds"] > 0
+        assert way["gradient_error"] < 0.02 and way["logp_error"] < 0.02
+
+
 def test_floor_of_a_token_counts_each_byte_once():
     options = decode.Options(device="cpu", sizes="tiny", lora_r=4)
     model = random_llm(options)
@@ -146,7 +156,7 @@ def test_worst_memory(tmp_path, output, monkeypatch):
     run = f"--flags {FLAGS} --mask_sigma 0.5 --gradient_accumulation_steps 2"
     benchmark.main(f"memory --worst {output} --device cpu --sizes tiny {run}".split())
     written = json.loads((tmp_path / "figures.json").read_text())
-    assert list(written["worst"]) == ["encode", "rollout", "teacher", "reference", "update"]
+    assert list(written["worst"]) == ["encode", "rollout", "reference", "teacher", "update"]
     assert written["peak"] == 0 < written["standing"]["gradients"]  # no GPU
 
 

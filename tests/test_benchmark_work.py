@@ -116,8 +116,8 @@ def test_what_trl_encodes(full, monkeypatch):
         )
     full.step()
     assert calls["sam_features"] == [2, 6]
-    # encode; then of each loop: rollout, old log-probs in micro-batches of 3, teacher, reference
-    loop = [2, 3, 3, 6, 3, 3]
+    # encode; then of each loop: rollout, old log-probs in micro-batches of 3, reference, teacher
+    loop = [2, 3, 3, 3, 3, 6]
     assert calls["vision_features"] == [2, *loop, *loop, 3, 3, 3, 3]
 
 

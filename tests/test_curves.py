@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train import curves as of_curves
 from rl_train.curves import Clock, Tally, Unreadable, check_first_answers, curves
 from rl_train.objective import Work
 from rl_train.rewards.custom import BadReward
@@ -121,6 +120,7 @@ def update_of(*micro_batches, iterations=1) -> Tally:
             }
             tally.add_update("loop1", statistics, on_policy=number == 0)
         tally.updates += 1
+    tally.settle()
     return tally
 
 
@@ -138,6 +138,7 @@ def test_several_updates_are_averaged_and_the_gap_is_of_the_first():
     tally = update_of((1.0, 2.0, 10, 0.1), iterations=1)
     later = {"loss": torch.tensor(5.0), "sampler_gap": torch.tensor(7.0)}
     tally.add_update("loop1", later, on_policy=False)
+    tally.settle()
     tally.updates += 1
     points = curves_of(tally)
     assert points["loop1/loss"] == pytest.approx(3)
@@ -173,21 +174,38 @@ def test_points_that_are_equal_on_all_ranks_are_those_of_the_first():
 
 
 def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
-    """A phase of two laps has their seconds together and the higher peak; no GPU has none."""
-    peaks, times = iter([3 * 2**30, 5 * 2**30, 4 * 2**30]), iter([0.0, 1.0, 3.0, 7.0])
-    resets = []
+    """A phase of two laps has their seconds together and the higher peak; no GPU has none.
+
+    On a GPU it waits for its last event alone, when it is asked.
+    """
+    peaks, times = iter([3 * 2**30, 5 * 2**30, 4 * 2**30]), iter([0.0, 1e3, 3e3, 7e3])
+    resets, waited = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.time = next(times)  # milliseconds
+
+        def synchronize(self):
+            waited.append(self.time)
+
+        def elapsed_time(self, end):
+            return end.time - self.time
+
     for name, function in dict(
-        synchronize=lambda _: None,
+        Event=Event,
         max_memory_allocated=lambda _: next(peaks),
         reset_peak_memory_stats=resets.append,
     ).items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setattr(of_curves.time, "perf_counter", lambda: next(times))
     clock = Clock(torch.device("cuda"))
     for phase in ("rollout", "teacher", "rollout"):
         clock(phase)
+    assert not waited
     assert clock.seconds == {"rollout": 5.0, "teacher": 2.0}
-    assert clock.peaks == {"rollout": 4.0, "teacher": 5.0}
+    assert waited == [7e3] and clock.peaks == {"rollout": 4.0, "teacher": 5.0}
     assert len(resets) == 4  # no phase sees the peak of the one before
     assert clock.curves(num_tokens=20) == {
         "perf/rollout_seconds": 5.0,

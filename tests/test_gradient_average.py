@@ -56,14 +56,14 @@ class FlatAverage:
         if last:
             parameters = self.names.values()
             flat = torch.cat([p.grad.flatten() for p in parameters])
-            self.norms = [p.grad.norm().item() for p in parameters]
+            self.own = torch.stack([p.grad.norm() for p in parameters])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
             for p, mean in zip(parameters, flat.split([p.numel() for p in parameters])):
                 p.grad = mean.view_as(p).clone()
 
-    def own_norms(self):
-        return dict(zip(self.names, self.norms))
+    def norms(self):
+        return self.own, torch.stack([p.grad.norm() for p in self.names.values()])
 
 
 def unscored(kind):

@@ -292,10 +292,7 @@ def test_the_parts_are_command_lines_that_exist(tmp_path, monkeypatch):
     "flags, complaint",
     [
         ("--size mid", "--size mid needs --train_checkpoint"),
-        (
-            "--train_checkpoint --parts err learn",
-            "--parts err learn: their order is hints learn err",
-        ),
+        ("--train_checkpoint --parts err learn", "--parts err learn: their order is hints learn"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, complaint, tmp_path, capsys):

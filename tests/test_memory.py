@@ -69,7 +69,7 @@ def test_the_worst_step_is_as_bad_as_the_flags_allow(data, tmp_path, monkeypatch
     how |= dict(control="fixed", mask_truncated="", skip_zero_variance="")  # which are not tried
     run(data, tmp_path, batch_size=2, **how, **TINY)
     assert [list(peaks) for peaks in announced] == [
-        ["encode", "rollout", "teacher", "reference", "update"]
+        ["encode", "rollout", "reference", "teacher", "update"]
     ]
     assert [(rows.start, rows.stop) for _, rows, _ in updated] == 2 * [(0, 4), (4, 6)]
     assert all(loss != 0 for *_, loss in updated)

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from rl_train.flags import add_flags, read_flags
-from tools.benchmarks import data, decode, logprob, memory, profile, scale, step
+from tools.benchmarks import data, decode, head, logprob, memory, profile, scale, step
 
-MODULES = (data, decode, logprob, step, profile, memory, scale)
+MODULES = (data, decode, head, logprob, step, profile, memory, scale)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 

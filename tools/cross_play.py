@@ -71,7 +71,7 @@ def batches_of(flag: str, player: str, dataset, args, device):
     loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers, other_regions=others)
     for batch in tqdm(loader, desc=f"{flag} {player}", leave=False):
         yield policy, batch, policy.encode(batch)
-        raise_on_any_rank([f"{flag} {player}: {fault}" for fault in policy.not_finite()])
+        raise_on_any_rank([f"{flag} {player}: {fault}" for fault in policy.watch.take().names()])
 
 
 @torch.no_grad()

@@ -137,7 +137,7 @@ def caption_all(policy, dataset, args, ranks) -> dict[str, str]:
         else:
             masks = [mask.to(policy.device) for mask in batch.masks]
             texts = describe(policy, features, rows, masks, tokens)
-        faults |= set(policy.not_finite())
+        faults |= set(policy.watch.take().names())
         captions |= dict(zip(batch.image_ids, texts))
     distributed.raise_on_any_rank(sorted(faults))
     of_ranks = distributed.gather_objects(captions)

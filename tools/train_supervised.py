@@ -85,9 +85,8 @@ def examples_of(parts: Parts, batch, features) -> list[Examples]:
                 batch, features, list(map(np.random.default_rng, seeds))
             )
         rows = [torch.tensor(answer[:longest]) for answer in answers]
-        ids = pad_sequence(rows, True, policy.pad_id).to(policy.device)  # (B, T)
-        lengths = torch.tensor(list(map(len, rows)), device=policy.device)
-        valid = torch.arange(ids.shape[1], device=policy.device) < lengths[:, None]
+        ids = pad_sequence(rows, True, policy.pad_id)  # (B, T)
+        valid = torch.arange(ids.shape[1]) < torch.tensor(list(map(len, rows)))[:, None]
         found.append(Examples(task, batch, prompts, ids, valid))
     return found
 
@@ -127,7 +126,7 @@ class SupervisedLoss(nn.Module):
             of_task = text + sum(terms)
             loss = loss + task.weight * of_task
             tokens = one.valid.sum()
-            entropy = ((scores.entropy * one.valid).sum(), tokens)
+            entropy = (scores.entropy.sum(), tokens)
             own = dict(loss=of_task.detach(), text_loss=text.detach(), entropy=entropy)
             statistics[task.name] = own | more
         if last:

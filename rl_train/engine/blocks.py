@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from rl_train.engine.decode_torch import add_lora
-
 
 class AddNorm(torch.autograd.Function):
     """(residual + delta, its RMSNorm), both (m, C)."""
@@ -39,7 +37,12 @@ class AddNorm(torch.autograd.Function):
 def _forward(linears, x):
     """(m, outputs + k*r): the outputs of k linears, then x A^T of each."""
     y = F.linear(x, linears.weight, linears.bias)
-    add_lora(y, linears)
+    if linears.lora_b is not None:
+        sizes = linears.sizes
+        *outs, inner = y.split_with_sizes([*sizes, y.shape[1] - sum(sizes)], 1)
+        inners = inner.chunk(len(sizes), 1)
+        for out, a, b in zip(outs, inners, linears.lora_b.split_with_sizes(sizes)):
+            out.addmm_(a, b.t(), alpha=linears.scaling)
     return y
 
 
@@ -141,8 +144,8 @@ class Runs:
     longest: tuple[int, int]  # queries of a run, keys of a run
 
 
-def runs(part: torch.Tensor) -> Runs:
-    """The runs of `packing.Layout.part` (P, S)."""
+def runs(part: torch.Tensor, device) -> Runs:
+    """The runs of `packing.Layout.part` (P, S), on `device`."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]
     run = part.flatten()[slots] + slots // part.shape[1] * many
@@ -155,12 +158,9 @@ def runs(part: torch.Tensor) -> Runs:
         keys.append(own if own is prompt else torch.cat([prompt, own]))
         at += count
     lengths = [len(seen) for seen in keys]
-    query_ends, key_ends = (
-        torch.tensor([0, *sizes]).cumsum(0).to(part.device, torch.int32)
-        for sizes in (counts, lengths)
-    )
-    keys, longest = torch.cat(keys).to(part.device), (max(counts), max(lengths))
-    return Runs(part.shape[1], slots, keys, query_ends, key_ends, longest)
+    ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (counts, lengths))
+    of_device = (t.to(device, non_blocking=True) for t in (slots, torch.cat(keys), *ends))
+    return Runs(part.shape[1], *of_device, (max(counts), max(lengths)))
 
 
 def split(heads, num_kv):

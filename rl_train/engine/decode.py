@@ -9,6 +9,8 @@ Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, 
 C width, V vocabulary, K key-value heads, D head size.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
@@ -25,8 +27,8 @@ POLL = 2  # tokens between two looks at whether all rows are done, each a poll l
 class Decoder:
     """Samples from a `fused.FusedModel`. Holds a cache, and a `Graph` for each size asked for."""
 
-    def __init__(self, fused):
-        self.fused = fused
+    def __init__(self, fused, make_graph=None):
+        self.fused, self.make_graph = fused, make_graph or Graph
         self.slot_size = len(fused.layers) * 2 * fused.num_kv * fused.head_size  # numbers a token
         self.graphs: dict[tuple, "Graph"] = {}
         self._make_cache(0)
@@ -54,7 +56,7 @@ class Decoder:
                 del self.graphs[next(iter(self.graphs))]
             if self.cache.numel() < slots * self.slot_size:
                 self._make_cache(slots)
-            self.graphs[key] = Graph(self.fused, self.cache, self.pool, *sizes, draws)
+            self.graphs[key] = self.make_graph(self.fused, self.cache, self.pool, *sizes, draws)
         return self.graphs[key]
 
     def bytes_to_come(self) -> int:
@@ -65,7 +67,7 @@ class Decoder:
     def generate(
         self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
     ) -> Completions:
-        """See `Engine.generate`; shared: the layout of the prompts."""
+        """See `Engine.generate`; shared: the layout of the prompts, on the CPU as their mask."""
         num_rows = len(embeds) * draws.num_generations
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(len(embeds), embeds.shape[1], draws)
@@ -77,11 +79,12 @@ class Decoder:
             del cache
             graph.begin(shared.last(hidden)[:, 0], draws.uniforms)
             graph.run(draws.max_new_tokens)
-        length = max(1, int(graph.valid[:num_rows].sum(1).max()))
-        buffers = graph.ids, graph.logp, graph.valid, graph.hiddens
-        ids, logp, valid, hidden = (buffer[:num_rows, :length].clone() for buffer in buffers)
+        rows, read = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
+        valid, stopped = read(graph.valid[rows]), read(graph.done[rows])
+        said = slice(max(1, int(valid.sum(1).max())))
+        logp, hidden = (buffer[rows, said].clone() for buffer in (graph.logp, graph.hiddens))
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
-        return Completions(ids, logp, valid, graph.done[:num_rows].clone(), hidden)
+        return Completions(read(graph.ids[rows, said]), logp, valid[:, said], stopped, hidden)
 
 
 class Graph:
@@ -121,7 +124,7 @@ class Graph:
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
-        self.graph = self._capture(pool) if cache.is_cuda else None
+        self.graph = self._capture(pool)
 
     @property
     def nbytes(self) -> int:
@@ -130,6 +133,8 @@ class Graph:
         return sum(buffer.nbytes for buffer in buffers)
 
     def _capture(self, pool):
+        if pool is None:
+            return None
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -151,18 +156,20 @@ class Graph:
         """
         p, length = attention_mask.shape
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
-        self.pad.fill_(slots)[:p].copy_(slots - lengths)  # prompts that are not there are empty
+        self.pad.fill_(slots)  # prompts that are not there are empty
+        self.pad[:p].copy_(slots - lengths, non_blocking=True)
+        tokens = tokens.to(self.pad.device, non_blocking=True)
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
         rows = behind.repeat_interleave(self.num_generations)
-        self.position.zero_()[: len(rows)] = rows
+        self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)
 
     def begin(self, hidden, uniforms):
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
         rows = slice(len(hidden) * self.num_generations)
         if uniforms is not None:
-            self.uniforms[rows, : uniforms.shape[1]] = uniforms.to(self.uniforms)
+            self.uniforms[rows, : uniforms.shape[1]].copy_(uniforms, non_blocking=True)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False
@@ -219,7 +226,7 @@ class Graph:
             qkv, out, gate_up, down = linears
             y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
             q = ops.rotate_and_store(y, power, eps, qkv, *angles, *suffix, self.step)
-            y = ops.attend(q, *prefix, *suffix, self.pad, self.step)
+            y = ops.attend(q, *prefix, *suffix, self.pad, self.done, self.step)
             x, power = ops.add(residual, y, out, mlp_norm.weight)
             y = F.linear(x, gate_up.weight)
             y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)

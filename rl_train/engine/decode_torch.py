@@ -30,10 +30,7 @@ def add(residual, inputs, linear, weight):
         x / sqrt(power.sum(1) + eps), and what divides is one number a row: the linears are given
         x, and their outputs are divided.
     """
-    width = residual.shape[1]
-    y = F.linear(inputs, linear.weight)
-    add_lora(y, linear)
-    residual.add_(y[:, :width])
+    residual.add_(outputs(F.linear(inputs, linear.weight), linear))
     return _before_norm(residual, weight)
 
 
@@ -46,24 +43,24 @@ def normed(x, power, eps):
     return (x * torch.rsqrt(power.sum(1, keepdim=True) + eps)).to(x.dtype)
 
 
-def add_lora(y, linears):
-    """Add LoRA's B to the linears' columns of y (N, sum of outputs + k*r), in place.
+def outputs(y, linears):
+    """(N, sum of outputs) of the linears, given their product y (N, sum of outputs + k*r).
 
     The last k*r columns are the outputs of LoRA's A.
     """
-    if linears.lora_b is not None:
-        sizes = linears.sizes
-        *outs, inner = y.split_with_sizes([*sizes, y.shape[1] - sum(sizes)], 1)
-        inners = inner.chunk(len(sizes), 1)
-        for out, a, b in zip(outs, inners, linears.lora_b.split_with_sizes(sizes)):
-            out.addmm_(a, b.t(), alpha=linears.scaling)
+    sizes = linears.sizes
+    y, inner = y[:, : sum(sizes)], y[:, sum(sizes) :]
+    if linears.lora_b is None:
+        return y
+    parts = zip(inner.chunk(len(sizes), 1), linears.lora_b.split_with_sizes(sizes))
+    return y + linears.scaling * torch.cat([a @ b.t() for a, b in parts], dim=1)
 
 
 def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step):
     """Finish q, k, v; turn q and k; write k and v to slot `step` of keys, values (N, K, T, D).
 
     Args:
-        y: (N, (H + 2K) D + 3r) product of x of `add` with the matrix of linears `qkv`, overwritten;
+        y: (N, (H + 2K) D + 3r) product of x of `add` with the matrix of linears `qkv`;
             power: see `add`; eps: of the RMSNorm.
         cos, sin: (positions, D/2); position: (N,) long; step: (1,) long.
 
@@ -73,8 +70,7 @@ def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step)
     n, num_kv, _, size = keys.shape
     width = sum(qkv.sizes)
     num_heads = width // size - 2 * num_kv
-    add_lora(y, qkv)
-    qkv_heads = normed(y[:, :width], power, eps)
+    qkv_heads = normed(outputs(y, qkv), power, eps)
     if qkv.bias is not None:
         qkv_heads = qkv_heads + qkv.bias[:width]
     qkv_heads = qkv_heads.view(n, -1, size)  # (N, H + 2K, D)
@@ -86,8 +82,10 @@ def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step)
     return turned[:, :num_heads].contiguous()
 
 
-def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
+def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     """Attention (N, H*D) of q (N, H, D) over its prompt and over its own slots up to `step`.
+
+    Of rows that are done (N,) bool it is any numbers: a kernel need not read what nobody asks for.
 
     Args:
         prefix_keys, prefix_values: (P, K, L, D), which the G rows of a prompt share, and of which
@@ -112,14 +110,13 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
 
 
 def gate(y, power, eps, gate_up):
-    """silu(gate) * up (N, F) of y (N, 2F + 2r), overwritten.
+    """silu(gate) * up (N, F) of y (N, 2F + 2r).
 
     Args:
         y: product of x of `add` with the matrix of linears `gate_up`; power, eps: see there.
     """
     width = gate_up.sizes[0]
-    add_lora(y, gate_up)
-    y = normed(y[:, : 2 * width], power, eps)
+    y = normed(outputs(y, gate_up), power, eps)
     return F.silu(y[:, :width]) * y[:, width:]
 
 
@@ -131,11 +128,10 @@ def choose(rows, logits):
     Args:
         rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to draw; and writes
             token, ids, logp, valid, the stop text's state, done.
-        logits: (N, at least V) float32, overwritten; the first vocab of each row are tokens'.
+        logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """
-    logits[:, rows.vocab :] = float("-inf")
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
-    token, logp = draw(logits, rows.temperature, u)
+    token, logp = draw(logits[:, : rows.vocab], rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))
     rows.ids.index_copy_(1, rows.step, rows.token[:, None])
     rows.logp.index_copy_(1, rows.step, logp.masked_fill(rows.done, 0.0)[:, None])

@@ -27,12 +27,15 @@ class Answers:
     packed: Packed
 
     def hidden_of(self, tokens) -> torch.Tensor:
-        """(m, C) hidden states of tokens (n, T) bool that were fed, row-major."""
+        """(m, C) hidden states of tokens (n, T) bool, on the CPU, that were fed, row-major."""
         return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
 
 class Engine:
     """Samples from and scores with one decoder LLM, under softmax(logits / temperature).
+
+    Embeddings are on its device, everything else that it takes on the CPU, where sequences are laid
+    out (what is not is fetched, for which the GPU waits); so are ids of answers and their ends.
 
     On CUDA by kernels and graphs of its own, if it knows the model (else it logs one warning);
     on the CPU by the model's own modules, which there are as fast. At its first use on CUDA it
@@ -114,14 +117,13 @@ class Engine:
         shape = (len(embeds) * num_generations, max_new_tokens)
         if uniforms is not None and uniforms.shape != shape:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
-        position_ids = positions(attention_mask) if position_ids is None else position_ids
+        mask, placed = _laid_out(attention_mask, position_ids)
         stop, numbers = stop and stop.to(embeds.device), (self.pad_id, self.temperature)
         draws = Sampling(num_generations, max_new_tokens, stop, *numbers, uniforms)
-        prompts = embeds, attention_mask, position_ids
         if self.fused(embeds) is None:
-            return modules.generate(self.language_model, *prompts, draws)
-        shared = share(attention_mask, position_ids, shared_prefix_lengths)
-        return self._decoder.generate(*prompts, shared, draws)
+            return modules.generate(self.language_model, embeds, mask, placed, draws)
+        shared = share(mask, placed, shared_prefix_lengths)
+        return self._decoder.generate(embeds, mask, placed, shared, draws)
 
     def score(
         self,
@@ -142,19 +144,23 @@ class Engine:
             position_ids: (A, P, L) of the prompts; default counts the attended tokens.
             entropy_gradient: whether the entropies carry gradient too.
         """
-        model = self.language_model
-        position_ids = positions(attention_mask) if position_ids is None else position_ids
-        packed = pack(attention_mask, position_ids, prompt, ids, valid, self.pad_id)
+        model, device = self.language_model, embeds.device
+        prompts, (prompt, ids, valid) = (
+            _laid_out(attention_mask, position_ids),
+            (t.cpu() for t in (prompt, ids, valid)),
+        )
+        packed = pack(*prompts, prompt, ids, valid, self.pad_id)
         embeds, fused = modules.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
-            bias, placed = packed.bias(embeds.dtype), packed.position_ids
-            hidden = modules.hidden_states(model, embeds, bias, placed, self.gradient_checkpointing)
+            seen = packed.bias(embeds.dtype, device), packed.position_ids
+            hidden = modules.hidden_states(model, embeds, *seen, self.gradient_checkpointing)
         else:
             hidden = forward.hidden_states(fused, embeds, packed, self.gradient_checkpointing)
-        before = packed.hidden_before(hidden, valid)
+        before, said = packed.hidden_before(hidden, valid), ids[valid]
+        at = valid.flatten().nonzero()[:, 0].to(device, non_blocking=True)
         logp, entropy = (
-            torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, values)
-            for values in self._token_logps(before, ids[valid], fused, entropy_gradient)
+            values.new_zeros(ids.numel()).index_copy(0, at, values).view(ids.shape)
+            for values in self._token_logps(before, said, fused, entropy_gradient)
         )
         return Answers(logp, entropy, hidden, packed)
 
@@ -166,12 +172,12 @@ class Engine:
 
         Args: see `generate`.
         """
-        position_ids = positions(attention_mask) if position_ids is None else position_ids
-        model, fused = self.language_model, self.fused(embeds)
+        mask, placed = _laid_out(attention_mask, position_ids)
+        fused = self.fused(embeds)
         if fused is None:
-            hidden = modules.hidden_states(model, embeds, attention_mask, position_ids)
+            hidden = modules.hidden_states(self.language_model, embeds, mask, placed)
             return hidden[:, -num_last:]
-        shared = share(attention_mask, position_ids, shared_prefix_lengths)
+        shared = share(mask, placed, shared_prefix_lengths)
         hidden = forward.hidden_states(fused, shared.gather(embeds), shared.layout)
         return shared.last(hidden, num_last)
 
@@ -184,4 +190,10 @@ class Engine:
         weight = self.language_model.lm_head.weight
         matrix = weight if fused is None else fused.padded_head
         numbers = (self.temperature, len(weight), entropy_gradient)
-        return token_logps(hidden, matrix, ids, *numbers)
+        return token_logps(hidden, matrix, ids.to(hidden.device, non_blocking=True), *numbers)
+
+
+def _laid_out(attention_mask, position_ids):
+    """Both on the CPU; positions that are None count the attended tokens."""
+    mask = attention_mask.cpu()
+    return mask, positions(mask) if position_ids is None else position_ids.cpu()

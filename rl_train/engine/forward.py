@@ -26,17 +26,18 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         embeds: (P, S, C); layout: `packing.Layout`.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
-    places, ops = blocks.runs(layout.part), fused.forward_ops
+    places, ops = blocks.runs(layout.part, embeds.device), fused.forward_ops
     num_kv, size = fused.num_kv, fused.head_size
     with torch.autocast(embeds.device.type, enabled=False):
         fused.refresh()
         refreshes = fused.num_refreshes
-        position = layout.position_ids.flatten(1)[:, places.slots].t()  # (m, axes)
+        position = layout.position_ids.to(embeds.device, non_blocking=True)
+        position = position.flatten(1)[:, places.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         turn = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         flash = blocks.by_flash(embeds)
-        bias = None if flash else layout.bias(embeds.dtype)
+        bias = None if flash else layout.bias(embeds.dtype, embeds.device)
         residual = embeds.flatten(0, 1)[places.slots]  # (m, C)
         delta = torch.zeros_like(residual)
 

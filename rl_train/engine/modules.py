@@ -19,7 +19,8 @@ def follow(language_model, embeds, ids) -> torch.Tensor:
 
     A placeholder of an image there is a token like any other.
     """
-    return torch.cat([embeds, language_model.get_input_embeddings()(ids).to(embeds.dtype)], dim=1)
+    behind = language_model.get_input_embeddings()(ids.to(embeds.device, non_blocking=True))
+    return torch.cat([embeds, behind.to(embeds.dtype)], dim=1)
 
 
 def prepare_checkpointing(language_model):
@@ -50,8 +51,8 @@ def hidden_states(
         layer.training = True
     hidden = language_model.model(
         inputs_embeds=embeds,
-        attention_mask=mask,
-        position_ids=_of_transformers(position_ids),
+        attention_mask=mask.to(embeds.device),
+        position_ids=_of_transformers(position_ids.to(embeds.device)),
         use_cache=False,
     ).last_hidden_state
     for layer in layers:
@@ -67,6 +68,7 @@ def _of_transformers(position_ids):
 @torch.no_grad()
 def generate(language_model, embeds, attention_mask, position_ids, draws: Sampling) -> Completions:
     """See `Engine.generate`; a token at a time, with the cache of transformers."""
+    attention_mask, position_ids = (t.to(embeds.device) for t in (attention_mask, position_ids))
     num_generations, stop = draws.num_generations, draws.stop
     num_rows = len(embeds) * num_generations
     cache = DynamicCache(config=language_model.config)
@@ -110,5 +112,5 @@ def generate(language_model, embeds, attention_mask, position_ids, draws: Sampli
         ).last_hidden_state[:, 0]
         position = position + 1
         hiddens.append(hidden)
-    columns = (torch.stack(column, 1) for column in (ids, logps, valids))
-    return Completions(*columns, done, torch.stack(hiddens, 1))
+    ids, logps, valids, hiddens = (torch.stack(c, 1) for c in (ids, logps, valids, hiddens))
+    return Completions(ids.cpu(), logps, valids.cpu(), done.cpu(), hiddens)

@@ -1,5 +1,8 @@
 """How sequences that share a prompt are laid out for one forward, where each token sees its own.
 
+All of it on the CPU, from what is known there: the GPU is sent where its tokens go and waits for
+nobody, as it would for each number that it were asked for.
+
 Letters: n rows about P prompts, L prompt length, T completion tokens, M tokens behind a prompt,
 S = L + M, m tokens, C LLM width, A axes of a position (1, or 3 where images have time, height and
 width).
@@ -39,12 +42,12 @@ class Layout:
     part: torch.Tensor  # (P, S) of each token: -1 padding, 0 beginning, above 0 a continuation
     position_ids: torch.Tensor  # (A, P, S)
 
-    def bias(self, dtype: torch.dtype) -> torch.Tensor:
-        """(P, 1, S, S) for the attention scores: 0 or -inf.
+    def bias(self, dtype: torch.dtype, device) -> torch.Tensor:
+        """(P, 1, S, S) for the attention scores, on `device`: 0 or -inf.
 
         Padding sees padding, so that no query is without any key.
         """
-        part = self.part
+        part = self.part.to(device, non_blocking=True)
         seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()  # (P, S, S)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
@@ -62,8 +65,8 @@ class Packed(Layout):
 
     def hidden_before(self, hidden, tokens) -> torch.Tensor:
         """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
-        row, column = tokens.nonzero(as_tuple=True)
-        return hidden[self.prompt[row], self.before[row, column]]
+        slot = (self.prompt[:, None] * hidden.shape[1] + self.before)[tokens]
+        return hidden.flatten(0, 1)[slot.to(hidden.device, non_blocking=True)]
 
 
 def fed(valid: torch.Tensor) -> torch.Tensor:
@@ -79,23 +82,23 @@ def pack(mask, position_ids, prompt, ids, valid, pad_id: int) -> Packed:
         prompt: (n,) prompt of each row, not decreasing.
         ids, valid: (n, T); the valid tokens of a row come first.
     """
-    (num_prompts, length), device = mask.shape, ids.device
+    num_prompts, length = mask.shape
     row, column = fed(valid).nonzero(as_tuple=True)
     owner = prompt[row]
     count = owner.bincount(minlength=num_prompts)
-    nth = torch.arange(len(row), device=device) - (count.cumsum(0) - count)[owner]
+    nth = torch.arange(len(row)) - (count.cumsum(0) - count)[owner]
     at = length + nth  # index in the owner's sequence
     size = length + int(count.max())
     size += -size % 8  # attention kernels like that
-    sequence = torch.full((num_prompts, size), pad_id, device=device)
+    sequence = torch.full((num_prompts, size), pad_id)
     sequence[owner, at] = ids[row, column]
-    part = torch.full((num_prompts, size), -1, device=device)
+    part = torch.full((num_prompts, size), -1)
     part[:, :length] = mask - 1
     part[owner, at] = row + 1
     placed = position_ids.new_zeros(len(position_ids), num_prompts, size)
     placed[:, :, :length] = position_ids
     placed[:, owner, at] = next_positions(position_ids, mask)[owner] + column
-    before = torch.full(ids.shape, length - 1, device=device)  # the first token follows the prompt
+    before = torch.full(ids.shape, length - 1)  # the first token follows the prompt
     before[row, column + 1] = at
     return Packed(part, placed, sequence[:, length:], prompt, before)
 
@@ -110,11 +113,12 @@ class Shared:
 
     def gather(self, embeds):
         """(sequences, S, C) of embeds (P, L, C)."""
-        return embeds.flatten(0, 1)[self.source]
+        return embeds.flatten(0, 1)[self.source.to(embeds.device, non_blocking=True)]
 
     def last(self, hidden, number=1):
         """(P, number, C) of hidden (sequences, S, C), at each prompt's last tokens."""
-        return hidden.flatten(0, 1)[self.where[:, -number:]]
+        where = self.where[:, -number:].to(hidden.device, non_blocking=True)
+        return hidden.flatten(0, 1)[where]
 
     def tokens(self):
         """(P, L) index of each prompt's tokens among those of all sequences, without padding."""
@@ -155,5 +159,5 @@ def share(mask, position_ids, shared_prefix_lengths: list[int] | None = None) ->
         part[number, slots[:common]], part[number, slots[common:]] = 0, piece
         source[number, slots] = prompt * length + np.arange(start, length)
         where[prompt, start:] = number * size + slots
-    part, source, where = (torch.from_numpy(x).to(mask.device) for x in (part, source, where))
+    part, source, where = map(torch.from_numpy, (part, source, where))
     return Shared(Layout(part, position_ids.flatten(1)[:, source]), source, where)

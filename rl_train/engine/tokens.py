@@ -15,7 +15,7 @@ BLOCK = 512  # classes whose probabilities are summed together before the search
 
 @dataclass
 class Completions:
-    """N sampled answers."""
+    """N sampled answers: ids, valid and stopped on the CPU, which goes on from there."""
 
     ids: torch.Tensor  # (N, T) long, pad after a row's end
     logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were drawn from

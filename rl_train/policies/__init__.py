@@ -4,6 +4,7 @@ from typing import Protocol
 
 import torch
 
+from rl_train.finite import Watch
 from rl_train.types import Batch, Rollout
 
 
@@ -15,6 +16,7 @@ class Policy(Protocol):
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     device: torch.device
     encoders_train: bool  # whether `encode` has a gradient, if that is on
+    watch: Watch  # which of its outputs, in any role, had a NaN or infinity
 
     def group_of(self, name: str) -> str:
         """The group that a trainable belongs to, by which gradient norms are logged."""
@@ -38,9 +40,6 @@ class Policy(Protocol):
 
     def save_merged(self, folder, dtype: torch.dtype | None = None):
         """Write the base with the LoRA merged in, in its published layout; ends its use."""
-
-    def not_finite(self) -> list[str]:
-        """Names of the outputs, of any role since the last call, that had a NaN or infinity."""
 
     def picture(self, batch: Batch, sample: int):
         """The PIL image of one sample, for people to look at."""

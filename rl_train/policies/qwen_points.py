@@ -90,9 +90,6 @@ class QwenPointsPolicy:
         """Tokens that the language model takes."""
         return self.model.vlm.config.text_config.max_position_embeddings
 
-    def not_finite(self) -> list[str]:
-        return self.watch.take()
-
     def group_of(self, name: str) -> str:
         return lora.groups_of([name], TRAINABLE)[0]
 
@@ -149,20 +146,24 @@ class QwenPointsPolicy:
     def embed(self, images: PointImages, prompts: Prompts, num_tokens: int = 0):
         """(embeds (P, L, C), attention mask (P, L), positions (3, P, L)), padded on the left.
 
+        Embeddings on the policy's device, the others on the CPU.
+
         Raises:
             ValueError: a prompt and `num_tokens` behind it exceed the model's context.
         """
-        ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
+        ids, mask = pad_left(prompts.ids, self.pad_id)
         if ids.shape[1] + num_tokens > self.context:
             raise ValueError(
                 f"a prompt of {ids.shape[1]} tokens, {num_tokens} behind it, does not fit the "
                 f"context of {self.context}: lower --image_side or --max_image_tokens"
             )
         grids = [images.grids[i] for i in prompts.image]
-        placed = prompt_positions(prompts.ids, grids, self.image_token).to(self.device)
+        placed = prompt_positions(prompts.ids, grids, self.image_token)
+        slots = (ids == self.image_token).flatten().nonzero()[:, 0]
+        ids, slots = (t.to(self.device, non_blocking=True) for t in (ids, slots))
         embeds = self.model.vlm.get_input_embeddings()(ids)
         vision = torch.cat([images.vision[i] for i in prompts.image]).to(embeds.dtype)
-        embeds = embeds.masked_scatter((ids == self.image_token)[..., None], vision)
+        embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)
         return embeds, mask, placed
 
     @torch.no_grad()
@@ -206,8 +207,7 @@ class QwenPointsPolicy:
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask, placed = self.embed(images, prompts, ids.shape[1])
-            prompt = torch.tensor(prompt, device=self.device)
-            inputs = (embeds, mask, prompt, ids, valid, placed)
+            inputs = (embeds, mask, torch.tensor(prompt), ids, valid, placed)
             return self.engine.score(*inputs, entropy_gradient)
 
     def point_masks(

@@ -23,7 +23,7 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
-from sa2va_hf.processing_sa2va import normalise_sam_pixels
+from sa2va_hf.processing_sa2va import normalise_sam_pixels, normalise_tiles
 from sa2va_hf.prompts import SEGMENT, PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -100,9 +100,6 @@ class Sa2VAPolicy:
     def device(self) -> torch.device:
         return self.model.device
 
-    def not_finite(self) -> list[str]:
-        return self.watch.take()
-
     def group_of(self, name: str) -> str:
         return lora.groups_of([name], self.patterns)[0]
 
@@ -134,7 +131,7 @@ class Sa2VAPolicy:
         Frozen ones without autocast, as in the original's inference: in one dtype (and a sixth
         faster).
         """
-        tiles, pixels = batch.inputs.pixel_values, batch.inputs.sam_pixels
+        tiles, pixels = batch.inputs.tiles, batch.inputs.sam_pixels
         image = list(range(len(tiles)))
         if batch.regions_per_image > 1:
             image = first_of_equal(pixels)
@@ -142,14 +139,19 @@ class Sa2VAPolicy:
         train = self.encoders_train  # else without: a forward with gradient waits for no other rank
         precision = self.autocast() if train else contextlib.nullcontext()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), precision:
-            vision = self.model.vision_features(torch.cat([tiles[i] for i in own]).to(self.device))
-            shown = normalise_sam_pixels(pixels[own].to(self.device), self.rounded_normalisation)
+            seen, shown = (
+                t.to(self.device, non_blocking=True)
+                for t in (torch.cat([tiles[i] for i in own]), pixels[own])
+            )
+            vision = self.model.vision_features(normalise_tiles(seen))
+            shown = normalise_sam_pixels(shown, self.rounded_normalisation)
             sam = self.model.sam_features(shown)
         if len(own) < len(image):
             place = [own.index(i) for i in image]
             parts = vision.split([len(tiles[i]) for i in own])
             vision = torch.cat([parts[k] for k in place])
-            sam = [level[torch.tensor(place, device=self.device)] for level in sam]
+            at = torch.tensor(place).to(self.device, non_blocking=True)
+            sam = [level[at] for level in sam]
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
     def describe_prompts(self, images: Images, image: list[int], grids) -> Prompts:
@@ -206,8 +208,7 @@ class Sa2VAPolicy:
         prompts, prompt = prompts.distinct()
         with self.autocast():
             embeds, mask = self.embed(images, prompts, ids.shape[1])
-            prompt = torch.tensor(prompt, device=self.device)
-            inputs = (embeds, mask, prompt, ids, valid)
+            inputs = (embeds, mask, torch.tensor(prompt), ids, valid)
             return self.engine.score(*inputs, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
@@ -221,16 +222,20 @@ class Sa2VAPolicy:
     @torch.no_grad()
     def mean_logp(self, images: Images, prompts: Prompts, answers: list[list[int]]) -> torch.Tensor:
         """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
-        ids, mask = (t.to(self.device) for t in pad_left(answers, self.pad_id))  # (P, T)
-        valid = mask.bool()
+        ids, mask = pad_left(answers, self.pad_id)  # (P, T)
+        at = mask.flatten().nonzero()[:, 0]
+        said, at = ids.flatten()[at], at.to(self.device, non_blocking=True)
         before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
-        logp = self.engine.logps(before[valid], ids[valid])
+        logp = self.engine.logps(before.flatten(0, 1)[at], said)
         self.watch("log-probs of given answers", logp)
-        sums = torch.zeros_like(ids, dtype=torch.float32).masked_scatter(valid, logp).sum(1)
-        return sums / valid.sum(1)
+        sums = logp.new_zeros(ids.numel()).index_copy(0, at, logp).view(ids.shape).sum(1)
+        return sums / mask.sum(1).to(self.device, non_blocking=True)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """(n, T) bool: the [SEG] that are decoded, the first `max_masks` of each row."""
+        """(n, T) bool: the [SEG] that are decoded, the first `max_masks` of each row.
+
+        On the CPU, as ids and valid (n, T) are.
+        """
         seg = self.said_seg(ids, valid)
         return seg & (seg.cumsum(1) <= self.max_masks)
 
@@ -244,11 +249,12 @@ class Sa2VAPolicy:
 
     @torch.no_grad()
     def mask_embeddings(self, completed: Rollout | Completions):
-        """(row of each [SEG] (M,), their prompt embeddings (M, D) float32) as sampled."""
-        seg = self.seg_tokens(completed.ids, completed.valid)  # (N, T)
+        """(row of each [SEG] (M,), on the CPU; prompt embeddings (M, D) float32) as sampled."""
+        seg = self.seg_tokens(completed.ids, completed.valid).nonzero()  # (M, 2)
+        row, column = seg.to(self.device, non_blocking=True).unbind(1)
         with self.autocast():
-            embeddings = self.model.text_hidden_fcs(completed.hidden[seg])
-        return seg.nonzero()[:, 0], embeddings.float()
+            embeddings = self.model.text_hidden_fcs(completed.hidden[row, column])
+        return seg[:, 0], embeddings.float()
 
     def scored_mask_embeddings(self, scores: Answers, ids, valid) -> torch.Tensor:
         """(M, D) float32 prompt embeddings of the [SEG] in scored rows (n, T); with gradient."""
@@ -261,11 +267,11 @@ class Sa2VAPolicy:
 
         `by_chunks`.
         """
-        image = torch.tensor(image, device=self.device, dtype=torch.long)
+        at = torch.tensor(image, dtype=torch.long).to(self.device, non_blocking=True)
 
         def decode(some):
             with self.autocast():
-                return self.model.decode_masks(images.sam, image[some], embeddings[some])
+                return self.model.decode_masks(images.sam, at[some], embeddings[some])
 
         return self.watch("mask logits", by_chunks(decode, len(image)))
 

@@ -106,15 +106,30 @@ def segment_sampled(
     return masks
 
 
+def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """{p: (g, g) bool region cells, on the CPU} of masks[p] (H, W), but of those that are empty.
+
+    The masks of one size in one go.
+    """
+    alike, grids = {}, {}
+    for p, mask in enumerate(masks):
+        alike.setdefault(mask.shape, []).append(p)
+    for some in alike.values():
+        stacked = torch.stack([masks[p] for p in some])
+        found = policy.processor.region_grid(stacked).cpu()
+        grids |= zip(some, found)  # any pixel gives a cell
+    return {p: grids[p] for p in range(len(masks)) if grids[p].any()}
+
+
 @torch.no_grad()
 def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) -> list[str]:
     """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking."""
-    captions = [""] * len(masks)
-    asked = [p for p, mask in enumerate(masks) if mask.any()]
+    captions, grids = [""] * len(masks), region_grids(policy, masks)
+    asked = list(grids)
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
-        grids = [policy.processor.region_grid(masks[p]) for p in chunk]
-        prompts = policy.describe_prompts(images, [image[p] for p in chunk], grids)
+        regions = [grids[p] for p in chunk]
+        prompts = policy.describe_prompts(images, [image[p] for p in chunk], regions)
         for p, text in zip(chunk, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
     return captions
@@ -129,22 +144,21 @@ def caption_likelihood(
     In (0, 1), at the policy's temperature; 0 for an empty mask, without asking the model. One
     forward, no decoding; of a caption the first max_new_tokens tokens. Masks of one region grid are
     one question: asked once, so that rounding (which depends on a row's neighbours) does not make
-    equal rewards differ.
+    equal rewards differ. On the policy's device, which may still compute it.
     """
     questions = {}  # {question: its rows and their grid}
-    for p, mask in enumerate(masks):
-        if mask.any():
-            grid = policy.processor.region_grid(mask).cpu()
-            key = (image[p], captions[p], grid.numpy().tobytes())
-            questions.setdefault(key, []).append((p, grid))
-    likelihood = torch.zeros(len(masks))
+    for p, grid in region_grids(policy, masks).items():
+        key = (image[p], captions[p], grid.numpy().tobytes())
+        questions.setdefault(key, []).append((p, grid))
+    likelihood = torch.zeros(len(masks), device=policy.device)
     asked = list(questions.values())
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
         rows, grids = zip(*[question[0] for question in chunk])
         prompts = policy.describe_prompts(images, [image[p] for p in rows], list(grids))
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
-        values = policy.mean_logp(images, prompts, answers).exp().cpu()
-        for question, value in zip(chunk, values):
-            likelihood[[p for p, _ in question]] = value
+        values = policy.mean_logp(images, prompts, answers).exp()
+        row, of = zip(*[(p, k) for k, question in enumerate(chunk) for p, _ in question])
+        row, of = torch.tensor([row, of]).to(policy.device, non_blocking=True)
+        likelihood.index_copy_(0, row, values[of])
     return likelihood

@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from nltk.corpus import wordnet
@@ -82,19 +83,31 @@ def meteor(
         )
     if legacy_cleaner:
         hypotheses = [legacy_clean(hypothesis) for hypothesis in hypotheses]
+    words = {text: tokenize(text) for text in {*references, *hypotheses}}
     scores = [
-        single_meteor_score(
-            tokenize(reference), tokenize(hypothesis), stemmer=_Remembering, wordnet=_Remembering
-        )
+        single_meteor_score(words[reference], words[hypothesis], str, _Remembering, _Remembering)
         for reference, hypothesis in zip(references, hypotheses)
     ]
     return torch.tensor(scores, dtype=torch.float32)  # (N,)
 
 
+class _Name(str):
+    """A lemma of WordNet's, of which `single_meteor_score` wants the name alone."""
+
+    name = str.__str__
+
+
 class _Remembering:
     """WordNet and stemmer for `single_meteor_score`, which asks for each word again and again."""
 
-    synsets = staticmethod(functools.lru_cache(maxsize=2**15)(lambda word: wordnet.synsets(word)))
+    @staticmethod
+    @functools.lru_cache(maxsize=2**15)
+    def synsets(word: str) -> list[SimpleNamespace]:
+        """All of a word's synsets as one, in which each synonym of one word stands once."""
+        names = {name for synset in wordnet.synsets(word) for name in synset.lemma_names()}
+        lemmas = tuple(_Name(name) for name in names if "_" not in name)
+        return [SimpleNamespace(lemmas=lambda: lemmas)]
+
     stem = staticmethod(functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
 
 

@@ -10,8 +10,8 @@ from rl_train.engine import Completions
 
 def mean_logps(completed: Completions, num_generations: int) -> torch.Tensor:
     """(B, G) mean log-prob of each answer's tokens, its end among them, as they were sampled."""
-    sums = torch.where(completed.valid, completed.logp, 0.0).sum(1)  # (N,)
-    return (sums / completed.valid.sum(1)).view(-1, num_generations).cpu()
+    sums = torch.where(completed.valid, completed.logp.cpu(), 0.0).sum(1)  # (N,)
+    return (sums / completed.valid.sum(1)).view(-1, num_generations)
 
 
 def kept(values: torch.Tensor, by: torch.Tensor) -> list[float]:

@@ -99,13 +99,15 @@ class CaptionMaskCaption:
             replies = describe(*question, context.max_new_tokens)
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
-                rewards["likelihood"] = likelihood
-        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
-        rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets).cpu()}
+                rewards["likelihood"] = likelihood  # which a GPU computes during what follows
+        regions = [mask.to(policy.device, non_blocking=True) for mask in rollout.batch.masks]
+        targets = rollout.of_rows(regions)
+        rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets)}
         if rollout.batch.others is not None:
             rewards["hit"] = hits(masks, rollout.batch.masks, rollout.batch.others)
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
+        rewards = {name: values.cpu() for name, values in rewards.items()}
         prompts = [SEGMENT.replace("{x}", phrase(text)) for text in captions]
         common = (context.user_rewards, rollout, prompts, masks, targets)
         more = dict(replies=replies, mask_confidence=rollout.action.confidence)

@@ -55,7 +55,8 @@ class MaskCaptionMask:
         """
         context, policy = self.context, self.context.policy
         captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
-        targets = rollout.of_rows([mask.to(policy.device) for mask in rollout.batch.masks])
+        regions = [mask.to(policy.device, non_blocking=True) for mask in rollout.batch.masks]
+        targets = rollout.of_rows(regions)
         masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image[row] for row in asked]

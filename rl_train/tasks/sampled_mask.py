@@ -27,7 +27,7 @@ from sa2va_hf.losses import mask_loss
 class DrawnMasks:
     """The masks of a rollout and the embeddings they were decoded from, M in row-major order."""
 
-    rows: torch.Tensor  # (M,) the row of each [SEG]
+    rows: torch.Tensor  # (M,) the row of each [SEG], on the CPU
     masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without [SEG]
     z: torch.Tensor  # (M, D) sampled; the mean itself where sigma is 0
     offset: torch.Tensor  # (M, D) z minus the mean it was sampled around
@@ -76,7 +76,8 @@ class SampledMask:
         rows, mean = self.policy.mask_embeddings(rollout)
         z, logp = mean, None
         if self.sigma > 0:
-            noise = draws.normals(rows.tolist(), mean.shape[1]).to(mean.device)
+            noise = draws.normals(rows.tolist(), mean.shape[1])
+            noise = noise.to(mean.device, non_blocking=True)
             z = mean + self.sigma * along(noise, self.factor)
             logp = gaussian_logp(z, mean, self.sigma, self.factor)
         seen, confidence = (self.policy, rollout.features, rollout.prompts.image), []
@@ -93,9 +94,14 @@ class SampledMask:
         divided by the number of [SEG] tokens of the step, `totals.actions`.
         """
         rollout, drawn, terms = work.rollout, work.rollout.action, []
-        pick = (drawn.rows >= rows.start) & (drawn.rows < rows.stop)
+        bounds = torch.tensor([rows.start, rows.stop])
+        pick = slice(*torch.searchsorted(drawn.rows, bounds).tolist())
         segs = drawn.rows[pick]  # (m,) rows of these [SEG]
-        scored, zero = work.scored[segs], scores.logp.new_zeros(())
+        scored, advantages = (
+            of_row[segs].to(scores.logp.device, non_blocking=True)
+            for of_row in (work.scored, work.advantages)
+        )
+        zero = scores.logp.new_zeros(())
         none = zero, zero
         sums = dict(latent_loss=zero, mask_loss=zero, latent_clip_frac=none, latent_joint_kl=none)
         if not len(segs) or not (self.sigma > 0 or self.mask_loss_coef):
@@ -107,7 +113,7 @@ class SampledMask:
                 drawn.z[pick],
                 drawn.logp[pick],
                 work.reference and work.reference.action[pick],
-                work.advantages[segs],
+                advantages,
                 scored,
                 sigma=self.sigma,
                 factor=self.factor,
@@ -132,7 +138,7 @@ class SampledMask:
         return terms, sums
 
     def count(self, rollout: Rollout, scored: torch.Tensor) -> int:
-        return int(scored[rollout.action.rows.cpu()].sum())
+        return int(scored[rollout.action.rows].sum())
 
     def curves(self, rollout: Rollout, outcome: Outcome) -> dict[str, tuple[float, float]]:
         """{curve: (total, count)}: how far a group's masks lie apart, [SEG] of none or many, sigma.

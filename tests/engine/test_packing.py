@@ -46,7 +46,7 @@ def test_packed_layout():
     assert found.position_ids[0, 0, :5].tolist() == [0, 1, 2, 3, 4]
     assert found.position_ids[0, 1, 1:4].tolist() == [0, 1, 2]
     assert found.before[valid].tolist() == [2, 3, 4, 2, 2, 3]
-    seen = found.bias(torch.float32)[:, 0] == 0
+    seen = found.bias(torch.float32, "cpu")[:, 0] == 0
     assert torch.equal(seen[0, :5, :5], torch.ones(5, 5).tril().bool())
     # Nobody sees the padding.
     assert seen[1, 1:4, :4].int().tolist() == [[0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
@@ -74,7 +74,7 @@ def test_positions_on_three_axes():
 def test_rows_do_not_see_each_other():
     mask, ids = torch.ones(1, 2, dtype=torch.long), torch.arange(1, 7).view(2, 3)
     found = packed(mask, torch.tensor([0, 0]), ids, ids > 0, 0)
-    bias = found.bias(torch.bfloat16)
+    bias = found.bias(torch.bfloat16, "cpu")
     assert bias.dtype == torch.bfloat16 and bias.shape == (1, 1, 8, 8)
     prompt, first, second = ([1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]), [], []
     first = [1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]
@@ -85,7 +85,7 @@ def test_rows_do_not_see_each_other():
 
 def test_runs_by_hand():
     """Prompts of 2 and 1 tokens behind padding; rows of 2 and 1 fed tokens, and one of 1."""
-    found = runs(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]))
+    found = runs(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]), "cpu")
     assert found.slots.tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert found.query_ends.tolist() == [0, 2, 4, 5, 6, 7]
     assert found.key_ends.tolist() == [0, 2, 6, 9, 10, 12]
@@ -100,11 +100,11 @@ def test_runs_are_the_bias():
     ids = torch.ones(5, 6, dtype=torch.long)
     valid = torch.arange(6) < torch.tensor([6, 2, 0, 1, 5])[:, None]
     layout = packed(mask, torch.tensor([0, 0, 1, 1, 1]), ids, valid, 0)
-    found = runs(layout.part)
+    found = runs(layout.part, "cpu")
     seen = torch.zeros(len(found.slots), len(found.slots), dtype=torch.bool)
     queries, keys = found.query_ends.tolist(), found.key_ends.tolist()
     for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:]):
         for i in range(q1 - q0):  # the last query sees all keys
             seen[q0 + i, found.keys[k0 : k1 - (q1 - q0) + i + 1]] = True
-    bias = torch.block_diag(*(layout.bias(torch.float32)[:, 0] == 0))
+    bias = torch.block_diag(*(layout.bias(torch.float32, "cpu")[:, 0] == 0))
     assert torch.equal(seen, bias[found.slots][:, found.slots])

@@ -13,6 +13,7 @@ from rl_train.policies.segment_describe import (
     askable,
     caption_likelihood,
     describe,
+    region_grids,
     row_masks,
     segment,
     segment_sampled,
@@ -43,6 +44,19 @@ def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch,
     assert all_equal(masks, segment_sampled(model, images, image, captions, STEPS))
     assert not torch.equal(masks[0], masks[5])  # one image, two captions
     assert segment_sampled(model, images, [], [], STEPS) == []
+
+
+def test_grids_of_masks_of_several_sizes(model, batch):
+    """Each as alone, by the position of its mask; a single pixel has a cell, an empty mask none."""
+    point, empty = (torch.zeros(batch.masks[2].shape, dtype=torch.bool) for _ in range(2))
+    point[3, 5] = True
+    masks = [batch.masks[2], point, batch.masks[0], empty, batch.masks[1]]
+    assert len({mask.shape for mask in masks}) > 1
+    grids = region_grids(model, masks)
+    assert list(grids) == [0, 1, 2, 4] and grids[1].sum() == 1
+    for p, grid in grids.items():
+        assert torch.equal(grid, model.processor.region_grid(masks[p]))
+    assert region_grids(model, []) == {}
 
 
 def test_a_question_about_junk_is_bounded(model, images):

@@ -6,6 +6,7 @@ import nltk
 import numpy as np
 import pytest
 import torch
+from nltk.translate.meteor_score import single_meteor_score
 
 from rl_train.rewards import meteor
 from rl_train.rewards.meteor import _Remembering, require_wordnet, tokenize
@@ -53,6 +54,17 @@ def test_stem_and_synonym_stages():
     # Looked up as the stems "larg" and "automobil", which are no words.
     assert score("large", "big") == 0.0
     assert score("car", "automobile") == 0.0
+
+
+def test_synsets_as_one_score_as_wordnets_own():
+    """NLTK alone, which is given every synset, makes the same of words with many."""
+    reference = "a white dog sets a light ball down beside the running man in a big car"
+    hypothesis = "one light canine put the white ball by a man who ran in the big auto"
+    alone = single_meteor_score(tokenize(reference), tokenize(hypothesis))
+    assert score(reference, hypothesis) == np.float32(alone) and alone > 0.4
+    (synset,) = _Remembering.synsets("car")
+    assert {"auto", "automobile"} < {lemma.name() for lemma in synset.lemmas()}
+    assert not any("_" in lemma.name() for lemma in synset.lemmas())
 
 
 def test_punctuation_is_split_off_and_dropped():

@@ -1,17 +1,20 @@
 """The token sampler against memory bandwidth and `generate`, on one LLM of random weights."""
 
+import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from rl_train.engine import Engine
+from rl_train.engine.decode import Decoder
 from rl_train.flags import COUNT, GROUP, flag
-from tools.benchmarks import common
+from tools.benchmarks import common, compiled
 from tools.benchmarks.floor import LanguageModel
 
 SAMPLERS = ("decoder", "generate")
 COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
-COLUMNS |= dict(warmup_rounds="d", settled="")
+COLUMNS |= dict(first_call_seconds=".1f", hidden_error=".1e", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,12 @@ class Options(common.Answers):
     )
     num_tokens: int = flag(128, "new tokens of each row", type=GROUP)
     samplers: tuple = flag(
-        SAMPLERS, "decoder = this project's, generate = transformers'", type=str, nargs="+"
+        SAMPLERS,
+        "decoder = this project's, generate = transformers'; the former's step compiled: "
+        f"{', '.join(compiled.GRAPHS)}; with one or all of its kernels as compiled twins: "
+        f"{', '.join(compiled.WITHOUT)}",
+        type=str,
+        nargs="+",
     )
 
 
@@ -32,6 +40,8 @@ def measure(options: Options) -> dict:
     """For each number of prompts the floor, and every sampler's time of a token after the first."""
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
+    if set(options.samplers) - set(SAMPLERS):
+        engine.fast_on = (torch.device(options.device).type,)
     _, bandwidth, ceilings = common.ceilings(options)
     sizes, table = [], {}
     for num_prompts in options.num_prompts:
@@ -39,9 +49,16 @@ def measure(options: Options) -> dict:
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
-        works, times = samplers(engine, num_prompts, options), {}
+        works, times, drawn = samplers(engine, num_prompts, options), {}, {}
         for name in options.samplers:
-            times[name] = table[f"{rows} rows, {name}"] = token_times(works[name], floor, options)
+            start = time.perf_counter()
+            drawn[name] = works[name](options.num_tokens)
+            common.synchronize(options.device)
+            first = dict(first_call_seconds=time.perf_counter() - start)  # compiles, captures
+            first["hidden_error"] = hidden_error(drawn, name)
+            times[name] = first | token_times(works[name], floor, options)
+            table[f"{rows} rows, {name}"] = times[name]
+            print(name, times[name], flush=True)
         sizes.append(dict(rows=rows, num_prompts=num_prompts, floor_ms=floor, samplers=times))
     common.print_table(COLUMNS, table, **ceilings)
     return ceilings | dict(sizes=sizes)
@@ -58,16 +75,47 @@ def token_times(work, floor: float, options: Options) -> dict[str, float]:
     return times | dict(ratio_to_floor=each / floor) | warmth
 
 
+def hidden_error(drawn: dict, name: str) -> float | None:
+    """Relative error of the first decoded token's hidden states against the first sampler's.
+
+    Of rows whose first token, which the prompt's forward gives, is the same.
+    """
+    reference, found = drawn[next(iter(drawn))], drawn[name]
+    if found is None or reference is None:
+        return None
+    same = found.ids[:, 0] == reference.ids[:, 0]
+    found, reference = (one.hidden[same, 0].float() for one in (found, reference))
+    return ((found - reference).norm() / reference.norm()).item()
+
+
+def decoder(fused, name: str) -> Decoder:
+    """One whose step is this project's, or an alternative to it."""
+    if name in compiled.GRAPHS:
+        return Decoder(fused, partial(compiled.CompiledGraph, **compiled.GRAPHS[name]))
+    if name in compiled.WITHOUT:
+        return Decoder(compiled.without(fused, name))
+    return Decoder(fused)
+
+
 def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
     """{name of SAMPLERS: function of a number of tokens, which draws so many for each row}."""
     group = options.num_generations
     rows = num_prompts * group
     embeds, mask = common.random_prompts(num_prompts, engine.language_model.config, options)
 
-    def ours(num_tokens):
-        draws = torch.rand(rows, num_tokens, dtype=torch.float64, device=options.device)
+    uniforms = torch.rand(rows, options.num_tokens, dtype=torch.float64, device=options.device)
+    decoders = {}
+
+    def ours(num_tokens, name="decoder"):
+        fused = engine.fused(embeds)
+        if fused is not None:
+            if name not in decoders:
+                decoders.clear()
+                decoders[name] = decoder(fused, name)
+            engine._decoder = decoders[name]
+        draws = uniforms[:, :num_tokens]
         how = dict(num_generations=group, max_new_tokens=num_tokens, stop=None, uniforms=draws)
-        engine.generate(embeds, mask, **how)
+        return engine.generate(embeds, mask, **how)
 
     def huggingface(num_tokens):
         ids = engine.language_model.generate(
@@ -77,4 +125,6 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
         )
         assert ids.shape == (rows, num_tokens)
 
-    return dict(decoder=ours, generate=huggingface)
+    alternatives = [*compiled.GRAPHS, *compiled.WITHOUT]
+    works = {name: partial(ours, name=name) for name in ["decoder", *alternatives]}
+    return works | dict(generate=huggingface)

@@ -4,13 +4,17 @@ On one language model of random weights. Letters: P prompts, G rows of each, N =
 them, L prompt length, T completion tokens, V vocabulary.
 """
 
+import time
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch._dynamo.utils import counters
 
 from rl_train.engine import Engine
 from rl_train.flags import COUNT, flag
-from tools.benchmarks import common
+from tools.benchmarks import common, compiled_forward
 from tools.benchmarks.floor import LanguageModel
 from tools.benchmarks.trl_style import FullEngine
 
@@ -18,7 +22,7 @@ from tools.benchmarks.trl_style import FullEngine
 WAYS = ("plain", "and kernels", "and checkpoints")
 COLUMNS = dict(seconds=".3f", times_faster=".2f", share_of_ceiling=".1%", peak_gib=".2f")
 COLUMNS |= dict(ratio_to_floor=".2f", gradient_error=".2e", logp_error=".2e")
-COLUMNS |= dict(warmup_rounds="d", settled="")
+COLUMNS |= dict(first_seconds=".1f", graphs="d", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,17 @@ class Options(common.Answers):
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
     sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
+
+    ways: tuple = flag(WAYS, "of this project and the plain one", type=str, nargs="*")
+    alternatives: tuple = flag(
+        (),
+        "to the project's forward, each with layers kept and recomputed: ops = its kernels' twins "
+        "compiled one by one; the rest compile a layer: around its own attention (flash), with "
+        "torch's public one (varlen) or FlexAttention (flex) inside",
+        type=str,
+        choices=compiled_forward.NAMES,
+        nargs="*",
+    )
 
     @property
     def num_rows(self) -> int:
@@ -46,15 +61,40 @@ class MicroBatch:
         self.slope = torch.randn(size, device=options.device)
         self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
         self.full = FullEngine(model, pad_id=0)
+        self.alternatives = {way: nullcontext() for way in WAYS}
+        if options.alternatives:
+            self.engine.fast_on = (self.ids.device.type,)
+            fused = self.engine.fused(self.embeds)
+        for name in options.alternatives:
+            instead = compiled_forward.instead(name, fused)
+            ways = f"compiled {name}", f"compiled {name}, checkpoints"
+            self.alternatives |= dict.fromkeys(ways, instead)
 
-    def run(self, way: str) -> torch.Tensor:
-        """(N, T) log-probs; their gradients replace the last ones."""
+    def run(self, way: str, lengths=None) -> torch.Tensor:
+        """(N, T) log-probs; their gradients replace the last ones.
+
+        lengths: (N,) of the answers, default T.
+        """
         self.model.zero_grad()
         self.embeds.grad = None
         with torch.autocast(self.embeds.device.type, torch.bfloat16):
-            logp = self.plain() if way == "plain" else self.ours(way == "and checkpoints")
+            logp = self.plain() if way == "plain" else self.ours(way, lengths)
         logp.backward(self.slope)
         return logp.detach()
+
+    def run_lengths(self, way: str, number=5) -> dict:
+        """Graphs that torch compiles for so many steps of other lengths, seconds of the first."""
+        random, seconds = torch.Generator().manual_seed(0), []
+        before = counters["stats"]["unique_graphs"]
+        size = len(self.ids), self.ids.shape[1]
+        for _ in range(number):
+            start = time.perf_counter()
+            self.run(way, torch.randint(1, size[1] + 1, size[:1], generator=random))
+            common.synchronize(self.ids.device)
+            seconds.append(time.perf_counter() - start)
+        graphs = counters["stats"]["unique_graphs"] - before
+        print(way, "seconds by length", [f"{s:.2f}" for s in seconds], graphs, flush=True)
+        return dict(first_seconds=seconds[0], graphs=graphs)
 
     def run_in_float32(self) -> torch.Tensor:
         """The right answer: the plain way in float32, row by row. The model stays in float32."""
@@ -68,12 +108,15 @@ class MicroBatch:
             logps[-1].backward(slope[None])
         return torch.cat(logps).detach()
 
-    def ours(self, gradient_checkpointing: bool) -> torch.Tensor:
+    def ours(self, way, lengths) -> torch.Tensor:
         """(N, T) as in training."""
         prompt = torch.arange(len(self.ids), device=self.ids.device) // self.group
         valid = torch.ones_like(self.ids, dtype=torch.bool)
-        self.engine.gradient_checkpointing = gradient_checkpointing
-        return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
+        if lengths is not None:
+            valid = valid.cumsum(1) <= lengths.to(valid.device)[:, None]
+        self.engine.gradient_checkpointing = way.endswith("checkpoints")
+        with self.alternatives[way]:
+            return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
 
     def plain(self, rows: slice = slice(None)) -> torch.Tensor:
         """(n, T) by a full sequence per row, with the logits of the completions."""
@@ -97,11 +140,11 @@ class MicroBatch:
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def operations(model, options: Options) -> dict[str, float]:
+def operations(model, ways, options: Options) -> dict[str, float]:
     """{way: operations that it cannot do without}, with attention where it is causal."""
     costs, length, new = LanguageModel(model), options.prompt_length, options.num_tokens
     answers, needed = options.num_rows * new, {}
-    for way in WAYS:
+    for way in ways:
         prompts = options.num_rows if way == "plain" else options.num_prompts
         pairs = answers * (length + new / 2) + prompts * length**2 / 2
         needed[way] = costs.forward(prompts * length + answers, pairs, answers, backward=True)
@@ -112,8 +155,10 @@ def measure(options: Options) -> dict:
     """Seconds and memory of all ways, and their errors against float32."""
     limit, bandwidth, ceilings = common.ceilings(options)
     batch = MicroBatch(common.random_llm(options), options)
-    needed, ways, logps, gradients = operations(batch.model, options), {}, {}, {}
-    runs = {way: lambda way=way: batch.run(way) for way in WAYS}
+    names = [*options.ways, *(way for way in batch.alternatives if way not in WAYS)]
+    needed, ways, logps, gradients = operations(batch.model, names, options), {}, {}, {}
+    lengths = {way: batch.run_lengths(way) for way in names if way != "plain"}
+    runs = {way: partial(batch.run, way) for way in names}
     floor = max(min(needed.values()) / limit, LanguageModel(batch.model).read(0) / bandwidth)
     for name, timing in common.timings_in_turns(runs, options).items():
         logps[name], gradients[name] = batch.run(name), batch.gradient()
@@ -122,10 +167,11 @@ def measure(options: Options) -> dict:
             share_of_ceiling=needed[name] / timing.seconds / limit,
             ratio_to_floor=timing.seconds / floor,
             peak_gib=batch.peak(name),
+            **lengths.get(name, {}),
         )
     logp, gradient = batch.run_in_float32(), batch.gradient()
     for name, way in ways.items():
-        way["times_faster"] = ways["plain"]["seconds"] / way["seconds"]
+        way["times_faster"] = ways[names[0]]["seconds"] / way["seconds"]
         way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
         way["logp_error"] = (logps[name] - logp).abs().max().item()
     rows = {"floor": dict(seconds=floor)} | ways

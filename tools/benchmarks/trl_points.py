@@ -56,8 +56,8 @@ class FullPoints(ForcedPoints):
         """transformers' inputs of prompts, and answers (P, T) behind them, each with its image."""
         ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
         if answers is not None:
-            ids = torch.cat([ids, answers], dim=1)
-            mask = torch.cat([mask, torch.ones_like(answers)], dim=1)
+            ids = torch.cat([ids, answers.to(self.device)], dim=1)
+            mask = torch.nn.functional.pad(mask, (0, answers.shape[1]), value=1)
         merge = self.seen.sizes.merge
         grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image]
         return dict(
@@ -78,7 +78,8 @@ class FullPoints(ForcedPoints):
             out = self.model.vlm.generate(**inputs, **how)
         ids = out[:, inputs["input_ids"].shape[1] :]
         assert ids.shape == (len(prompts) * num_generations, max_new_tokens)
-        valid, logp = torch.ones_like(ids, dtype=torch.bool), ids.new_zeros(ids.shape).float()
+        logp, ids = ids.new_zeros(ids.shape).float(), ids.cpu()
+        valid = torch.ones_like(ids, dtype=torch.bool)
         done = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
         return done, [self.completion_text(row) for row in ids.tolist()]
 
@@ -92,7 +93,7 @@ class FullPoints(ForcedPoints):
             how = dict(use_cache=False, logits_to_keep=ids.shape[1] + 1)
             logits = self.model.vlm(**inputs, **how).logits[:, :-1]
             temperature = self.engine.temperature
-            logp = grpo.token_logps_from_logits(logits, ids, temperature)
+            logp = grpo.token_logps_from_logits(logits, ids.to(self.device), temperature)
             with torch.no_grad():
                 entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
         for layer in layers:

@@ -57,7 +57,7 @@ class FullEngine(Engine):
         drawn, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
         out = self.language_model.generate(
             inputs_embeds=embeds,
-            attention_mask=attention_mask,
+            attention_mask=attention_mask.to(embeds.device),
             num_return_sequences=num_generations,
             return_dict_in_generate=True,
             output_logits=drawn,
@@ -73,11 +73,12 @@ class FullEngine(Engine):
         hidden = embeds.new_zeros(*ids.shape, embeds.shape[-1])
         if with_hidden:
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
-        valid = torch.ones_like(ids, dtype=torch.bool)
-        return Completions(ids, logp, valid, ~valid[:, 0], hidden)
+        valid = torch.ones(ids.shape, dtype=torch.bool)
+        return Completions(ids.cpu(), logp, valid, ~valid[:, 0], hidden)
 
     def score(self, embeds, attention_mask, prompt, ids, valid, position_ids=None) -> FullAnswers:
         model, length = self.language_model, embeds.shape[1]
+        attention_mask, ids = (t.to(embeds.device) for t in (attention_mask, ids))
         answers = model.get_input_embeddings()(ids).to(embeds.dtype)
         mask = torch.cat([attention_mask, torch.ones_like(ids)], dim=1)
         both, place = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)

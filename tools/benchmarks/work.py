@@ -186,16 +186,16 @@ class Work:
                 if self.scores_old:
                     rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
                     end(f"old{number + 1}")
-            outcome = task.judge(rollout)
-            reward = combine(outcome.rewards, task.weights)
-            advantages = group_advantages(reward, G, scale).to(policy.device)
-            end(f"teacher{number + 1}")
             reference = None
             if self.config.loss.kl_coef:
                 with roles.use("reference"):
                     reference = score_all(policy, task, rollout, optim.micro_batch_size)
-            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             end(f"reference{number + 1}")
+            outcome = task.judge(rollout)
+            reward = combine(outcome.rewards, task.weights)
+            advantages = group_advantages(reward, G, scale)
+            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            end(f"teacher{number + 1}")
         totals, _ = step_totals(work, self.ranks.world_size)
         for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
             with self.average.averaging(last):
@@ -206,6 +206,7 @@ class Work:
         roles.update_teacher(optim.ema_decay)
         end("update")
         state.step += 1
+        _ = clock.seconds  # the training waits for them too, before its next step
         self.peak = max([self.peak, *clock.peaks.values()])
         self._check(*work)
         return clock

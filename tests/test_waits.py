@@ -1,0 +1,108 @@
+"""Where the host waits for a GPU during a step: at few places, and never in a forward or backward.
+
+A wait in the update costs what Python needs to launch the rest of it, while no kernel runs.
+"""
+
+import pytest
+import torch
+
+from rl_train.curves import Clock
+from tests.pretend import Gpu, There
+from tools.benchmarks import work
+
+FLAGS = "--batch_size 2 --num_generations 2 --max_completion_length 4 --lora_r 4 "
+FLAGS += "--micro_batch_size 3 --dtype float32 --likelihood_share 0.5"
+OPTIONS = work.Options(
+    device="cpu", sizes="tiny", prompt_length=200, answer_tokens=4, flags=FLAGS.split()
+)
+# Of a rollout its tokens, and of masks how sure they are; regions of drawn masks; rewards; of an
+# update what is not finite, its statistics and norms.
+ROLLOUT = {"decode:run", "decode:generate"}
+ALLOWED = dict(
+    encode=set(),
+    rollout1=ROLLOUT,
+    reference1=set(),
+    teacher1={"segment_describe:row_masks", "mask_caption_mask:judge"},
+    rollout2=ROLLOUT | {"segment_describe:row_masks"},
+    reference2=set(),
+    teacher2=ROLLOUT
+    | {"processing_sa2va:region_grid", "segment_describe:region_grids"}
+    | {"caption_mask_caption:<dictcomp>"},
+    update={"objective:faults", "curves:numbers", "train:update"},
+)
+
+
+def build(monkeypatch, gpu):
+    """The work of OPTIONS in float32, by the path of a GPU, on the pretended one if there is."""
+    made = work.random_sa2va_policy
+
+    def policy(*options):
+        policy = made(*options)
+        policy.model.float()
+        policy.base_dtype = torch.float32
+        if gpu:
+            gpu.take(policy.model)
+        policy.engine.fast_on = ("cpu", "meta")
+        return policy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "random_sa2va_policy", policy)
+        return work.build(OPTIONS)
+
+
+class Counting(Clock):
+    """A clock that notes how many waits there were before the end of each phase."""
+
+    def __init__(self, gpu):
+        super().__init__(torch.device("cpu"))
+        self.waits, self.counts = gpu.waits, []
+
+    def __call__(self, phase):
+        super().__call__(phase)
+        self.counts.append((phase, len(self.waits)))
+
+
+@pytest.fixture(scope="module")
+def gpu_step():
+    """({phase: waits} of a step on a pretended GPU, its weights, those of the same on a CPU)."""
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = Gpu()
+        mine, plain = build(patch, gpu), build(patch, None)
+    mine.masks = [There(mask, gpu) for mask in mine.masks]
+    clock, policy = Counting(gpu), mine.policy
+    with gpu:
+        policy.stop.to(policy.device)
+        policy.engine.fused(policy.engine.language_model.lm_head.weight)  # what its first use makes
+        gpu.waits.clear()
+        mine.step(clock)
+    plain.step()
+    begins = [0, *(count for _, count in clock.counts)]
+    waits = {phase: gpu.waits[begin:end] for (phase, end), begin in zip(clock.counts, begins)}
+    weights = {name: p.here for name, p in mine.policy.trainable.items()}
+    return waits, weights, dict(plain.policy.trainable)
+
+
+@pytest.mark.parametrize("phase", ALLOWED)
+def test_waits(gpu_step, phase):
+    waits = gpu_step[0][phase]
+    assert {place for _, place in waits} == ALLOWED[phase], waits
+
+
+def test_the_numbers_of_the_cpu(gpu_step):
+    _, found, expected = gpu_step
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight.detach(), atol=1e-5, rtol=0)
+
+
+def test_two_devices_are_noticed():
+    gpu = Gpu()
+    with gpu:
+        there = There(torch.ones(3), gpu)
+        assert (there * 2).here.tolist() == [2, 2, 2] and not gpu.waits
+        there + torch.ones(3).to("meta", non_blocking=True)
+        assert not gpu.waits
+        there[there > 0], there.sum().item(), there.cpu(), torch.ones(3).to("meta")
+        assert [operation for operation, _ in gpu.waits][0] == "index" and len(gpu.waits) == 4
+        with pytest.raises(AssertionError, match="two devices"):
+            there + torch.ones(3)

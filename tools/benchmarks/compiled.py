@@ -1,0 +1,232 @@
+"""A decoder layer as plain functions that torch.compile likes, and a decode step made of them.
+
+What this project's kernels are held against (`benchmark decode --samplers`, `logprob`).
+
+Letters: N = P*G rows about P prompts, m tokens (in a decode step N), H query heads, K key-value
+heads, D head size, L prompt slots, T suffix slots, S = L + T*G, C width, F MLP width, r LoRA rank,
+k linears of one input.
+"""
+
+from copy import copy
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from rl_train.engine import decode_torch
+from rl_train.engine.decode import Graph
+from rl_train.engine.head import product
+
+# Each size, and each shape that one function meets, is compiled for itself.
+torch._dynamo.config.recompile_limit = 64
+BLOCK = 128  # keys that FlexAttention skips or reads together
+AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products in Triton
+OPS = ("embed", "add", "rotate_and_store", "attend", "gate", "normed", "choose")
+
+
+def rms_norm(x, weight, eps):
+    """(m, C), rounded where the model rounds."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
+
+
+def first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, linear):
+    """(residual + delta (m, C), q (m, H, D), k (m, K, D), v (m, K, D)); cos, sin: (m, 1, D/2)."""
+    residual = residual + delta
+    heads = linear(rms_norm(residual, norm, eps), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
+    first, second = heads[:, :-num_kv].chunk(2, dim=2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+    return residual, turned[:, :-num_kv], turned[:, -num_kv:], heads[:, -num_kv:]
+
+
+def second_half(residual, attended, out, norm, eps, gate_up, down, linear):
+    """(residual (m, C), what the MLP adds to it (m, C)) behind attention (m, H*D)."""
+    residual = residual + linear(attended, *out)
+    gate, up = linear(rms_norm(residual, norm, eps), *gate_up).chunk(2, dim=1)
+    return residual, linear(F.silu(gate) * up, *down)
+
+
+def fused_linear(x, weight, bias, lora_b):
+    """(m, outputs) by a product with [W; A] and one with LoRA's B.
+
+    Args:
+        weight: (outputs + k*r, inputs); bias: or None.
+        lora_b: scaled; (k*r, outputs), in blocks, or (k, r, outputs of each); None: no LoRA.
+    """
+    y = F.linear(x, weight, bias)
+    if lora_b is None:
+        return y
+    rank = lora_b.shape[:-1].numel()  # of all
+    y, inner = y[:, :-rank].float(), y[:, -rank:]
+    if lora_b.dim() == 2:
+        return (y + inner @ lora_b).to(x.dtype)
+    more = torch.bmm(inner.unflatten(1, lora_b.shape[:2]).transpose(0, 1), lora_b)
+    return (y + more.transpose(0, 1).flatten(1)).to(x.dtype)
+
+
+def operands(linears):
+    """What `fused_linear` takes of a `fused.FusedLinears`, with the LoRA as it is now."""
+    lora_b = linears.lora_b
+    if lora_b is not None:
+        parts = [b.t() * linears.scaling for b in lora_b.split_with_sizes(linears.sizes)]
+        lora_b = torch.stack(parts) if len(parts) == 2 else torch.block_diag(*parts)
+    return linears.weight, linears.bias, lora_b
+
+
+def store(k, v, keys, values, slots):
+    """Write k, v (N, K, D) to `slots` (G,) of keys, values (P, K, S, D)."""
+    for cache, new in ((keys, k), (values, v)):
+        cache[:, :, slots] = new.unflatten(0, (len(cache), -1)).transpose(1, 2)
+
+
+def attend_by_products(q, keys, values, bias):
+    """(N, H*D) attention of q (N, H, D) over keys, values (P, K, S, D); bias: (P, 1, G, 1, S)."""
+    (n, num_heads, size), (num_prompts, num_kv, *_) = q.shape, keys.shape
+    per, group = num_heads // num_kv, n // num_prompts
+    q = (q * size**-0.5).view(num_prompts, group, num_kv, per, size).transpose(1, 2)
+    scores = q.reshape(num_prompts, num_kv, -1, size) @ keys.transpose(2, 3)
+    scores = scores.float().unflatten(2, (group, per)) + bias
+    p = torch.softmax(scores, dim=-1).to(q.dtype).flatten(2, 3)
+    return (p @ values).unflatten(2, (group, per)).transpose(1, 2).reshape(n, -1)
+
+
+def attend_by_flex(q, keys, values, block_mask):
+    """The same by FlexAttention; `block_mask`: of the G rows of a prompt."""
+    grouped = q.unflatten(0, (len(keys), -1)).transpose(1, 2)  # (P, H, G, D)
+    mixed = flex_attention(grouped, keys, values, block_mask=block_mask, enable_gqa=True)
+    return mixed.transpose(1, 2).reshape(len(q), -1)
+
+
+def first(residual, delta, norm, eps, qkv, cos, sin, keys, values, slots):
+    """(residual, q) of `first_half`, which stores k and v."""
+    num_kv = keys.shape[1]
+    arguments = residual, delta, norm, eps, qkv, cos, sin, num_kv, fused_linear
+    residual, q, k, v = first_half(*arguments)
+    store(k, v, keys, values, slots)
+    return residual, q.contiguous()
+
+
+def between(residual, mixed, layer, following):
+    """`first` of the layer that follows attention `mixed` and the rest of its layer."""
+    return first(*second_half(residual, mixed, *layer, fused_linear), *following)
+
+
+def last(residual, mixed, layer, norm, eps):
+    residual, delta = second_half(residual, mixed, *layer, fused_linear)
+    return rms_norm(residual + delta, norm, eps)
+
+
+def place(step, pad, length: int, group: int, slots: int):
+    """(slots (G,) of this token, the end of those in use (1,), bias (P, 1, G, 1, S))."""
+    row, slot = torch.arange(group, device=step.device), torch.arange(slots, device=step.device)
+    end = length + (step + 1) * group
+    own = (slot >= length) & (slot < end) & ((slot - length) % group == row[:, None])
+    seen = own | ((slot >= pad[:, None, None]) & (slot < length))  # (P, G, S)
+    bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
+    return end - group + row, end, bias[:, None, :, None]
+
+
+class CompiledGraph(Graph):
+    """A decode step whose parts between, before and behind attention are compiled functions.
+
+    The LoRA is the one in use when it is made.
+
+    Args:
+        attention: "products", "flex", or "kernel": this project's, the rest compiled.
+        mode, backend: of torch.compile.
+    """
+
+    def __init__(self, *args, attention, mode=None, backend="inductor"):
+        self.attention = attention
+        self.compile = partial(torch.compile, dynamic=False, mode=mode, backend=backend)
+        super().__init__(*args)
+
+    def _capture(self, pool):
+        fused, compile = self.fused, self.compile
+        fused.refresh()
+        self.operands = [list(map(operands, linears)) for linears, *_ in fused.layers]
+        self.first, self.between, self.last = map(compile, (first, between, last))
+        self.place = compile(place)
+        self.choose = compile(decode_torch.choose)
+        if self.attention == "kernel":
+            self.attend, self.caches = fused.decode_ops.attend, self.suffix
+        else:
+            self._join_caches()
+            flex = self.attention == "flex"
+            self.attend = compile(attend_by_flex if flex else attend_by_products)
+        return super()._capture(pool)
+
+    def _join_caches(self):
+        """A prompt's slots and those of its rows, [prompt | first of all rows | second | ..]."""
+        layers, two, num_prompts, num_kv, length, size = self.prefix.shape
+        group, device = self.num_generations, self.prefix.device
+        slots = length + self.suffix.shape[4] * group
+        self.caches = self.prefix.new_zeros(layers, two, num_prompts, num_kv, slots, size)
+        self.prefix, self.end = self.caches[..., :length, :], self.pad.clone()
+        pad, end = self.pad, self.end  # (P,)
+
+        def seen(prompt, head, row, slot):
+            own = (slot >= length) & ((slot - length) % group == row) & (slot < end[prompt])
+            return own | ((slot >= pad[prompt]) & (slot < length))
+
+        if self.attention == "flex":
+            blocks = -(-slots // BLOCK)
+            self.blocks = torch.zeros(num_prompts, 1, 1, dtype=torch.int32, device=device)
+            every = torch.arange(blocks, dtype=torch.int32, device=device)
+            every = every.expand(num_prompts, 1, 1, -1).contiguous()
+            how = dict(BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(group, slots))
+            self.mask = BlockMask.from_kv_blocks(self.blocks, every, **how)
+
+    def forward(self):
+        layers, final, kernel = self.fused.layers, self.fused.final_norm, self.attention == "kernel"
+        cos, sin = (turn[self.position][:, None] for turn in (self.cos, self.sin))
+        residual = F.embedding(self.token, self.fused.embedding)
+        slots = self.step  # of their own suffixes
+        if not kernel:
+            sizes = self.prefix.shape[4], self.num_generations, self.caches.shape[4]
+            slots, end, seen = self.place(self.step, self.pad, *sizes)
+        if self.attention == "flex":
+            self.end.copy_(end.expand_as(self.end))
+            self.blocks.copy_(((end + BLOCK - 1) // BLOCK).view(1, 1, 1).expand_as(self.blocks))
+            seen = self.mask
+        following = [
+            (norm.weight, norm.variance_epsilon, qkv, cos, sin, *own, slots)
+            for (_, norm, _), (qkv, *_), own in zip(layers, self.operands, self.caches)
+        ]
+        residual, q = self.first(residual, torch.zeros_like(residual), *following[0])
+        for number, (_, _, norm) in enumerate(layers):
+            own = self.caches[number]
+            if kernel:
+                mixed = self.attend(q, *self.prefix[number], *own, self.pad, self.done, self.step)
+            else:
+                mixed = self.attend(q, *own, seen)
+            _, out, *mlp = self.operands[number]
+            layer = out, norm.weight, norm.variance_epsilon, *mlp
+            if number + 1 == len(layers):
+                return self.last(residual, mixed, layer, final.weight, final.variance_epsilon)
+            residual, q = self.between(residual, mixed, layer, following[number + 1])
+
+    def sample(self, hidden):
+        self.choose(self, product(hidden, self.fused.padded_head.t()))
+
+
+GRAPHS = dict(
+    compiled=dict(attention="flex"),
+    compiled_products=dict(attention="products"),
+    compiled_autotune=dict(attention="flex", mode=AUTOTUNE),
+    mixed_attend=dict(attention="kernel"),
+)
+
+
+WITHOUT = {f"without_{name}": [name] for name in OPS} | dict(without_any=OPS)
+
+
+def without(fused, name: str):
+    """A copy of `fused` that decodes with the kernels WITHOUT[name] as compiled plain torch."""
+    compiled = {n: torch.compile(getattr(decode_torch, n), dynamic=False) for n in WITHOUT[name]}
+    other = copy(fused)
+    other.decode_ops = SimpleNamespace(**{n: getattr(fused.decode_ops, n) for n in OPS} | compiled)
+    return other

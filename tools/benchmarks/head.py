@@ -1,0 +1,93 @@
+"""Log-probs from hidden states, forward and backward: this project's head against torch's own.
+
+Letters: m tokens, C width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from rl_train.engine.head import token_logps
+from rl_train.flags import COUNT, flag
+from tools.benchmarks import common
+
+COLUMNS = dict(seconds=".4f", share_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS |= dict(logp_error=".1e", gradient_error=".1e", warmup_rounds="d", settled="")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Ceilings):
+    """sizes"""
+
+    num_tokens: int = flag(4096, "tokens", type=COUNT)
+    width: int = flag(2048, "of the model", type=COUNT)
+    vocabulary: int = flag(151_679, "tokens of the model", type=COUNT)
+
+
+def default(hidden, weight, ids, vocabulary):
+    """(m,) log-probs of ids (m,) after hidden (m, C); logits in the model's dtype, as usual."""
+    logits = F.linear(hidden, weight)[:, :vocabulary].float()
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[:, None])[:, 0]
+
+
+def chunked(hidden, weight, ids, vocabulary):
+    """This project's, which gives entropies too."""
+    return token_logps(hidden, weight, ids, 1.0, vocabulary)[0]
+
+
+def run(way, hidden, weight, ids, slope, vocabulary):
+    """(log-probs (m,), derivative by hidden (m, C) of their sum weighted with slope (m,))."""
+    hidden = hidden.detach().requires_grad_()
+    logp = way(hidden, weight, ids, vocabulary)
+    logp.backward(slope)
+    return logp.detach(), hidden.grad
+
+
+def peak(work, device) -> float:
+    """GiB that it holds beyond what is there; NaN where it is not counted."""
+    if torch.device(device).type != "cuda":
+        return float("nan")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def measure(options: Options) -> dict:
+    """Seconds and memory of all ways, and the errors of some tokens against float32."""
+    limit, _, ceilings = common.ceilings(options)
+    torch.manual_seed(0)
+    how, vocabulary = dict(device=options.device, dtype=torch.bfloat16), options.vocabulary
+    hidden = torch.randn(options.num_tokens, options.width, **how)
+    padded = torch.zeros(vocabulary + -vocabulary % 64, options.width, **how)
+    weight = torch.nn.init.normal_(padded[:vocabulary], std=0.02)
+    ids = torch.randint(vocabulary, (options.num_tokens,), device=options.device)
+    slope = torch.randn(options.num_tokens, device=options.device)
+    compiled, some = torch.compile(default, dynamic=True), slice(64)
+    ways = {
+        "this project's": (chunked, padded),
+        "default": (default, weight),
+        "default, padded": (default, padded),
+        "compiled": (compiled, weight),
+        "compiled, padded": (compiled, padded),
+    }
+    runs = {
+        name: partial(run, way, hidden, matrix, ids, slope, vocabulary)
+        for name, (way, matrix) in ways.items()
+    }
+    exact = hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
+    logp, gradient = run(default, *exact)
+    rows, needed = {}, 4 * hidden.numel() * vocabulary
+    for name, timing in common.timings_in_turns(runs, options).items():
+        found, slopes = runs[name]()
+        rows[name] = vars(timing) | dict(
+            share_of_ceiling=needed / timing.seconds / limit,
+            peak_gib=peak(runs[name], options.device),
+            logp_error=(found[some] - logp).abs().max().item(),
+            gradient_error=((slopes[some] - gradient).norm() / gradient.norm()).item(),
+        )
+    table = {"floor": dict(seconds=needed / limit)} | rows
+    common.print_table(COLUMNS, table, **ceilings, num_tokens=options.num_tokens)
+    return ceilings | dict(ways=rows)
