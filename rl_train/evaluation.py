@@ -65,7 +65,8 @@ def evaluate(
     roles: Roles | None = None,
     stops: Stops | None = None,
 ) -> dict[str, Measured]:
-    """{role: its measures}, of all ranks together; images are read and encoded once for all roles.
+    """{role: its measures}, of all ranks together; images are read once for all roles, and encoded
+    once where no encoder trains.
 
     The roles are `names`, their weights those of `roles`, or without it the weights in use.
     Empty if a signal has asked any rank to stop, which then leaves after its batch.
