@@ -8,13 +8,18 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 """
 
 import torch
+import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 
-from rl_train.engine import decode_torch, forward_torch
+from rl_train.engine import blocks, decode_torch
+
+# What feeds a product of the backward too, as the MLP's gated values, is computed again there rather
+# than kept: a quarter less memory where layers keep what they computed.
+torch._functorch.config.ban_recompute_materialized_backward = False
 
 LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
 
@@ -47,6 +52,12 @@ class FusedLinears:
             for lora, rows in zip(loras, zip(rows_a, self.lora_b.split(self.sizes))):
                 self.sources += lora[:2]
                 self.targets += rows
+
+    def operands(self):
+        """What `blocks.linear` takes behind x: the LoRA itself, not its copy."""
+        outputs = sum(self.sizes)
+        bias = None if self.bias is None else self.bias[:outputs]
+        return self.weight[:outputs], bias, self.scaling, *self.sources
 
 
 def _joined(parameters, last) -> torch.Tensor:
@@ -90,14 +101,15 @@ class FusedModel:
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        # The parts of a decode step and of the forward that are no products.
-        self.decode_ops, self.forward_ops = decode_torch, forward_torch
+        # The parts of a decode step that are no products, and of the forward that are not attention.
+        self.decode_ops, self.functions = decode_torch, blocks.FUNCTIONS
         if head.weight.is_cuda:
-            from rl_train.engine import decode_triton, forward_triton
+            self.functions = [torch.compile(function) for function in blocks.FUNCTIONS]
+            from rl_train.engine import decode_triton
 
             if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
-                self.decode_ops, self.forward_ops = decode_triton, forward_triton
-        self.num_refreshes, self.state = 0, _state(model)
+                self.decode_ops = decode_triton
+        self.state = _state(model)
 
     def check(self):
         """Raise AssertionError if the model no longer computes with what was taken over."""
@@ -108,7 +120,6 @@ class FusedModel:
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
-        self.num_refreshes += 1
         if self.sources:
             torch._foreach_copy_(self.targets, [source.data for source in self.sources])
 
