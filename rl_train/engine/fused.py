@@ -17,8 +17,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoder
 
 from rl_train.engine import blocks, decode_torch
 
-# What feeds a product of the backward too, as the MLP's gated values, is computed again there rather
-# than kept: a quarter less memory where layers keep what they computed.
+# What feeds a product of the backward too, as the MLP's gated values, is computed again there and
+# not kept: a quarter less memory where layers keep what they computed.
 torch._functorch.config.ban_recompute_materialized_backward = False
 
 LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
@@ -101,7 +101,7 @@ class FusedModel:
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        # The parts of a decode step that are no products, and of the forward that are not attention.
+        # The parts of a decode step that are no products, of a layer that are not attention.
         self.decode_ops, self.functions = decode_torch, blocks.FUNCTIONS
         if head.weight.is_cuda:
             self.functions = [torch.compile(function) for function in blocks.FUNCTIONS]
