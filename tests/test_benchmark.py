@@ -11,8 +11,8 @@ from tools import benchmark
 from tools.benchmarks import decode, floor, scale, step, work
 from tools.benchmarks.common import random_llm
 
-ANSWERS = "--device cpu --sizes tiny --num_generations 2 --lora_r 4 --rounds 1 --prompt_length 5 "
-ANSWERS += "--num_tokens 4"
+ANSWERS = "--device cpu --sizes tiny --num_generations 2 --lora_r 4 --rounds 1 --warmup 1 "
+ANSWERS += "--prompt_length 5 --num_tokens 4"
 CEILINGS = "--matmul_size 64 --copy_mib 1"
 STEP = "--device cpu --sizes tiny --answer_tokens 4 --prompt_length 200"
 FLAGS = "--batch_size 2 --num_generations 3 --max_completion_length 6 --lora_r 4 "
@@ -53,6 +53,7 @@ def test_decode(tmp_path, output, capsys):
                 times["ms_per_token"]
             )
             assert times["first_token_ms"] > 0
+            assert (times["warmup_rounds"], times["settled"]) == (1, False)
     assert "4 rows, decoder" in capsys.readouterr().out
 
 
@@ -67,13 +68,15 @@ def test_logprob(tmp_path, output, capsys):
         assert way["times_faster"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
         rate = way["tflop"] / way["seconds"]
         assert way["share_of_ceiling"] == pytest.approx(rate / written["matmul_tflops"])
+        assert way["ratio_to_floor"] * written["floor_seconds"] == pytest.approx(way["seconds"])
+        assert (way["warmup_rounds"], way["settled"]) == (1, False)
         assert 0 < way["gradient_error"] < 0.1 and 0 < way["logp_error"] < 0.1
     assert "and kernels" in capsys.readouterr().out
 
 
 def test_head(tmp_path, output):
     """All ways give one log-prob and one gradient, but for the default's rounding of logits."""
-    sizes = "--device cpu --rounds 1 --num_tokens 70 --width 32 --vocabulary 100"
+    sizes = "--device cpu --rounds 1 --warmup 1 --num_tokens 70 --width 32 --vocabulary 100"
     written = figures(tmp_path, f"head {output} {CEILINGS} {sizes}")
     assert len(written["ways"]) == 5
     for way in written["ways"].values():
@@ -93,7 +96,9 @@ def test_floor_of_a_token_counts_each_byte_once():
 
 
 def test_step(tmp_path, output, capsys):
-    written = figures(tmp_path, f"step {output} --rounds 2 --warmup 0 {CEILINGS} {STEP}")
+    written = figures(
+        tmp_path, f"step {output} --rounds 2 --warmup 0 --alternative_warmup 0 {CEILINGS} {STEP}"
+    )
     assert set(written["ours"]["phases"]) == set(written["floor"]["phases"]) == PHASES
     assert set(written["trl"]["phases"]) == PHASES | {"old1", "old2"}
     for way in ("ours", "trl"):
@@ -105,7 +110,13 @@ def test_step(tmp_path, output, capsys):
     assert least["total"] == pytest.approx(sum(least["phases"].values()))
     assert written["ratio_to_floor"] == pytest.approx(ours / least["total"])
     assert written["flags"]["num_generations"] == 3 and written["matmul_tflops"] > 0
-    assert "times faster than trl" in capsys.readouterr().out
+    assert written["ours"]["wasted_tokens"] == dict.fromkeys(
+        ("rollout1", "rollout2", "teacher2"), 0
+    )
+    assert (written["ours"]["warmup_rounds"], written["ours"]["settled"]) == (0, False)
+    out = capsys.readouterr().out
+    assert "times faster than trl" in out and "s a step, NOT SETTLED after 0 rounds" in out
+    assert "ours / floor" in out and "announced" not in out  # nothing is, on a CPU
 
 
 def test_profile(tmp_path, output, capsys):
@@ -113,7 +124,7 @@ def test_profile(tmp_path, output, capsys):
 
     Every phase has its own, and no more of them than it took under the profiler.
     """
-    written = figures(tmp_path, f"profile {output} --rounds 2 --warmup 0 {STEP}")
+    written = figures(tmp_path, f"profile {output} --rounds 2 --warmup 0 {CEILINGS} {STEP}")
     assert set(written["phases"]) == PHASES
     for phase in written["phases"].values():
         idle = phase["classes"].pop("idle")
@@ -121,6 +132,8 @@ def test_profile(tmp_path, output, capsys):
         assert 0 < busy < phase["profiled_seconds"]
         assert idle == pytest.approx(max(0.0, phase["seconds"] - busy))
         assert phase["classes"]["other kernels"] > phase["classes"]["our kernels"] == 0
+    floors = [phase["floor"] for phase in written["phases"].values()]
+    assert min(floors) > 0 and written["floor"] == pytest.approx(sum(floors))
     assert "profiled" in capsys.readouterr().out
 
 
@@ -157,13 +170,17 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
         benchmark.main(command[command.index("tools.benchmark") + 1 :])
 
     monkeypatch.setattr(scale.subprocess, "run", alone_in_process)
-    written = figures(tmp_path, f"scale {output} --rounds 1 --warmup 0 --num_processes 1 2 {STEP}")
+    how = f"--rounds 1 --warmup 1 --num_processes 1 2 {CEILINGS}"
+    written = figures(tmp_path, f"scale {output} {how} {STEP}")
     one, two = written["runs"]
     assert (one["num_processes"], two["num_processes"]) == (1, 2) and len(two["rounds"][0]) == 2
     assert two["seconds"] == pytest.approx(max(two["rounds"][0]))
     efficiency = {"1": 1.0, "2": pytest.approx(one["seconds"] / two["seconds"])}
     assert written["efficiency"] == efficiency
     assert two["exchange_seconds"] > 0 and set(two["phases"]) == PHASES
+    assert one["waiting"] == 0 < two["waiting"] < 1
+    assert two["ratio_to_floor"] == pytest.approx(two["seconds"] / two["floor"])
+    assert (two["warmup_rounds"], two["settled"], two["spread"]) == (1, False, 0)
     assert "gigabytes_exchanged" in capsys.readouterr().out
 
 
@@ -176,6 +193,7 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
         ("--mask_sigma auto", "--mask_sigma auto"),
         ("--shard_base", "--shard_base True"),
         ("--control shuffled", "--control shuffled"),
+        ("--max_tiles 6", "measured with 1"),
     ],
 )
 def test_flags_that_a_step_does_not_follow_are_refused(flags, sentence):

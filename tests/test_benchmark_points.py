@@ -68,6 +68,15 @@ def test_lengths_and_answers_are_forced(tiny, monkeypatch):
     assert not [name for name, weight in after.items() if torch.equal(weight, before[name])]
 
 
+def test_unequal_answers():
+    """End where they are to, and are cut at T; all of them can be read."""
+    made = work.build(dataclasses.replace(OPTIONS, answer_lengths=(4.0, 3.0)))
+    made.step()
+    (sampled,) = made.asked["rollout1"]
+    assert sampled.valid.sum(1).tolist() == made.policy.lengths.of(6, T)
+    assert 0 < made.wasted()["rollout1"] < 1
+
+
 def test_a_prompt_that_is_too_short_is_refused(tiny):
     larger = dataclasses.replace(tiny.policy.encode(tiny.batch), grids=[(16, 16)])
     with pytest.raises(ValueError, match=f"--prompt_length {L}: must be at least"):
@@ -143,6 +152,7 @@ def test_floor_by_hand(tiny):
     pairs = 2 * L**2 / 2 + 6 * T * (L + T / 2)
     forward = 2 * tokens * (model.base + model.lora) + 4 * model.attention * pairs
     forward += 2 * model.head * scored
+    tiny.step()
     least = floor.step_floor(tiny, 1.0, 1e30)
     assert least["reference1"] == pytest.approx(forward) and least["update"] > 2 * forward
     assert list(least) == ["encode", "rollout1", "teacher1", "reference1", "update"]
@@ -158,14 +168,16 @@ def test_memory_counts_the_sets_that_there_are(tiny):
     named = policy.model.named_parameters()
     frozen = sum(p.numel() for name, p in named if name not in policy.trainable)
     trainable = sum(p.nbytes for p in policy.trainable.values())
-    assert memory.base_bytes(tiny) == 2 * frozen + 4 * trainable
+    assert memory.base_bytes(tiny.state) == 2 * frozen + 4 * trainable
     standing = standing_memory(policy, tiny.state.roles.banks)
     assert standing["reference"] == trainable
 
 
 def test_decode(tmp_path, capsys):
     command = "decode --device cpu --sizes qwen-tiny --num_generations 2 --lora_r 4 --rounds 1 "
-    command += "--prompt_length 5 --num_tokens 4 --num_prompts 2 --matmul_size 64 --copy_mib 1"
+    command += (
+        "--warmup 0 --prompt_length 5 --num_tokens 4 --num_prompts 2 --matmul_size 64 --copy_mib 1"
+    )
     benchmark.main([*command.split(), "--output", str(tmp_path / "figures.json")])
     (size,) = json.loads((tmp_path / "figures.json").read_text())["sizes"]
     assert size["rows"] == 4 and list(size["samplers"]) == ["decoder", "generate"]

@@ -2,14 +2,16 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_train.distributed import gather_objects
 from rl_train.files import read_json
-from rl_train.flags import COUNT, flag
+from rl_train.flags import COUNT, COUNT_OR_0, WEIGHT, flag
 from rl_train.policies.lora import attach_lora, freeze_all_but
 from rl_train.policies.qwen_points import LINEARS
 from sa2va_hf import Sa2VAConfig
@@ -21,12 +23,21 @@ TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
 TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
 CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
 SIZES = [*CONFIGS, *SHAPES]
+LAST = 3  # rounds of a warm-up that must be alike
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
     device: str = flag("cuda", "where")
     rounds: int = flag(5, "of each measurement; the median counts", type=COUNT)
+    warmup: int = flag(
+        12, "rounds before those that count, at most: until they are stable", type=COUNT_OR_0
+    )
+    stable: float = flag(
+        0.03,
+        f"the warm-up ends when its last {LAST} rounds differ by at most this share",
+        type=WEIGHT,
+    )
     sizes: str = flag(
         "4b",
         "of the model: 4b = Sa2VA-4B, qwen-7b = Qwen2.5-VL-7B and SAM2 large; tiny, qwen-tiny = to "
@@ -49,22 +60,75 @@ class Answers(Ceilings):
     lora_r: int = flag(128, "rank", type=COUNT)
 
 
+@dataclass(frozen=True)
+class Warmth:
+    """How a warm-up ended."""
+
+    warmup_rounds: int
+    settled: bool
+
+    def __str__(self):
+        how = "settled" if self.settled else "NOT SETTLED"
+        return f"{how} after {self.warmup_rounds} rounds of warm-up"
+
+
+@dataclass(frozen=True)
+class Timing(Warmth):
+    """What the rounds of a measurement took."""
+
+    seconds: float  # the median
+
+
+def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth:
+    """How it ended: rounds, {work: seconds} each, until all works are `stable`, or --warmup.
+
+    Of several ranks, of which all must come here, the slowest counts: so all take as many rounds.
+    """
+    rounds = []
+    while len(rounds) < options.warmup and not stable(rounds, options.stable):
+        of_ranks = gather_objects(one_round())
+        rounds.append({name: max(mine[name] for mine in of_ranks) for name in of_ranks[0]})
+    return Warmth(len(rounds), stable(rounds, options.stable))
+
+
+def stable(rounds: list[dict[str, float]], share: float) -> bool:
+    """Whether of each work the LAST rounds {work: seconds} differ by at most a share of the least.
+
+    Fewer rounds are not.
+    """
+    last = [[times[name] for times in rounds[-LAST:]] for name in (rounds[0] if rounds else ())]
+    return len(rounds) >= LAST and all(max(t) - min(t) <= share * min(t) for t in last)
+
+
 def seconds(work, options: Timed) -> float:
-    """Median over the rounds, of which one more comes first and is not counted."""
-    return seconds_in_turns({"": work}, options)[""]
+    """Median over the rounds that follow the warm-up."""
+    return timing(work, options).seconds
 
 
-def seconds_in_turns(works: dict, options: Timed) -> dict:
-    """{name: `seconds`} of several works, one round of each after the other."""
-    times = {name: [] for name in works}
-    for _ in range(options.rounds + 1):
+def timing(work, options: Timed) -> Timing:
+    """`seconds`, and how the warm-up before them ended."""
+    return timings_in_turns({"": work}, options)[""]
+
+
+def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
+    """{name: `timing`} of several works, one round of each after the other."""
+
+    def one_round() -> dict[str, float]:
+        times = {}
         for name, work in works.items():
             synchronize(options.device)
             start = time.perf_counter()
             work()
             synchronize(options.device)
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(rounds[1:]) for name, rounds in times.items()}
+            times[name] = time.perf_counter() - start
+        return times
+
+    warmth = vars(warm_up(one_round, options))
+    rounds = [one_round() for _ in range(options.rounds)]
+    return {
+        name: Timing(**warmth, seconds=statistics.median(times[name] for times in rounds))
+        for name in works
+    }
 
 
 def synchronize(device):
@@ -83,11 +147,14 @@ def ceilings(options: Ceilings) -> tuple[float, float, dict]:
     """
     side, how = options.matmul_size, dict(device=options.device, dtype=torch.bfloat16)
     a, b = torch.randn(2, side, side, **how)
-    matmul = 10 * 2 * side**3 / seconds(lambda: [a @ b for _ in range(10)], options)
+    products = timing(lambda: [a @ b for _ in range(10)], options)
+    matmul = 10 * 2 * side**3 / products.seconds
     source = torch.randint(256, (options.copy_mib * 2**17,), device=options.device)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / seconds(lambda: target.copy_(source), options)
+    copy = timing(lambda: target.copy_(source), options)
+    bandwidth = 2 * source.nbytes / copy.seconds
     words = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
+    words |= dict(ceilings_settled=products.settled and copy.settled)
     return matmul, bandwidth, dict(device=device_name(options.device)) | words
 
 

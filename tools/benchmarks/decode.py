@@ -14,7 +14,7 @@ from tools.benchmarks.floor import LanguageModel
 
 SAMPLERS = ("decoder", "generate")
 COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
-COLUMNS |= dict(first_call_seconds=".1f", hidden_error=".1e")
+COLUMNS |= dict(first_call_seconds=".1f", hidden_error=".1e", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +67,12 @@ def measure(options: Options) -> dict:
 def token_times(work, floor: float, options: Options) -> dict[str, float]:
     """Milliseconds of all tokens, of the first, and of each that follows, beside the floor's."""
     with torch.autocast(torch.device(options.device).type, torch.bfloat16):
-        whole = 1e3 * common.seconds(lambda: work(options.num_tokens), options)
-        first = 1e3 * common.seconds(lambda: work(1), options)
+        timed = [common.timing(lambda n=n: work(n), options) for n in (options.num_tokens, 1)]
+    whole, first = (1e3 * timing.seconds for timing in timed)
     each = (whole - first) / (options.num_tokens - 1)
     times = dict(ms_per_token=each, first_token_ms=first, total_ms=whole)
-    return times | dict(ratio_to_floor=each / floor)
+    warmth = dict(warmup_rounds=timed[0].warmup_rounds, settled=all(t.settled for t in timed))
+    return times | dict(ratio_to_floor=each / floor) | warmth
 
 
 def hidden_error(drawn: dict, name: str) -> float | None:

@@ -1,20 +1,22 @@
 """The least that a step must compute and move, and the seconds that takes at measured ceilings.
 
-Counted once: prompts that G rows share, and the image tokens that the teacher's prompts share;
-attention where it is causal; no gradient of frozen weights; logits of completions alone; of each
-generated token every weight read once. A lower bound of what any loop of this shape does, not of
-what this one does.
+Counted once: prompts that G rows share, and the image tokens that prompts share; attention where it
+is causal; no gradient of frozen weights; logits of completions alone; of each step of decoding
+every weight, and the keys and values of the rows that go on. Lengths are those of the last step. A
+lower bound of what any loop of this shape does, not of what this one does.
 
-Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A of an
-answer with a mask, F of a forced one.
+Letters: P prompts, N rows, G of each prompt, T tokens.
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl_train.policies.qwen_loading import TextModel
+from sa2va_hf.batches import Prompts, shared_prefix_lengths
+from tools.benchmarks.lengths import Asked
 from tools.benchmarks.qwen import SHAPES
 from tools.benchmarks.work import Work
 
@@ -52,103 +54,119 @@ class LanguageModel:
 
 
 @dataclass(frozen=True)
+class Call:
+    """Tokens of one call: of P prompts and N answers to them."""
+
+    prompts: torch.Tensor  # (P,)
+    shared: torch.Tensor  # (P,) leading tokens that the prompt before has too
+    answers: torch.Tensor | None  # (P, G); None: the prompts are only read
+
+    @property
+    def own(self) -> torch.Tensor:
+        """(P,) tokens that no prompt before has."""
+        return self.prompts - self.shared
+
+    @property
+    def pairs(self) -> float:
+        """Of query and key in the prompts."""
+        return (self.prompts**2 - self.shared**2).sum().item() / 2
+
+
+@dataclass(frozen=True)
 class Least:
     """Seconds of the parts of a step, at `matmul` operations and `bandwidth` bytes a second."""
 
     model: LanguageModel
-    prompts: int  # B
-    rows: int  # N
-    length: int  # L
     matmul: float
     bandwidth: float
 
     def compute(self, operations, moved=0.0) -> float:
         return max(operations / self.matmul, moved / self.bandwidth)
 
-    def ask(self, count, tokens, pairs) -> float:
-        """A forward of `tokens`, of which `count` have logits."""
-        return self.compute(self.model.forward(tokens, pairs, count), self.model.read(0))
+    def ask(self, call: Call) -> float:
+        """Of one call: the prompts, then, if it is to answer, the logits of each and all tokens."""
+        model, answers = self.model, call.answers
+        logits = 0 if answers is None else len(call.prompts)
+        operations = model.forward(call.own.sum().item(), call.pairs, logits)
+        prompts = self.compute(operations, model.read(0))
+        return prompts if answers is None else prompts + self.decode(call)
 
-    def prefill(self) -> float:
-        return self.ask(self.prompts, self.prompts * self.length, self.prompts * self.length**2 / 2)
+    def decode(self, call: Call) -> float:
+        """All tokens after the first: in each step of the rows that are not done yet."""
+        model, answers = self.model, call.answers
+        fed = answers - 1  # (P, G) the last is never fed
+        longest = fed.max(1).values  # (P,) steps in which a prompt's keys and values are read
+        steps = int(longest.max())
+        slots = (longest * call.own).sum() + (fed * (fed + 1) / 2).sum()
+        moved = steps * model.read(0) + model.slot * slots.item()
+        each = 2 * (model.base + model.lora + model.head)
+        return self.compute(fed.sum().item() * each, moved)
 
-    def decode(self, slots, tokens) -> float:
-        """All tokens after the first, each row's own slots growing from 0 to T."""
-        model, rows = self.model, self.rows
-        read = (tokens - 1) * model.read(slots + rows * tokens / 2)
-        return self.compute((tokens - 1) * rows * 2 * (model.base + model.lora + model.head), read)
-
-    def scores(self, tokens, backward=False) -> float:
+    def scores(self, call: Call, backward=False) -> float:
         """One pass over all rows, which share their prompts."""
-        prompts, length, answers = self.prompts, self.length, self.rows * tokens
-        pairs = prompts * length**2 / 2 + answers * (length + tokens / 2)
-        operations = self.model.forward(prompts * length + answers, pairs, answers, backward)
-        return self.compute(operations, self.model.read(0))
+        answers = call.answers  # (P, G)
+        pairs = call.pairs + (answers * (call.prompts[:, None] + answers / 2)).sum().item()
+        tokens = answers.sum().item()
+        both = call.own.sum().item() + tokens
+        return self.compute(self.model.forward(both, pairs, tokens, backward), self.model.read(0))
 
 
 def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
-    """{phase: seconds} at `matmul` operations and `bandwidth` bytes a second."""
-    points = work.options.sizes in SHAPES
-    model = work.policy.model.vlm if points else work.policy.model.language_model
+    """{phase: seconds} at `matmul` operations and `bandwidth` bytes a second, of the last step."""
+    policy, points = work.policy, work.options.sizes in SHAPES
+    model = policy.model.vlm if points else policy.model.language_model
     costs = LanguageModel(TextModel(model.model.language_model, model.lm_head) if points else model)
-    sizes = (work.config.rollout.batch_size, work.num_rows, work.options.prompt_length)
-    least = Least(costs, *sizes, matmul, bandwidth)
-    return points_floor(work, least) if points else sa2va_floor(work, least)
+    least = Least(costs, matmul, bandwidth)
+    encode, masks = (points_operations if points else image_operations)(work)
+    vision = policy.model.vlm.model.visual if points else policy.model.vision_model
+    sam = policy.model.sam.vision_encoder if points else policy.model.grounding_encoder
+    frozen = sum(p.nbytes for encoder in (vision, sam) for p in encoder.parameters())
+    seconds, update = {"encode": least.compute(encode, frozen)}, 0.0
+    update += least.compute(0, OPTIMIZER_BYTES * sum(p.numel() for p in policy.trainable.values()))
+    for number, task in enumerate(work.state.tasks, 1):
+        rollout, teacher = f"rollout{number}", f"teacher{number}"
+        for phase in (rollout, teacher):
+            seconds[phase] = sum(least.ask(call_of(work, one)) for one in work.asked[phase])
+        seconds[rollout if task.action else teacher] += least.compute(masks)
+        sampled = call_of(work, work.asked[rollout][0])
+        asks_reference = work.config.loss.kl_coef > 0
+        seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
+        update += least.scores(sampled, backward=True)
+        update += least.compute(3 * masks) if task.action else 0.0
+    return seconds | {"update": update}
 
 
-def sa2va_floor(work: Work, least: Least) -> dict[str, float]:
-    """Of both loops."""
-    policy, prompts, rows = work.policy, work.config.rollout.batch_size, work.num_rows
-    length, answer = work.options.prompt_length, work.options.answer_tokens
-    caption = work.config.rollout.max_completion_length
-    forced = len(policy.prompts.forced_answer)
-    image = 1 + policy.model.config.tokens_per_tile  # tokens that prompts about one image share
-    own = prompts * image + rows * (length - image)  # tokens of N prompts about B images
-    own_pairs = (prompts * image**2 + rows * (length**2 - image**2)) / 2
-    ask, decode, scores, compute = least.ask, least.decode, least.scores, least.compute
-    encode, masks = image_operations(work)
-    asked = ask(0, own + rows * forced, own_pairs + rows * forced * (length + forced / 2))
-    encoders = [policy.model.vision_model, policy.model.grounding_encoder]
-    frozen = sum(p.nbytes for encoder in encoders for p in encoder.parameters())
-    backward = scores(caption, backward=True) + scores(answer, backward=True)
-    return {
-        "encode": compute(encode, frozen),
-        "rollout1": least.prefill() + decode(prompts * length, caption),
-        "teacher1": asked + compute(masks),
-        "reference1": scores(caption),
-        "rollout2": least.prefill() + decode(prompts * length, answer) + compute(masks),
-        "teacher2": ask(rows, own, own_pairs) + decode(own, caption),
-        "reference2": scores(answer),
-        "update": backward + compute(3 * masks) + compute(0, OPTIMIZER_BYTES * trainables(work)),
-    }
+def call_of(work: Work, asked: Asked) -> Call:
+    """Of what a call asked."""
+    prompts = torch.tensor([len(ids) for ids in asked.prompts.ids], dtype=torch.float64)
+    answers = None
+    if asked.valid is not None:
+        answers = asked.valid.sum(1).cpu().double().view(len(prompts), -1)
+    return Call(prompts, shared_tokens(work, asked.prompts), answers)
 
 
-def points_floor(work: Work, least: Least) -> dict[str, float]:
-    """Of points; of the masks those that the answers prompt, with and without negative points."""
-    policy, batch, tokens = work.policy, work.batch, work.config.rollout.max_completion_length
-    task = work.state.tasks[0]
+def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
+    """(P,) leading tokens that each prompt has in common with the one before: those of an image."""
+    if work.options.sizes in SHAPES:  # whose prompts are about an image each
+        return torch.zeros(len(prompts), dtype=torch.float64)
+    images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch))
+    shared = shared_prefix_lengths(work.policy.model, images, prompts)
+    return torch.tensor(shared, dtype=torch.float64)
+
+
+def points_operations(work: Work) -> tuple[int, int]:
+    """Operations of both image encoders, and of the masks that the answers prompt.
+
+    With and without negative points.
+    """
+    policy, task = work.policy, work.state.tasks[0]
     images = [row // work.config.rollout.num_generations for row in range(work.num_rows)]
     with FlopCounterMode(display=False) as encoding:
-        features = policy.encode(batch)
+        features = policy.encode(work.batch)
     answers, _ = task.read([policy.said] * len(images), features, images)
     with FlopCounterMode(display=False) as decoding:
         policy.point_masks(features, images, answers, task.options.sam_passes)
-    encoders = [policy.model.vlm.model.visual, policy.model.sam.vision_encoder]
-    frozen = sum(p.nbytes for encoder in encoders for p in encoder.parameters())
-    decoded = least.decode(least.prompts * least.length, tokens)
-    update = least.scores(tokens, backward=True)
-    return {
-        "encode": least.compute(encoding.get_total_flops(), frozen),
-        "rollout1": least.prefill() + decoded,
-        "teacher1": least.compute(decoding.get_total_flops()),
-        "reference1": least.scores(tokens),
-        "update": update + least.compute(0, OPTIMIZER_BYTES * trainables(work)),
-    }
-
-
-def trainables(work: Work) -> int:
-    """Numbers that train."""
-    return sum(p.numel() for p in work.policy.trainable.values())
+    return encoding.get_total_flops(), decoding.get_total_flops()
 
 
 def image_operations(work: Work) -> tuple[int, int]:

@@ -13,9 +13,8 @@ from rl_train.engine.head import token_logps
 from rl_train.flags import COUNT, flag
 from tools.benchmarks import common
 
-COLUMNS = dict(
-    seconds=".4f", share_of_ceiling=".1%", peak_gib=".2f", logp_error=".1e", gradient_error=".1e"
-)
+COLUMNS = dict(seconds=".4f", share_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS |= dict(logp_error=".1e", gradient_error=".1e", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +80,14 @@ def measure(options: Options) -> dict:
     exact = hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
     logp, gradient = run(default, *exact)
     rows, needed = {}, 4 * hidden.numel() * vocabulary
-    for name, seconds in common.seconds_in_turns(runs, options).items():
+    for name, timing in common.timings_in_turns(runs, options).items():
         found, slopes = runs[name]()
-        rows[name] = dict(
-            seconds=seconds,
-            share_of_ceiling=needed / seconds / limit,
+        rows[name] = vars(timing) | dict(
+            share_of_ceiling=needed / timing.seconds / limit,
             peak_gib=peak(runs[name], options.device),
             logp_error=(found[some] - logp).abs().max().item(),
             gradient_error=((slopes[some] - gradient).norm() / gradient.norm()).item(),
         )
-    common.print_table(COLUMNS, rows, **ceilings, num_tokens=options.num_tokens)
+    table = {"floor": dict(seconds=needed / limit)} | rows
+    common.print_table(COLUMNS, table, **ceilings, num_tokens=options.num_tokens)
     return ceilings | dict(ways=rows)

@@ -20,7 +20,8 @@ from tools.benchmarks.trl_style import FullEngine
 # In the last two rows share their prompt's forward; the last is the default.
 WAYS = ("plain", "and kernels", "and checkpoints")
 COLUMNS = dict(seconds=".3f", times_faster=".2f", share_of_ceiling=".1%", peak_gib=".2f")
-COLUMNS |= dict(gradient_error=".2e", logp_error=".2e", first_seconds=".1f", graphs="d")
+COLUMNS |= dict(ratio_to_floor=".2f", gradient_error=".2e", logp_error=".2e")
+COLUMNS |= dict(first_seconds=".1f", graphs="d", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,18 +134,19 @@ def operations(model, ways, options: Options) -> dict[str, float]:
 
 def measure(options: Options) -> dict:
     """Seconds and memory of all ways, and their errors against float32."""
-    limit, _, ceilings = common.ceilings(options)
+    limit, bandwidth, ceilings = common.ceilings(options)
     batch = MicroBatch(common.random_llm(options), options)
     names = options.ways
     needed, ways, logps, gradients = operations(batch.model, names, options), {}, {}, {}
     lengths = {way: batch.run_lengths(way) for way in names if way != "plain"}
     runs = {way: partial(batch.run, way) for way in names}
-    for name, seconds in common.seconds_in_turns(runs, options).items():
+    floor = max(min(needed.values()) / limit, LanguageModel(batch.model).read(0) / bandwidth)
+    for name, timing in common.timings_in_turns(runs, options).items():
         logps[name], gradients[name] = batch.run(name), batch.gradient()
-        ways[name] = dict(
-            seconds=seconds,
+        ways[name] = vars(timing) | dict(
             tflop=needed[name] / 1e12,
-            share_of_ceiling=needed[name] / seconds / limit,
+            share_of_ceiling=needed[name] / timing.seconds / limit,
+            ratio_to_floor=timing.seconds / floor,
             peak_gib=batch.peak(name),
             **lengths.get(name, {}),
         )
@@ -153,5 +155,6 @@ def measure(options: Options) -> dict:
         way["times_faster"] = ways[names[0]]["seconds"] / way["seconds"]
         way["gradient_error"] = ((gradients[name] - gradient).norm() / gradient.norm()).item()
         way["logp_error"] = (logps[name] - logp).abs().max().item()
-    common.print_table(COLUMNS, ways, **ceilings, num_rows=options.num_rows)
-    return ceilings | dict(ways=ways)
+    rows = {"floor": dict(seconds=floor)} | ways
+    common.print_table(COLUMNS, rows, **ceilings, num_rows=options.num_rows)
+    return ceilings | dict(floor_seconds=floor, ways=ways)

@@ -13,6 +13,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +21,9 @@ import torch
 
 from rl_train import engine
 from rl_train.curves import Clock
-from tools.benchmarks import work
-from tools.benchmarks.common import device_name, print_table
+from tools.benchmarks import common, work
+from tools.benchmarks.floor import step_floor
 from tools.benchmarks.step import summary
-from tools.benchmarks.work import Options as Options
 
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention|^_attend|^_merge", re.IGNORECASE)
 PRODUCTS = re.compile(
@@ -38,6 +38,11 @@ KERNELS = ["matrix products", "attention", "our kernels", "other kernels", "copi
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}
 SPARE_MARKS = 8  # before the first that counts: what a profiler loses, it loses at its start
 CLOCK_SLACK = 0.1  # seconds by which a phase may differ between trace and host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(common.Ceilings, work.Options):
+    """the step"""
 
 
 class MarkingClock(Clock):
@@ -59,9 +64,11 @@ class MarkingClock(Clock):
 
 def measure(options: Options) -> dict:
     """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
+    matmul, bandwidth, ceilings = common.ceilings(options)
     w = work.build(options)
-    plain = summary([clock.seconds for clock in w.run()])
-    device, name = w.policy.device, device_name(w.policy.device)
+    clocks, warmth = w.run()
+    plain, least = summary([c.seconds for c in clocks]), step_floor(w, matmul, bandwidth)
+    device = w.policy.device
     with torch.profiler.profile() as profiler:
         clock = MarkingClock(device)
         for _ in range(SPARE_MARKS + 1):
@@ -76,14 +83,21 @@ def measure(options: Options) -> dict:
     for phase, seconds in plain["phases"].items():
         classes = attribute(parts[phase])
         classes["idle"] = max(0.0, seconds - sum(classes.values()))
-        phases[phase] = dict(seconds=seconds, profiled_seconds=profiled[phase], classes=classes)
-        times = dict(wall=seconds, profiled=profiled[phase]) | classes
+        phases[phase] = dict(seconds=seconds, floor=least[phase], classes=classes)
+        phases[phase] |= dict(profiled_seconds=profiled[phase])
+        times = dict(wall=seconds, floor=least[phase], profiled=profiled[phase]) | classes
         rows[phase] = {column: 1e3 * value for column, value in times.items()}
         total.update(rows[phase])
     columns = dict.fromkeys(total, ".2f")
-    print_table(columns, rows | {"step": total}, ms_on=name, medians_of=options.rounds)
-    head = dict(device=name, rounds=options.rounds, flags=w.config.flags)
-    return head | dict(total=plain["total"], phases=phases)
+    common.print_table(columns, rows | {"step": total}, **ceilings, medians_of=options.rounds)
+    print(f"ms; {warmth}")
+    head = (
+        ceilings
+        | dict(shapes=options.shapes, rounds=options.rounds, flags=w.config.flags)
+        | vars(warmth)
+    )
+    more = dict(floor=sum(least.values()), wasted_tokens=w.wasted())
+    return head | dict(total=plain["total"], phases=phases) | more
 
 
 def parse(trace: dict, device_type: str) -> list[tuple[str, float, float]]:

@@ -1,7 +1,9 @@
 """Weak scaling: the same step on each of 1, 2, 4 .. processes of this host, one a GPU.
 
 One process runs alone, as the launcher starts it; several under torchrun (gloo without a GPU). A
-step is as long as its slowest rank.
+step is as long as its slowest rank. Ranks wait for each other twice: before the update, when they
+first meet, and in it, for gradients; the share of a step that passes in the first of these is
+`waiting`, what the second costs is the update's time beside that of one process.
 """
 
 import json
@@ -10,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -19,15 +21,24 @@ import torch.distributed as dist
 from rl_train import distributed
 from rl_train.flags import COUNT, flag
 from tools.benchmarks import common, work
+from tools.benchmarks.floor import step_floor
+from tools.benchmarks.step import summary
 
 # What a torchrun around this would hand down.
 ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-COLUMNS = dict(seconds=".3f", efficiency=".1%", update=".3f", exchange_seconds=".4f")
-HANDED_DOWN = ("rounds", "warmup", "sizes", "prompt_length", "answer_tokens", "device")
+COLUMNS = dict(seconds=".3f", spread=".1%", efficiency=".1%", ratio_to_floor=".2f", update=".3f")
+COLUMNS |= dict(exchange_seconds=".4f", waiting=".1%", warmup_rounds="d", settled="")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(work.Options):
+class Step(common.Ceilings, work.Options):
+    """the step"""
+
+    rounds: int = flag(15, "steps, whose median counts", type=COUNT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Step):
     """the step"""
 
     num_processes: tuple = flag(
@@ -48,8 +59,21 @@ def measure(options: Options) -> dict | None:
     for run in runs:
         count = run["num_processes"]
         rows[f"{count} processes"] = run["phases"] | run | dict(efficiency=efficiency[count])
-    common.print_table(COLUMNS, rows, gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
-    return dict(runs=runs, efficiency=efficiency)
+    rows["floor"] = dict(seconds=runs[0]["floor"])
+    exchanged = dict(gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
+    common.print_table(COLUMNS, rows, **exchanged, medians_of=options.rounds)
+    return dict(shapes=options.shapes, runs=runs, efficiency=efficiency)
+
+
+def handed_down(options: Options) -> list[str]:
+    """The flags of each process, those of the step."""
+    given = {f.name: getattr(options, f.name) for f in fields(Step)}
+    flags, last = [], ["--flags", *given.pop("flags")]
+    for name, value in given.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if values and value is not None:  # else as by default
+            flags += [f"--{name}", *map(str, values)]
+    return flags + last
 
 
 def launch(options: Options, count: int) -> dict:
@@ -60,9 +84,7 @@ def launch(options: Options, count: int) -> dict:
         output = Path(folder) / "scale.json"
         command = [sys.executable, *(runner if count > 1 else [])]
         command += ["-m", "tools.benchmark", "scale", "--worker", "--output", str(output)]
-        for name in HANDED_DOWN:
-            command += [f"--{name}", str(getattr(options, name))]
-        command += ["--flags", *options.flags]
+        command += handed_down(options)
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
 
@@ -71,23 +93,46 @@ def measure_rank(options: Options) -> dict | None:
     """On the first rank: seconds of a step by the slowest rank, and of the exchange; else None."""
     ranks = distributed.init()
     try:
+        matmul, bandwidth, ceilings = common.ceilings(options)
         w = work.build(options, ranks)
-        of_ranks = distributed.gather_objects([dict(clock.seconds) for clock in w.run()])
+        clocks, warmth = w.run()
+        of_ranks = distributed.gather_objects([dict(clock.seconds) for clock in clocks])
         steps = list(zip(*of_ranks))  # of each step the phases of all ranks
         slowest = [max(step, key=lambda phases: sum(phases.values())) for step in steps]
         gradients = torch.cat([torch.zeros_like(p).flatten() for p in w.policy.trainable.values()])
         exchange = dist.all_reduce if dist.is_initialized() else torch.Tensor.zero_
-        exchange_seconds = common.seconds(lambda: exchange(gradients), options)
+        exchanged = common.timing(lambda: exchange(gradients), options)
         if not ranks.is_main:
             return None
+        found, floor = summary(slowest), sum(step_floor(w, matmul, bandwidth).values())
         return dict(
             num_processes=ranks.world_size,
-            device=common.device_name(ranks.device),
-            seconds=statistics.median(sum(p.values()) for p in slowest),
+            seconds=found["total"],
+            spread=found["spread"],
+            floor=floor,
+            ratio_to_floor=found["total"] / floor,
+            waiting=waiting(steps),
             rounds=[[sum(phases.values()) for phases in step] for step in steps],
-            phases={phase: statistics.median(p[phase] for p in slowest) for phase in slowest[0]},
-            exchange_seconds=exchange_seconds,
+            phases=found["phases"],
+            exchange_seconds=exchanged.seconds,
+            exchange_settled=exchanged.settled,
             exchanged_gigabytes=gradients.nbytes / 1e9,
+            **vars(warmth),
+            **ceilings,
         )
     finally:
         distributed.close()
+
+
+def waiting(steps: list[tuple[dict[str, float], ...]]) -> float:
+    """Share of the steps that ranks wait for the last one to come to the update, on average.
+
+    Args:
+        steps: of each the {phase: seconds} of all ranks, which begin together.
+    """
+    waited = total = 0.0
+    for step in steps:
+        arrivals = [sum(phases.values()) - phases["update"] for phases in step]
+        waited += max(arrivals) - statistics.mean(arrivals)
+        total += max(sum(phases.values()) for phases in step)
+    return waited / total

@@ -10,11 +10,11 @@ import gc
 import statistics
 from dataclasses import dataclass, replace
 
-from rl_train.flags import COUNT, flag
+from rl_train.flags import COUNT, COUNT_OR_0, flag
 from rl_train.memory import GIB
 from tools.benchmarks import common, work
 from tools.benchmarks.floor import step_floor
-from tools.benchmarks.memory import base_bytes
+from tools.benchmarks.memory import Announced, announced, base_bytes, exceeded
 from tools.benchmarks.trl_style import build_trl_style
 
 WAYS = {"ours": work.build, "trl": build_trl_style}
@@ -23,33 +23,42 @@ PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "u
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Ceilings, work.Options):
+class Options(common.Ceilings, Announced):
     """the step"""
 
     alternatives: tuple = flag(
         ("trl",), "what to measure beside ours", type=str, choices=["trl"], nargs="*"
     )
     alternative_rounds: int | None = flag(None, "of these; default --rounds", type=COUNT)
+    alternative_warmup: int = flag(3, "of these, at most", type=COUNT_OR_0)
 
 
 def measure(options: Options) -> dict:
     """{"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
     others = options.alternative_rounds or options.rounds
-    measured = ceilings | dict(rounds=options.rounds, alternative_rounds=others)
+    as_others = replace(options, rounds=others, warmup=options.alternative_warmup)
+    measured = ceilings | dict(
+        shapes=options.shapes, rounds=options.rounds, alternative_rounds=others
+    )
     for name in ("ours", *options.alternatives):
-        w = WAYS[name](replace(options, rounds=options.rounds if name == "ours" else others))
-        clocks = w.run()
-        measured[name] = summary([clock.seconds for clock in clocks])
+        w = WAYS[name](options if name == "ours" else as_others)
+        at_most = announced(w) if name == "ours" else None
+        clocks, warmth = w.run()
+        measured[name] = summary([clock.seconds for clock in clocks]) | vars(warmth)
         peak = max(peak for clock in clocks for peak in (0.0, *clock.peaks.values()))
-        base = base_bytes(w) / GIB
+        base = base_bytes(w.state) / GIB
         measured[name] |= dict(peak_gib=peak, base_gib=base, peak_ratio=peak / base)
+        measured[name] |= dict(wasted_tokens=w.wasted())
         phases = ", ".join(f"{p} {s:.3f}" for p, s in measured[name]["phases"].items())
-        print(f"{name}: {measured[name]['total']:.3f} s a step: {phases}", flush=True)
+        print(f"{name}: {measured[name]['total']:.3f} s a step, {warmth}: {phases}", flush=True)
         print(f"{name}: peak {peak:.2f} GiB, {peak / base:.2f} x base {base:.2f}", flush=True)
+        measured[name] |= exceeded(at_most, w.peak)
         if name == "ours":
             measured["flags"] = w.config.flags
             measured["floor"] = summary([step_floor(w, matmul, bandwidth)])
+            wasted = ", ".join(f"{phase} {share:.1%}" for phase, share in w.wasted().items())
+            print(f"{name}: decoded and no answer's: {wasted}", flush=True)
         del w  # each way has a model of its own, of the same weights
         gc.collect()
     ours = measured["ours"]["total"]
@@ -57,10 +66,13 @@ def measure(options: Options) -> dict:
     measured["ratio_to_floor"] = ours / measured["floor"]["total"]
     ways = ["ours", *options.alternatives, "floor"]
     seen = [phase for phase in PHASES if any(phase in measured[way]["phases"] for way in ways)]
-    rows = {phase: {way: measured[way]["phases"].get(phase) for way in ways} for phase in seen}
-    rows["step"] = {way: measured[way]["total"] for way in ways}
+    phases_of = {way: measured[way]["phases"] | dict(step=measured[way]["total"]) for way in ways}
+    rows = {phase: {way: phases_of[way].get(phase) for way in ways} for phase in [*seen, "step"]}
+    for row in rows.values():
+        row["ours / floor"] = row["ours"] / row["floor"] if row["ours"] and row["floor"] else None
     medians_of = dict(ours=options.rounds, alternatives=others)
-    common.print_table(dict.fromkeys(ways, ".3f"), rows, **ceilings, medians_of=medians_of)
+    columns = dict.fromkeys(ways, ".3f") | {"ours / floor": ".2f"}
+    common.print_table(columns, rows, **ceilings, medians_of=medians_of)
     for name, ratio in measured["ratios"].items():
         print(f"{ratio:8.1f} times faster than {name}")
     print(f"{measured['ratio_to_floor']:8.2f} times the floor")
@@ -68,7 +80,12 @@ def measure(options: Options) -> dict:
 
 
 def summary(phases: list[dict[str, float]]) -> dict:
-    """{"phases": median seconds of each, "totals" of each step, "total": their median}."""
+    """{"phases": median seconds of each, "totals" of each step, "total": their median, "spread"}.
+
+    The spread is that of the totals, the longest less the shortest, relative to the median.
+    """
     totals = [sum(seconds.values()) for seconds in phases]
     medians = {name: statistics.median(seconds[name] for seconds in phases) for name in phases[0]}
-    return dict(phases=medians, totals=totals, total=statistics.median(totals))
+    total = statistics.median(totals)
+    spread = (max(totals) - min(totals)) / total
+    return dict(phases=medians, totals=totals, total=total, spread=spread)

@@ -133,6 +133,8 @@ class FullPolicy(ForcedPolicy):
 
 def build_trl_style(options) -> Work:
     """The work of `options`, done in TRL's way."""
+    if options.answer_lengths:
+        raise ValueError("--answer_lengths: not of trl, whose generate ends all at one length")
     if options.sizes in SHAPES:
         work = build(options, None, FullPoints, MICRO_BATCH)
     else:

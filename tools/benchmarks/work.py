@@ -2,28 +2,26 @@
 
 Random weights never stop, never say [SEG], and find masks that are empty or whole. So that they do
 the work of trained ones, each answer goes on to its full length, those with a mask get a [SEG], and
-the masks that the teacher describes are replaced, when the work for the real ones is done.
+the masks that the teacher describes are replaced, when the work for the real ones is done. With
+--answer_lengths captions end at lengths of their own (`tools.benchmarks.lengths`).
 
 Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens
 of an answer with a mask.
 """
 
 import argparse
-import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
-from PIL import Image
 
 from rl_train import cli, distributed
 from rl_train.checkpoint import RunState
 from rl_train.curves import Clock, Tally
-from rl_train.data.loader import Batches
 from rl_train.distributed import GradientAverage, Ranks
 from rl_train.draws import Draws
-from rl_train.flags import COUNT, COUNT_OR_0, flag
+from rl_train.flags import COUNT, POSITIVE, flag
 from rl_train.grpo import group_advantages
+from rl_train.memory import GIB
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
 from rl_train.parts import build_optimizer
@@ -36,14 +34,16 @@ from rl_train.tasks.protocol import Context
 from rl_train.train import update
 from rl_train.types import Batch
 from sa2va_hf import Sa2VAProcessor
-from tools.benchmarks.common import CONFIGS, Timed, start_lora
+from tools.benchmarks.common import CONFIGS, Timed, Warmth, start_lora, warm_up
+from tools.benchmarks.lengths import Asked, Lengths, check_lengths, wasted
 from tools.benchmarks.qwen import SHAPES, random_points
-from tools.benchmarks.work_points import HEIGHT, WIDTH, WORDS, ForcedPoints
+from tools.benchmarks.work_points import ForcedPoints
 from tools.benchmarks.work_points import make_batch as points_batch
+from tools.benchmarks.work_sa2va import make_batch, mask_of, region_cells
 from tools.random_checkpoint import ADDED, random_model, tokenizer
 
 # Flags of rl_train.train that a measured step does not follow.
-FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks "
+FIXED = "gradient_accumulation_steps num_iterations shard_base mask_sigma control tasks max_tiles "
 FIXED += "mask_to_caption_weight caption_to_mask_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.work:order "
 GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"
@@ -55,10 +55,37 @@ SEG_AT = 2  # place of [SEG] in an answer
 class Options(Timed):
     prompt_length: int = flag(400, "tokens (L)", type=COUNT)
     answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
-    warmup: int = flag(2, "steps before those that count", type=COUNT_OR_0)
+    answer_lengths: tuple = flag(
+        (),
+        "tokens of captions that policy and teacher say, log-normal, cut at T; default: all T",
+        type=POSITIVE,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+    )
+    caption_lengths: tuple = flag(
+        (),
+        "words of the true captions, likewise; default: as many as make prompts of L tokens",
+        type=POSITIVE,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+    )
+    num_tiles: int = flag(
+        1, "of an image, with the thumbnail: 1, or as 13 = --max_tiles 12", type=COUNT
+    )
+    width: int = flag(1280, "of an image and its masks, pixels", type=COUNT)
+    height: int = flag(960, "of an image and its masks, pixels", type=COUNT)
+    budget_gib: float | None = flag(
+        None, "of a GPU, of which torch takes no more: to play a smaller one", type=POSITIVE
+    )
     flags: tuple = flag(
         (), "last: those of rl_train.train, likelihood share 0", type=str, nargs=argparse.REMAINDER
     )
+
+    @property
+    def shapes(self) -> dict:
+        """The sizes that it names, to be written down with the figures."""
+        names = "sizes prompt_length answer_tokens answer_lengths caption_lengths num_tiles width "
+        return {name: getattr(self, name) for name in (names + "height budget_gib").split()}
 
 
 def order(completions, **_) -> list[float]:
@@ -69,22 +96,32 @@ def order(completions, **_) -> list[float]:
 class ForcedPolicy(Sa2VAPolicy):
     """Sa2VA whose answers end only at their length, those with a mask at A tokens with a [SEG].
 
-    The end is looked for as ever, and never there.
+    The end is looked for as ever, and found only there. `asked` keeps what was asked of it.
     """
 
-    def __init__(self, *parts, answer_tokens: int):
+    def __init__(self, *parts, answer_tokens: int, lengths: Lengths):
         super().__init__(*parts)
-        self.answer_tokens = answer_tokens
-        self.stop.stopped, self.stop.eos_id = self.stop.table.shape[1], -1  # beyond all states
+        self.answer_tokens, self.lengths, self.asked = answer_tokens, lengths, []
+        lengths.set_end(self.stop)
 
     def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
-        if prompts.grids is not None:  # asks for a caption
-            return super().complete(images, prompts, num_generations, max_new_tokens, uniforms)
-        length = self.answer_tokens
-        uniforms = None if uniforms is None else uniforms[:, :length]
+        describes, length = prompts.grids is not None, max_new_tokens
+        if describes:
+            num_rows = len(prompts) * num_generations
+            uniforms = self.lengths.numbers(num_rows, length, uniforms)
+        else:
+            length = self.answer_tokens
+            uniforms = None if uniforms is None else uniforms[:, :length]
+            uniforms = self.lengths.without_end(uniforms)
         done, texts = super().complete(images, prompts, num_generations, length, uniforms)
-        done.ids[:, SEG_AT] = self.model.seg_id
+        if not describes:
+            done.ids[:, SEG_AT] = self.model.seg_id
+        self.asked.append(Asked(prompts, done.valid))
         return done, texts
+
+    def read(self, images, prompts, num_last=1):
+        self.asked.append(Asked(prompts))
+        return super().read(images, prompts, num_last)
 
 
 @dataclass
@@ -100,6 +137,9 @@ class Work:
     masks: list[torch.Tensor] | None
     options: Options
     scores_old: bool = False  # score what was sampled once more, as the old log-probs
+    # {phase: what the last step asked in it of the policy and its roles}
+    asked: dict[str, list[Asked]] = field(default_factory=dict)
+    peak: float = 0.0  # GiB at most in any step
 
     @property
     def policy(self) -> ForcedPolicy | ForcedPoints:
@@ -109,10 +149,15 @@ class Work:
     def num_rows(self) -> int:
         return self.config.rollout.batch_size * self.config.rollout.num_generations
 
-    def run(self) -> list[Clock]:
-        """The clocks of the steps that count, after those of the warm-up."""
-        first = self.options.warmup
-        return [self.step() for _ in range(first + self.options.rounds)][first:]
+    def run(self) -> tuple[list[Clock], Warmth]:
+        """(clocks of the steps that count, how the warm-up before them ended)."""
+        warmth = warm_up(lambda: dict(step=sum(self.step().seconds.values())), self.options)
+        return [self.step() for _ in range(self.options.rounds)], warmth
+
+    def wasted(self) -> dict[str, float]:
+        """{phase: share of the tokens that the last step decoded in it and that are no answer's}"""
+        shares = {phase: wasted(asked) for phase, asked in self.asked.items()}
+        return {phase: share for phase, share in shares.items() if share is not None}
 
     def step(self, clock: Clock | None = None) -> Clock:
         """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
@@ -122,8 +167,13 @@ class Work:
         scale = self.config.loss.scale
         distributed.gather_objects(None)  # all ranks begin together
         clock, tally = clock or Clock(policy.device), Tally()
+
+        def end(phase: str):
+            clock(phase)
+            self.asked[phase], policy.asked = policy.asked, []
+
         features = policy.encode(batch)
-        clock("encode")
+        end("encode")
         for number, task in enumerate(state.tasks):
             draws = Draws(self.config.run.seed, state.step, number, batch.index, G)
             prompts = task.prompts(batch, features)
@@ -132,20 +182,20 @@ class Work:
                 if task.action:
                     drawn = task.action.draw(rollout, draws)
                     rollout.action = replace(drawn, masks=self.masks or drawn.masks)
-                clock(f"rollout{number + 1}")
+                end(f"rollout{number + 1}")
                 if self.scores_old:
                     rollout.logp = score_all(policy, task, rollout, optim.micro_batch_size).logp
-                    clock(f"old{number + 1}")
+                    end(f"old{number + 1}")
             outcome = task.judge(rollout)
             reward = combine(outcome.rewards, task.weights)
             advantages = group_advantages(reward, G, scale).to(policy.device)
-            clock(f"teacher{number + 1}")
+            end(f"teacher{number + 1}")
             reference = None
             if self.config.loss.kl_coef:
                 with roles.use("reference"):
                     reference = score_all(policy, task, rollout, optim.micro_batch_size)
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
-            clock(f"reference{number + 1}")
+            end(f"reference{number + 1}")
         totals, _ = step_totals(work, self.ranks.world_size)
         for w, rows, last in micro_batches_of(work, optim.micro_batch_size):
             with self.average.averaging(last):
@@ -154,27 +204,31 @@ class Work:
             tally.add_update(w.task.name, statistics, on_policy=True)
         update(state, self.average, tally, optim.max_grad_norm)
         roles.update_teacher(optim.ema_decay)
-        clock("update")
+        end("update")
         state.step += 1
+        self.peak = max([self.peak, *clock.peaks.values()])
         self._check(*work)
         return clock
 
     def _check(self, *work: TaskWork):
         """Assert that the step was as long as it is said to be."""
+        lengths = self.policy.lengths
         for w in work:
-            length = self.config.rollout.max_completion_length
+            expected = lengths.of(self.num_rows, self.config.rollout.max_completion_length)
             if w.task.action:
-                length = self.options.answer_tokens
+                expected = [self.options.answer_tokens] * self.num_rows
                 assert len(w.rollout.action.rows) == self.num_rows, "answers without [SEG]"
                 assert len(w.outcome.replies) == self.num_rows, "masks without a description"
-            assert w.rollout.valid.shape == (self.num_rows, length) and w.rollout.valid.all()
+            check_lengths(w.rollout.valid, expected)
             refused = [reason for reason, rows in w.outcome.refused.items() if rows.any()]
             assert not refused, f"answers that cannot be read: {refused}"
 
 
 def given(options: Options) -> list[str]:
     """The flags of rl_train.train before those that the options name."""
-    return (POINTS if options.sizes in SHAPES else GIVEN).split()
+    if options.sizes in SHAPES:
+        return POINTS.split()
+    return [*GIVEN.split(), "--max_tiles", str(max(1, options.num_tiles - 1))]
 
 
 def build(options: Options, ranks=None, policy_class=None, more=()) -> Work:
@@ -184,26 +238,44 @@ def build(options: Options, ranks=None, policy_class=None, more=()) -> Work:
     for name in FIXED.split():
         if config.flags[name] != fixed[name]:
             raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
+    points = options.sizes in SHAPES
+    if options.num_tiles == 2 or points and options.num_tiles > 1:
+        raise ValueError(f"--num_tiles {options.num_tiles}: no image of {options.sizes} has them")
+    if points and options.caption_lengths:
+        raise ValueError(
+            f"--caption_lengths: not with {options.sizes}, whose prompts have L tokens"
+        )
     ranks = ranks or Ranks(0, 1, torch.device(options.device))
-    state = random_state(config, options, policy_class)
+    hold_to(options.budget_gib, ranks.device)
+    state = random_state(config, options, policy_class, ranks.rank)
     policy, tokens = state.policy, config.rollout.max_completion_length
     average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens), policy.trainable)
-    if options.sizes in SHAPES:
-        how = (policy, tokens, config.rollout.batch_size, ranks.rank)
-        batch = points_batch(*how)
+    size = (options.height, options.width)
+    if points:
+        batch = points_batch(policy, tokens, config.rollout.batch_size, size, ranks.rank)
         return Work(config, ranks, state, average, batch, None, options)
-    cells = region_cells(policy, options.prompt_length)
-    batch = make_batch(policy, cells, options.prompt_length, config.rollout.batch_size, ranks.rank)
+    cells = region_cells(policy, options.prompt_length, options.num_tiles)
+    batch = make_batch(policy, cells, config, options, ranks.rank)
     work = Work(config, ranks, state, average, batch, None, options)
-    work.masks = [mask_of(cells.roll(row)).to(ranks.device) for row in range(work.num_rows)]
+    work.masks = [mask_of(cells.roll(row), *size).to(ranks.device) for row in range(work.num_rows)]
     return work
 
 
-def random_state(config, options: Options, policy_class=None) -> RunState:
+def hold_to(budget_gib: float | None, device: torch.device):
+    """Let torch take so much of a GPU and no more; nothing of a CPU's memory."""
+    if budget_gib is None or device.type != "cuda":
+        return
+    has = torch.cuda.get_device_properties(device).total_memory / GIB
+    if budget_gib > has:
+        raise ValueError(f"--budget_gib {budget_gib}: the GPU has {has:.1f}")
+    torch.cuda.set_per_process_memory_fraction(budget_gib / has, device.index)  # None: current
+
+
+def random_state(config, options: Options, policy_class=None, rank: int = 0) -> RunState:
     """What a run of these flags begins with, on random weights."""
     tokens = config.rollout.max_completion_length
     random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
-    policy = random_policy(config, options, policy_class)
+    policy = random_policy(config, options, policy_class, Lengths(options.answer_lengths, rank))
     start_lora(policy.trainable)
     kinds = config.kinds
     asked = any(kind.asks_teacher for kind in kinds.values())
@@ -215,7 +287,7 @@ def random_state(config, options: Options, policy_class=None) -> RunState:
     return RunState(policy, roles, tasks, optimizer, scheduler=None)
 
 
-def random_sa2va_policy(config, options: Options, policy_class=None) -> Sa2VAPolicy:
+def random_sa2va_policy(config, options: Options, policy_class, lengths: Lengths) -> Sa2VAPolicy:
     """Sa2VA of random weights."""
     sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
@@ -226,43 +298,16 @@ def random_sa2va_policy(config, options: Options, policy_class=None) -> Sa2VAPol
         config.policy,
         sorted({group for asked in config.tasks.values() for group in asked.trains}),
         answer_tokens=options.answer_tokens,
+        lengths=lengths,
     )
 
 
-def random_points_policy(config, options: Options, policy_class=None) -> QwenPointsPolicy:
+def random_points_policy(
+    config, options: Options, policy_class, lengths: Lengths
+) -> QwenPointsPolicy:
     """Qwen2.5-VL and SAM2 of random weights."""
     shapes = SHAPES[options.sizes]
     model = random_points(shapes, torch.device(options.device), config.run.seed)
     parts = (model, shapes.tokenizer(), shapes.seen(config.policy.image_side), config.policy)
-    return (policy_class or ForcedPoints)(*parts, prompt_length=options.prompt_length)
-
-
-def make_batch(policy, cells, prompt_length: int, size: int, rank: int) -> Batch:
-    """`size` images of noise, each with the region `cells` and a caption of the same length."""
-    pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
-    sample = dict(image=Image.fromarray(pixels), mask=mask_of(cells).numpy(), image_id="image")
-    samples = [sample | dict(caption=caption_of(policy, prompt_length))] * size
-    batch = Batches(samples, policy.inputs(policy.answer_tokens))[list(range(size))]
-    return replace(batch, index=[rank * size + i for i in range(size)])
-
-
-def region_cells(policy, length: int) -> torch.Tensor:
-    """(g, g) bool region with which a prompt for its caption has `length` tokens."""
-    grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(1, 1))
-    if not shortest <= length < shortest + grid * grid - 1:
-        raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
-    return (torch.arange(grid * grid) <= length - shortest).view(grid, grid)
-
-
-def mask_of(cells: torch.Tensor) -> torch.Tensor:
-    """(H, W) bool mask that covers these cells (g, g)."""
-    rows = cells.repeat_interleave(HEIGHT // len(cells), 0)
-    return rows.repeat_interleave(WIDTH // len(cells), 1)
-
-
-def caption_of(policy, length: int) -> str:
-    """A caption with which a prompt for its mask has `length` tokens."""
-    num_words = length + 1 - len(policy.prompts.segment(WORDS[0], 1))
-    caption = " ".join(itertools.islice(itertools.cycle(WORDS), num_words))
-    assert len(policy.prompts.segment(caption, 1)) == length, "a word of several tokens"
-    return caption
+    forced = dict(prompt_length=options.prompt_length, lengths=lengths)
+    return (policy_class or ForcedPoints)(*parts, **forced)

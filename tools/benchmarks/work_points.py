@@ -15,22 +15,21 @@ from rl_train.points.answers import Answer, Form
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from rl_train.types import Batch
 from sa2va_hf.batches import Prompts
+from tools.benchmarks.lengths import Asked, Lengths
 
 WORDS = "a red cup and an old hat on top of the big box by the sea".split()  # one token each
-# Of an image: multiples of the 16 cells of Sa2VA's region grid; Qwen2.5-VL sees a square of it.
-HEIGHT, WIDTH = 960, 1280
 
 
 class ForcedPoints(QwenPointsPolicy):
     """Qwen2.5-VL whose prompts have L tokens, and whose answers end only at their length.
 
-    The end is looked for as ever, and never there.
+    The end is looked for as ever, and found only there. `asked` keeps what was asked of it.
     """
 
-    def __init__(self, *parts, prompt_length: int):
+    def __init__(self, *parts, prompt_length: int, lengths: Lengths):
         super().__init__(*parts)
-        self.prompt_length = prompt_length
-        self.stop.stopped, self.stop.eos_id = self.stop.table.shape[1], -1  # beyond all states
+        self.prompt_length, self.lengths, self.asked = prompt_length, lengths, []
+        lengths.set_end(self.stop)
         s = self.seen.sizes.side // 8
         points = ((2 * s, 2 * s), (3 * s, 3 * s)), ((6 * s, 2 * s),)
         self.said = Form("segzero", "optional").format(Answer(((s, s, 5 * s, 5 * s),), *points))
@@ -48,18 +47,25 @@ class ForcedPoints(QwenPointsPolicy):
         assert lengths == {self.prompt_length}, f"prompts of {lengths}: a word of several tokens"
         return prompts
 
+    def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
+        num_rows = len(prompts) * num_generations
+        uniforms = self.lengths.numbers(num_rows, max_new_tokens, uniforms)
+        done, texts = super().complete(images, prompts, num_generations, max_new_tokens, uniforms)
+        self.asked.append(Asked(prompts, done.valid))
+        return done, texts
+
     def completion_text(self, ids: list[int]) -> str:
         """Decoded as ever, and then what can be read."""
         super().completion_text(ids)
         return self.said
 
 
-def make_batch(policy: ForcedPoints, max_new_tokens: int, size: int, rank: int) -> Batch:
-    """One image of noise, `size` times, of which a quarter is meant."""
-    pixels = np.random.default_rng(rank).integers(256, size=(HEIGHT, WIDTH, 3), dtype=np.uint8)
-    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
-    mask[: HEIGHT // 2, : WIDTH // 2] = True
+def make_batch(policy: ForcedPoints, max_new_tokens: int, num: int, size, rank: int) -> Batch:
+    """One image of noise of `size` (H, W), `num` times, of which a quarter is meant."""
+    pixels = np.random.default_rng(rank).integers(256, size=(*size, 3), dtype=np.uint8)
+    mask = np.zeros(size, dtype=bool)
+    mask[: size[0] // 2, : size[1] // 2] = True
     sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image", caption="a red cup")
-    batch = Batches([sample] * size, policy.inputs(max_new_tokens))[list(range(size))]
-    batch.index = [rank * size + i for i in range(size)]
+    batch = Batches([sample] * num, policy.inputs(max_new_tokens))[list(range(num))]
+    batch.index = [rank * num + i for i in range(num)]
     return batch
