@@ -38,7 +38,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         delta = 0 * residual  # not zeros: what needs a gradient is alike in all layers
 
         def layer(residual, delta, linears, *norms):
-            qkv, *rest = [one.operands() for one in linears]
+            qkv, *rest = [one.operands for one in linears]
             norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
             rest.insert(1, mlp_norm)
             tokens = any_number(residual, delta, *turn)
@@ -86,11 +86,8 @@ class _Checkpoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *d):
-        needed, inputs, lora = (
-            ctx.needs_input_grad[2:],
-            ctx.saved_tensors[:2],
-            ctx.saved_tensors[2:],
-        )
+        residual, delta, *lora = ctx.saved_tensors
+        needed, inputs = ctx.needs_input_grad[2:], (residual, delta)
         assert _address(lora) == ctx.used, (
             "another LoRA came into use between a checkpointed forward and its backward"
         )

@@ -32,6 +32,7 @@ class FusedLinears:
         lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
         sizes: outputs of each linear.
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
+        operands: what `blocks.linear` takes behind x, of which the LoRA is no copy.
     """
 
     def __init__(self, modules: list[nn.Module]):
@@ -52,12 +53,9 @@ class FusedLinears:
             for lora, rows in zip(loras, zip(rows_a, self.lora_b.split(self.sizes))):
                 self.sources += lora[:2]
                 self.targets += rows
-
-    def operands(self):
-        """What `blocks.linear` takes behind x: the LoRA itself, not its copy."""
         outputs = sum(self.sizes)
         bias = None if self.bias is None else self.bias[:outputs]
-        return self.weight[:outputs], bias, self.scaling, *self.sources
+        self.operands = self.weight[:outputs], bias, self.scaling, *self.sources
 
 
 def _joined(parameters, last) -> torch.Tensor:

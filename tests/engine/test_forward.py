@@ -28,7 +28,7 @@ def test_linears():
     for module in modules:
         module.base_layer.bias.data.normal_()
     expected = torch.cat([module(x) for module in modules], dim=1)
-    found = blocks.linear(x, *FusedLinears(modules).operands())
+    found = blocks.linear(x, *FusedLinears(modules).operands)
     torch.testing.assert_close(found, expected)
 
 
