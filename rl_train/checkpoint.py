@@ -51,6 +51,8 @@ class RunState:
     step: int = 0  # steps done
     watched: dict[str, object] = field(default_factory=dict)  # what counts over many steps
     base: Base | None = None  # that the weights stand on
+    # What a resumed run began with, on the CPU until that is measured, if no reference is kept
+    began: dict[str, torch.Tensor] | None = None
 
     def state_dict(self) -> dict:
         """What is neither weights nor random numbers, as training_state.pt holds it."""

@@ -314,5 +314,10 @@ class Config:
     tasks: dict[str, object]  # {the same name: its Options}
     flags: dict[str, object]  # every flag, as config.json has them
 
+    @property
+    def samples(self) -> bool:
+        """Whether answers are sampled and rewarded; in supervised training they are given."""
+        return "num_generations" in self.flags
+
 
 PARTS = {n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)}

@@ -4,9 +4,10 @@ Faults of the program itself keep their traceback.
 """
 
 import sys
+import traceback
 
 from rl_train import checkpoint, memory
-from rl_train.config import Config
+from rl_train.config import Config, DataConfig
 from rl_train.curves import Unreadable
 from rl_train.data import BadData
 from rl_train.data.workers import WorkerFailed
@@ -49,7 +50,7 @@ class Endings:
         flags = self.config
         places = {
             JudgeFailed: f"--llm_judge_base_url {flags.reward.llm_judge_base_url}: ",
-            BadData: f"--data_dir {flags.data.data_dir}: ",
+            BadData: f"{read_from(error, flags.data)}: ",
         }
         if isinstance(error, RuntimeError) and memory.is_exhaustion(error):
             return f"rl_train: {memory.sentence(error, flags, self.ranks, self.parts)}"
@@ -69,3 +70,12 @@ class Endings:
 
     def _how_to_go_on(self) -> str:
         return checkpoint.how_to_go_on(self.config.run.output_dir)
+
+
+def read_from(error: BaseException | None, data: DataConfig) -> str:
+    """The flags of the data that was read when an error arose."""
+    frames = traceback.walk_tb(error.__traceback__ if error else None)
+    held_out = "evaluate" in {frame.f_code.co_name for frame, _ in frames}
+    if held_out and data.eval_data_dir:
+        return f"--eval_data_dir {data.eval_data_dir}"
+    return " and ".join([f"--data_dir {data.data_dir}", *(f"--mix {one}" for one in data.mix)])

@@ -100,17 +100,31 @@ def evaluate(
 
 
 class Evaluator:
-    """Evaluations of a run that goes on from step `start`: measured, logged, and the best kept."""
+    """Evaluations of a run: measured, logged, and the best kept.
 
-    def __init__(self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, stops: Stops):
+    Args:
+        samples: whether training samples too; else the sampler's memory is freed each time.
+    """
+
+    def __init__(
+        self, heldout: HeldOut, config: RunConfig, ranks: Ranks, flags, stops: Stops, samples=True
+    ):
         self.heldout, self.ranks, self.flags, self.stops = heldout, ranks, flags, stops
         self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
-        self.best_by = config.best_by
+        self.best_by, self.samples = config.best_by, samples
         self.measured = {}  # {step: values of the policy}
 
     def base(self, state: checkpoint.RunState, log):
-        """Measure what the run began with: the base, to which a fresh LoRA adds nothing."""
-        self._measure(0, state, ("reference",), log)
+        """Measure what the run began with: the base, to which a fresh LoRA adds nothing.
+
+        That is the reference; where none is kept the policy, or what `state.began` has of it.
+        """
+        lent = nullcontext()
+        if state.began is not None:
+            lent, state.began = state.roles.lent("reference", state.began), None
+        with lent:
+            role = "reference" if "reference" in state.roles.banks else "policy"
+            self._measure(0, state, (role,), log)
 
     def __call__(self, state: checkpoint.RunState, log):
         """Measure the policy, and the teacher if there is one. A signal leaves the step without."""
@@ -135,6 +149,8 @@ class Evaluator:
         """Log the roles `names`; keep the first one's measures, and the state if they are best."""
         how = (self.ranks, names, state.roles, self.stops)
         found = list(evaluate(state.policy, self.heldout, *how).values())
+        if not self.samples:
+            state.policy.engine.forget()
         if not found:
             return
         self.measured[step] = found[0].values

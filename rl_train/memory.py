@@ -4,11 +4,11 @@ A run that fits its first steps may not fit a later one, for answers grow longer
 say more [SEG]. So the worst step that the flags allow is made before the first.
 """
 
-import contextlib
 import dataclasses
 import gc
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +19,11 @@ from rl_train.cli import FREE_ON_RESUME
 from rl_train.config import Config
 from rl_train.distributed import Ranks, gather_objects, print0
 from rl_train.policies.families import longest_answers, worst_batch
+from rl_train.policies.sa2va import SHARED, Sa2VAPolicy
 from rl_train.rewards.controls import Control
 from rl_train.rewards.custom import UserReward
 from rl_train.roles import COPIES
+from rl_train.stand_ins import KeepsWeights, LongestExamples, NotAveraged, NotTried, SilentJudge
 from rl_train.tasks.protocol import Context
 
 GIB = 2**30
@@ -53,7 +55,7 @@ def standing_memory(policy, copies=COPIES) -> dict[str, int]:
     """{part: bytes} that a run holds on each GPU whatever its batch."""
     weights = sum(parameter.nbytes for parameter in policy.trainable.values())
     base = sum(parameter.nbytes for parameter in policy.model.parameters()) - weights
-    trained = {"trainable weights": 1, " and ".join(copies): len(copies)}
+    trained = {"trainable weights": 1} | ({" and ".join(copies): len(copies)} if copies else {})
     trained |= {"optimizer": 2, "gradients": 1}
     return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
@@ -72,7 +74,11 @@ def announce(parts, train) -> str:
     device = parts.ranks.device
     if device.type != "cuda":
         return ""
-    peaks = worst_step(parts, train)
+    try:
+        peaks = worst_step(parts, train)
+    except NotTried as error:
+        print0(f"peak memory of the worst step is not known: {error}")
+        return ""
     has = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     of_ranks = gather_objects((max(peaks.values()), has / GIB))
     most, least = max(peak for peak, _ in of_ranks), min(has for _, has in of_ranks)
@@ -93,30 +99,42 @@ def worst_step(parts, train) -> dict[str, float]:
     judge and no reward of the user's own is asked.
 
     Args:
-        parts: `parts.Parts` of the run; train: its loop, `train.train`.
+        parts: `parts.Parts` of the run; train: its loop, of `train` or `tools.train_supervised`.
+
+    Raises:
+        NotTried: a task of the user's own does not take the samples that are made up here.
     """
     state, config, peaks = parts.state, parts.config, {}
-    policy, tokens = longest_answers(state.policy), config.rollout.max_completion_length
+    tokens, policy = config.rollout.max_completion_length, state.policy
+    if config.samples:
+        policy = longest_answers(policy)
     judge = SilentJudge() if config.reward.use_llm_judge else None
-    context = Context(policy, state.roles, tokens, judge, (UserReward(f"{__name__}:rising"),))
+    rewards = (UserReward("rl_train.stand_ins:rising"),)
+    context = Context(policy, state.roles, tokens, judge, rewards)
     tasks = []
     for task, options in zip(state.tasks, config.tasks.values()):
         tasks.append(type(task)(options, context))
         if task.action:
             tasks[-1].action.load_state_dict(task.action.state_dict())
-    one_update = dict(num_iterations=1, gradient_accumulation_steps=1, ema_decay=1.0)
+    one_update = dict(gradient_accumulation_steps=1)
+    if config.samples:
+        one_update |= dict(num_iterations=1, ema_decay=1.0)
+    else:
+        tasks = [LongestExamples(task, tokens, policy.pad_id) for task in tasks]
     all_rows = dict(mask_truncated=False, skip_zero_variance=False)
     loss, optim = replace(config.loss, **all_rows), replace(config.optim, **one_update)
     trial = replace(config, loss=loss, optim=optim)
     once = RunState(policy, state.roles, tasks, KeepsWeights(policy.trainable), scheduler=None)
+    given = []  # to the loss, of all that a step holds
 
     def end_of_step(once, work, tally, clock):
         clock("update")
         once.step += 1
         gradients = standing_memory(policy)["gradients"]
         accumulated = config.optim.gradient_accumulation_steps - 1  # batches held beside this one
+        accumulated += bool(accumulated and policy.encoders_train)  # which it encodes once more
         more = adam_to_come(state) + policy.engine.bytes_to_come()
-        more += accumulated * held_bytes(work)
+        more += accumulated * held_bytes(given)
         for phase in clock.seconds:
             buckets = gradients if dist.is_initialized() else 0  # beside the gradients themselves
             peak = clock.peaks.get(phase)
@@ -124,13 +142,17 @@ def worst_step(parts, train) -> dict[str, float]:
 
     longest = config.data.max_caption_length
     batch = worst_batch(policy, policy.inputs(tokens, longest), config.rollout.batch_size)
+    if config.data.other_regions:
+        batch = replace(batch, others=[mask[None] for mask in batch.masks])
     device = policy.device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         of_trial = replace(parts, config=trial, state=once, max_steps=1, control=Control())
         try:
-            train(of_trial, [batch], end_of_step, NotAveraged)
+            train(of_trial, [batch], end_of_step, partial(NotAveraged, given=given))
         except ValueError as error:  # here nothing of it is the user's input
             raise RuntimeError("the worst step failed, by a fault of the program") from error
+    given.clear()
+    state.policy.not_finite()  # taken, not to be said of a later step
     state.policy.engine.forget()
     gc.collect()
     if device.type == "cuda":
@@ -158,48 +180,6 @@ def held_bytes(value, seen=None) -> int:
     elif isinstance(value, dict):
         value = list(value.values())
     return sum(held_bytes(one, seen) for one in value) if isinstance(value, (list, tuple)) else 0
-
-
-def rising(completions, **_) -> list[float]:
-    """A reward that differs between the rows of a group, so that there is an update."""
-    return [row % 7 / 7 for row in range(len(completions))]
-
-
-class SilentJudge:
-    """Scores everything 0 without asking."""
-
-    def score(self, references, captions) -> torch.Tensor:
-        return torch.zeros(len(captions))
-
-
-class KeepsWeights:
-    """An optimizer that takes no step."""
-
-    def __init__(self, trainable):
-        self.trainable = trainable
-
-    def step(self):
-        pass
-
-    def zero_grad(self, set_to_none: bool):
-        for parameter in self.trainable.values():
-            parameter.grad = None
-
-
-class NotAveraged:
-    """`distributed.GradientAverage` of one rank, whose gradients are as many bytes."""
-
-    def __init__(self, module, names):
-        self.module = module
-
-    def __call__(self, *args, last: bool):
-        return self.module(*args, last)
-
-    def averaging(self, last: bool):
-        return contextlib.nullcontext()
-
-    def own_norms(self) -> dict[str, float]:
-        return {}
 
 
 # When there is none left
@@ -235,7 +215,7 @@ def sentence(error: RuntimeError, config: Config, ranks: Ranks, parts=None) -> s
 def remedy(phase: str, config: Config) -> str:
     """What to change about the memory of a phase: flags with which a run that has begun resumes."""
     if phase == "start":
-        return "the model itself does not fit: share it out by --shard_base"
+        return f"the model itself does not fit: {of_the_model(config)}"
     has_begun = (Path(config.run.output_dir) / "config.json").is_file()
     # Supervised training has no rows or groups beside the samples of a batch.
     known = [flag if flag in config.flags else "batch_size" for flag in REMEDIES[phase]]
@@ -246,3 +226,13 @@ def remedy(phase: str, config: Config) -> str:
     if phase == "update" and not config.policy.gradient_checkpointing:
         words += ", or switch --gradient_checkpointing on"
     return words
+
+
+def of_the_model(config: Config) -> str:
+    """What to change where the model itself does not fit."""
+    of_sa2va = all(kind.family == Sa2VAPolicy.family for kind in config.kinds.values())
+    if config.policy.shard_base:
+        return "start more processes, a GPU each, of which --shard_base leaves each a smaller part"
+    if trained := sorted(SHARED & set(config.rollout.train)):
+        return f"--train less than {' and '.join(trained)}, of which no part can be elsewhere"
+    return "share it out by --shard_base" if of_sa2va else "it needs a GPU with more"

@@ -191,6 +191,19 @@ def groups_that_train(config: Config) -> list[str]:
     return sorted(asked or named)
 
 
+def kept_copies(config: Config) -> tuple[str, ...]:
+    """The roles beside the policy that a run keeps.
+
+    A teacher if a task asks it. The reference, by which its drift is told, with it, in
+    reinforcement learning, and in supervised training if a task's class says `asks_reference`.
+    """
+    kinds = config.kinds.values()
+    if any(kind.asks_teacher for kind in kinds):
+        return COPIES
+    reads = config.samples or any(getattr(kind, "asks_reference", False) for kind in kinds)
+    return ("reference",) if reads else ()
+
+
 def print_sizes(policy, roles: Roles, shards: Shards | None):
     """Say what trains and what memory it takes."""
     print0(f"parameters:\n{parameter_table(policy.model, policy.trainable, policy.group_of)}")
@@ -231,7 +244,7 @@ def build(config: Config, ranks: Ranks) -> Parts:
     asked = any(kind.asks_teacher for kind in kinds.values())
     if config.run.export_final == "ema" and not asked:
         raise ValueError("--export_final ema: no task of --tasks has a teacher")
-    roles = Roles(policy.trainable, COPIES if asked else ("reference",))
+    roles = Roles(policy.trainable, kept_copies(config))
     print_sizes(policy, roles, shards)
     context = Context(policy, roles, tokens, judge, user_rewards)
     tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
@@ -251,6 +264,8 @@ def build(config: Config, ranks: Ranks) -> Parts:
     if resume:
         print0(f"resuming from {resume}")
         check_same(resume / "config.json", flags, f"--resume {resume}")
+        if "reference" not in roles.banks:
+            state.began = {n: p.detach().to("cpu", copy=True) for n, p in policy.trainable.items()}
         checkpoint.load(resume, state, output_dir, ranks.rank)
     else:
         order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))

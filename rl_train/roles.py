@@ -55,7 +55,11 @@ class Roles:
     def use(self, name: str):
         """Let the model compute with the weights of a role, without gradient."""
         if name not in ("policy", *self.banks):
-            raise ValueError(f"role {name!r} is unknown; known: policy, {', '.join(self.banks)}")
+            known = ", ".join(("policy", *self.banks))
+            raise ValueError(
+                f"role {name!r} is unknown; known: {known}. Which copies are kept, the tasks' "
+                "classes say: asks_teacher, asks_reference"
+            )
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
         own = {n: p.data for n, p in self.trainable.items()}
         self.active = name
@@ -66,6 +70,16 @@ class Roles:
         finally:
             self._point_at(own)
             self.active = "policy"
+
+    @contextlib.contextmanager
+    def lent(self, name: str, weights: dict[str, torch.Tensor]):
+        """Keep a role more as long as this is open, with these weights from wherever they are."""
+        places = {n: p.device for n, p in self.trainable.items()}
+        self.banks[name] = {n: weight.to(places[n]) for n, weight in weights.items()}
+        try:
+            yield
+        finally:
+            del self.banks[name]
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():

@@ -24,7 +24,7 @@ class ExamplesConfig:
         [],
         "what trains, in place of what the tasks name: lora, mlp1, text_hidden_fcs, sam2 (its mask "
         "decoder); all weights of language_model (without a LoRA), embeddings (and lm_head), "
-        "vision, sam2_encoder",
+        "vision, sam2_encoder; hypernetworks, of sam2",
         metavar="GROUP",
     )
 

@@ -215,7 +215,8 @@ def run(parts: Parts, stops: Stops, loop=train):
     heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
     with closing(Log(config.run.output_dir, parts.ranks, start, parts.mirror)) as log:
         log.hparams(parts.flags)
-        evaluator = Evaluator(heldout, config.run, parts.ranks, parts.flags, stops)
+        how = (config.run, parts.ranks, parts.flags, stops, config.samples)
+        evaluator = Evaluator(heldout, *how)
         evaluator.base(state, log)
         if not stops.agreed and evaluator.missing(start):
             evaluator(state, log)
@@ -251,8 +252,7 @@ def main(argv=None, program=cli.REINFORCE, loop=train):
         with endings, stops.listening():
             with distributed.stop_together():
                 parts = build(config, ranks)
-                if loop is train:
-                    parts.announced = memory.announce(parts, train)
+                parts.announced = memory.announce(parts, loop)
                 begin(parts)
             endings.parts = parts
             explaining(config.data.num_workers, run, parts, stops, loop)

@@ -13,7 +13,7 @@ from rl_train.data.opening import readers
 from rl_train.data.split import picture_keys, split_dataset
 from rl_train.distributed import print0
 from rl_train.files import read_json
-from rl_train.policies.families import build_policy
+from rl_train.policies.families import build_policy, family_of
 from rl_train.policies.lora import groups_of
 from rl_train.policies.sa2va import TRAINABLE
 
@@ -28,6 +28,7 @@ def open_policy(
     max_new_tokens=0,
     shards=None,
     flag="--model_path",
+    family: str | None = None,
     **config,
 ):
     """The policy of a model folder, or with a role's weights of a checkpoint.
@@ -35,9 +36,10 @@ def open_policy(
     Args:
         folder: what `flag` names, a model or a checkpoint of a run; checkpoint_folder: of a run
             that started from the model `folder`; role, config: see `load_policy`.
+        family: of which it must be, None: any.
 
     Raises:
-        ValueError: there is no such policy; names the flag.
+        ValueError: there is no such policy, or it is of another family; names the flag.
     """
     base = folder
     if any((base / file).is_file() for file in ("trainables.safetensors", "training_state.pt")):
@@ -53,6 +55,8 @@ def open_policy(
                 f"{flag} {checkpoint_folder}: the run started from {base}, which is no folder here"
                 + advice * (flag == "--model_path")
             )
+    if family and (found := family_of(hub.model_folder(flag, base))) != family:
+        raise ValueError(f"{flag} {folder}: is of the family {found}, asked is {family}")
     if checkpoint_folder:
         where = (checkpoint_folder, role, base, device, max_new_tokens, shards)
         return load_policy(*where, **config)

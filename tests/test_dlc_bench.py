@@ -310,6 +310,14 @@ def test_captions_are_those_of_the_model(folder):
             dlc_bench.main([*argv, f"--{flag}", str(value)])
 
 
+def test_a_model_of_points_describes_nothing(folder, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    argv = ["caption", "--data_dir", str(folder), "--captions", str(tmp_path / "said.json")]
+    sentence = f"--model_path {tmp_path}: is of the family qwen2_5_vl, asked is sa2va$"
+    with pytest.raises(SystemExit, match=sentence):
+        dlc_bench.main([*argv, "--model_path", str(tmp_path)])
+
+
 def test_of_sampled_captions_that_by_which_the_region_is_found(folder, monkeypatch):
     def sampled(policy, batch, features, num_tokens, N):
         assert (num_tokens, N, policy.engine.temperature) == (8, 2, 0.7)

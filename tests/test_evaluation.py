@@ -251,8 +251,8 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
         1: [[0.5, 0.1, 0.3], [0.1, 0.5, 0.0]],
         2: [[0.3, 0.4, 0.1], [0.1, 0.1, 0.1]],
     }  # of each role: segmentation IoU, METEOR, hits
-    roles = SimpleNamespace(has_teacher=True)
-    state, kept = SimpleNamespace(roles=roles, step=0, policy=None), []
+    roles = SimpleNamespace(has_teacher=True, banks=dict(reference={}))
+    state, kept = SimpleNamespace(roles=roles, step=0, policy=None, began=None), []
     log = SimpleNamespace(scalars=lambda points, step: None)
 
     def measured(policy, heldout, ranks, names, *_):

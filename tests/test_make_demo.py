@@ -1,33 +1,54 @@
 """The demo's warm start: what it is wrong about, and its prompt head, trained to a stated share."""
 
 import shutil
-from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
-from sa2va_hf.prompts import DESCRIBE
-from sa2va_hf.templates import template_map, video_lisa_encode_fn
+from rl_train import cli
+from rl_train.config import PolicyConfig
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import Batches
+from rl_train.policies.sa2va import build_policy
+from rl_train.policies.segment_describe import segment
+from rl_train.rewards import mask_iou
+from rl_train.rewards.iou import hits
+from rl_train.roles import Roles
+from rl_train.tasks.protocol import Context
+from rl_train.tasks.supervised import Examples
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tools import demo_unsettle, demo_warm_start, make_demo
-from tools.demo_losses import Codes, choice_loss, nearest, region_means
+from tools import demo_unsettle, make_demo, train_supervised
+from tools.demo_hints import (
+    Codes,
+    HintedCaptions,
+    HintedMasks,
+    balanced_mask_losses,
+    choices,
+    region_means,
+)
+from tools.demo_mistakes import MISTAKES, MistakenCaptions, mistaken
 from tools.demo_model import CONFIG, make_tokenizer
 from tools.demo_report import told_apart
-from tools.demo_scenes import MID, TINY, Object, Scene, make_scene
+from tools.demo_scenes import MID, TINY, Object, Scene
 from tools.demo_sizes import SIZES
 from tools.make_demo import SHIPPED_CHECKPOINT, main
 from tools.new_folder import save
 
 
-@pytest.fixture
-def warm_start():
-    model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
-    tokenizer = load_tokenizer(SHIPPED_CHECKPOINT)
-    return demo_warm_start.WarmStart(
-        model, tokenizer, Sa2VAProcessor(model.config, max_tiles=1), seed=0, num_scenes=4
-    )
+def policy_of(*groups):
+    how = dict(lora_r=1, dtype="float32", gradient_checkpointing=False)
+    config = PolicyConfig(model_path=str(SHIPPED_CHECKPOINT), **how)
+    return build_policy(config, groups, 24, torch.device("cpu"))
+
+
+def batch_of(policy, data, number):
+    """Every fourth region of the training set."""
+    dataset = GraspAnyRegionDataset(data / "train")
+    return Batches(dataset, policy.inputs(24), other_regions=True)[list(range(0, 4 * number, 4))]
 
 
 def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
@@ -38,21 +59,23 @@ def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
         assert (tmp_path / name).read_text() == (SHIPPED_CHECKPOINT / name).read_text()
 
 
-def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(warm_start, monkeypatch):
+def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(monkeypatch):
     """Hits fall by a quarter with each standard deviation; best at twice the scale."""
-    last = warm_start.model.text_hidden_fcs[2]
+    policy = policy_of("text_hidden_fcs")
+    last = policy.model.text_hidden_fcs[2]
     learnt = last.weight.detach().clone()
     found = []
 
-    def fake(start, phrases, scale):
+    def fake(policy, said, scale):
         noise = float((last.weight.detach() - learnt).std() / learnt.std())
         found.append((1 - abs(scale - 2) / 10, 1 - noise / 4))
         return found[-1]
 
     monkeypatch.setattr(demo_unsettle, "found", fake)
-    before = {name: p.clone() for name, p in warm_start.model.state_dict().items()}
-    demo_unsettle.unsettle(warm_start, target=0.5, num_scenes=1)
-    after = warm_start.model.state_dict()
+    monkeypatch.setattr(demo_unsettle, "phrases", lambda *_: [])
+    before = {name: p.clone() for name, p in policy.model.state_dict().items()}
+    demo_unsettle.unsettle(policy, None, seed=0, target=0.5)
+    after = policy.model.state_dict()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"text_hidden_fcs.2.weight", "text_hidden_fcs.2.bias"}
     assert torch.allclose(after["text_hidden_fcs.2.bias"], 2 * before["text_hidden_fcs.2.bias"])
@@ -60,118 +83,153 @@ def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(warm_start, 
     assert float(noise) == pytest.approx(2, abs=0.05)
 
 
+def test_a_prompt_head_that_never_hits_is_said(monkeypatch):
+    monkeypatch.setattr(demo_unsettle, "found", lambda *_: (0.0, 0.1))
+    monkeypatch.setattr(demo_unsettle, "phrases", lambda *_: [])
+    with pytest.raises(RuntimeError, match="of the masks hit, even undisturbed"):
+        demo_unsettle.unsettle(policy_of("text_hidden_fcs"), None, seed=0)
+
+
+def test_what_is_found_of_phrases_is_what_the_loops_measure(data, monkeypatch):
+    monkeypatch.setattr(demo_unsettle, "REGIONS", 8)
+    policy = policy_of("text_hidden_fcs")
+    with torch.no_grad():
+        ((batch, features, hidden),) = demo_unsettle.phrases(policy, data / "train", seed=0)
+        found = demo_unsettle.found(policy, [(batch, features, hidden)], 1.0)
+        masks = segment(policy, features, list(range(8)), batch.captions)
+        worse = demo_unsettle.found(policy, [(batch, features, hidden)], 0.0)
+    iou = mask_iou(masks, batch.masks).mean().item()
+    right = hits(masks, batch.masks, batch.others).double().mean().item()
+    assert found == pytest.approx((iou, right)) and 0 < right < 1
+    assert worse[0] < iou
+
+
 @pytest.mark.parametrize("kind", [TINY, MID])
 def test_mistakes_make_no_word_more_frequent_and_half_of_the_groups_mostly_wrong(kind):
     """Each value is in one group, and of a group each is taken for another equally often."""
     values = [value for of in kind.attributes.values() for value in of]
-    groups = [group for group in demo_warm_start.MISTAKES if group[0] in values]
+    groups = [group for group in MISTAKES if group[0] in values]
     assert sorted(value for group in groups for value in group) == sorted(values)
     for of in kind.attributes.values():
-        shares = [share for group, share in demo_warm_start.MISTAKES.items() if group[0] in of]
+        shares = [share for group, share in MISTAKES.items() if group[0] in of]
         assert 0.3 < np.mean(shares) < 0.5 and max(shares) <= 0.6
 
 
-def test_captions_with_mistakes():
-    rng, shares = np.random.default_rng(0), demo_warm_start.MISTAKES
-    obj = Object("plain", "red", "circle", "top left", None, "large")
-    said = [demo_warm_start.mistaken(obj, rng) for _ in range(2000)]
+def test_captions_with_mistakes(data):
+    rng = np.random.default_rng(0)
+    text = Object("plain", "red", "circle", "top left", None, "large").caption
+    said = [mistaken(text, rng) for _ in range(2000)]
     wrong = {("plain", "checked"): "checked", ("red", "orange"): "orange"}
     wrong |= {("circle", "square"): "square", ("top left", "top right"): "top right"}
     wrong |= {("small", "medium", "large"): "small"}  # of three the next
     for group, word in wrong.items():
-        assert abs(np.mean([word in text for text in said]) - shares[group]) < 0.05
+        assert abs(np.mean([word in one for one in said]) - MISTAKES[group]) < 0.05
+    assert mistaken("A thing that nobody takes for another.", rng).startswith("A thing that nobody")
+    policy = policy_of("mlp1")
+    batch = batch_of(policy, data, 4)
+    task = MistakenCaptions(MistakenCaptions.Options(), Context(policy, None, max_new_tokens=24))
+    rngs = [np.random.default_rng(i) for i in range(4)]
+    _, answers = task.examples(batch, policy.encode(batch), rngs)
+    same = [mistaken(c, np.random.default_rng(i)) for i, c in enumerate(batch.captions)]
+    assert answers == [policy.prompts.answer(caption) for caption in same]
+    assert same != batch.captions
 
 
-def test_a_part_that_is_not_finite_ends(warm_start):
-    part = torch.nn.Linear(1, 1)
-
-    def loss(indices, rng, progress):
-        value = part.weight.sum() * torch.nan
-        return value, dict(mask=value)
-
-    with pytest.raises(RuntimeError, match="^masks: not finite within 1 steps"):
-        warm_start.train("masks", (part,), loss, 1, 0)
-
-
-def test_a_prompt_head_that_never_hits_is_said(warm_start, monkeypatch):
-    monkeypatch.setattr(demo_unsettle, "found", lambda start, phrases, scale: (0.0, 0.1))
-    with pytest.raises(RuntimeError, match="of the masks hit, even undisturbed"):
-        demo_unsettle.unsettle(warm_start, num_scenes=1)
-
-
-def test_masks_are_made_the_objects_that_they_are_most_of(warm_start):
+def test_masks_are_made_the_objects_that_they_are_most_of(data):
     """By SAM2's hypernetworks alone; what they are to be does not follow what they become."""
-    decoder = warm_start.model.grounding_encoder.mask_decoder
-    own, before = decoder.output_hypernetworks_mlps, deepcopy(warm_start.model.state_dict())
-    (hidden, features, masks), *_ = demo_unsettle.phrases(warm_start, 4)
+    policy = policy_of("hypernetworks")
+    assert len(policy.trainable) == 18 and policy.peft is None
+    roles = Roles(policy.trainable, ("reference",))
+    task = demo_unsettle.Decided(
+        demo_unsettle.Decided.Options(), Context(policy, roles, max_new_tokens=24)
+    )
+    batch = batch_of(policy, data, 12)
+    features = policy.encode(batch)
+    rngs = [np.random.default_rng(i) for i in range(len(batch))]
+    prompts, answers = task.examples(batch, features, rngs)
+    ids = torch.tensor(answers)
+    examples = Examples(task, batch, prompts, ids, torch.ones_like(ids, dtype=torch.bool))
+    optimizer, seen = torch.optim.AdamW(policy.trainable.values(), 1e-3), []
+    for _ in range(8):
+        scores = policy.score_answers(features, prompts, ids, examples.valid)
+        (loss,), statistics = task.terms(examples, features, scores, len(batch))
+        counts = tuple(int(statistics[name][0]) for name in ("hits", "decided"))
+        seen.append((loss.item(), counts))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert seen[-1][0] < 0.9 * seen[0][0]
+    assert {counts for _, counts in seen} == {seen[0][1]} and seen[0][1][1] >= 6
 
-    def likest():
-        prompts = warm_start.model.text_hidden_fcs(hidden)
-        image = torch.zeros(len(prompts), dtype=torch.long)
-        logits = warm_start.model.decode_masks(features, image, prompts)
-        return demo_unsettle.all_ious(logits > 0, masks).max(1)
 
-    with torch.no_grad():
-        iou, objects = likest()
-    demo_unsettle.decide(warm_start, 12)
-    with torch.no_grad():
-        later, same = likest()
-    clear = iou > 0.5
-    assert torch.equal(same[clear], objects[clear]) and later[clear].mean() > iou[clear].mean()
-    after = warm_start.model.state_dict()
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed and all("output_hypernetworks_mlps" in name for name in changed)
-    assert decoder.output_hypernetworks_mlps is own
+def test_codes_say_what_a_caption_does():
+    codes = Codes(64, "cpu")
+    captions = [Object("plain", "red", "circle", "top left", None).caption]
+    captions += [Object("plain", "red", "square", "bottom left", None).caption]
+    z = codes(captions)
+    assert torch.allclose(z.square().mean(1), torch.ones(2))
+    assert (z[0] @ z[1]).item() == pytest.approx(32, abs=1e-3)  # two of four values are shared
+    for scale in (0.01, 3):
+        assert codes.reading(scale * z, captions)[1] == 2
+    assert codes.reading(z, captions[::-1])[1] == 1  # 2 of 4 of each
+    apart = codes.reading(100 * z, captions)[0]
+    assert apart.item() == pytest.approx(
+        2 * np.log(4), abs=1e-3
+    )  # of four values none above others
+    with pytest.raises(ValueError, match="33 values do not fit 32 dimensions"):
+        Codes(32, "cpu")
+
+
+def test_hints_by_hand():
+    features = torch.tensor([[[[1.0, 2], [3, 4]]]])
+    shares = torch.tensor([[[1.0, 0], [0, 0.5]]])
+    assert region_means(features, shares).item() == pytest.approx((1 + 2) / 1.5)
+    # one row of three pixels; the region is the first, the other one the other two
+    logits, target = torch.tensor([[[2.0, 0, 1]]]), torch.tensor([[[1.0, 0, 0]]])
+    others = [torch.tensor([[[0.0, 1, 1]]])]
+    loss, hits = choices(logits, target, others)
+    assert loss.item() == pytest.approx(np.log1p(np.exp(0.5 - 2))) and hits.tolist() == [True]
+    p = 1 / (1 + np.exp(-np.array([2.0, 0, 1])))
+    bce = -np.log(p[0]) - np.log(1 - p[1:]).mean()
+    dice = 1 - (2 * p[0] + 1) / (p.sum() + 1 + 1)
+    assert balanced_mask_losses(logits, target).item() == pytest.approx(bce + 2 * dice, abs=1e-5)
+
+
+def test_hints_teach_each_half_apart(data):
+    """The prompt head is not reached through SAM2, nor SAM2 through the prompt head."""
+    policy = policy_of("mlp1", "text_hidden_fcs", "sam2", "sam2_encoder")
+    batch = batch_of(policy, data, 4)
+    features, context = policy.encode(batch), Context(policy, None, max_new_tokens=24)
+    reached = {}
+    for kind in (HintedCaptions, HintedMasks):
+        task = kind(kind.Options(), context)
+        prompts, answers = task.examples(batch, features, [np.random.default_rng(0)] * 4)
+        ids = pad_sequence([torch.tensor(answer) for answer in answers], True, policy.pad_id)
+        valid = ids != policy.pad_id
+        scores = policy.score_answers(features, prompts, ids, valid)
+        scores.hidden = scores.hidden.detach()  # so that mlp1 is reached by the hint alone
+        (loss,), said = task.terms(
+            Examples(task, batch, prompts, ids, valid), features, scores, len(batch)
+        )
+        assert all(
+            0 <= value[0] <= value[1] == 4
+            for name, value in said.items()
+            if name in "held iou hits".split()
+        )
+        weights = dict(policy.trainable)
+        gradients = torch.autograd.grad(loss, weights.values(), allow_unused=True)
+        named = zip(weights, gradients)
+        reached[kind] = {policy.group_of(name) for name, g in named if g is not None and g.any()}
+    assert reached == {
+        HintedCaptions: {"mlp1"},
+        HintedMasks: {"text_hidden_fcs", "sam2", "sam2_encoder"},
+    }
 
 
 def test_all_ious_by_hand():
     masks = torch.tensor([[1, 1, 0], [0, 0, 0]]).bool()[:, None]
     areas = torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]).bool()[:, None]
     assert demo_unsettle.all_ious(masks, areas).tolist() == [[0.5, 1, 0], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("kind, size", [(TINY, 64), (MID, 256)])
-def test_codes_find_the_object_whatever_their_scale_and_the_embeddings_around_it_mostly(kind, size):
-    codes = Codes(size, seed=0, device="cpu", attributes=kind.attributes)
-    scenes = [make_scene(0, 0, i, kind) for i in (0, 1)]
-    objects = [obj for scene in scenes for obj in scene.objects]
-    image = torch.tensor([0] * len(scenes[0].objects) + [1] * len(scenes[1].objects))
-    z, places = codes([obj.attributes for obj in objects]), torch.arange(len(objects))
-    assert torch.allclose(z.square().mean(), torch.tensor(1.0), atol=1e-4)
-    for scale in (0.1, 10):
-        assert torch.equal(nearest(scale * (codes.mean + z), image, z, image), places)
-    rng = np.random.default_rng(0)
-    found = [nearest(codes.around(objects, rng), image, z, image) == places for _ in range(50)]
-    assert 0.5 < torch.stack(found).float().mean() < 0.95
-    assert torch.equal(image[nearest(z.flip(0), image, z, image)], image)  # of its own image
-    assert all(share == 1 for share in codes.read(z, objects)[1].values())
-
-
-def test_region_means_and_the_choice_by_hand():
-    features = torch.arange(8.0).view(1, 4, 2)  # of one image, 2 x 2 cells
-    grids = torch.tensor([[[True, False], [False, True]], [[False, True], [False, False]]])
-    means = region_means(features, torch.tensor([0, 0]), grids)
-    assert means.tolist() == [[3.0, 4.0], [2.0, 3.0]]
-    # Two scenes, of two objects and of one, in images of three pixels.
-    masks = torch.tensor([[1, 0, 0], [0, 1, 1], [1, 1, 0]]).bool().view(3, 1, 3)
-    logits = torch.tensor([[2.0, 0, 0], [4, 1, 1], [0, 0, 9]]).view(3, 1, 3)
-    image, meant = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 2])
-    loss, hits = choice_loss(logits, masks, image, meant)
-    # mean logits 2 and 0, of which the first is meant; 4 and 1, the second; one of one
-    by_hand = np.log1p(np.exp(-2)) + np.log1p(np.exp(3))
-    assert loss.item() == pytest.approx(by_hand / 3, abs=1e-5) and hits.item() == pytest.approx(
-        2 / 3
-    )
-
-
-def test_examples_are_encoded_by_the_rule_of_supervised_training(warm_start):
-    prompts, tokenizer = warm_start.prompts, warm_start.tokenizer
-    obj, rng = warm_start.scenes[0].objects[0], np.random.default_rng(0)
-    turn = {"input": prompts.question(DESCRIBE, 1, [3]), "output": obj.caption}
-    encoded = template_map({"conversation": [turn]}, prompts.template)
-    encoded = video_lisa_encode_fn(encoded, tokenizer, max_length=8192)
-    ids, labels = warm_start._describe(obj, 3, True, rng)
-    assert (ids, labels) == (encoded["input_ids"], encoded["labels"])
 
 
 def test_what_the_report_says_of_scenes():
@@ -184,39 +242,57 @@ def test_what_the_report_says_of_scenes():
     assert apart[1] == dict(any=pytest.approx(8 / 12), best=1.0) and apart[4]["any"] == 1
 
 
-def test_parts_are_done_again_from_what_was_saved_after_the_one_before(tmp_path, monkeypatch):
+def test_parts_are_done_again_from_what_was_left_by_the_one_before(tmp_path, monkeypatch):
     done = []
 
-    class Fake:
-        def __init__(self, model, tokenizer, processor, seed, num_scenes, **how):
-            self.model = model
-            done.append((num_scenes, how["batch_size"], model.mlp1[1].bias[0].item()))
+    def supervise(part, base, output_dir, size, how, args):
+        done.append((part, base.relative_to(tmp_path).as_posix(), how["max_steps"]))
+        copied = output_dir / "warm_start" / part / "final_model"
+        shutil.copytree(base, copied, dirs_exist_ok=True)
 
-        def see(self, steps):
-            self.model.mlp1[1].bias.data[0] += 1
-            done.append(("see", steps))
+    def unsettled(base, folder, data, seed):
+        done.append(("unsettle", base.relative_to(tmp_path).as_posix()))
+        model = Sa2VAModel.from_pretrained(base)
+        model.mlp1[1].bias.data[0] += 1
+        save(model, load_tokenizer(base), folder)
 
-    monkeypatch.setattr(make_demo, "WarmStart", Fake)
-    monkeypatch.setattr(make_demo, "unsettle", lambda start: done.append("unsettle"))
-    monkeypatch.setattr(make_demo, "decide", lambda start, steps: done.append(("decide", steps)))
-    shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start")
+    monkeypatch.setattr(make_demo, "supervise", supervise)
+    monkeypatch.setattr(make_demo, "unsettled", unsettled)
+    shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start" / "learn" / "final_model")
     flags = f"--output_dir {tmp_path} --train_scenes 1 --heldout_scenes 1 --train_checkpoint"
-    flags += " --warm_start_steps 1 2 5 3 4 6 --parts see unsettle decide"
-    main(flags.split())
-    first = done[0][-1]
-    tiny = SIZES["tiny"]
-    built = (tiny.warm_start_scenes, tiny.batch_size, first)
-    assert done == [built, ("see", 3), "unsettle", ("decide", 6)]
-    for folder in ("warm_start", "checkpoint"):
-        saved = Sa2VAModel.from_pretrained(tmp_path / folder).mlp1[1].bias[0].item()
-        assert saved == pytest.approx(first + 1, abs=0.01)
+    main([*flags.split(), *"--warm_start_steps 1 4 2 5 --parts err unsettle decide".split()])
+    assert done == [
+        ("err", "warm_start/learn/final_model", 2),
+        ("unsettle", "warm_start/err/final_model"),
+        ("decide", "warm_start/unsettle/final_model", 5),
+    ]
+    first, last = (
+        Sa2VAModel.from_pretrained(folder).mlp1[1].bias[0].item()
+        for folder in (SHIPPED_CHECKPOINT, tmp_path / "checkpoint")
+    )
+    assert last == pytest.approx(first + 1, abs=0.01)
+
+
+def test_the_parts_are_command_lines_that_exist(tmp_path, monkeypatch):
+    """What `make_demo` hands to supervised training is parsed, and each part begins at random."""
+    lines = []
+    monkeypatch.setattr(make_demo, "run_training", lambda argv, program, loop: lines.append(argv))
+    args = SimpleNamespace(workers=0, seed=0)
+    for name, size in SIZES.items():
+        for part, how in size.warm_start.items():
+            make_demo.supervise(part, SHIPPED_CHECKPOINT, tmp_path / name, size, how, args)
+            (tmp_path / name / "warm_start" / "data").mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / "heldout").mkdir(exist_ok=True)
+            config = cli.parse(lines[-1], train_supervised.PROGRAM)
+            assert config.optim.max_steps == how["max_steps"]
+    assert list(make_demo.PARTS) == ["hints", "learn", "err", "unsettle", "decide"]
 
 
 @pytest.mark.parametrize(
     "flags, complaint",
     [
         ("--size mid", "--size mid needs --train_checkpoint"),
-        ("--train_checkpoint --parts draw talk", "--parts draw talk: their order is look talk err"),
+        ("--train_checkpoint --parts err learn", "--parts err learn: their order is hints learn"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, complaint, tmp_path, capsys):

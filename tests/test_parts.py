@@ -75,6 +75,8 @@ def test_memory_that_a_run_holds(policy):
     trainable = 4 * sum(p.numel() for p in model.trainable.values())
     assert sizes["trainable weights"] == sizes["gradients"] == trainable
     assert sizes["optimizer"] == sizes["teacher and reference"] == 2 * trainable
+    kept = standing_memory(model, copies=())
+    assert list(kept) == ["frozen base", "trainable weights", "optimizer", "gradients"]
     frozen = {n: p for n, p in model.model.named_parameters() if n not in model.trainable}
     float32 = sum(p.numel() for n, p in frozen.items() if n.startswith(tuple(FLOAT32_MODULES)))
     assert sizes["frozen base"] == 2 * sum(p.numel() for p in frozen.values()) + 2 * float32

@@ -1,5 +1,8 @@
 """Supervised training: its loss against the encoding rule by hand, and through the entry point."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,11 +12,15 @@ from rl_train import cli, memory, parts, train
 from rl_train.config import PolicyConfig
 from rl_train.data.loader import Batches, StepSampler, side_by_side
 from rl_train.distributed import Ranks
+from rl_train.engine import Engine
+from rl_train.files import read_json
 from rl_train.points.answers import Answer, Form
+from rl_train.policies import qwen_worst_case, worst_case
 from rl_train.policies.families import build_policy
 from rl_train.rewards.points import deepest_points
+from rl_train.stand_ins import LongestExamples
 from rl_train.supervised_config import SUPERVISED_PARTS
-from rl_train.tasks.supervised import true_answer
+from rl_train.tasks.supervised import ReferringSegmentation, RegionCaptions, true_answer
 from rl_train.trained_policy import load_policy, open_policy
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
@@ -111,6 +118,95 @@ def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
     assert not [name for name in still if not any(part in name for part in excused)], still
 
 
+class TakesNothing(ReferringSegmentation):
+    """A task of a user, which reads what only the user's data say."""
+
+    asks_reference = True
+
+    def examples(self, batch, features, rngs):
+        raise KeyError(batch.image_ids[0])
+
+
+def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
+    """Of the project's own tasks none; a user's class says so."""
+    made = built(data, tmp_path)
+    assert made.state.roles.banks == {}
+    with pytest.raises(ValueError, match="classes say: asks_teacher, asks_reference"):
+        with made.state.roles.use("reference"):
+            pass
+    copies = {
+        asks: parts.kept_copies(SimpleNamespace(samples=samples, kinds=dict(task=kind)))
+        for asks, samples, kind in (
+            ("reinforcement", True, RegionCaptions),
+            ("a user's", False, TakesNothing),
+            ("a teacher's", False, SimpleNamespace(asks_teacher=True)),
+        )
+    }
+    assert copies == {
+        "reinforcement": ("reference",),
+        "a user's": ("reference",),
+        "a teacher's": ("teacher", "reference"),
+    }
+
+
+def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, monkeypatch):
+    """Captions of all tokens, answers with [SEG] of all of theirs, the longest prompts."""
+    monkeypatch.setattr(worst_case, "PIXELS", 64 * 64)
+    how = dict(max_caption_length=60, gradient_accumulation_steps=3, other_regions="")
+    made = built(data, tmp_path, **how, train=["lora", "text_hidden_fcs", "vision"])
+    tried, held, policy = [], [], made.state.policy
+    forward = train_supervised.SupervisedLoss.forward
+
+    def trying(module, *args):
+        tried.append(args)
+        assert torch.rand(1) >= 0  # which are put back
+        return forward(module, *args)
+
+    monkeypatch.setattr(train_supervised.SupervisedLoss, "forward", trying)
+    monkeypatch.setattr(memory, "held_bytes", lambda given: held.append(list(given)) or 0)
+    before = {name: p.detach().clone() for name, p in policy.trainable.items()}
+    generator = torch.get_rng_state()
+    assert set(memory.worst_step(made, train_supervised.train)) == {"encode", "update"}
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, p in policy.trainable.items():
+        assert torch.equal(p, before[name]) and p.grad is None
+    assert made.state.step == 0 and not made.state.optimizer.state
+    ((features, (captions, masks), totals, last),) = tried
+    assert held[0][0][0] is features and held[0][0][1] == [captions, masks]  # other batches' too
+    assert features.vision.requires_grad and all(grid.all() for grid in features.grids)
+    assert captions.valid.shape == (2, 24) and captions.valid.all()
+    answers = [len(policy.prompts.answer(answer)) for answer in SEGMENT_ANSWERS]
+    assert masks.valid.shape == (2, max(answers)) and masks.valid.all()
+    assert ((masks.ids == policy.model.seg_id).sum(1) == 1).all()
+    shortest = len(policy.prompts.segment("", features.tiles[0], SEGMENT_WORDINGS[0]))
+    assert min(map(len, masks.prompts.ids)) > shortest + 35  # of 60, with the wording's own
+    assert len(masks.batch.others) == 2
+
+
+def test_a_task_that_takes_no_made_up_sample_trains_all_the_same(
+    data, tmp_path, monkeypatch, capsys
+):
+    """Its memory is not announced; a fault of the project's own task is one of the program."""
+    monkeypatch.setattr(worst_case, "PIXELS", 64 * 64)
+    name = f"{TakesNothing.__module__}:TakesNothing"
+    made = built(data, tmp_path, tasks=name, max_caption_length=60)
+    assert list(made.state.roles.banks) == ["reference"]
+    on_gpu = replace(made, ranks=Ranks(0, 1, torch.device("cuda", 0)))
+    assert memory.announce(on_gpu, train_supervised.train) == ""
+    said = f"is not known: --tasks {name} does not take made-up samples (KeyError('worst'))"
+    assert said in capsys.readouterr().out
+    monkeypatch.setattr(TakesNothing, "__module__", "rl_train.tasks.supervised")
+    with pytest.raises(KeyError):
+        memory.announce(on_gpu, train_supervised.train)
+
+
+def test_longest_answers_by_hand():
+    asked = SimpleNamespace(name="t", weight=1.0, examples=lambda *_: ("prompts", [[5, 6], [7]]))
+    assert LongestExamples(asked, 4, 0).examples() == ("prompts", [[5, 6, 0, 0], [7, 0, 0, 0]])
+    asked.longest_answer = 2
+    assert LongestExamples(asked, 4, 0).examples() == ("prompts", [[5, 6], [7, 0]])
+
+
 def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
     """Not from the batch that a sample is in; other seeds and steps have other wordings."""
     made = built(data, tmp_path)
@@ -125,16 +221,25 @@ def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
     assert asked([0, 7, 30], step=1) != together
 
 
-def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path):
+def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch):
     """Bit for bit, with its curves; the merged model says what the checkpoint says."""
     same = dict(max_steps=4, save_steps=2, batch_size=4, regions_per_image=2, train=ALL)
     whole = run(data, tmp_path / "whole", **same)
+    asked = []
+    monkeypatch.setattr(Engine, "forget", lambda engine: asked.append("evaluation"))
     for step in (2, 4):
         assert (whole / f"checkpoint_step_{step}").is_dir()
     again = run(data, tmp_path / "again", **same)
     for late in ("checkpoint_step_4", "final_model"):
         (again / late).rename(tmp_path / late)
+    base = again / "evaluation" / "step_0.json"
+    base.unlink()
+    asked.clear()
     run(data, again, **same, resume="")
+    assert asked == 2 * ["evaluation"]  # of the base and at the end: nothing is kept to sample with
+    measured = [read_json(one / "evaluation" / "step_0.json") for one in (whole, again)]
+    ious = [measured[run]["means"]["seg_iou"] for run in (0, 1)]
+    assert ious[0] == ious[1] != curve(again, "eval/seg_iou")[4]  # of weights that nobody kept
     a, b = weights(whole, 4), weights(again, 4)
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not (whole / "checkpoint_step_4" / "adapter").exists()  # nor a LoRA
@@ -203,6 +308,15 @@ def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):
     assert np.mean(values[-3:]) < 0.9 * values[0]
     assert "eval/parsable" in events(out).Tags()["scalars"]
     assert (out / "final_model" / "model.safetensors").is_file()
+
+
+def test_the_worst_step_of_points(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 64 * 64)
+    folders = dict(model_path=write_qwen(tmp_path / "qwen"), sam_path=write_sam(tmp_path / "sam"))
+    how = dict(tasks="point_answers", answer_style="points", image_side=56)
+    made = built(data, tmp_path, **folders, **how, max_completion_length=64)
+    assert made.state.roles.banks == {}
+    assert set(memory.worst_step(made, train_supervised.train)) == {"encode", "update"}
 
 
 def test_true_answers_by_hand():
@@ -307,6 +421,20 @@ def test_what_to_lower_is_a_flag_of_it(data, tmp_path):
     found = {phase: memory.remedy(phase, config) for phase in ("rollout", "update")}
     assert found["rollout"].startswith("lower --batch_size or --max_completion_length (and raise")
     assert found["update"].startswith("lower --batch_size or --max_masks_per_answer or --max_comp")
+
+
+@pytest.mark.parametrize(
+    "changes, advice",
+    [
+        ({}, "share it out by --shard_base"),
+        (dict(train=["vision", "mlp1"]), "--train less than vision, of which no part"),
+        (dict(shard_base=""), "start more processes"),
+        (dict(tasks="point_answers"), "it needs a GPU with more"),
+    ],
+)
+def test_what_is_advised_of_a_model_that_does_not_fit_can_be_done(data, tmp_path, changes, advice):
+    config = cli.parse(line(data, tmp_path, **changes), train_supervised.PROGRAM)
+    assert memory.remedy("start", config).startswith(f"the model itself does not fit: {advice}")
 
 
 def test_its_flags_are_those_of_supervised_training(capsys):

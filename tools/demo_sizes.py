@@ -13,10 +13,8 @@ class Size:
     train_scenes: int
     heldout_scenes: int
     warm_start_scenes: int
-    warm_start_steps: dict[str, int]  # by part, in order
-    batch_size: int  # scenes of a step
-    learning_rate: float
-    bfloat16: bool  # what the model computes on a GPU; its weights and losses are float32
+    dtype: str  # what the model computes in the warm start; what trains is float32
+    warm_start: dict[str, dict]  # flags of `tools.train_supervised` by part, in order
 
 
 SIZES = {
@@ -27,10 +25,13 @@ SIZES = {
         train_scenes=800,
         heldout_scenes=100,
         warm_start_scenes=1500,
-        warm_start_steps=dict(look=900, talk=450, err=360, see=700, draw=900, decide=60),
-        batch_size=16,
-        learning_rate=1e-3,
-        bfloat16=False,
+        dtype="float32",
+        warm_start=dict(
+            hints=dict(max_steps=750, batch_size=64, regions_per_image=4, learning_rate=1e-3),
+            learn=dict(max_steps=150, batch_size=64, regions_per_image=4, learning_rate=6e-4),
+            err=dict(max_steps=200, batch_size=64, learning_rate=5e-4),
+            decide=dict(max_steps=20, batch_size=64, learning_rate=1e-3),
+        ),
     ),
     # made on a GPU, in minutes
     "mid": Size(
@@ -39,9 +40,12 @@ SIZES = {
         train_scenes=400,
         heldout_scenes=60,
         warm_start_scenes=3000,
-        warm_start_steps=dict(look=600, talk=500, err=180, see=450, draw=800, decide=50),
-        batch_size=32,
-        learning_rate=4e-4,
-        bfloat16=True,
+        dtype="bfloat16",
+        warm_start=dict(
+            hints=dict(max_steps=900, batch_size=64, regions_per_image=4, learning_rate=4e-4),
+            learn=dict(max_steps=300, batch_size=64, regions_per_image=4, learning_rate=3e-4),
+            err=dict(max_steps=200, batch_size=96, learning_rate=3e-4),
+            decide=dict(max_steps=50, batch_size=96, learning_rate=4e-4),
+        ),
     ),
 }

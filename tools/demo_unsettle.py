@@ -1,86 +1,144 @@
 """The end of the demo's warm start: a disturbed prompt head, and masks decided all the same.
 
 What loop 2 has to learn is then which object a phrase means, and not where a mask ends.
+
+    python -m tools.train_supervised --tasks tools.demo_unsettle:Decided --other_regions ..
 """
 
-from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 from tqdm import tqdm
 
-from sa2va_hf.losses import resized_mask_loss
-from tools.demo_warm_start import WarmStart, mistaken
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import eval_loader
+from rl_train.flags import WEIGHT, flag
+from rl_train.policies.segment_describe import row_masks
+from rl_train.rewards.iou import hits, mask_iou
+from rl_train.tasks.protocol import Context
+from rl_train.tasks.supervised import Examples
+from rl_train.types import Batch
+from sa2va_hf.losses import resize_masks, resized_mask_loss
+from sa2va_hf.prompts import FORCED_ANSWER
+from tools.demo_mistakes import mistaken
 
-HIT_TARGET = 0.65  # share of phrases whose mask lies on the right object
+HIT_TARGET = 0.57  # share of phrases whose mask lies on the right object; `Decided` adds to it
 LARGEST_NOISE, BISECTIONS = 32.0, 10  # of the prompt head's weights' standard deviation
 SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that its output may lack then
+REGIONS, BATCH = 256, 32
 DECIDED = 0.3  # IoU of a mask with an object that it is made to be, at least
 
 
 @torch.no_grad()
-def unsettle(start: WarmStart, target: float = HIT_TARGET, num_scenes: int = 64):
+def unsettle(policy, data: Path, seed: int, target: float = HIT_TARGET):
     """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
 
-    The share of hits falls as the numbers grow; the largest that leave `target` of them is found by
-    bisection. Then give the prompt embeddings the scale of which masks are best.
+    The share of hits on regions of the data set falls as the numbers grow; the largest that leave
+    `target` of them is found by bisection. Then give the prompt embeddings the scale of which masks
+    are best.
 
     Raises:
         RuntimeError: fewer hit even undisturbed.
     """
-    said = list(phrases(start, num_scenes))
-    last = start.model.text_hidden_fcs[2]
-    learnt, generator = last.weight.clone(), torch.Generator().manual_seed(start.seed)
+    said = list(phrases(policy, data, seed))
+    last = policy.model.text_hidden_fcs[2]
+    learnt, generator = last.weight.clone(), torch.Generator().manual_seed(seed)
     noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
     low, high = 0.0, LARGEST_NOISE
     for _ in range(BISECTIONS):
         share = (low + high) / 2
         last.weight.copy_(learnt + share * noise)
-        hits = found(start, said, 1.0)[1]
-        low, high = (share, high) if hits >= target else (low, share)
+        found_hits = found(policy, said, 1.0)[1]
+        low, high = (share, high) if found_hits >= target else (low, share)
     if low == 0:
         raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
     last.weight.copy_(learnt + low * noise)
-    of_scale = {scale: found(start, said, scale) for scale in SCALES}
+    of_scale = {scale: found(policy, said, scale) for scale in SCALES}
     best = max(SCALES, key=lambda scale: of_scale[scale][0])
     last.weight.mul_(best)
     last.bias.mul_(best)
-    iou, hits = of_scale[best]
+    iou, found_hits = of_scale[best]
     tqdm.write(
         f"prompt head: noise of {low:.2f} standard deviations, scaled by {best:.2f}: of its "
-        f"masks {hits:.2f} hit, IoU {iou:.2f}"
+        f"masks {found_hits:.2f} hit, IoU {iou:.2f}"
     )
 
 
-def phrases(start: WarmStart, num_scenes: int):
-    """Yield ((n, C) hidden states at [SEG], SAM2's features, (n, h, w) masks) of scenes.
-
-    The hidden states are those of the captions of all n objects of a scene.
-    """
-    rng = np.random.default_rng([start.seed, 11])
-    number = min(num_scenes, len(start.scenes))
-    for index in rng.choice(len(start.scenes), number, replace=False).tolist():
-        rows, image, objects = start.drawn.all_objects([index])
-        with start.low_precision():
-            hidden = start.hidden_states([index], image, [obj.caption for obj in objects], rng)
-            features = start.model.sam_features(start.drawn.sam_images[[index]])
-        yield hidden, features, start.drawn.masks[rows]
+def phrases(policy, data: Path, seed: int):
+    """Yield (batch, features, (B, C) hidden states at [SEG] of its captions) of some regions."""
+    dataset = GraspAnyRegionDataset(data)
+    order = np.random.default_rng([seed, 11]).permutation(len(dataset))
+    few = Subset(dataset, order[:REGIONS].tolist())
+    for batch in eval_loader(few, policy.inputs(1), BATCH, 0, other_regions=True):
+        features = policy.encode(batch)
+        prompts = policy.segment_prompts(features, list(range(len(batch))), batch.captions)
+        forced = [policy.prompts.forced_answer] * len(prompts)
+        yield batch, features, policy.read(features, prompts.followed_by(forced))[:, 0]
 
 
-def found(start: WarmStart, said, scale: float) -> tuple[float, float]:
+def found(policy, said, scale: float) -> tuple[float, float]:
     """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
-    ious, hits = [], []
-    for hidden, features, masks in said:
-        with start.low_precision():
-            prompts = scale * start.model.text_hidden_fcs(hidden).float()
-            image = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
-            logits = start.model.decode_masks(features, image, prompts)
-        iou = all_ious(logits > 0, masks)
-        ious.append(iou.diag())
-        right = torch.arange(len(iou), device=iou.device)
-        hits.append((iou.diag() > 0) & (iou.argmax(1) == right))
-    return torch.cat(ious).mean().item(), torch.cat(hits).double().mean().item()
+    ious, right = [], []
+    for batch, features, hidden in said:
+        rows = list(range(len(batch)))
+        with policy.autocast():
+            prompts = scale * policy.model.text_hidden_fcs(hidden).float()
+        masks = row_masks(policy, features, rows, rows, prompts)
+        targets = [mask.to(policy.device) for mask in batch.masks]
+        ious.append(mask_iou(masks, targets).cpu())
+        right.append(hits(masks, batch.masks, batch.others))
+    return torch.cat(ious).mean().item(), torch.cat(right).double().mean().item()
+
+
+class Decided:
+    """A phrase -> one whole object: the one that the mask was most of when training began.
+
+    By SAM2's hypernetworks alone, so that which objects the disturbed head finds changes little.
+    """
+
+    name = "decided"
+    family, asks_teacher, measure, action = "sa2va", False, None, None
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of the decided masks", name="decided_weight", type=WEIGHT)
+        trains = ("hypernetworks",)
+
+    def __init__(self, options: Options, context: Context):
+        self.context, self.weight = context, options.weight
+
+    def examples(self, batch: Batch, features, rngs):
+        policy, rows = self.context.policy, list(range(len(batch)))
+        said = [
+            text if r.random() < 0.5 else mistaken(text, r) for text, r in zip(batch.captions, rngs)
+        ]
+        answers = [policy.prompts.answer(FORCED_ANSWER)] * len(batch)
+        return policy.segment_prompts(features, rows, said), answers
+
+    def terms(self, examples: Examples, features, scores, rows: float):
+        policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
+        if batch.others is None:
+            raise ValueError("--tasks tools.demo_unsettle:Decided: needs --other_regions")
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
+        with self.context.roles.use("reference"):
+            before = policy.decode_masks(features, image, prompts) > 0
+        logits = policy.decode_masks(features, image, prompts)
+        best, wholes, own = [], [], []
+        for k, (mask, others) in enumerate(zip(batch.masks, batch.others, strict=True)):
+            objects = resize_masks([mask, *others], logits)  # (1 + K, h, w)
+            iou, which = all_ious(before[k : k + 1], objects > 0)[0].max(0)
+            best, wholes = [*best, iou], [*wholes, objects[which]]
+            own.append(which == 0)
+        some = torch.stack(best) > DECIDED
+        losses = resized_mask_loss(logits, torch.stack(wholes))
+        loss = (losses * some).sum() / rows
+        shares = dict(hits=(torch.stack(own) & some).sum(), decided=some.sum())
+        return [loss], dict(mask_loss=loss.detach()) | {
+            n: (v, len(some)) for n, v in shares.items()
+        }
 
 
 def all_ious(masks, areas) -> torch.Tensor:
@@ -88,42 +146,3 @@ def all_ious(masks, areas) -> torch.Tensor:
     masks, areas = (one.flatten(1).double() for one in (masks, areas))
     both = masks @ areas.T
     return both / (masks.sum(1)[:, None] + areas.sum(1) - both)
-
-
-def decide(start: WarmStart, steps: int):
-    """Train SAM2's hypernetworks to answer prompts of the disturbed head by an object, whole.
-
-    By the one that the mask is most of before, so that which objects it finds changes little.
-    """
-    model, drawn = start.model, start.drawn
-    decoder = model.grounding_encoder.mask_decoder
-    before = deepcopy(decoder.output_hypernetworks_mlps)
-
-    def loss(indices, rng, progress):
-        rows, image, objects = drawn.all_objects(indices)
-        said = [rng.choice([obj.caption, mistaken(obj, rng)]) for obj in objects]
-        masks = drawn.masks[rows]
-        with torch.no_grad(), start.low_precision():
-            prompts = model.text_hidden_fcs(start.hidden_states(indices, image, said, rng))
-            features = model.sam_features(drawn.sam_images[indices])
-            with hypernetworks(decoder, before):
-                iou = all_ious(model.decode_masks(features, image, prompts) > 0, masks)
-        with start.low_precision():
-            logits = model.decode_masks(features, image, prompts)
-        best, of = iou.masked_fill(image[:, None] != image, -1).max(1)
-        some = best > DECIDED
-        mask = resized_mask_loss(logits[some], masks[of[some]].float()).mean()
-        own = of == torch.arange(len(of), device=of.device)
-        return mask, dict(mask=mask, hits=own[some].float().mean(), some=some.float().mean())
-
-    start.train("decisions", (decoder.output_hypernetworks_mlps,), loss, steps, 12)
-
-
-@contextmanager
-def hypernetworks(decoder, others):
-    """SAM2's mask decoder with other hypernetworks than its own."""
-    own, decoder.output_hypernetworks_mlps = decoder.output_hypernetworks_mlps, others
-    try:
-        yield
-    finally:
-        decoder.output_hypernetworks_mlps = own

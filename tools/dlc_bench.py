@@ -38,6 +38,7 @@ from rl_train.data.workers import explaining
 from rl_train.distributed import print0
 from rl_train.files import check_writable
 from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE
+from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.segment_describe import describe
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.judge_client import NoReply
@@ -148,6 +149,7 @@ def caption(args):
     check_writable("--captions", args.captions, is_file=True)
     dataset, ranks = BenchRegions(args.data_dir), distributed.init()
     how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
+    how |= dict(family=Sa2VAPolicy.family)  # others describe no region
     whose = (args.model_path, args.checkpoint, args.role, ranks.device)
     policy = open_policy(*whose, args.max_completion_length, **how)
     captions = explaining(args.num_workers, caption_all, policy, dataset, args, ranks)

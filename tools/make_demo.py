@@ -2,15 +2,14 @@
 
     python -m tools.make_demo --output_dir outputs/demo      # data + the checkpoint that ships here
     python -m tools.make_demo --output_dir outputs/demo --train_checkpoint  # data + one made anew
-    python -m tools.make_demo --size mid --device cuda --workers 16 --output_dir outputs/mid \\
-        --train_checkpoint     # richer scenes at 448 px and 63 M weights, on a GPU
+    python -m tools.make_demo --size mid --workers 8 --output_dir outputs/mid --train_checkpoint
+        # richer scenes at 448 px and 63 M weights, on a GPU
 
 Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
-layout, is warm-started by supervised training on the prompts and the encode rule of
-`sa2va_hf.prompts` and `sa2va_hf.templates`, so that there is something to learn of either loop, and
-no shortcut: its captions are of one kind and length and mistake half of the values of each
-attribute for another (`demo_warm_start.MISTAKES`), though it can tell them apart; its masks are
-decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three of
+layout, is trained by `tools.train_supervised` from random weights, so that there is something to
+learn of either loop, and no shortcut: its captions are of one kind and length and mistake half of
+the values of each attribute for another (`demo_mistakes`), though it can tell them apart; its masks
+are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three of
 ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so that
 in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
@@ -24,18 +23,32 @@ from pathlib import Path
 
 import torch
 
-from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
+from rl_train.config import PolicyConfig
+from rl_train.policies.sa2va import build_policy
+from rl_train.train import main as run_training
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
+from tools import train_supervised
 from tools.demo_model import initialise, make_tokenizer
-from tools.demo_scenes import HELDOUT, TINY, TRAIN, Kind, in_order, make_scene
+from tools.demo_scenes import HELDOUT, TINY, TRAIN, WARM_START, Kind, in_order, make_scene
 from tools.demo_sizes import SIZES, Size
-from tools.demo_unsettle import decide, unsettle
-from tools.demo_warm_start import WarmStart
+from tools.demo_unsettle import unsettle
 from tools.gar_writer import write_gar
 from tools.new_folder import save
 
 SHIPPED_CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
-PARTS = ("look", "talk", "err", "see", "draw", "unsettle", "decide")  # of the warm start, in order
+ALL = "vision mlp1 language_model embeddings text_hidden_fcs sam2 sam2_encoder"
+# Flags of the supervised training's parts, in order; "unsettle" comes before the last.
+PARTS = dict(
+    hints="--tasks tools.demo_hints:HintedCaptions tools.demo_hints:HintedMasks --one_answer "
+    f"--other_regions --train {ALL}",
+    learn=f"--tasks region_captions referring_segmentation --one_answer --train {ALL}",
+    err="--tasks tools.demo_mistakes:MistakenCaptions referring_segmentation --one_answer "
+    "--train language_model embeddings text_hidden_fcs",
+    unsettle="",
+    decide="--tasks tools.demo_unsettle:Decided --other_regions --train hypernetworks",
+)
+ANSWER = 24  # tokens that the demo's longest answer may have
 
 
 def write_split(
@@ -57,44 +70,56 @@ def write_split(
 def train_checkpoint(output_dir: Path, size: Size, args):
     """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
 
-    After each part it is saved as output_dir/warm_start, from which a later one may begin.
+    Each part of PARTS begins with what the one before it left in output_dir/warm_start/part.
     """
     torch.manual_seed(args.seed)
-    halfway = output_dir / "warm_start"
+    warm_start = output_dir / "warm_start"
+    before = warm_start / "random"
     tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
-    if args.parts[0] == PARTS[0]:
+    if args.parts[0] == "hints":
         llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
         model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
         initialise(model)
-    else:
-        model = Sa2VAModel.from_pretrained(halfway)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights")
-    warm_start = WarmStart(
-        model.to(args.device),
-        tokenizer,
-        Sa2VAProcessor(model.config, max_tiles=1),
-        args.seed,
-        args.warm_start_scenes or size.warm_start_scenes,
-        kind=size.kind,
-        batch_size=size.batch_size,
-        learning_rate=args.warm_start_learning_rate or size.learning_rate,
-        workers=args.workers,
-        bfloat16=size.bfloat16 and args.device != "cpu",
-    )
-    steps = size.warm_start_steps
-    if args.warm_start_steps:
-        steps = dict(zip(steps, args.warm_start_steps))
-    for part in args.parts:
-        began = time.perf_counter()
-        if part == "unsettle":
-            unsettle(warm_start)
-        elif part == "decide":
-            decide(warm_start, steps[part])
-        else:
-            getattr(warm_start, part)(steps[part])
-        save(model, tokenizer, halfway)
-        print(f"{part}: {time.perf_counter() - began:.0f} s, saved as {halfway}", flush=True)
-    save(model, tokenizer, output_dir / "checkpoint")
+        model.save_pretrained(before, torch.float32)
+        tokenizer.save_pretrained(before)
+        scenes = args.warm_start_scenes or size.warm_start_scenes
+        write_split(warm_start / "data", args.seed, WARM_START, scenes, size.kind, args.workers)
+    steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
+    for part in PARTS:
+        model = warm_start / part / "final_model"
+        if part in args.parts:
+            began = time.perf_counter()
+            if part == "unsettle":
+                unsettled(before, model, warm_start / "data", args.seed)
+            else:
+                how = size.warm_start[part]
+                how |= dict(max_steps=steps[part]) if steps else {}
+                supervise(part, before, output_dir, size, how, args)
+            print(f"{part}: {time.perf_counter() - began:.0f} s, {model}", flush=True)
+        before = model
+    save(Sa2VAModel.from_pretrained(before), tokenizer, output_dir / "checkpoint")
+
+
+def supervise(part: str, base: Path, output_dir: Path, size: Size, how: dict, args):
+    """Train the model in `base` by a part of PARTS: the run in output_dir/warm_start/part."""
+    flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
+    flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0, eval_samples=64)
+    flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
+    flags |= dict(dtype=size.dtype, max_completion_length=ANSWER, num_workers=args.workers)
+    flags |= dict(weight_decay=0.01, save_steps=how["max_steps"])
+    argv = [str(word) for name, value in (flags | how).items() for word in (f"--{name}", value)]
+    argv += ["--no-gradient_checkpointing", *PARTS[part].split()]
+    run_training(argv, train_supervised.PROGRAM, train_supervised.train)
+
+
+def unsettled(base: Path, folder: Path, data: Path, seed: int):
+    """Write the model in `base`, its prompt head disturbed, to `folder`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = PolicyConfig(model_path=str(base), dtype="float32", gradient_checkpointing=False)
+    policy = build_policy(config, ("text_hidden_fcs",), ANSWER, device)
+    unsettle(policy, data, seed)
+    policy.save_merged(folder, torch.float32)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -115,24 +140,22 @@ def build_parser() -> argparse.ArgumentParser:
     add(
         "--warm_start_steps",
         type=int,
-        nargs=6,
-        metavar=("LOOK", "TALK", "ERR", "SEE", "DRAW", "DECIDE"),
-        help="optimizer steps of the parts of the supervised warm start: vision encoder, captions, "
-        "mistakes, SAM2's vision encoder, masks, decided masks; default: the size's",
+        nargs=4,
+        metavar=("HINTS", "LEARN", "ERR", "DECIDE"),
+        help="steps of the supervised training's parts: examples with hints, without, mistakes, "
+        "decided masks; default: the size's",
     )
     add(
         "--warm_start_scenes", type=int, help="scenes drawn for the warm start; default: the size's"
     )
-    add("--warm_start_learning_rate", type=float, help="its peak; default: the size's")
     add(
         "--parts",
         nargs="+",
         choices=PARTS,
         default=list(PARTS),
-        help="of the warm start, to do again those after one that is in OUTPUT_DIR/warm_start",
+        help="of the warm start, to do those that come after what OUTPUT_DIR/warm_start has",
     )
-    add("--device", default="cpu", help="of the warm start")
-    add("--workers", type=int, default=0, help="processes that draw scenes; 0: this one")
+    add("--workers", type=int, default=0, help="processes that draw and read; 0: this one")
     add("--seed", type=int, default=0)
     return parser
 
@@ -145,8 +168,6 @@ def main(argv=None):
         parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
     if args.parts != [part for part in PARTS if part in args.parts]:
         parser.error(f"--parts {' '.join(args.parts)}: their order is {' '.join(PARTS)}")
-    if size.bfloat16 and args.device != "cpu":
-        torch.set_float32_matmul_precision("high")  # of what is not in bfloat16
     args.output_dir.mkdir(parents=True, exist_ok=True)
     values = size.kind.attributes
     vocabulary = {name: {value: [value] for value in vs} for name, vs in values.items()}

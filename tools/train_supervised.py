@@ -39,11 +39,15 @@ PROGRAM = Program(
 )
 
 
-def train(parts: Parts, loader, end_of_step):
-    """The loop. Letters: B samples per batch, one example of each a task, T tokens of an answer."""
+def train(parts: Parts, loader, end_of_step, average=GradientAverage):
+    """The loop. Letters: B samples per batch, one example of each a task, T tokens of an answer.
+
+    Args:
+        average: in place of `GradientAverage`.
+    """
     state, config = parts.state, parts.config
     policy, optim = state.policy, config.optim
-    objective = GradientAverage(SupervisedLoss(policy), policy.trainable)
+    objective = average(SupervisedLoss(policy), policy.trainable)
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= parts.max_steps:
             break

@@ -43,6 +43,25 @@ def reader(
     return partial((HELDOUT_DATASETS if heldout else DATASETS)[name], **how)
 
 
+def naming(opened: Callable, own: dict[str, str]) -> Callable:
+    """The same function of a folder, whose errors name the flag that it was given by.
+
+    Args:
+        own: {words of the readers, which know one command line: words in their place}.
+    """
+
+    def opening(data_dir):
+        try:
+            return opened(data_dir)
+        except ValueError as error:
+            words = str(error)
+            for usual, flag in own.items():
+                words = words.replace(usual, flag)
+            raise ValueError(words) from error
+
+    return opening
+
+
 @dataclass(frozen=True)
 class Ingredient:
     """One data set of --mix."""
@@ -78,6 +97,11 @@ class Ingredient:
         which |= {} if names else dict(parts=self.parts)
         return reader(self.name, **which, image_root=image_root if names else None, flag=flag)
 
+    def open(self, read: Callable):
+        """The data set, by what `reader` returned. Raises ValueError that names --mix."""
+        own = {"--data_dir ": f"--mix {self.name}:", "--parts ": f"--mix {self.name}/.. parts "}
+        return naming(read, own)(self.folder)
+
 
 def readers(data) -> tuple[Callable, Callable]:
     """(what opens --data_dir, with --mix if there is one; what opens --eval_data_dir).
@@ -103,18 +127,20 @@ def readers(data) -> tuple[Callable, Callable]:
 
     first = reader(data.dataset, data.parts, data.split, root(data.dataset))
     more = (data.eval_parts, data.eval_split, root(heldout), True, "--eval_{}")
+    own = {f"--{name} ": f"--eval_{name} " for name in ("data_dir", "parts", "split")}
+    last = naming(reader(heldout, *more), own)
     opened = [i.reader(data.image_root) for i in ingredients]
     if not ingredients:
-        return first, reader(heldout, *more)
+        return first, last
 
     def mixed(data_dir):
-        sets = [first(data_dir), *(read(i.folder) for read, i in zip(opened, ingredients))]
+        sets = [first(data_dir), *(i.open(read) for read, i in zip(opened, ingredients))]
         labels = unique([data.dataset, *(i.name for i in ingredients)])
         for label, dataset in zip(labels, sets):  # the whole may hide what a small one is like
             check_bad_fraction(dataset.report(), 0, data.max_bad_fraction, f"{label}: ")
         return Mix(dict(zip(labels, sets)), [1.0, *(i.weight for i in ingredients)])
 
-    return mixed, reader(heldout, *more)
+    return mixed, last
 
 
 def unique(names: list[str]) -> list[str]:

@@ -40,7 +40,8 @@ def split_dataset(
     if not eval_data_dir:
         return *hold_out(dataset, data_dir, eval_samples, say), damaged
     heldout = (heldout_class or dataset_class)(eval_data_dir)
-    check_bad_fraction(heldout.report(), 0, max_bad_fraction)
+    where = f"--eval_data_dir {eval_data_dir}: "
+    check_bad_fraction(heldout.report(), 0, max_bad_fraction, where)
     keys, held = picture_keys(dataset, heldout)
     shared = np.isin(keys, held)  # (n,)
     both = len(np.unique(keys[shared]))

@@ -117,6 +117,7 @@ def _attend(
     keys,
     values,
     pad,
+    done,
     step,
     parts,
     sizes,
@@ -126,6 +127,7 @@ def _attend(
     suffix_slots,
     chunk,
     G: tl.constexpr,
+    G_BLOCK: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
@@ -145,13 +147,17 @@ def _attend(
         row, there = prompt * G + query // PER, query < G * PER
         empty = tl.load(pad + prompt).to(tl.int32)
         low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, slots)
+        of_prompt = tl.arange(0, G_BLOCK)
+        going = tl.load(done + prompt * G + of_prompt, mask=of_prompt < G, other=1) == 0
+        high = tl.where(tl.max(going.to(tl.int32)) > 0, high, low)
         base = (prompt.to(tl.int64) * K + kv) * slots * D
         k_base, v_base = prefix_keys + base, prefix_values + base
     else:
         own = item - num_prefix
         query = own % own_blocks * QUERIES + tl.arange(0, QUERIES)
         row, there, split = own // own_blocks + query // PER, query < PER, SPLITS
-        low, high = 0, tl.load(step).to(tl.int32) + 1
+        high = tl.load(step).to(tl.int32) + 1
+        low = tl.where(tl.load(done + own // own_blocks) == 0, 0, high - 1)
         base = ((own // own_blocks).to(tl.int64) * K + kv) * suffix_slots * D
         k_base, v_base = keys + base, values + base
     d, slot = tl.arange(0, D), tl.arange(0, KEYS)
@@ -192,7 +198,7 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
 
-def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
+def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
     group, per = n // num_prompts, num_heads // num_kv
     num_keys = 128 // q.element_size()  # by shared memory
@@ -202,9 +208,11 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
     parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, splits + 1, 2, dtype=torch.float32)
     items = num_prompts * triton.cdiv(group * per, queries) * splits + n * triton.cdiv(per, queries)
-    tensors = q, prefix_keys, prefix_values, keys, values, pad, step, parts, sums
+    tensors = q, prefix_keys, prefix_values, keys, values, pad, done, step, parts, sums
     numbers = size**-0.5 * LOG2E, num_prompts, slots, keys.shape[2], chunk
-    sizes = dict(G=group, H=num_heads, K=num_kv, D=size, SPLITS=splits)
+    sizes = dict(
+        G=group, G_BLOCK=triton.next_power_of_2(group), H=num_heads, K=num_kv, D=size, SPLITS=splits
+    )
     _attend[(items, num_kv)](*tensors, *numbers, **sizes, QUERIES=queries, KEYS=num_keys)
     out, block = torch.empty_like(q), triton.next_power_of_2(splits + 1)
     _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=splits + 1, BLOCK=block, num_warps=1)

@@ -222,7 +222,7 @@ class Graph:
             qkv, out, gate_up, down = linears
             y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
             q = ops.rotate_and_store(y, power, eps, qkv, *angles, *suffix, self.step)
-            y = ops.attend(q, *prefix, *suffix, self.pad, self.step)
+            y = ops.attend(q, *prefix, *suffix, self.pad, self.done, self.step)
             x, power = ops.add(residual, y, out, mlp_norm.weight)
             y = F.linear(x, gate_up.weight)
             y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)

@@ -82,8 +82,10 @@ def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step)
     return turned[:, :num_heads].contiguous()
 
 
-def attend(q, prefix_keys, prefix_values, keys, values, pad, step):
+def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     """Attention (N, H*D) of q (N, H, D) over its prompt and over its own slots up to `step`.
+
+    Of rows that are done (N,) bool it is any numbers: a kernel need not read what nobody asks for.
 
     Args:
         prefix_keys, prefix_values: (P, K, L, D), which the G rows of a prompt share, and of which

@@ -37,8 +37,9 @@ TRAINABLE = {
     r"iou_prediction_head\.|pred_obj_score_head\.)"
     r"|prompt_encoder\.(not_a_point_embed|no_mask_embed)\.)",
 }
-# And in supervised training.
+# And in supervised training. The hypernetworks alone leave which object a mask lies on.
 GROUPS = TRAINABLE | {
+    "hypernetworks": r"^grounding_encoder\.mask_decoder\.output_hypernetworks_mlps\.[123]\.",
     "embeddings": r"^language_model\.(.*\.)?(embed_tokens|lm_head)\.",
     "language_model": r"^language_model\.model\.(layers|norm)\.",
     "vision": r"^vision_model\.",

@@ -39,7 +39,9 @@ class SupervisedTask(Protocol):
     """One kind of example. Built as Class(options, context), as the tasks of the loops are.
 
     It has `name`, `weight`, `family`, `asks_teacher` (False), `measure` and `action` (None) as
-    `protocol.Task` says; `Options` have `weight` and `trains`.
+    `protocol.Task` says; `Options` have `weight` and `trains`. Its class may have `asks_reference`,
+    whether it uses that role, which else is not kept; an object `longest_answer`, in tokens, where
+    that is less than --max_completion_length (`memory` tries answers of that length).
     """
 
     def examples(self, batch: Batch, features, rngs: list) -> tuple[object, list[list[int]]]:
@@ -96,11 +98,12 @@ class ReferringSegmentation:
     def __init__(self, options: Options, context: Context):
         self.context, self.weight = context, options.weight
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
-        longest = max(len(context.policy.prompts.answer(answer)) for answer in self.answers)
-        if longest > context.max_new_tokens:
+        encode = context.policy.prompts.answer
+        self.longest_answer = max(len(encode(answer)) for answer in self.answers)  # one [SEG] each
+        if self.longest_answer > context.max_new_tokens:
             raise ValueError(
                 f"--max_completion_length {context.max_new_tokens}: cuts answers that say [SEG], "
-                f"of up to {longest} tokens"
+                f"of up to {self.longest_answer} tokens"
             )
 
     def examples(self, batch: Batch, features, rngs):

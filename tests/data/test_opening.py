@@ -3,9 +3,11 @@
 import pytest
 
 from rl_train import cli
-from rl_train.data import DATASETS
+from rl_train.config import DataConfig
+from rl_train.data import DATASETS, BadData
 from rl_train.data.opening import Ingredient, reader, readers, unique
 from rl_train.data.samples import Counts
+from rl_train.endings import read_from
 from tests.runs import complaint_of, flags
 
 
@@ -83,4 +85,30 @@ def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, mo
 def test_one_data_set_is_opened_as_ever(data, tmp_path):
     config = cli.parse(flags(data, tmp_path))
     opened, heldout = readers(config.data)
-    assert (opened.func, opened.keywords) == (DATASETS["gar"], {}) == (heldout.func, {})
+    assert (opened.func, opened.keywords) == (DATASETS["gar"], {})
+    assert isinstance(heldout(data / "heldout"), DATASETS["gar"])
+
+
+@pytest.mark.parametrize("parts", [[], ["Part9"]])
+def test_what_is_wrong_with_a_folder_is_said_of_its_own_flag(complaint, tmp_path, parts):
+    (tmp_path / "empty").mkdir()
+    name, of_parts = f"gar:{tmp_path / 'empty'}", "".join(f"/{part}" for part in parts)
+    said = complaint(eval_data_dir=tmp_path / "empty", eval_parts=parts or None)
+    assert said.startswith(f"rl_train: --eval_data_dir {tmp_path / 'empty'} holds no data-*.arrow")
+    said = complaint(mix=name.replace(":", f"{of_parts}:"))
+    assert said.startswith(f"rl_train: --mix {name} holds no data-*.arrow")
+    assert complaint(eval_split="val").startswith("rl_train: --eval_split val: --eval_data_dir ")
+
+
+def test_bad_data_is_said_of_the_folder_that_was_read():
+    def evaluate():
+        raise BadData("a shard is not whole any more")
+
+    data = DataConfig(data_dir="a", eval_data_dir="b", mix=["gar:c", "dam:d=2"])
+    with pytest.raises(BadData) as held_out:
+        evaluate()
+    with pytest.raises(BadData) as trained_on:
+        raise BadData("a shard is not whole any more")
+    assert read_from(held_out.value, data) == "--eval_data_dir b"
+    assert read_from(held_out.value, DataConfig(data_dir="a")) == "--data_dir a"
+    assert read_from(trained_on.value, data) == "--data_dir a and --mix gar:c and --mix dam:d=2"
