@@ -192,7 +192,7 @@ class CompiledGraph(Graph):
         for number, (_, _, norm) in enumerate(layers):
             own = self.caches[number]
             if kernel:
-                mixed = self.attend(q, *self.prefix[number], *own, self.pad, self.step)
+                mixed = self.attend(q, *self.prefix[number], *own, self.pad, self.done, self.step)
             else:
                 mixed = self.attend(q, *own, seen)
             _, out, *mlp = self.operands[number]
