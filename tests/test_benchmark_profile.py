@@ -17,7 +17,7 @@ from tools.benchmarks import profile
         ("_attend", "attention"),
         ("_merge", "attention"),
         ("_gate", "our kernels"),
-        ("_add_norm_backward", "our kernels"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "our kernels"),
         ("void at::native::vectorized_elementwise_kernel<4, FillFunctor<int>>", "other kernels"),
         ("void at::native::reduce_kernel<512, 1>", "other kernels"),
         ("Memcpy DtoH (Device -> Pageable)", "copies"),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_train.config import DataConfig
 from rl_train.distributed import Ranks, lost_rank
 from rl_train.endings import Endings
 from rl_train.launch import free_port
@@ -62,7 +63,7 @@ def test_what_says_that_a_rank_was_lost(error, said):
 def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
     """Known when the first evaluation is done, hence after the run has begun."""
     flags = SimpleNamespace(
-        reward=SimpleNamespace(llm_judge_base_url="u"), data=SimpleNamespace(data_dir="d")
+        reward=SimpleNamespace(llm_judge_base_url="u"), data=DataConfig(data_dir="d")
     )
     endings = Endings(flags, Ranks(0, 1, torch.device("cpu")))
     endings.parts = object()

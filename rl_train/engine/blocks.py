@@ -1,7 +1,7 @@
-"""The parts of a decoder layer as differentiable functions of packed tokens, without padding.
+"""The parts of a decoder layer as functions of packed tokens, without padding.
 
-A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. Linears of
-one input (`fused.FusedLinears`) share x, and their y's stand side by side.
+A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. What is not
+attention is written for torch.compile, which makes few kernels of it, forward and backward.
 
 Attention (m, H*D) is of heads [q, k, v] (m, H + 2K, D).
 
@@ -16,120 +16,53 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
-class AddNorm(torch.autograd.Function):
-    """(residual + delta, its RMSNorm), both (m, C)."""
-
-    @staticmethod
-    def forward(ctx, residual, delta, norm, ops):
-        weight, ctx.eps, ctx.ops = norm.weight, norm.variance_epsilon, ops
-        residual, x = ops.add_norm(residual, delta, weight, ctx.eps)
-        ctx.save_for_backward(residual, weight)
-        ctx.set_materialize_grads(False)
-        return residual, x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_residual, d_x):
-        d = ctx.ops.add_norm_backward(d_x, d_residual, *ctx.saved_tensors, ctx.eps)
-        return d, d, None, None
+def rms_norm(x, weight, eps):
+    """(m, C), rounded where the model rounds."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype)
 
 
-def _forward(linears, x):
-    """(m, outputs + k*r): the outputs of k linears, then x A^T of each."""
-    y = F.linear(x, linears.weight, linears.bias)
-    if linears.lora_b is not None:
-        sizes = linears.sizes
-        *outs, inner = y.split_with_sizes([*sizes, y.shape[1] - sum(sizes)], 1)
-        inners = inner.chunk(len(sizes), 1)
-        for out, a, b in zip(outs, inners, linears.lora_b.split_with_sizes(sizes)):
-            out.addmm_(a, b.t(), alpha=linears.scaling)
-    return y
+def linear(x, weight, bias, scaling, *lora):
+    """(m, outputs) of k linears of one input, side by side.
 
-
-def _backward(linears, weight, lora_b, dy, inner):
-    """(derivative by x, by x A^T or None, by each B), given dy (m, outputs), inner = x A^T."""
-    sizes = linears.sizes
-    outputs = sum(sizes)
-    dx = dy @ weight[:outputs]  # (m, inputs)
-    if lora_b is None:
-        return dx, None, []
-    d_inner, d_b, k = torch.empty_like(inner), [], len(sizes)
-    d_outs, bs = dy.split_with_sizes(sizes, 1), lora_b.split_with_sizes(sizes)
-    for d_out, d_in, x_in, b in zip(d_outs, d_inner.chunk(k, 1), inner.chunk(k, 1), bs):
-        d_in.addmm_(d_out, b, beta=0, alpha=linears.scaling)
-        d_b.append((d_out.t() @ x_in).float().mul_(linears.scaling))
-    return dx.addmm_(d_inner, weight[outputs:]), d_inner, d_b
-
-
-def _gradients(d_inner, x, d_b) -> list[torch.Tensor]:
-    """Of A, B of the first linear, of the second, .., in float32."""
-    if d_inner is None:
-        return []
-    d_a = (d_inner.t() @ x).float().chunk(len(d_b))
-    return [d for pair in zip(d_a, d_b) for d in pair]
-
-
-class Linear(torch.autograd.Function):
-    """(m, outputs) of linears; `lora`: their `sources`, of which weight and lora_b hold copies."""
-
-    @staticmethod
-    def forward(ctx, x, linears, *lora):
-        y = _forward(linears, x)
-        outputs = sum(linears.sizes)
-        ctx.save_for_backward(x, y[:, outputs:].clone(), linears.weight, linears.lora_b)
-        ctx.linears = linears
-        return y[:, :outputs]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, inner, weight, lora_b = ctx.saved_tensors
-        dx, d_inner, d_b = _backward(ctx.linears, weight, lora_b, dy, inner)
-        return dx, None, *_gradients(d_inner, x, d_b)
-
-
-class MLP(torch.autograd.Function):
-    """(m, C) down(silu(gate(x)) * up(x)).
-
-    The product in the brackets is computed again in the backward.
+    Args:
+        weight: (outputs, C), frozen; bias: (outputs,) or None.
+        lora: A (r, C), B (outputs of its own, r) of the first, of the second, ..; or nothing.
     """
-
-    @staticmethod
-    def forward(ctx, x, gate_up, down, ops, *lora):
-        y = _forward(gate_up, x)  # (m, 2F + 2r)
-        outputs = sum(down.sizes)
-        z = _forward(down, ops.gate(y, gate_up.sizes[0]))
-        ctx.save_for_backward(
-            x, y, z[:, outputs:].clone(), gate_up.weight, gate_up.lora_b, down.weight, down.lora_b
-        )
-        ctx.gate_up, ctx.down, ctx.ops = gate_up, down, ops
-        return z[:, :outputs]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dz):
-        x, y, inner, weight, lora_b, down_weight, down_b = ctx.saved_tensors
-        d_gated, d_inner, d_b = _backward(ctx.down, down_weight, down_b, dz, inner)
-        dy, gated = ctx.ops.gate_backward(d_gated, y)
-        down = _gradients(d_inner, gated, d_b)
-        dx, d_inner, d_b = _backward(ctx.gate_up, weight, lora_b, dy, y[:, dy.shape[1] :])
-        return dx, None, None, None, *_gradients(d_inner, x, d_b), *down
+    y = F.linear(x, weight, bias)
+    if not lora:
+        return y
+    inner = F.linear(x, torch.cat(lora[::2]).to(x.dtype)).chunk(len(lora) // 2, dim=1)
+    parts = [a @ b.to(x.dtype).t() for a, b in zip(inner, lora[1::2])]
+    return y + scaling * torch.cat(parts, dim=1)
 
 
-class Rotate(torch.autograd.Function):
-    """Heads [q, k, v] (m, H + 2K, D) with the rotary positions of q and k; cos, sin: (m, D/2)."""
+def before_attention(residual, delta, cos, sin, num_kv, norm, qkv):
+    """(residual + delta (m, C), heads [q, k, v] (m, H + 2K, D), of which q and k are turned).
 
-    @staticmethod
-    def forward(ctx, heads, cos, sin, num_kv, ops):
-        ctx.save_for_backward(cos, sin)
-        ctx.num_turned, ctx.ops = heads.shape[1] - num_kv, ops
-        return ops.rotate(heads, cos, sin, ctx.num_turned)
+    Args:
+        cos, sin: (m, 1, D/2); norm: weight and epsilon; qkv: what `linear` takes behind x.
+    """
+    residual = residual + delta
+    heads = linear(rms_norm(residual, *norm), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
+    first, second = heads[:, :-num_kv].chunk(2, dim=2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+    return residual, torch.cat([turned, heads[:, -num_kv:]], dim=1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d):
-        cos, sin = ctx.saved_tensors
-        return ctx.ops.rotate(d, cos, -sin, ctx.num_turned), None, None, None, None
+
+def behind_attention(residual, mixed, out, norm, gate_up, down):
+    """(residual (m, C), what the MLP adds to it (m, C)), given attention `mixed` (m, H*D)."""
+    residual = residual + linear(mixed, *out)
+    gate, up = linear(rms_norm(residual, *norm), *gate_up).chunk(2, dim=1)
+    return residual, linear(F.silu(gate) * up, *down)
+
+
+def last_norm(residual, delta, weight, eps):
+    return rms_norm(residual + delta, weight, eps)
+
+
+FUNCTIONS = before_attention, behind_attention, last_norm
 
 
 @dataclass

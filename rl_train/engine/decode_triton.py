@@ -1,4 +1,5 @@
-"""The parts of a decode step, each one Triton kernel (`attend`: two; `add`: behind a product).
+"""The parts of a decode step, each one Triton kernel (`attend`: two; `add`: behind a product;
+`embed` and `normed` are compiled).
 
 The same functions as `decode_torch`, which says what they take and return. Sums are float32;
 products of two tensors take their own dtype, in full precision for float32. Rounded to the model's
@@ -12,6 +13,8 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+
+from rl_train.engine import decode_torch
 
 # Parts that have a file of their own.
 from rl_train.engine.attention_triton import attend, rotate_and_store  # noqa: F401
@@ -39,41 +42,8 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
     return head_size >= 32 and power_of_2 and width % COLUMNS == mlp_width % COLUMNS == 0
 
 
-@triton.jit
-def _embed(
-    token,
-    table,
-    weight,
-    residual,
-    x,
-    power,
-    width,
-    num_rows,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-):
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    part = tl.program_id(0)
-    columns = part * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
-    there = (rows < num_rows)[:, None]
-    scale = tl.load(weight + columns).to(tl.float32)
-    ids = tl.load(token + rows, mask=rows < num_rows, other=0)
-    value = tl.load(table + ids[:, None] * width + columns[None, :], mask=there, other=0.0)
-    at = rows[:, None] * width + columns[None, :]
-    tl.store(residual + at, value, mask=there)
-    before_norm(value.to(tl.float32), scale, at, x, power, rows, num_rows, part, width, PARTS)
-
-
-def embed(token, table, weight):
-    n, width, rows = len(token), table.shape[1], program_rows(len(token))
-    parts, residual, x = width // COLUMNS, table.new_empty(n, width), table.new_empty(n, width)
-    power = table.new_empty(n, parts, dtype=torch.float32)
-    sizes = dict(PARTS=parts, ROWS=rows, NUM_COLUMNS=COLUMNS)
-    _embed[(parts, triton.cdiv(n, rows))](
-        token, table, weight, residual, x, power, width, n, **sizes
-    )
-    return residual, x, power
+# Once a token, not once a layer.
+embed, normed = (torch.compile(function) for function in (decode_torch.embed, decode_torch.normed))
 
 
 @triton.jit
@@ -141,26 +111,6 @@ def _product(inputs, matrix):
     inputs = inputs.unflatten(1, (SUMMANDS, -1)).transpose(0, 1)
     matrix = matrix.unflatten(1, (SUMMANDS, -1)).permute(1, 2, 0)
     return torch.bmm(inputs, matrix, out_dtype=torch.float32)
-
-
-@triton.jit
-def _normed(
-    x, power, out, eps, width, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, BLOCK: tl.constexpr
-):
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    part = tl.arange(0, PARTS_BLOCK)
-    shares = tl.load(power + row * PARTS + part, mask=part < PARTS, other=0.0)
-    scale = tl.rsqrt(tl.sum(shares) + eps)
-    at, kept = row * width + column, column < width
-    value = tl.load(x + at, mask=kept, other=0.0).to(tl.float32) * scale
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=kept)
-
-
-def normed(x, power, eps):
-    (n, width), out = x.shape, torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    _normed[(n,)](x, power, out, eps, width, **power_sizes(power), BLOCK=block)
-    return out
 
 
 @triton.jit

@@ -2,9 +2,8 @@
 
 Written for the update, where eager modules spend more time on copies than on products: LoRA layers
 cast their input to float32 and back, and each operation between two products reads and writes all
-tokens. Here linears of one input are one product (see `fused`), LoRA's B adds to its output in
-place, what lies between the products is one kernel (`forward_triton`, or its twin `forward_torch`),
-and a layer keeps its input twice, [q, k, v], attention's output and [gate, up].
+tokens. Here linears of one input are one product (see `fused`), and what comes before and behind
+attention are two functions (`blocks`), which on a GPU torch.compile turns into few kernels.
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,
 K key-value heads, D head size.
@@ -28,40 +27,32 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         embeds: (P, S, C); layout: `packing.Layout`.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
-    places, ops = blocks.runs(layout.part, embeds.device), fused.forward_ops
-    num_kv, size = fused.num_kv, fused.head_size
+    places, num_kv = blocks.runs(layout.part, embeds.device), fused.num_kv
+    before_attention, behind_attention, last_norm = fused.functions
     with torch.autocast(embeds.device.type, enabled=False):
-        fused.refresh()
-        refreshes = fused.num_refreshes
         position = layout.position_ids.to(embeds.device, non_blocking=True)
         position = position.flatten(1)[:, places.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         turn = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        flash = blocks.by_flash(embeds)
-        bias = None if flash else layout.bias(embeds.dtype, embeds.device)
+        turn = [f[:, None] for f in turn]  # (m, 1, D/2)
+        bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
         residual = embeds.flatten(0, 1)[places.slots]  # (m, C)
-        delta = torch.zeros_like(residual)
+        delta = 0 * residual  # not zeros: what needs a gradient is alike in all layers
 
-        def layer(residual, delta, linears, norm, mlp_norm):
-            assert fused.num_refreshes == refreshes, (
-                "the LoRA was copied anew between a checkpointed forward and its backward"
-            )
-            qkv, out, gate_up, down = linears
-            residual, x = blocks.AddNorm.apply(residual, delta, norm, ops)
-            heads = blocks.Linear.apply(x, qkv, *qkv.sources)
-            heads = heads.unflatten(1, (-1, size))  # (m, H + 2K, D)
-            heads = blocks.Rotate.apply(heads, *turn, num_kv, ops)
+        def layer(residual, delta, linears, *norms):
+            qkv, *rest = [one.operands for one in linears]
+            norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
+            rest.insert(1, mlp_norm)
+            tokens = any_number(residual, delta, *turn)
+            residual, heads = before_attention(*tokens, num_kv, norm, qkv)
             if cache is not None:
                 cache.append([x.contiguous() for x in blocks.split(heads, num_kv)[1:]])
-            if flash:
-                x = blocks.Flash.apply(heads, num_kv, places)
+            if bias is None:
+                mixed = blocks.Flash.apply(heads, num_kv, places)
             else:
-                x = blocks.dense_attention(heads, num_kv, places, bias)
-            delta = blocks.Linear.apply(x, out, *out.sources)
-            residual, x = blocks.AddNorm.apply(residual, delta, mlp_norm, ops)
-            lora = *gate_up.sources, *down.sources
-            return residual, blocks.MLP.apply(x, gate_up, down, ops, *lora)
+                mixed = blocks.dense_attention(heads, num_kv, places, bias)
+            return behind_attention(*any_number(residual, mixed), *rest)
 
         for parts in fused.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
@@ -70,9 +61,18 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
                 residual, delta = _Checkpoint.apply(layer, present, parts, residual, delta, *lora)
             else:
                 residual, delta = layer(residual, delta, *parts)
-        hidden = blocks.AddNorm.apply(residual, delta, fused.final_norm, ops)[1]
+        final = fused.final_norm
+        tokens = any_number(residual, delta)
+        hidden = last_norm(*tokens, final.weight, final.variance_epsilon)
         slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
         return slots.index_copy(0, places.slots, hidden).view(embeds.shape)
+
+
+def any_number(*tensors):
+    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -83,18 +83,27 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, layer, present, parts, residual, delta, *lora):
-        ctx.save_for_backward(residual, delta)
-        ctx.layer, ctx.present, ctx.parts, ctx.lora = layer, present, parts, lora
+        ctx.save_for_backward(residual, delta, *lora)
+        ctx.layer, ctx.present, ctx.parts, ctx.used = layer, present, parts, _address(lora)
         with present():
-            return layer(residual, delta, *parts)
+            return layer(residual.detach(), delta.detach(), *parts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *d):
-        needed = ctx.needs_input_grad[3:]
+        residual, delta, *lora = ctx.saved_tensors
+        needed, inputs = ctx.needs_input_grad[3:], (residual, delta)
+        assert _address(lora) == ctx.used, (
+            "another LoRA came into use between a checkpointed forward and its backward"
+        )
         with ctx.present(), torch.enable_grad():
-            inputs = [t.detach().requires_grad_(need) for t, need in zip(ctx.saved_tensors, needed)]
+            inputs = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed)]
             outputs = ctx.layer(*inputs, *ctx.parts)
-        wanted = [t for t, need in zip([*inputs, *ctx.lora], needed) if need]
+        wanted = [t for t, need in zip([*inputs, *lora], needed) if need]
         gradients = iter(torch.autograd.grad(outputs, wanted, d))
         return None, None, None, *[next(gradients) if need else None for need in needed]
+
+
+def _address(lora) -> int | None:
+    """Where the first parameter's numbers are: a role's own, which it exchanges all together."""
+    return lora[0].data_ptr() if lora else None

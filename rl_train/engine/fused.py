@@ -10,13 +10,18 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 import contextlib
 
 import torch
+import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 
-from rl_train.engine import decode_torch, forward_torch
+from rl_train.engine import blocks, decode_torch
+
+# What feeds a product of the backward too, as the MLP's gated values, is computed again there and
+# not kept: a quarter less memory where layers keep what they computed.
+torch._functorch.config.ban_recompute_materialized_backward = False
 
 LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
 
@@ -32,6 +37,7 @@ class FusedLinears:
         lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
         sizes: outputs of each linear.
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
+        operands: what `blocks.linear` takes behind x, of which the LoRA is no copy.
     """
 
     def __init__(self, modules: list[nn.Module], filled=True):
@@ -59,6 +65,9 @@ class FusedLinears:
             rows_a = self.weight[sum(self.sizes) :].split(rank)
             for rows in zip(rows_a, self.lora_b.split(self.sizes)):
                 self.targets += rows
+        outputs = sum(self.sizes)
+        bias = None if self.bias is None else self.bias[:outputs]
+        self.operands = self.weight[:outputs], bias, self.scaling, *self.sources
 
     def refresh(self):
         """Copy the LoRA in use into the matrix."""
@@ -67,7 +76,7 @@ class FusedLinears:
 
     def empty(self):
         """Let go of the matrix."""
-        self.weight = self.bias = self.lora_b = None
+        self.weight = self.bias = self.lora_b = self.operands = None
         self.targets = []
 
 
@@ -114,14 +123,15 @@ class FusedModel:
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        # The parts of a decode step and of the forward that are no products.
-        self.decode_ops, self.forward_ops = decode_torch, forward_torch
+        # The parts of a decode step that are no products, of a layer that are not attention.
+        self.decode_ops, self.functions = decode_torch, blocks.FUNCTIONS
         if head.weight.is_cuda:
-            from rl_train.engine import decode_triton, forward_triton
+            self.functions = [torch.compile(function) for function in blocks.FUNCTIONS]
+            from rl_train.engine import decode_triton
 
             if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
-                self.decode_ops, self.forward_ops = decode_triton, forward_triton
-        self.num_refreshes, self.state, self.lend = 0, _state(model), lend
+                self.decode_ops = decode_triton
+        self.state, self.lend = _state(model), lend
         self.lent = {id(parts): layer for parts, layer in zip(self.layers, model.layers)}
 
     def check(self):
@@ -133,7 +143,6 @@ class FusedModel:
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
-        self.num_refreshes += 1
         if self.targets:
             torch._foreach_copy_(self.targets, [source.data for source in self.sources])
 

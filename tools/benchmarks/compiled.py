@@ -1,6 +1,4 @@
-"""A decoder layer as plain functions that torch.compile likes, and a decode step made of them.
-
-What this project's kernels are held against (`benchmark decode --samplers`, `logprob`).
+"""A decode step as plain functions under torch.compile, which its kernels are held against.
 
 Letters: N = P*G rows about P prompts, m tokens (in a decode step N), H query heads, K key-value
 heads, D head size, L prompt slots, T suffix slots, S = L + T*G, C width, F MLP width, r LoRA rank,
@@ -16,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_train.engine import decode_torch
+from rl_train.engine.blocks import rms_norm
 from rl_train.engine.decode import Graph
 from rl_train.engine.head import product
 
@@ -24,13 +23,6 @@ torch._dynamo.config.recompile_limit = 64
 BLOCK = 128  # keys that FlexAttention skips or reads together
 AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products in Triton
 OPS = ("embed", "add", "rotate_and_store", "attend", "gate", "normed", "choose")
-
-
-def rms_norm(x, weight, eps):
-    """(m, C), rounded where the model rounds."""
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
 
 
 def first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, linear):

@@ -5,7 +5,6 @@ them, L prompt length, T completion tokens, V vocabulary.
 """
 
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from rl_train.engine import Engine
 from rl_train.flags import COUNT, flag
-from tools.benchmarks import common, compiled_forward
+from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
 from tools.benchmarks.trl_style import FullEngine
 
@@ -33,15 +32,6 @@ class Options(common.Answers):
     sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
 
     ways: tuple = flag(WAYS, "of this project and the plain one", type=str, nargs="*")
-    alternatives: tuple = flag(
-        (),
-        "to the project's forward, each with layers kept and recomputed: ops = its kernels' twins "
-        "compiled one by one; the rest compile a layer: around its own attention (flash), with "
-        "torch's public one (varlen) or FlexAttention (flex) inside",
-        type=str,
-        choices=compiled_forward.NAMES,
-        nargs="*",
-    )
 
     @property
     def num_rows(self) -> int:
@@ -61,14 +51,6 @@ class MicroBatch:
         self.slope = torch.randn(size, device=options.device)
         self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
         self.full = FullEngine(model, pad_id=0)
-        self.alternatives = {way: nullcontext() for way in WAYS}
-        if options.alternatives:
-            self.engine.fast_on = (self.ids.device.type,)
-            fused = self.engine.fused(self.embeds)
-        for name in options.alternatives:
-            instead = compiled_forward.instead(name, fused)
-            ways = f"compiled {name}", f"compiled {name}, checkpoints"
-            self.alternatives |= dict.fromkeys(ways, instead)
 
     def run(self, way: str, lengths=None) -> torch.Tensor:
         """(N, T) log-probs; their gradients replace the last ones.
@@ -115,8 +97,7 @@ class MicroBatch:
         if lengths is not None:
             valid = valid.cumsum(1) <= lengths.to(valid.device)[:, None]
         self.engine.gradient_checkpointing = way.endswith("checkpoints")
-        with self.alternatives[way]:
-            return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
+        return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
 
     def plain(self, rows: slice = slice(None)) -> torch.Tensor:
         """(n, T) by a full sequence per row, with the logits of the completions."""
@@ -155,7 +136,7 @@ def measure(options: Options) -> dict:
     """Seconds and memory of all ways, and their errors against float32."""
     limit, bandwidth, ceilings = common.ceilings(options)
     batch = MicroBatch(common.random_llm(options), options)
-    names = [*options.ways, *(way for way in batch.alternatives if way not in WAYS)]
+    names = options.ways
     needed, ways, logps, gradients = operations(batch.model, names, options), {}, {}, {}
     lengths = {way: batch.run_lengths(way) for way in names if way != "plain"}
     runs = {way: partial(batch.run, way) for way in names}

@@ -137,7 +137,7 @@ def kind(name: str) -> str:
         return "copies"
     if ATTENTION.search(name):
         return "attention"
-    if name in OURS:
+    if name in OURS or name.startswith("triton_"):  # so torch.compile names what it makes of ours
         return "our kernels"
     return "matrix products" if PRODUCTS.search(name) else "other kernels"
 
