@@ -25,6 +25,7 @@ from tests.updates import (
     POLICY_ALONE,
     STEPS,
     backward,
+    in_backward,
     largest_difference,
     mean,
     moved,
@@ -243,18 +244,15 @@ def test_the_weight_of_a_task_multiplies_its_loss_and_not_its_curve(model, rollo
     assert largest_difference({n: 3 * g for n, g in one[0].items()}, three[0]) < 1e-4 * scale
 
 
-def test_the_last_micro_batch_gives_every_trainable_a_gradient(model, rollouts):
+def test_the_backward_of_the_last_micro_batch_comes_by_every_trainable(model, rollouts):
     """Though loop 1 does not reach SAM2: DistributedDataParallel waits for all of them."""
     work = work_of(model, task_of(model, 1), rollouts[1])
     loss_of = MicroBatchLoss(model, POLICY_ALONE, STEPS)
-    assert {id(p) for p in loss_of.parameters() if p.requires_grad} >= {
-        id(p) for p in model.trainable.values()
-    }
+    trainable = {id(p) for p in model.trainable.values()}
+    assert {id(p) for p in loss_of.parameters() if p.requires_grad} >= trainable
     for last in (False, True):
-        for p in model.trainable.values():
-            p.grad = None
-        loss_of(work, slice(0, 2), Totals(4, 20, 1), last)[0].backward()
-        missing = {model.group_of(n) for n, p in model.trainable.items() if p.grad is None}
+        by = in_backward(loss_of(work, slice(0, 2), Totals(4, 20, 1), last)[0])
+        missing = {model.group_of(n) for n, p in model.trainable.items() if id(p) not in by}
         assert missing == (set() if last else {"text_hidden_fcs", "sam2"})
 
 

@@ -8,6 +8,7 @@ import torch
 
 from rl_train import distributed, objective
 from rl_train.config import LossConfig
+from rl_train.distributed import gradient_norms
 from rl_train.grpo import group_advantages
 from rl_train.objective import (
     MicroBatchLoss,
@@ -21,6 +22,7 @@ from tests.updates import (
     POLICY_ALONE,
     STEPS,
     backward,
+    in_backward,
     largest_difference,
     mean,
     moved,
@@ -126,6 +128,7 @@ def test_without_other_terms_they_change_nothing(model, rollouts):
                 p.grad = None
             for w, rows, last in micro_batches_of([work], 4, only):
                 MicroBatchLoss(model, config, STEPS)(w, rows, totals, last)[0].backward()
+            gradient_norms(model.trainable.values())  # none becomes 0
             gradients.append({n: p.grad for n, p in model.trainable.items()})
         differ = largest_difference(*gradients)
         assert differ < 1e-5 if kl_coef == 0 else differ > 1e-4
@@ -140,8 +143,10 @@ def test_no_rows_are_zero_of_every_trainable(model, rollouts, monkeypatch):
     )
     for p in model.trainable.values():
         p.grad = None
+    assert in_backward(loss) == {id(p) for p in model.trainable.values()}
     loss.backward()
-    assert statistics == {} and not any(p.grad.any() for p in model.trainable.values())
+    assert statistics == {} and loss == 0
+    assert not any(p.grad is not None and p.grad.any() for p in model.trainable.values())
 
 
 # --scale_rewards

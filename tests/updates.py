@@ -95,7 +95,10 @@ def backward(model, work: Work, config: LossConfig = POLICY_ALONE, micro_batch_s
         for name, x in statistics.items():
             x = tuple(map(float, x)) if isinstance(x, tuple) else float(x)
             sums[name] = added(sums[name], x) if name in sums else x
-    gradients = {name: p.grad.clone() for name, p in model.trainable.items()}
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.trainable.items()
+    }
     for p in model.trainable.values():
         p.grad = None
     return gradients, sums, value
@@ -133,3 +136,17 @@ def equal(a, b) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(equal, a, b))
     return a == b
+
+
+def in_backward(loss) -> set[int]:
+    """The ids of the tensors to which a backward of the loss comes, if with no gradient."""
+    nodes, seen, found = [loss.grad_fn], set(), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        nodes += [following for following, _ in node.next_functions]
+    return found
