@@ -181,7 +181,7 @@ class _Reaching(torch.autograd.Function):
 def reaching(loss: torch.Tensor, parameters) -> torch.Tensor:
     """The loss, of whose backward all parameters are a part, as DistributedDataParallel wants it.
 
-    By 0 * each parameter it took six kernels a parameter, of which there are hundreds.
+    Not by 0 * each parameter, which would be six kernels for each of hundreds.
     """
     return _Reaching.apply(loss, *parameters)
 

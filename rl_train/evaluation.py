@@ -123,7 +123,8 @@ class Evaluator:
     def base(self, state: checkpoint.RunState, log):
         """Measure what the run began with: the base, to which a fresh LoRA adds nothing.
 
-        That is the reference; where none is kept the policy, or what `state.began` has of it.
+        That is the reference; where none is kept the policy, which has not moved yet, or in a
+        resumed run its first weights, `state.began`.
         """
         lent = nullcontext()
         if state.began is not None:

@@ -155,9 +155,10 @@ def worst_step(parts, train) -> dict[str, float]:
             train(of_trial, [batch], end_of_step, partial(NotAveraged, given=given))
         except ValueError as error:  # here nothing of it is the user's input
             raise RuntimeError("the worst step failed, by a fault of the program") from error
-    given.clear()
-    state.policy.watch.take()  # not to be said of a later step
-    state.policy.engine.forget()
+        finally:
+            given.clear()
+            state.policy.watch.take()  # not to be said of a later step
+            state.policy.engine.forget()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

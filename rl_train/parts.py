@@ -194,8 +194,9 @@ def groups_that_train(config: Config) -> list[str]:
 def kept_copies(config: Config) -> tuple[str, ...]:
     """The roles beside the policy that a run keeps.
 
-    A teacher if a task asks it. The reference, by which its drift is told, with it, in
-    reinforcement learning, and in supervised training if a task's class says `asks_reference`.
+    Teacher and reference, by which its drift is told, if a task asks the teacher. Else the
+    reference alone: always in reinforcement learning, in supervised training if a task's class says
+    `asks_reference`.
     """
     kinds = config.kinds.values()
     if any(kind.asks_teacher for kind in kinds):

@@ -43,6 +43,7 @@ class LongestExamples:
 
     Args:
         most: tokens that an answer may have, unless the task says `longest_answer`.
+        pad_id: the token that makes answers so long; it counts as one of theirs.
     """
 
     def __init__(self, task, most: int, pad_id: int):

@@ -66,7 +66,8 @@ class Rollout:
     logp: torch.Tensor  # (N, T) under the weights that sampled
     valid: torch.Tensor  # (N, T) bool, up to and including the token that ends the answer
     stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
-    hidden: torch.Tensor  # (N, T, C) last hidden state at each token as input
+    # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on
+    hidden: torch.Tensor
     action: object | None = None  # what the task's action drew beside the text
 
     def __len__(self):

@@ -61,9 +61,9 @@ def test_logprob(tmp_path, output, capsys):
     """All ways give one gradient, of which float32 is the judge; what only a GPU counts is NaN."""
     written = figures(tmp_path, f"logprob {output} {ANSWERS} {CEILINGS} --num_prompts 2")
     ways = written["ways"]
-    assert list(ways) == ["plain", "and kernels", "and checkpoints"]
-    assert ways["and kernels"]["tflop"] == ways["and checkpoints"]["tflop"]
-    assert ways["and kernels"]["tflop"] < 0.9 * ways["plain"]["tflop"]
+    assert list(ways) == ["plain", "packed", "packed, checkpoints"]
+    assert ways["packed"]["tflop"] == ways["packed, checkpoints"]["tflop"]
+    assert ways["packed"]["tflop"] < 0.9 * ways["plain"]["tflop"]
     for way in ways.values():
         assert way["times_faster"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
         rate = way["tflop"] / way["seconds"]
@@ -71,7 +71,7 @@ def test_logprob(tmp_path, output, capsys):
         assert way["ratio_to_floor"] * written["floor_seconds"] == pytest.approx(way["seconds"])
         assert (way["warmup_rounds"], way["settled"]) == (1, False)
         assert 0 < way["gradient_error"] < 0.1 and 0 < way["logp_error"] < 0.1
-    assert "and kernels" in capsys.readouterr().out
+    assert "packed" in capsys.readouterr().out
 
 
 def test_head(tmp_path, output):
@@ -131,7 +131,7 @@ def test_profile(tmp_path, output, capsys):
         busy = sum(phase["classes"].values())
         assert 0 < busy < phase["profiled_seconds"]
         assert idle == pytest.approx(max(0.0, phase["seconds"] - busy))
-        assert phase["classes"]["other kernels"] > phase["classes"]["our kernels"] == 0
+        assert phase["classes"]["other kernels"] > phase["classes"]["our and compiled kernels"] == 0
     floors = [phase["floor"] for phase in written["phases"].values()]
     assert min(floors) > 0 and written["floor"] == pytest.approx(sum(floors))
     assert "profiled" in capsys.readouterr().out

@@ -288,11 +288,20 @@ def test_the_parts_are_command_lines_that_exist(tmp_path, monkeypatch):
     assert list(make_demo.PARTS) == ["hints", "learn", "err", "unsettle", "decide"]
 
 
+def test_what_an_earlier_warm_start_left_is_not_trained_on(tmp_path, capsys):
+    (tmp_path / "warm_start" / "err").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main(["--output_dir", str(tmp_path), "--train_checkpoint"])
+    assert f"--parts err: {tmp_path}/warm_start/err holds an earlier one" in capsys.readouterr().err
+    assert not (tmp_path / "train").exists()
+
+
 @pytest.mark.parametrize(
     "flags, complaint",
     [
         ("--size mid", "--size mid needs --train_checkpoint"),
-        ("--train_checkpoint --parts err learn", "--parts err learn: their order is hints learn"),
+        ("--train_checkpoint --parts err learn", "--parts err learn: not the last of hints learn"),
+        ("--train_checkpoint --parts hints learn", "--parts hints learn: not the last of hints"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, complaint, tmp_path, capsys):

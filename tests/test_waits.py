@@ -50,6 +50,12 @@ def build(monkeypatch, gpu):
         return work.build(OPTIONS)
 
 
+def calibrate(made):
+    """As a run does before its first step: with noise of a shape."""
+    action, size = made.state.tasks[1].action, made.policy.model.config.prompt_size
+    action.load_state_dict(dict(sigma=action.sigma, factor=torch.eye(size)))
+
+
 class Counting(Clock):
     """A clock that notes how many waits there were before the end of each phase."""
 
@@ -70,7 +76,9 @@ def gpu_step():
         mine, plain = build(patch, gpu), build(patch, None)
     mine.masks = [There(mask, gpu) for mask in mine.masks]
     clock, policy = Counting(gpu), mine.policy
+    calibrate(plain)
     with gpu:
+        calibrate(mine)
         policy.stop.to(policy.device)
         policy.engine.fused(policy.engine.language_model.lm_head.weight)  # what its first use makes
         gpu.waits.clear()

@@ -42,6 +42,11 @@ class Codes:
     def values(self, captions: list[str]) -> torch.Tensor:
         """(B, attributes) long: places of what the captions say among VALUES."""
         rows = [[VALUES.index(value) for value in VALUE.findall(caption)] for caption in captions]
+        if len({len(row) for row in rows}) != 1 or not rows[0]:
+            raise ValueError(
+                "--tasks tools.demo_hints: captions must say a value of each attribute, as the "
+                "demo's do"
+            )
         return torch.tensor(rows, device=self.vectors.device)
 
     def __call__(self, captions: list[str]) -> torch.Tensor:
@@ -82,8 +87,9 @@ class HintedCaptions(RegionCaptions):
             tokens = policy.model.mlp1(features.vision)  # one tile of each image
         cells = tokens.transpose(1, 2).unflatten(2, grids.shape[1:])
         means = region_means(cells, grids.float())
-        loss, right = self.codes.reading(means, examples.batch.captions)
-        return [loss / rows], dict(hint_loss=loss.detach() / rows, held=(right, len(grids)))
+        reading, right = self.codes.reading(means, examples.batch.captions)
+        loss = reading / rows
+        return [loss], dict(hint_loss=loss.detach(), held=(right, len(grids)))
 
 
 class HintedMasks(ReferringSegmentation):
@@ -110,12 +116,12 @@ class HintedMasks(ReferringSegmentation):
         targets = resize_masks(batch.masks, logits)
         coarse = features.sam[-1]
         means = region_means(coarse, F.adaptive_avg_pool2d(targets, coarse.shape[-2:]))
-        held, right = self.codes.reading(means, batch.captions)
+        reading, right = self.codes.reading(means, batch.captions)
         near = F.mse_loss(means, codes, reduction="none").mean(1)
         mask = balanced_mask_losses(logits, targets)
         others = [resize_masks(list(more), logits) for more in batch.others]
         choice, hits = choices(logits, targets, others)
-        loss = ((copied + near + mask + choice).sum() + held) / rows
+        loss = ((copied + near + mask + choice).sum() + reading) / rows
         counted = dict(
             held=right, hits=hits.sum(), iou=mask_iou(logits > 0, targets > 0, 1.0).sum()
         )

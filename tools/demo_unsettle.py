@@ -55,6 +55,8 @@ def unsettle(policy, data: Path, seed: int, target: float = HIT_TARGET):
         low, high = (share, high) if found_hits >= target else (low, share)
     if low == 0:
         raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
+    if high == LARGEST_NOISE:
+        raise RuntimeError(f"{target} of the masks hit, however disturbed the prompt head is")
     last.weight.copy_(learnt + low * noise)
     of_scale = {scale: found(policy, said, scale) for scale in SCALES}
     best = max(SCALES, key=lambda scale: of_scale[scale][0])

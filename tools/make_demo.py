@@ -7,11 +7,11 @@
 
 Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
 layout, is trained by `tools.train_supervised` from random weights, so that there is something to
-learn of either loop, and no shortcut: its captions are of one kind and length and mistake half of
-the values of each attribute for another (`demo_mistakes`), though it can tell them apart; its masks
-are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three of
-ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so that
-in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
+learn of either loop, and no shortcut: its captions are of one kind and length and take each value
+for another in three to six of ten cases (`demo_mistakes`), though it can tell them apart; its masks
+are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three or
+four of ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so
+that in loop 2 nothing but the sampled mask can differ. `tools.demo_report` shows it.
 """
 
 import argparse
@@ -83,6 +83,7 @@ def train_checkpoint(output_dir: Path, size: Size, args):
         model.save_pretrained(before, torch.float32)
         tokenizer.save_pretrained(before)
         scenes = args.warm_start_scenes or size.warm_start_scenes
+        shutil.rmtree(warm_start / "data", ignore_errors=True)
         write_split(warm_start / "data", args.seed, WARM_START, scenes, size.kind, args.workers)
     steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
     for part in PARTS:
@@ -166,8 +167,11 @@ def main(argv=None):
     size = SIZES[args.size]
     if args.size != "tiny" and not args.train_checkpoint:
         parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
-    if args.parts != [part for part in PARTS if part in args.parts]:
-        parser.error(f"--parts {' '.join(args.parts)}: their order is {' '.join(PARTS)}")
+    if args.parts != list(PARTS)[-len(args.parts) :]:
+        parser.error(f"--parts {' '.join(args.parts)}: not the last of {' '.join(PARTS)}, in order")
+    for part in args.parts if args.train_checkpoint else ():
+        if (folder := args.output_dir / "warm_start" / part).exists():
+            parser.error(f"--parts {part}: {folder} holds an earlier one, remove it")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     values = size.kind.attributes
     vocabulary = {name: {value: [value] for value in vs} for name, vs in values.items()}

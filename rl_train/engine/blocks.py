@@ -12,12 +12,13 @@ D head size, F MLP width, r LoRA rank, k linears of one input.
 from dataclasses import dataclass
 
 import torch
+import torch._functorch.config
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 
 def rms_norm(x, weight, eps):
-    """(m, C), rounded where the model rounds."""
+    """(m, C); rounded where the model rounds, or, compiled, only what leaves a kernel."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
@@ -27,7 +28,7 @@ def linear(x, weight, bias, scaling, *lora):
     """(m, outputs) of k linears of one input, side by side.
 
     Args:
-        weight: (outputs, C), frozen; bias: (outputs,) or None.
+        weight: (outputs, C), frozen; bias: (outputs,) or None; scaling: of the LoRA, alpha / r.
         lora: A (r, C), B (outputs of its own, r) of the first, of the second, ..; or nothing.
     """
     y = F.linear(x, weight, bias)
@@ -59,10 +60,22 @@ def behind_attention(residual, mixed, out, norm, gate_up, down):
 
 
 def last_norm(residual, delta, weight, eps):
+    """(m, C), the norm of what comes behind the last layer."""
     return rms_norm(residual + delta, weight, eps)
 
 
 FUNCTIONS = before_attention, behind_attention, last_norm
+
+
+def recompute_gated():
+    """Let what feeds a product of the backward too, as the MLP's gated values, be computed again.
+
+    A third less memory where layers keep what they computed. To be said in each thread that
+    compiles, of which autograd's own is one.
+    """
+    config = torch._functorch.config
+    if config.ban_recompute_materialized_backward:
+        config.ban_recompute_materialized_backward = False
 
 
 @dataclass

@@ -1,5 +1,6 @@
-"""The parts of a decode step, each one Triton kernel (`attend`: two; `add`: behind a product;
-`embed` and `normed` are compiled).
+"""The parts of a decode step as one kernel each, of Triton but for `embed` and `normed` (compiled).
+
+`attend` is two, `add` comes behind a product.
 
 The same functions as `decode_torch`, which says what they take and return. Sums are float32;
 products of two tensors take their own dtype, in full precision for float32. Rounded to the model's

@@ -37,7 +37,8 @@ class Engine:
     Embeddings are on its device, everything else that it takes on the CPU, where sequences are laid
     out (what is not is fetched, for which the GPU waits); so are ids of answers and their ends.
 
-    On CUDA by kernels and graphs of its own, if it knows the model (else it logs one warning);
+    On CUDA it samples by kernels and graphs of its own and scores by compiled layers, if it knows
+    the model (else it logs one warning);
     on the CPU by the model's own modules, which there are as fast. At its first use on CUDA it
     takes the frozen weights over: the model's parameters become views of larger matrices, and
     compute as before. Whoever saves, moves, merges or unloads the model calls `release` first.

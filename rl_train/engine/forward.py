@@ -2,8 +2,9 @@
 
 Written for the update, where eager modules spend more time on copies than on products: LoRA layers
 cast their input to float32 and back, and each operation between two products reads and writes all
-tokens. Here linears of one input are one product (see `fused`), and what comes before and behind
-attention are two functions (`blocks`), which on a GPU torch.compile turns into few kernels.
+tokens. Here the base weights of linears of one input are one product (see `fused`), their LoRA A's
+another, and what comes before and behind attention are two functions (`blocks`), which on a GPU
+torch.compile turns into few kernels.
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,
 K key-value heads, D head size.
@@ -23,7 +24,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
     Carries gradient to embeds and LoRA.
 
     Args:
-        fused: `fused.FusedModel`, with the LoRA as it is now.
+        fused: `fused.FusedModel`.
         embeds: (P, S, C); layout: `packing.Layout`.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
@@ -96,6 +97,7 @@ class _Checkpoint(torch.autograd.Function):
         assert _address(lora) == ctx.used, (
             "another LoRA came into use between a checkpointed forward and its backward"
         )
+        blocks.recompute_gated()
         with ctx.present(), torch.enable_grad():
             inputs = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed)]
             outputs = ctx.layer(*inputs, *ctx.parts)

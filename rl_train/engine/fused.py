@@ -2,7 +2,8 @@
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
-live float32 parameters, of whatever role is active, by `refresh`.
+live float32 parameters, of whatever role is active, by `refresh`: for the sampler, as the update
+reads the parameters themselves.
 
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
 """
@@ -10,7 +11,6 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 import contextlib
 
 import torch
-import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -18,10 +18,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 
 from rl_train.engine import blocks, decode_torch
-
-# What feeds a product of the backward too, as the MLP's gated values, is computed again there and
-# not kept: a quarter less memory where layers keep what they computed.
-torch._functorch.config.ban_recompute_materialized_backward = False
 
 LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
 
@@ -68,11 +64,6 @@ class FusedLinears:
         outputs = sum(self.sizes)
         bias = None if self.bias is None else self.bias[:outputs]
         self.operands = self.weight[:outputs], bias, self.scaling, *self.sources
-
-    def refresh(self):
-        """Copy the LoRA in use into the matrix."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, [source.data for source in self.sources])
 
     def empty(self):
         """Let go of the matrix."""
@@ -126,6 +117,7 @@ class FusedModel:
         # The parts of a decode step that are no products, of a layer that are not attention.
         self.decode_ops, self.functions = decode_torch, blocks.FUNCTIONS
         if head.weight.is_cuda:
+            blocks.recompute_gated()
             self.functions = [torch.compile(function) for function in blocks.FUNCTIONS]
             from rl_train.engine import decode_triton
 
@@ -155,10 +147,11 @@ class FusedModel:
         with self.lend(self.lent[id(parts)]):
             for linears in parts[0]:
                 linears.fill()
-                linears.refresh()
-            yield
-            for linears in parts[0]:
-                linears.empty()
+            try:
+                yield
+            finally:
+                for linears in parts[0]:
+                    linears.empty()
 
     def release(self):
         """Give the model's parameters storage of their own. This object is then of no use."""

@@ -21,7 +21,7 @@ class Completions:
     logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were drawn from
     valid: torch.Tensor  # (N, T) bool, up to and including the token that completes the stop text
     stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
-    # (N, T, C) last hidden state at each completion token as input; zero where never fed
+    # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on
     hidden: torch.Tensor
 
 

@@ -60,7 +60,6 @@ class Sa2VAPolicy:
     Args:
         model: `Sa2VAModel`, frozen base; config: its LoRA, temperature (of sampling and scoring
             alike), checkpointing and masks of an answer are used; groups: which of GROUPS train.
-
         shards: `sharding.Shards` if the model is shared out over the ranks.
 
     Raises:
@@ -277,7 +276,7 @@ class Sa2VAPolicy:
     def decode_masks(self, images: Images, image: list[int], embeddings) -> torch.Tensor:
         """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m].
 
-        `by_chunks`.
+        See `by_chunks`.
         """
         at = torch.tensor(image, dtype=torch.long).to(self.device, non_blocking=True)
 

@@ -12,6 +12,7 @@ from sa2va_hf.batches import Images
 from sa2va_hf.processing_sa2va import upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
+GRIDS_AT_ONCE = 16  # masks
 GROWTH = 2  # tokens of a sampled text in a question, for each that it may have as an answer
 
 
@@ -109,15 +110,17 @@ def segment_sampled(
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
     """{p: (g, g) bool region cells, on the CPU} of masks[p] (H, W), but of those that are empty.
 
-    The masks of one size in one go.
+    Of one size GRIDS_AT_ONCE masks in one go, since each takes several bytes a pixel.
     """
     alike, grids = {}, {}
     for p, mask in enumerate(masks):
         alike.setdefault(mask.shape, []).append(p)
-    for some in alike.values():
-        stacked = torch.stack([masks[p] for p in some])
-        found = policy.processor.region_grid(stacked).cpu()
-        grids |= zip(some, found)  # any pixel gives a cell
+    for same in alike.values():
+        for start in range(0, len(same), GRIDS_AT_ONCE):
+            some = same[start : start + GRIDS_AT_ONCE]
+            stacked = torch.stack([masks[p] for p in some])
+            found = policy.processor.region_grid(stacked).cpu()
+            grids |= zip(some, found)  # any pixel gives a cell
     return {p: grids[p] for p in range(len(masks)) if grids[p].any()}
 
 

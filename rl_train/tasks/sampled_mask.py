@@ -67,7 +67,7 @@ class SampledMask:
         asked = ask(self.policy, batches, max_new_tokens)
         embeddings = [one.embeddings for one in asked]
         factor = covariance_factor(torch.cat(embeddings)) if asked else None
-        self.factor = gather_objects(factor)[0]
+        self.factor = self._of_device(gather_objects(factor)[0])
         if self.sigma == "auto":
             self.sigma = gather_objects(calibrate_sigma(asked, self.factor))[0]
             print0(f"--mask_sigma auto: {self.sigma:.3g}")
@@ -163,10 +163,15 @@ class SampledMask:
         return curves | (dict(mask_sigma=(self.sigma, 1)) if self.sigma else {})
 
     def state_dict(self) -> dict:
-        return dict(sigma=self.sigma, factor=self.factor)
+        factor = None if self.factor is None else self.factor.cpu()
+        return dict(sigma=self.sigma, factor=factor)
 
     def load_state_dict(self, state: dict):
-        self.sigma, self.factor = state["sigma"], state["factor"]
+        self.sigma, self.factor = state["sigma"], self._of_device(state["factor"])
+
+    def _of_device(self, factor: torch.Tensor | None) -> torch.Tensor | None:
+        """The factor on the policy's device, where each micro-batch asks for it."""
+        return None if factor is None else factor.to(self.policy.device)
 
 
 def latent_loss(

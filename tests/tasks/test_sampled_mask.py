@@ -257,7 +257,8 @@ def test_a_row_without_reward_has_neither_term(model, rollout):
 
 
 def test_its_state_is_the_noise():
-    action, other = SampledMask(None, 1.25, 0.1), SampledMask(None, "auto", 0.1)
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    action, other = SampledMask(policy, 1.25, 0.1), SampledMask(policy, "auto", 0.1)
     action.factor = torch.eye(3)
     other.load_state_dict(action.state_dict())
     assert other.sigma == 1.25 and torch.equal(other.factor, torch.eye(3))

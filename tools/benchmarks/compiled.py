@@ -18,8 +18,7 @@ from rl_train.engine.blocks import rms_norm
 from rl_train.engine.decode import Graph
 from rl_train.engine.head import product
 
-# Each size, and each shape that one function meets, is compiled for itself.
-torch._dynamo.config.recompile_limit = 64
+RECOMPILE_LIMIT = 64  # each size, and each shape that one function meets, is compiled for itself
 BLOCK = 128  # keys that FlexAttention skips or reads together
 AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products in Triton
 OPS = ("embed", "add", "rotate_and_store", "attend", "gate", "normed", "choose")

@@ -30,7 +30,7 @@ class Options(common.Answers):
         "decoder = this project's, generate = transformers'; the former's step compiled: "
         f"{', '.join(compiled.GRAPHS)}; with one or all of its kernels as compiled twins: "
         f"{', '.join(compiled.WITHOUT)}",
-        type=str,
+        choices=[*SAMPLERS, *compiled.GRAPHS, *compiled.WITHOUT],
         nargs="+",
     )
 
@@ -41,6 +41,7 @@ def measure(options: Options) -> dict:
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     if set(options.samplers) - set(SAMPLERS):
+        torch._dynamo.config.recompile_limit = compiled.RECOMPILE_LIMIT
         engine.fast_on = (torch.device(options.device).type,)
     _, bandwidth, ceilings = common.ceilings(options)
     sizes, table = [], {}
@@ -52,7 +53,8 @@ def measure(options: Options) -> dict:
         works, times, drawn = samplers(engine, num_prompts, options), {}, {}
         for name in options.samplers:
             start = time.perf_counter()
-            drawn[name] = works[name](options.num_tokens)
+            with torch.autocast(torch.device(options.device).type, torch.bfloat16):
+                drawn[name] = works[name](options.num_tokens)
             common.synchronize(options.device)
             first = dict(first_call_seconds=time.perf_counter() - start)  # compiles, captures
             first["hidden_error"] = hidden_error(drawn, name)
@@ -84,6 +86,8 @@ def hidden_error(drawn: dict, name: str) -> float | None:
     if found is None or reference is None:
         return None
     same = found.ids[:, 0] == reference.ids[:, 0]
+    if not same.any():
+        return None
     found, reference = (one.hidden[same, 0].float() for one in (found, reference))
     return ((found - reference).norm() / reference.norm()).item()
 

@@ -17,8 +17,8 @@ from tools.benchmarks import common
 from tools.benchmarks.floor import LanguageModel
 from tools.benchmarks.trl_style import FullEngine
 
-# In the last two rows share their prompt's forward; the last is the default.
-WAYS = ("plain", "and kernels", "and checkpoints")
+# In the last two, rows share their prompt's forward and layers are compiled; the last: the default.
+WAYS = ("plain", "packed", "packed, checkpoints")
 COLUMNS = dict(seconds=".3f", times_faster=".2f", share_of_ceiling=".1%", peak_gib=".2f")
 COLUMNS |= dict(ratio_to_floor=".2f", gradient_error=".2e", logp_error=".2e")
 COLUMNS |= dict(first_seconds=".1f", graphs="d", warmup_rounds="d", settled="")
@@ -30,8 +30,7 @@ class Options(common.Answers):
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
     sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
-
-    ways: tuple = flag(WAYS, "of this project and the plain one", type=str, nargs="*")
+    ways: tuple = flag(WAYS, "of this project and the plain one", choices=WAYS, nargs="+")
 
     @property
     def num_rows(self) -> int:

@@ -33,7 +33,7 @@ OURS = {
     for file in Path(engine.__file__).parent.glob("*_triton.py")  # to import them needs Triton
     for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
 }
-KERNELS = ["matrix products", "attention", "our kernels", "other kernels", "copies"]
+KERNELS = ["matrix products", "attention", "our and compiled kernels", "other kernels", "copies"]
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}
 SPARE_MARKS = 8  # before the first that counts: what a profiler loses, it loses at its start
 CLOCK_SLACK = 0.1  # seconds by which a phase may differ between trace and host
@@ -138,7 +138,7 @@ def kind(name: str) -> str:
     if ATTENTION.search(name):
         return "attention"
     if name in OURS or name.startswith("triton_"):  # so torch.compile names what it makes of ours
-        return "our kernels"
+        return "our and compiled kernels"
     return "matrix products" if PRODUCTS.search(name) else "other kernels"
 
 

@@ -24,12 +24,12 @@ from rl_train.grpo import group_advantages
 from rl_train.memory import GIB
 from rl_train.objective import MicroBatchLoss, micro_batches_of, score_all, step_totals
 from rl_train.objective import Work as TaskWork
-from rl_train.parts import build_optimizer
+from rl_train.parts import build_optimizer, kept_copies
 from rl_train.policies.qwen_points import QwenPointsPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.components import combine
 from rl_train.rewards.custom import load_user_rewards
-from rl_train.roles import COPIES, Roles
+from rl_train.roles import Roles
 from rl_train.sharding import Shards, whole_base
 from rl_train.tasks.protocol import Context
 from rl_train.train import update
@@ -284,11 +284,10 @@ def random_state(config, options: Options, policy_class=None, ranks=None) -> Run
     policy = random_policy(config, options, policy_class, lengths, shards)
     start_lora(policy.trainable)
     kinds = config.kinds
-    asked = any(kind.asks_teacher for kind in kinds.values())
-    roles = Roles(policy.trainable, COPIES if asked else ("reference",))
+    roles = Roles(policy.trainable, kept_copies(config))
     rewards = tuple(load_user_rewards(config.reward.reward))
     context = Context(policy, roles, tokens, user_rewards=rewards)
-    tasks = [kinds[name](asked, context) for name, asked in config.tasks.items()]
+    tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
     optimizer = build_optimizer(config.optim, policy)
     return RunState(policy, roles, tasks, optimizer, scheduler=None)
 
