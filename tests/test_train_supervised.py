@@ -125,7 +125,7 @@ class TakesNothing(ReferringSegmentation):
     asks_reference = True
 
     def examples(self, batch, features, rngs):
-        raise KeyError(batch.image_ids[0])
+        raise ValueError(batch.image_ids[0])
 
 
 def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
@@ -189,16 +189,20 @@ def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, monkeypatch):
 def test_a_task_that_takes_no_made_up_sample_trains_all_the_same(
     data, tmp_path, monkeypatch, capsys
 ):
-    """Its memory is not announced; a fault of the project's own task is one of the program."""
+    """Its memory is not announced. All but a refusal is a fault, and so is one of our own task."""
     monkeypatch.setattr(worst_case, "PIXELS", 64 * 64)
     name = f"{TakesNothing.__module__}:TakesNothing"
     made = built(data, tmp_path, tasks=name, max_caption_length=60)
     assert list(made.state.roles.banks) == ["reference"]
     on_gpu = replace(made, ranks=Ranks(0, 1, torch.device("cuda", 0)))
     assert memory.announce(on_gpu, train_supervised.train) == ""
-    said = f"is not known: --tasks {name} does not take made-up samples (KeyError('worst'))"
+    said = f"is not known: --tasks {name} does not take made-up samples (worst)"
     assert said in capsys.readouterr().out
-    monkeypatch.setattr(TakesNothing, "__module__", "rl_train.tasks.supervised")
+    with monkeypatch.context() as patch:
+        patch.setattr(TakesNothing, "__module__", "rl_train.tasks.supervised")
+        with pytest.raises(RuntimeError, match="by a fault of the program"):
+            memory.announce(on_gpu, train_supervised.train)
+    monkeypatch.setattr(TakesNothing, "examples", lambda *_: {}["no refusal"])
     with pytest.raises(KeyError):
         memory.announce(on_gpu, train_supervised.train)
 
