@@ -49,13 +49,15 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None =
         kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
         if kind is bool:
             options = dict(action=argparse.BooleanOptionalAction if field.default else "store_true")
-        elif kind == list[str]:
-            options = dict(nargs="+", default=field.default_factory())
+        elif kind is tuple or kind == list[str]:  # of words, if `options` name no other type
+            options = dict(nargs="+", type=str)
         else:
             options = dict(type=number(kind) if kind in (int, float) else kind)
         if field.default is not REQUIRED:
             options["default"] = field.default
-        options["required"] = REQUIRED is field.default is field.default_factory
+        elif field.default_factory is not REQUIRED:
+            options["default"] = field.default_factory()
+        options["required"] = "default" not in options
         options |= field.metadata["options"]
         name = field.metadata["name"] or field.name
         place, choice = group, field.metadata["only_one_of"]

@@ -207,3 +207,36 @@ def test_a_measurement_of_nothing_is_refused(flags, capsys):
     with pytest.raises(SystemExit):
         benchmark.main(["decode", *flags.split()])
     assert "must be at least" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command, name, words",
+    [
+        ("decode", "samplers", ("decoder", "without_add")),
+        ("logprob", "ways", ("packed", "plain")),
+        ("step", "alternatives", ()),
+        ("scale", "num_processes", (1, 2)),
+    ],
+)
+def test_several_words_behind_a_flag(monkeypatch, command, name, words):
+    """Each is a value, not its letters."""
+    given = []
+    monkeypatch.setattr(benchmark.COMMANDS[command], "measure", given.append)
+    benchmark.main([command, f"--{name}", *map(str, words)])
+    assert tuple(getattr(given[0], name)) == words
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        ("--lora_r 4 --output x", "--output: behind --flags, which takes all: must be before it"),
+        ("--rounds=3", "--rounds: behind --flags"),
+        ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
+    ],
+)
+@pytest.mark.parametrize("command", ["step", "memory --worst"])
+def test_what_flags_cannot_take_is_refused_at_once(monkeypatch, capsys, command, flags, sentence):
+    monkeypatch.delattr(benchmark.COMMANDS[command.split()[0]], "measure")
+    with pytest.raises(SystemExit):
+        benchmark.main(f"{command} --sizes tiny --flags {flags}".split())
+    assert sentence in capsys.readouterr().err

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from rl_train import cli
 from rl_train.flags import add_flags, read_flags
-from tools.benchmarks import data, decode, head, logprob, memory, profile, scale, step
+from tools.benchmarks import data, decode, head, logprob, memory, profile, scale, step, work
 
 MODULES = (data, decode, head, logprob, step, profile, memory, scale)
 COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
@@ -36,12 +37,23 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     module = COMMANDS[args.command]
-    measured = module.measure(read_flags(args, module.Options))
+    options = read_flags(args, module.Options)
+    if isinstance(options, work.Options):
+        check_flags(options, commands.choices[args.command])
+    measured = module.measure(options)
     if measured is None:  # a rank that has nothing to say
         return
     print(json.dumps(measured, indent=1))
     if args.output:
         args.output.write_text(json.dumps(measured, indent=1))
+
+
+def check_flags(options: work.Options, command: argparse.ArgumentParser):
+    """End the program now, not after a warm-up, if --flags took what rl_train.train does not."""
+    words = {word.partition("=")[0] for word in options.flags}
+    if taken := sorted(words & cli.known_flags(command)):
+        command.error(f"{' '.join(taken)}: behind --flags, which takes all: must be before it")
+    cli.parse([*work.given(options), *options.flags])
 
 
 if __name__ == "__main__":

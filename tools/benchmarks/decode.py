@@ -22,7 +22,7 @@ class Options(common.Answers):
     """sizes"""
 
     num_prompts: tuple = flag(
-        (4, 16), "prompts in a batch, measured one after the other", type=COUNT, nargs="+"
+        (4, 16), "prompts in a batch, measured one after the other", type=COUNT
     )
     num_tokens: int = flag(128, "new tokens of each row", type=GROUP)
     samplers: tuple = flag(
@@ -31,7 +31,6 @@ class Options(common.Answers):
         f"{', '.join(compiled.GRAPHS)}; with one or all of its kernels as compiled twins: "
         f"{', '.join(compiled.WITHOUT)}",
         choices=[*SAMPLERS, *compiled.GRAPHS, *compiled.WITHOUT],
-        nargs="+",
     )
 
 

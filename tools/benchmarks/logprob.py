@@ -30,7 +30,7 @@ class Options(common.Answers):
 
     num_prompts: int = flag(4, "prompts in a batch", type=COUNT)
     sizes: str = flag("4b", "tiny = to try the code on a CPU", choices=list(common.CONFIGS))
-    ways: tuple = flag(WAYS, "of this project and the plain one", choices=WAYS, nargs="+")
+    ways: tuple = flag(WAYS, "of this project and the plain one", choices=WAYS)
 
     @property
     def num_rows(self) -> int:

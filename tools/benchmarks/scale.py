@@ -45,7 +45,7 @@ class Options(Step):
     """the step"""
 
     num_processes: tuple = flag(
-        (), "one after the other; default 1, 2, 4, 8 while there are GPUs", type=COUNT, nargs="+"
+        (), "one after the other; default 1, 2, 4, 8 while there are GPUs", type=COUNT
     )
     worker: bool = flag(False, "used by the command itself, for each process")
 

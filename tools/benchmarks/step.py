@@ -26,9 +26,7 @@ PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "u
 class Options(common.Ceilings, Announced):
     """the step"""
 
-    alternatives: tuple = flag(
-        ("trl",), "what to measure beside ours", type=str, choices=["trl"], nargs="*"
-    )
+    alternatives: tuple = flag(("trl",), "what to measure beside ours", choices=["trl"], nargs="*")
     alternative_rounds: int | None = flag(None, "of these; default --rounds", type=COUNT)
     alternative_warmup: int = flag(3, "of these, at most", type=COUNT_OR_0)
 

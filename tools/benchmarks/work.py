@@ -79,7 +79,7 @@ class Options(Timed):
         None, "of a GPU, of which torch takes no more: to play a smaller one", type=POSITIVE
     )
     flags: tuple = flag(
-        (), "last: those of rl_train.train, likelihood share 0", type=str, nargs=argparse.REMAINDER
+        (), "last: those of rl_train.train, likelihood share 0", nargs=argparse.REMAINDER
     )
 
     @property
