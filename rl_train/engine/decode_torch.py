@@ -139,4 +139,4 @@ def choose(rows, logits):
     if rows.stop:
         state, ends = rows.stop.step(rows.state, rows.token)
         rows.state.copy_(state)
-        rows.done |= ends
+        rows.done.logical_or_(ends)

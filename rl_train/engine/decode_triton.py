@@ -1,6 +1,6 @@
-"""The parts of a decode step as one kernel each, of Triton but for `embed` and `normed` (compiled).
+"""The parts of a decode step as one kernel each, of Triton.
 
-`attend` is two, `add` comes behind a product.
+`attend` is two, `add` comes behind a product; `embed`, `normed` and `choose` (three) are compiled.
 
 The same functions as `decode_torch`, which says what they take and return. Sums are float32;
 products of two tensors take their own dtype, in full precision for float32. Rounded to the model's
@@ -19,7 +19,6 @@ from rl_train.engine import decode_torch
 
 # Parts that have a file of their own.
 from rl_train.engine.attention_triton import attend, rotate_and_store  # noqa: F401
-from rl_train.engine.draw_triton import choose  # noqa: F401
 from rl_train.engine.linear_triton import (
     COLUMNS,
     before_norm,
@@ -44,7 +43,8 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
 
 
 # Once a token, not once a layer.
-embed, normed = (torch.compile(function) for function in (decode_torch.embed, decode_torch.normed))
+PER_TOKEN = decode_torch.embed, decode_torch.normed, decode_torch.choose
+embed, normed, choose = map(torch.compile, PER_TOKEN)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 BLOCK = 512  # classes whose probabilities are summed together before the search among them
+LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass
@@ -28,40 +29,45 @@ class Completions:
 def draw(logits, temperature: float, u: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """(token (N,), its log-prob (N,)) from logits (N, V).
 
-    By inverse CDF at u (N,) in [0, 1); the likeliest token if u is None.
-    """
-    logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    token = logp.argmax(-1) if u is None else inverse_cdf(logp, u)
-    return token, logp.gather(1, token[:, None])[:, 0]
-
-
-def inverse_cdf(logp: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """(N,) index of the first class whose cumulative probability exceeds u (N,) of the total.
+    By inverse CDF at u (N,) in [0, 1): the first token whose cumulative probability exceeds u of
+    the total, never one without probability. The likeliest token, of several the first, if u is
+    None.
 
     Sums are float64, over blocks first and then inside the one block that is hit: a float64 scan of
-    the whole vocabulary costs more on a GPU than the rest of the sampling. A class without
-    probability is never drawn.
+    the whole vocabulary costs more on a GPU than the rest of the sampling. Of each block the
+    highest logit and the sum relative to that are all that is read of the others, so torch.compile
+    reads the logits once.
     """
-    p = logp.exp()
-    if p.shape[1] % BLOCK:
-        p = F.pad(p, (0, -p.shape[1] % BLOCK))
-    p = p.unflatten(1, (-1, BLOCK))  # (N, V / BLOCK, BLOCK)
-    outer = p.sum(-1, dtype=torch.float64).cumsum(-1)  # (N, V / BLOCK)
-    target = u.double()[:, None] * outer[:, -1:]
-    block = _first_above(outer, target)  # (N, 1)
-    before = F.pad(outer, (1, 0)).gather(1, block)
-    hit = p.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
-    inner = hit.double().cumsum(-1)  # (N, BLOCK)
-    return (block * BLOCK + _first_above(inner, target - before))[:, 0]
+    x = F.pad(logits.float() / temperature, (0, -logits.shape[1] % BLOCK), value=float("-inf"))
+    x = x.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
+    top = x.amax(-1)  # (N, K)
+    highest, top = top.amax(1, keepdim=True), top.clamp(min=LOWEST)  # -inf - -inf is no number
+    scale = (top - highest).exp()
+    share = (x - top[..., None]).exp().sum(-1, dtype=torch.float64) * scale
+    total = share.sum(1, keepdim=True)
+    if u is None:
+        block = top.argmax(1, keepdim=True)  # (N, 1)
+    else:
+        cdf, target = share.cumsum(1), u[:, None].double() * total
+        block = _first_above(cdf, target, total)
+    inside = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
+    if u is None:
+        place = inside.argmax(1, keepdim=True)
+    else:
+        p = (inside - top.gather(1, block)).exp().double() * scale.gather(1, block)
+        target = target - (cdf - share).gather(1, block)
+        place = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
+    logp = inside.gather(1, place) - highest - total.log().float()
+    return (block * BLOCK + place)[:, 0], logp[:, 0]
 
 
-def _first_above(cdf, target):
+def _first_above(cdf, target, total) -> torch.Tensor:
     """(N, 1) index of the first entry of a rising cdf (N, K) above target (N, 1).
 
-    At most that of the last rise.
+    Rounding may put target at total (N, 1), its end, behind which nothing has a probability: it is
+    then taken for less.
     """
-    below, last_rise = cdf <= target, cdf < cdf[:, -1:]
-    return torch.minimum(below.sum(-1, keepdim=True), last_rise.sum(-1, keepdim=True))
+    return (cdf <= target.minimum(total * (1 - 1e-13))).sum(1, keepdim=True)
 
 
 class StopText:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from rl_train.engine.tokens import StopText, _token_bytes, inverse_cdf
+from rl_train.engine.tokens import StopText, _token_bytes, draw
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.engine.tiny import DEMO
@@ -19,26 +19,68 @@ def tokenizer():
     return load_tokenizer(DEMO)
 
 
+def drawn(p, u) -> list[int]:
+    """The classes of one row of probabilities that uniforms hit."""
+    logits = torch.tensor(p).log().expand(len(u), -1)
+    return draw(logits, 1.0, torch.tensor(u, dtype=torch.float64))[0].tolist()
+
+
 def test_a_low_and_a_high_uniform_hit_the_ends():
-    # p = .2, .3, .5; cumulative .2, .5, 1: u below .2 is class 0, exactly .2 already class 1
-    logp = torch.tensor([[0.2, 0.3, 0.5]]).double().log().expand(5, -1)
-    assert inverse_cdf(
-        logp, torch.tensor([0.0, 0.19, 0.21, 0.49, 0.999999999]).double()
-    ).tolist() == [0, 0, 1, 1, 2]
+    # cumulative .2, .5, 1: u below .2 is class 0, above it already class 1
+    uniforms = [0.0, 0.19, 0.21, 0.49, 0.999999999, 1 - 2**-53]
+    assert drawn([0.2, 0.3, 0.5], uniforms) == [0, 0, 1, 1, 2, 2]
     # a class without probability is never drawn, not even by u = 0
-    certain = torch.tensor([[0.0, 1.0, 0.0]]).log()
-    assert (
-        inverse_cdf(certain, torch.tensor([0.0])).item() == 1
-        and inverse_cdf(certain, torch.tensor([0.9999999])).item() == 1
-    )
+    assert drawn([0.0, 1.0, 0.0], [0.0, 0.9999999, 1 - 2**-53]) == [1, 1, 1]
+
+
+def test_a_class_behind_the_first_block():
+    """Of 1,100 classes, which are three blocks, the ends of blocks have .1, .2, .3, .4."""
+    p = torch.zeros(1100)
+    p[[511, 512, 1023, 1024]] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    uniforms = [0.0, 0.09, 0.11, 0.29, 0.31, 0.59, 0.61, 1 - 2**-53]
+    assert drawn(p.tolist(), uniforms) == [511, 511, 512, 512, 1023, 1023, 1024, 1024]
+
+
+def test_the_likeliest_is_the_first_of_several():
+    logits = torch.zeros(3, 1100)
+    logits[0, [700, 699, 1050]] = 2.0
+    logits[1, [30, 29]] = logits[2, 1099] = 2.0
+    token, logp = draw(logits, 0.5, None)
+    assert token.tolist() == [699, 29, 1099]
+    expected = torch.log_softmax(logits / 0.5, -1).gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logp, expected)
+
+
+def test_log_probs_of_what_is_drawn():
+    """Of the tempered softmax, where logits are large and some are no classes."""
+    random = torch.Generator().manual_seed(0)
+    logits = 1000 + 5 * torch.randn(50, 1300, generator=random)
+    logits[:, ::7] = float("-inf")
+    u = torch.rand(50, generator=random, dtype=torch.float64)
+    token, logp = draw(logits, 1.7, u)
+    expected = torch.log_softmax(logits.double() / 1.7, -1)
+    high = expected.exp().cumsum(-1).gather(1, token[:, None])[:, 0]
+    expected = expected.gather(1, token[:, None])[:, 0]
+    torch.testing.assert_close(logp.double(), expected, atol=2e-4, rtol=0)
+    assert (token % 7 > 0).all() and len(token.unique()) > 20
+    assert ((u < high + 1e-4) & (u > high - expected.exp() - 1e-4)).all()
+
+
+def test_numbers_that_are_none_give_none():
+    """For the run to name the tensors; and a token that there is."""
+    logits = torch.zeros(2, 600)
+    logits[0, 3], logits[1] = float("nan"), float("-inf")
+    for u in (None, torch.tensor([0.5, 0.5])):
+        token, logp = draw(logits, 1.0, u)
+        assert (token < 600).all() and logp.isnan().all()
 
 
 def test_frequencies_are_the_softmax():
     """Chi-square of 20,000 draws over 12 classes: 11 degrees of freedom, 31.3 is its 0.1 % tail."""
-    logp = torch.log_softmax(torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5, -1)
+    logits = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 1.5
     u = torch.rand(20000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    counts = inverse_cdf(logp.expand(20000, -1), u).bincount(minlength=12)
-    expected = logp.exp() * 20000
+    counts = draw(logits.expand(20000, -1), 1.0, u)[0].bincount(minlength=12)
+    expected = torch.softmax(logits, -1) * 20000
     assert ((counts - expected) ** 2 / expected).sum() < 31.3
 
 

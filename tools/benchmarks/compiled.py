@@ -21,7 +21,7 @@ from rl_train.engine.head import product
 RECOMPILE_LIMIT = 64  # each size, and each shape that one function meets, is compiled for itself
 BLOCK = 128  # keys that FlexAttention skips or reads together
 AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products in Triton
-OPS = ("embed", "add", "rotate_and_store", "attend", "gate", "normed", "choose")
+KERNELS = ("add", "rotate_and_store", "attend", "gate")  # the other parts are compiled anyway
 
 
 def first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, linear):
@@ -212,12 +212,12 @@ GRAPHS = dict(
 )
 
 
-WITHOUT = {f"without_{name}": [name] for name in OPS} | dict(without_any=OPS)
+WITHOUT = {f"without_{name}": [name] for name in KERNELS} | dict(without_any=KERNELS)
 
 
 def without(fused, name: str):
     """A copy of `fused` that decodes with the kernels WITHOUT[name] as compiled plain torch."""
     compiled = {n: torch.compile(getattr(decode_torch, n), dynamic=False) for n in WITHOUT[name]}
     other = copy(fused)
-    other.decode_ops = SimpleNamespace(**{n: getattr(fused.decode_ops, n) for n in OPS} | compiled)
+    other.decode_ops = SimpleNamespace(**vars(fused.decode_ops) | compiled)
     return other
