@@ -21,6 +21,7 @@ from rl_train.engine.tokens import Completions, Sampling
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
+ANY_SIZE = torch._dynamo.maybe_mark_dynamic  # of these axes, so that `choose` is compiled once
 POLL = 2  # tokens between two looks at whether all rows are done, each a poll late
 
 
@@ -121,6 +122,10 @@ class Graph:
         self.logp = new(n, num_tokens, dtype=torch.float32)
         self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
         self.state, self.token, self.position = (new(n, dtype=torch.long) for _ in range(3))
+        for buffer in (self.uniforms, self.ids, self.logp, self.valid):
+            ANY_SIZE(buffer, (0, 1))
+        for buffer in (self.done, self.state, self.token):
+            ANY_SIZE(buffer, 0)
         self.step = new(1, dtype=torch.long)
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
@@ -213,6 +218,7 @@ class Graph:
     def sample(self, hidden):
         """Draw token `step` of each row from hidden (N, C) and write it down."""
         logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
+        ANY_SIZE(logits, 0)
         self.fused.decode_ops.choose(self, logits)
 
     def forward(self):

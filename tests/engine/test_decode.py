@@ -1,7 +1,10 @@
 """The fast way draws what the plain one draws: tokens alike, numbers to rounding, at any size."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from rl_train.engine import Engine, decode_torch
 from tests.engine.tiny import assert_same, both, ends_with, fast, prompts, tiny_llm, trained
@@ -138,6 +141,24 @@ def test_many_sizes_keep_few_graphs(engine, monkeypatch):
             engine.generate(*inputs, num_generations=generations, max_new_tokens=1, stop=None)
     assert 0 < len(engine._decoder.graphs) <= 16
     assert_same(*both(engine, monkeypatch, *inputs))
+
+
+def test_choose_is_compiled_once_for_all_sizes(monkeypatch):
+    """As one graph: on a GPU a CUDA graph captures it, and compiling takes seconds."""
+    torch._dynamo.reset()
+    engine, counter = Engine(tiny_llm(), pad_id=1), CompileCounter()
+    with fast(engine):
+        fused = engine.fused(engine.language_model.lm_head.weight)
+    compiled = torch.compile(decode_torch.choose, backend=counter, fullgraph=True)
+    fused.decode_ops = SimpleNamespace(**vars(decode_torch) | dict(choose=compiled))
+    for lengths, how in (
+        ((7, 5, 9), dict()),
+        ((7, 5, 9), dict(steps=70)),
+        ((7, 5), dict(num_generations=3)),
+    ):
+        inputs = prompts(engine.language_model, lengths)
+        assert_same(*both(engine, monkeypatch, *inputs, stop=STOP, **how))
+    assert counter.frame_count == 1
 
 
 # On the GPU
