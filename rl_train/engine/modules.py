@@ -68,26 +68,27 @@ def _of_transformers(position_ids):
 @torch.no_grad()
 def generate(language_model, embeds, attention_mask, position_ids, draws: Sampling) -> Completions:
     """See `Engine.generate`; a token at a time, with the cache of transformers."""
-    attention_mask, position_ids = (t.to(embeds.device) for t in (attention_mask, position_ids))
+    mask, placed = (t.to(embeds.device) for t in (attention_mask, position_ids))
     num_generations, stop = draws.num_generations, draws.stop
-    num_rows = len(embeds) * num_generations
-    cache = DynamicCache(config=language_model.config)
-    out = language_model.model(
-        inputs_embeds=embeds,
-        attention_mask=attention_mask,
-        position_ids=_of_transformers(position_ids),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    cache.batch_repeat_interleave(num_generations)
-    mask = attention_mask.repeat_interleave(num_generations, 0)  # (N, L)
-    hidden = out.last_hidden_state[:, -1].repeat_interleave(num_generations, 0)  # (N, C)
-    position = next_positions(position_ids, attention_mask)
-    position = position.repeat_interleave(num_generations)[:, None]  # (N, 1)
-    done = torch.zeros(num_rows, dtype=torch.bool, device=embeds.device)
-    state = stop and stop.start(num_rows)
+    cache, inputs = DynamicCache(config=language_model.config), embeds
     ids, logps, valids, hiddens = [], [], [], []
     for t in range(draws.max_new_tokens):
+        hidden = language_model.model(
+            inputs_embeds=inputs,
+            attention_mask=mask,
+            position_ids=_of_transformers(placed),
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
+        if t:
+            hiddens.append(hidden)
+            placed = placed + 1
+        else:
+            cache.batch_repeat_interleave(num_generations)
+            behind = next_positions(placed, mask).repeat_interleave(num_generations)
+            placed = behind[None, :, None]  # (1, N, 1)
+            mask, hidden = (x.repeat_interleave(num_generations, 0) for x in (mask, hidden))
+            state, done = torch.zeros_like(behind), torch.zeros_like(behind, dtype=torch.bool)
         u = None if draws.uniforms is None else draws.uniforms[:, t].to(hidden.device)
         logits = product(hidden, language_model.lm_head.weight.t())
         token, logp = draw(logits, draws.temperature, u)
@@ -98,19 +99,10 @@ def generate(language_model, embeds, attention_mask, position_ids, draws: Sampli
         if stop:
             state, ends = stop.step(state, token)
             done = done | ends
-        if t + 1 == draws.max_new_tokens or done.all():
-            hiddens.append(torch.zeros_like(hidden))
+        if done.all():
             break
         mask = torch.cat([mask, valids[-1][:, None].to(mask.dtype)], dim=1)
-        embed = language_model.get_input_embeddings()(token)[:, None].to(embeds.dtype)
-        hidden = language_model.model(
-            inputs_embeds=embed,
-            attention_mask=mask,
-            position_ids=position,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state[:, 0]
-        position = position + 1
-        hiddens.append(hidden)
+        inputs = language_model.get_input_embeddings()(token)[:, None].to(embeds.dtype)
+    hiddens.append(torch.zeros_like(hidden))
     ids, logps, valids, hiddens = (torch.stack(c, 1) for c in (ids, logps, valids, hiddens))
     return Completions(ids.cpu(), logps, valids.cpu(), done.cpu(), hiddens)
