@@ -98,12 +98,8 @@ class StopText:
         self.table = self.table.to(device)
         return self
 
-    def start(self, num_rows: int) -> torch.Tensor:
-        """(N,) state before the first token."""
-        return torch.zeros(num_rows, dtype=torch.long, device=self.table.device)
-
     def step(self, state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(state (N,) after token (N,), (N,) bool: does the answer end with it?)"""
+        """(state (N,) after token (N,), 0 before the first; (N,) bool: does it end the answer?)"""
         state = self.table[token, state]
         done = state >= self.stopped
         return state, done if self.eos_id is None else done | (token == self.eos_id)

@@ -89,7 +89,7 @@ def test_frequencies_are_the_softmax():
 
 def ends(stop, ids: list[int]) -> list[bool]:
     """Does the answer end with each token?"""
-    state, done = stop.start(1), []
+    state, done = torch.zeros(1, dtype=torch.long), []
     for token in ids:
         state, ended = stop.step(state, torch.tensor([token]))
         done.append(ended.item())

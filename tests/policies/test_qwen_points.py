@@ -123,7 +123,7 @@ def test_what_is_sampled_is_what_is_scored(points, batch, images, way):
 
 def test_an_answer_ends_with_the_turn(points):
     ids = [*points.encode_text("{}"), *points.encode_text("<|im_end|>")]
-    state = points.stop.start(1)
+    state = torch.zeros(1, dtype=torch.long)
     ends = []
     for token in ids:
         state, end = points.stop.step(state, torch.tensor([token]))
