@@ -161,10 +161,8 @@ class Engine:
             entropy_gradient: whether the entropies carry gradient too.
         """
         model, device = self.language_model, embeds.device
-        prompts, (prompt, ids, valid) = (
-            _laid_out(attention_mask, position_ids),
-            (t.cpu() for t in (prompt, ids, valid)),
-        )
+        prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
+        prompts = _laid_out(attention_mask, position_ids)
         packed = pack(*prompts, prompt, ids, valid, self.pad_id)
         embeds, fused = modules.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
