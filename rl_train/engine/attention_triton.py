@@ -6,15 +6,16 @@ Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt s
 slots, r LoRA rank.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from rl_train.engine.linear_triton import (
     linear,
-    lora_sizes,
     norm_scale,
-    power_sizes,
+    product_of,
     program_rows,
     read_linear,
     read_lora_b,
@@ -25,55 +26,62 @@ MAX_SPLITS = 8  # pieces of a prompt's keys that run side by side
 LOG2E = 1.4426950408889634
 
 
+class Cache(NamedTuple):
+    """Keys and values (.., slots, D)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    slots: int
+
+
+class Turn(NamedTuple):
+    """By which each row's q and k are turned."""
+
+    cos: torch.Tensor  # (positions, D/2)
+    sin: torch.Tensor
+    position: torch.Tensor  # (N,)
+
+
+class Heads(NamedTuple):
+    """What the kernels here are compiled for."""
+
+    H: int
+    K: int
+    D: int
+    G: int = 0  # of a prompt
+    SPLITS: int = 0  # of a prompt's keys
+    QUERIES: int = 0  # of a program
+    KEYS: int = 0  # that it reads together
+
+
 @triton.jit
 def _rotate_and_store(
-    y,
-    power,
-    bias,
-    lora_b,
-    cos,
-    sin,
-    position,
-    q,
-    keys,
-    values,
-    step,
-    eps,
-    scaling,
-    stride,
-    num_rows,
-    slots,
-    BIAS: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    p, power, eps, bias, turn, q, own, step, S: tl.constexpr, M: tl.constexpr, BIAS: tl.constexpr
 ):
     """One head of q, k or v; a program's columns are halves of it, which turn together."""
+    H: tl.constexpr = M.H
+    K: tl.constexpr = M.K
+    D: tl.constexpr = M.D
     head = tl.program_id(0)
-    rows, half = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64), tl.arange(0, D // 2)
+    rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
+    half, keys, values = tl.arange(0, D // 2), own.k, own.v
     # Where LoRA A's outputs of q, k or v begin.
-    inner = (H + 2 * K) * D + ((head >= H).to(tl.int32) + (head >= H + K).to(tl.int32)) * RANK
+    inner = (H + 2 * K) * D + ((head >= H).to(tl.int32) + (head >= H + K).to(tl.int32)) * S.RANK
     column = head * D + half
-    dtype = y.dtype.element_ty
-    there = (rows < num_rows)[:, None]
-    slot = tl.load(step)
-    place = tl.load(position + rows, mask=rows < num_rows, other=0)
+    dtype = p.y.dtype.element_ty
+    there = (rows < p.num_rows)[:, None]
+    stored = ((rows[:, None] * K + (head - H) % K) * own.slots + tl.load(step)) * D
+    place = tl.load(turn.position + rows, mask=rows < p.num_rows, other=0)
     at = place[:, None] * (D // 2) + half[None, :]
-    shares = read_power(power, rows, num_rows, PARTS, PARTS_BLOCK)
-    first, a = read_linear(y, rows, column, inner, stride, num_rows, RANK, RANK_BLOCK)
-    second = tl.load(y + rows[:, None] * stride + column[None, :] + D // 2, mask=there, other=0.0)
-    first_b = read_lora_b(lora_b, column, RANK, RANK_BLOCK)
-    second_b = read_lora_b(lora_b, column + D // 2, RANK, RANK_BLOCK)
-    c = tl.load(cos + at, mask=there, other=0.0).to(tl.float32)
-    s = tl.load(sin + at, mask=there, other=0.0).to(tl.float32)
+    shares = read_power(power, rows, p.num_rows, S)
+    first, a = read_linear(p, p.y, rows, column, inner, S)
+    second, _ = read_linear(p, p.y, rows, column + D // 2, inner, S)
+    first_b, second_b = read_lora_b(p, column, S), read_lora_b(p, column + D // 2, S)
+    c = tl.load(turn.cos + at, mask=there, other=0.0).to(tl.float32)
+    s = tl.load(turn.sin + at, mask=there, other=0.0).to(tl.float32)
     scale = norm_scale(shares, eps)
-    first = linear(first, a, first_b, scaling, RANK) * scale
-    second = linear(second, a, second_b, scaling, RANK) * scale
+    first = linear(p, first, a, first_b, S) * scale
+    second = linear(p, second, a, second_b, S) * scale
     if BIAS:
         first += tl.load(bias + column).to(tl.float32)[None, :]
         second += tl.load(bias + column + D // 2).to(tl.float32)[None, :]
@@ -81,102 +89,80 @@ def _rotate_and_store(
     second = second.to(dtype).to(tl.float32)
     if head < H + K:
         first, second = first * c - second * s, second * c + first * s
-    if head < H:
-        at = (rows[:, None] * H + head) * D + half[None, :]
-        tl.store(q + at, first.to(dtype), mask=there)
-        tl.store(q + at + D // 2, second.to(dtype), mask=there)
-    else:
-        at = ((rows[:, None] * K + (head - H) % K) * slots + slot) * D + half[None, :]
-        if head < H + K:
-            tl.store(keys + at, first.to(dtype), mask=there)
-            tl.store(keys + at + D // 2, second.to(dtype), mask=there)
-        else:
-            tl.store(values + at, first.to(dtype), mask=there)
-            tl.store(values + at + D // 2, second.to(dtype), mask=there)
+    target = q + (rows[:, None] * H + head) * D
+    if head >= H + K:
+        target = values + stored
+    elif head >= H:
+        target = keys + stored
+    tl.store(target + half[None, :], first.to(dtype), mask=there)
+    tl.store(target + half[None, :] + D // 2, second.to(dtype), mask=there)
 
 
 def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step):
     n, num_kv, slots, size = keys.shape
-    rows, heads = program_rows(n), sum(qkv.sizes) // size
-    b = y if qkv.lora_b is None else qkv.lora_b
-    q = y.new_empty(n, heads - 2 * num_kv, size)
-    tensors = y, power, qkv.bias, b, cos, sin, position, q, keys, values, step
-    sizes = dict(BIAS=qkv.bias is not None, H=q.shape[1], K=num_kv, D=size, ROWS=rows)
-    sizes |= power_sizes(power) | lora_sizes(qkv.lora_b)
-    _rotate_and_store[(heads, triton.cdiv(n, rows))](
-        *tensors, eps, qkv.scaling, y.stride(0), n, slots, **sizes
-    )
+    heads = sum(qkv.sizes) // size
+    product, sizes = product_of(y, qkv, power)
+    q, shape = y.new_empty(n, heads - 2 * num_kv, size), Heads(heads - 2 * num_kv, num_kv, size)
+    bias, own = y if qkv.bias is None else qkv.bias, Cache(keys, values, slots)
+    given = product, power, eps, bias, Turn(cos, sin, position), q, own, step
+    grid = heads, triton.cdiv(n, sizes.ROWS)
+    _rotate_and_store[grid](*given, sizes, shape, qkv.bias is not None)
     return q
 
 
 @triton.jit
 def _attend(
-    q,
-    prefix_keys,
-    prefix_values,
-    keys,
-    values,
-    pad,
-    done,
-    step,
-    parts,
-    sizes,
-    scale,
-    num_prompts,
-    slots,
-    suffix_slots,
-    chunk,
-    G: tl.constexpr,
-    G_BLOCK: tl.constexpr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    D: tl.constexpr,
-    SPLITS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    q, prefix, own, pad, done, step, parts, sizes, scale, num_prompts, chunk, M: tl.constexpr
 ):
     """Attention of QUERIES queries over a stretch of the keys they share: a prompt's or a row's."""
-    PER: tl.constexpr = H // K  # query heads of a key-value head
+    H: tl.constexpr = M.H
+    K: tl.constexpr = M.K
+    D: tl.constexpr = M.D
+    QUERIES: tl.constexpr = M.QUERIES
+    PER: tl.constexpr = M.H // M.K  # query heads of a key-value head
     item, kv = tl.program_id(0), tl.program_id(1)
-    blocks: tl.constexpr = (G * PER + QUERIES - 1) // QUERIES
+    blocks: tl.constexpr = (M.G * PER + QUERIES - 1) // QUERIES
     own_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
-    num_prefix = num_prompts * blocks * SPLITS
+    num_prefix = num_prompts * blocks * M.SPLITS
     if item < num_prefix:
-        prompt, block, split = item // (blocks * SPLITS), item // SPLITS % blocks, item % SPLITS
+        prompt, block, split = (
+            item // M.SPLITS // blocks,
+            item // M.SPLITS % blocks,
+            item % M.SPLITS,
+        )
         query = block * QUERIES + tl.arange(0, QUERIES)
-        row, there = prompt * G + query // PER, query < G * PER
+        row, there = prompt * M.G + query // PER, query < M.G * PER
         empty = tl.load(pad + prompt).to(tl.int32)
-        low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, slots)
-        of_prompt = tl.arange(0, G_BLOCK)
-        going = tl.load(done + prompt * G + of_prompt, mask=of_prompt < G, other=1) == 0
+        low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
+        going = tl.load(done + row, mask=there, other=1) == 0
         high = tl.where(tl.max(going.to(tl.int32)) > 0, high, low)
-        base = (prompt.to(tl.int64) * K + kv) * slots * D
-        k_base, v_base = prefix_keys + base, prefix_values + base
+        base = (prompt.to(tl.int64) * K + kv) * prefix.slots * D
+        keys, values = prefix.k + base, prefix.v + base
     else:
-        own = item - num_prefix
-        query = own % own_blocks * QUERIES + tl.arange(0, QUERIES)
-        row, there, split = own // own_blocks + query // PER, query < PER, SPLITS
+        mine = item - num_prefix
+        query = mine % own_blocks * QUERIES + tl.arange(0, QUERIES)
+        row, there, split = mine // own_blocks + query // PER, query < PER, M.SPLITS
         high = tl.load(step).to(tl.int32) + 1
-        low = tl.where(tl.load(done + own // own_blocks) == 0, 0, high - 1)
-        base = ((own // own_blocks).to(tl.int64) * K + kv) * suffix_slots * D
-        k_base, v_base = keys + base, values + base
-    d, slot = tl.arange(0, D), tl.arange(0, KEYS)
+        low = tl.where(tl.load(done + mine // own_blocks) == 0, 0, high - 1)
+        base = ((mine // own_blocks).to(tl.int64) * K + kv) * own.slots * D
+        keys, values = own.k + base, own.v + base
+    d, slot = tl.arange(0, D), tl.arange(0, M.KEYS)
     head = row.to(tl.int64) * H + kv * PER + query % PER
     vectors = tl.load(q + head[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
     most = tl.full((QUERIES,), -1e30, tl.float32)  # not -inf: differences of two are numbers
     total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, D), tl.float32)
-    for start in range(low, high, KEYS):
+    for start in range(low, high, M.KEYS):
         at = (start + slot) * D
         kept = start + slot < high
-        k = tl.load(k_base + at[None, :] + d[:, None], mask=kept[None, :], other=0.0)  # (D, KEYS)
-        v = tl.load(v_base + at[:, None] + d[None, :], mask=kept[:, None], other=0.0)  # (KEYS, D)
+        k = tl.load(keys + at[None, :] + d[:, None], mask=kept[None, :], other=0.0)  # (D, KEYS)
+        v = tl.load(values + at[:, None] + d[None, :], mask=kept[:, None], other=0.0)  # (KEYS, D)
         score = tl.dot(vectors, k, input_precision="ieee") * scale
         score = tl.where(kept[None, :], score, float("-inf"))
         higher = tl.maximum(most, tl.max(score, axis=1))
         p, shrink = tl.exp2(score - higher[:, None]), tl.exp2(most - higher)
         total, most = total * shrink + tl.sum(p, axis=1), higher
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    at = head * (SPLITS + 1) + split
+    at = head * (M.SPLITS + 1) + split
     tl.store(parts + at[:, None] * D + d[None, :], mixed, mask=there[:, None])
     tl.store(sizes + at * 2, most, mask=there)
     tl.store(sizes + at * 2 + 1, total, mask=there)
@@ -208,12 +194,10 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, splits + 1, 2, dtype=torch.float32)
     items = num_prompts * triton.cdiv(group * per, queries) * splits + n * triton.cdiv(per, queries)
-    tensors = q, prefix_keys, prefix_values, keys, values, pad, done, step, parts, sums
-    numbers = size**-0.5 * LOG2E, num_prompts, slots, keys.shape[2], chunk
-    sizes = dict(
-        G=group, G_BLOCK=triton.next_power_of_2(group), H=num_heads, K=num_kv, D=size, SPLITS=splits
-    )
-    _attend[(items, num_kv)](*tensors, *numbers, **sizes, QUERIES=queries, KEYS=num_keys)
+    caches = Cache(prefix_keys, prefix_values, slots), Cache(keys, values, keys.shape[2])
+    numbers = size**-0.5 * LOG2E, num_prompts, chunk
+    shape = Heads(num_heads, num_kv, size, group, splits, queries, num_keys)
+    _attend[(items, num_kv)](q, *caches, pad, done, step, parts, sums, *numbers, shape)
     out, block = torch.empty_like(q), triton.next_power_of_2(splits + 1)
     _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=splits + 1, BLOCK=block, num_warps=1)
     return out.view(n, -1)

@@ -21,12 +21,9 @@ from rl_train.engine import decode_torch
 from rl_train.engine.attention_triton import attend, rotate_and_store  # noqa: F401
 from rl_train.engine.linear_triton import (
     COLUMNS,
-    before_norm,
     linear,
-    lora_sizes,
     norm_scale,
-    power_sizes,
-    program_rows,
+    product_of,
     read_linear,
     read_lora_b,
     read_power,
@@ -48,60 +45,39 @@ embed, normed, choose = map(torch.compile, PER_TOKEN)
 
 
 @triton.jit
-def _add(
-    residual,
-    y,
-    lora_b,
-    weight,
-    x,
-    power,
-    scaling,
-    width,
-    stride,
-    num_rows,
-    SUMMANDS: tl.constexpr,
-    PARTS: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-):
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+def _add(residual, p, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr, C: tl.constexpr):
+    rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
     part = tl.program_id(0)
-    columns = part * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
+    columns, width = part * C + tl.arange(0, C), S.PARTS * C
     dtype = residual.dtype.element_ty
-    there = (rows < num_rows)[:, None]
+    there = rows < p.num_rows
     at = rows[:, None] * width + columns[None, :]
-    before = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+    before = tl.load(residual + at, mask=there[:, None], other=0.0).to(tl.float32)
     scale = tl.load(weight + columns).to(tl.float32)
-    b = read_lora_b(lora_b, columns, RANK, RANK_BLOCK)
-    delta, inner = read_linear(y, rows, columns, width, stride, num_rows, RANK, RANK_BLOCK)
+    b = read_lora_b(p, columns, S)
+    delta, inner = read_linear(p, p.y, rows, columns, width, S)
     for summand in tl.static_range(1, SUMMANDS):
-        more_y = y + summand * num_rows * stride
-        more, more_inner = read_linear(
-            more_y, rows, columns, width, stride, num_rows, RANK, RANK_BLOCK
-        )
+        y = p.y + summand * p.num_rows * p.stride
+        more, more_inner = read_linear(p, y, rows, columns, width, S)
         delta += more
         inner += more_inner
-    delta = linear(delta, inner.to(dtype), b, scaling, RANK)
+    delta = linear(p, delta, inner.to(dtype), b, S)
     total = (before + delta.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(residual + at, total, mask=there)
-    before_norm(total.to(tl.float32), scale, at, x, power, rows, num_rows, part, width, PARTS)
+    tl.store(residual + at, total, mask=there[:, None])
+    total = total.to(tl.float32)
+    tl.store(x + at, (total * scale[None, :]).to(dtype), mask=there[:, None])
+    tl.store(power + rows * S.PARTS + part, tl.sum(total * total, axis=1) / width, mask=there)
 
 
 def add(residual, inputs, linear, weight):
-    (n, width), rows, y = (
-        residual.shape,
-        program_rows(len(residual)),
-        _product(inputs, linear.weight),
+    (n, width), y = residual.shape, _product(inputs, linear.weight)
+    x, power = (
+        torch.empty_like(residual),
+        residual.new_empty(n, width // COLUMNS, dtype=torch.float32),
     )
-    parts, b = width // COLUMNS, y if linear.lora_b is None else linear.lora_b
-    x, power = torch.empty_like(residual), residual.new_empty(n, parts, dtype=torch.float32)
-    sizes = dict(SUMMANDS=len(y), PARTS=parts, ROWS=rows, NUM_COLUMNS=COLUMNS)
-    sizes |= lora_sizes(linear.lora_b)
-    _add[(parts, triton.cdiv(n, rows))](
-        residual, y, b, weight, x, power, linear.scaling, width, y.shape[2], n, **sizes
-    )
+    product, sizes = product_of(y, linear, power)
+    grid = width // COLUMNS, triton.cdiv(n, sizes.ROWS)
+    _add[grid](residual, product, weight, x, power, sizes, len(y), COLUMNS)
     return x, power
 
 
@@ -115,51 +91,28 @@ def _product(inputs, matrix):
 
 
 @triton.jit
-def _gate(
-    y,
-    power,
-    lora_b,
-    out,
-    eps,
-    scaling,
-    width,
-    stride,
-    num_rows,
-    PARTS: tl.constexpr,
-    PARTS_BLOCK: tl.constexpr,
-    RANK: tl.constexpr,
-    RANK_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    NUM_COLUMNS: tl.constexpr,
-):
-    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.program_id(0) * NUM_COLUMNS + tl.arange(0, NUM_COLUMNS)
-    up_columns = width + columns
+def _gate(p, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
+    rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
+    columns = tl.program_id(0) * C + tl.arange(0, C)
+    up_columns, inner = width + columns, 2 * width
     dtype = out.dtype.element_ty
-    shares = read_power(power, rows, num_rows, PARTS, PARTS_BLOCK)
-    g_b = read_lora_b(lora_b, columns, RANK, RANK_BLOCK)
-    u_b = read_lora_b(lora_b, up_columns, RANK, RANK_BLOCK)
-    inner = 2 * width
-    g, g_a = read_linear(y, rows, columns, inner, stride, num_rows, RANK, RANK_BLOCK)
-    inner += RANK
-    u, u_a = read_linear(y, rows, up_columns, inner, stride, num_rows, RANK, RANK_BLOCK)
+    shares = read_power(power, rows, p.num_rows, S)
+    g_b, u_b = read_lora_b(p, columns, S), read_lora_b(p, up_columns, S)
+    g, g_a = read_linear(p, p.y, rows, columns, inner, S)
+    u, u_a = read_linear(p, p.y, rows, up_columns, inner + S.RANK, S)
     scale = norm_scale(shares, eps)
-    g = linear(g, g_a, g_b, scaling, RANK) * scale
-    u = linear(u, u_a, u_b, scaling, RANK) * scale
-    g = g.to(dtype).to(tl.float32)
+    g = (linear(p, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
+    u = (linear(p, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
     at = rows[:, None] * width + columns[None, :]
-    tl.store(out + at, (g * u.to(dtype).to(tl.float32)).to(dtype), mask=(rows < num_rows)[:, None])
+    tl.store(out + at, (g * u).to(dtype), mask=(rows < p.num_rows)[:, None])
 
 
 def gate(y, power, eps, gate_up):
-    n, width, rows = len(y), gate_up.sizes[0], program_rows(len(y))
+    n, width = len(y), gate_up.sizes[0]
     # Each program reads LoRA A's outputs and the norm's shares anew.
-    columns = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS
-    out, b = y.new_empty(n, width), y if gate_up.lora_b is None else gate_up.lora_b
-    sizes = power_sizes(power) | lora_sizes(gate_up.lora_b)
-    numbers = eps, gate_up.scaling, width, y.stride(0), n
-    _gate[(width // columns, triton.cdiv(n, rows))](
-        y, power, b, out, *numbers, ROWS=rows, NUM_COLUMNS=columns, **sizes
-    )
+    columns, out = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS, y.new_empty(n, width)
+    product, sizes = product_of(y, gate_up, power)
+    grid = width // columns, triton.cdiv(n, sizes.ROWS)
+    _gate[grid](product, power, eps, out, width, sizes, columns)
     return out
