@@ -34,9 +34,9 @@ def linear(x, weight, bias, scaling, *lora):
     y = F.linear(x, weight, bias)
     if not lora:
         return y
-    inner = F.linear(x, torch.cat(lora[::2]).to(x.dtype)).chunk(len(lora) // 2, dim=1)
-    parts = [a @ b.to(x.dtype).t() for a, b in zip(inner, lora[1::2])]
-    return y + scaling * torch.cat(parts, dim=1)
+    inner = scaling * F.linear(x, torch.cat(lora[::2]).to(x.dtype))  # r is few beside outputs
+    parts = [F.linear(a, b.to(x.dtype)) for a, b in zip(inner.chunk(len(lora) // 2, 1), lora[1::2])]
+    return y + torch.cat(parts, dim=1)
 
 
 def before_attention(residual, delta, cos, sin, num_kv, norm, qkv):
