@@ -83,6 +83,13 @@ def behind_attention_vjp(d, residual, mixed, norm, *linears):
 FUNCTIONS = before_attention, behind_attention, rms_norm, before_attention_vjp, behind_attention_vjp
 
 
+def any_number(*tensors):
+    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
+
+
 def recompute_gated():
     """Let what feeds a product of the backward too, as the MLP's gated values, be computed again.
 

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rl_train.engine import blocks
+from rl_train.engine.blocks import any_number
 
 
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:
@@ -59,13 +60,6 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         hidden = last_norm(*any_number(residual), final.weight, final.variance_epsilon)
         slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
         return slots.index_copy(0, places.slots, hidden).view(embeds.shape)
-
-
-def any_number(*tensors):
-    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors
 
 
 class _Checkpoint(torch.autograd.Function):
