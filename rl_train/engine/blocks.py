@@ -22,39 +22,48 @@ def rms_norm(x, weight, eps):
     return weight * y.to(x.dtype)
 
 
-def linear(x, weight, bias, scaling, *lora):
-    """(m, outputs) of k linears of one input, side by side.
+def linear(x, weight, bias, sizes, scaling, *lora):
+    """(m, outputs of its own) of each of k linears of one input.
 
     Args:
-        weight: (outputs, C), frozen; bias: (outputs,) or None; scaling: of the LoRA, alpha / r.
+        weight: (outputs, C), frozen; bias: (outputs,) or None; sizes: outputs of each.
+        scaling: of the LoRA, alpha / r.
         lora: A (r, C), B (outputs of its own, r) of the first, of the second, ..; or nothing.
     """
-    y = F.linear(x, weight, bias)
+    if bias is None and min(sizes) > weight.shape[1]:
+        # Wide ones, as the MLP's: else their derivatives were copied side by side first.
+        own = [F.linear(x, rows) for rows in weight.split(sizes)]
+    else:
+        own = F.linear(x, weight, bias).split(sizes, 1)
     if not lora:
-        return y
-    inner = scaling * F.linear(x, torch.cat(lora[::2]).to(x.dtype))  # r is few beside outputs
-    parts = [F.linear(a, b.to(x.dtype)) for a, b in zip(inner.chunk(len(lora) // 2, 1), lora[1::2])]
-    return y + torch.cat(parts, dim=1)
+        return own
+    inner = scaling * F.linear(x, torch.cat(lora[::2]).to(x.dtype))  # r is few beside the outputs
+    pairs = zip(own, inner.chunk(len(sizes), 1), lora[1::2])
+    return [y + F.linear(a, b.to(x.dtype)) for y, a, b in pairs]
 
 
-def before_attention(residual, cos, sin, num_kv, norm, qkv):
+def turned(x, cos, sin):
+    """x (m, heads, D), turned by angles of cos, sin (m, 1, D/2)."""
+    first, second = x.chunk(2, dim=2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+
+
+def before_attention(residual, cos, sin, norm, qkv):
     """q (m, H, D), k, v (m, K, D), of which q and k are turned.
 
     Args:
         cos, sin: (m, 1, D/2); norm: weight and epsilon; qkv: what `linear` takes behind x.
     """
-    heads = linear(rms_norm(residual, *norm), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
-    first, second = heads[:, :-num_kv].chunk(2, dim=2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
-    parts = turned[:, :-num_kv], turned[:, -num_kv:], heads[:, -num_kv:]
-    return tuple(part.contiguous() for part in parts)
+    heads = linear(rms_norm(residual, *norm), *qkv)
+    q, k, v = (part.unflatten(1, (-1, 2 * cos.shape[2])) for part in heads)
+    return turned(q, cos, sin), turned(k, cos, sin), v.contiguous()
 
 
 def behind_attention(residual, mixed, norm, out, gate_up, down):
     """(m, C) the residual of the layer that follows, given attention `mixed` (m, H*D)."""
-    residual = residual + linear(mixed, *out)
-    gate, up = linear(rms_norm(residual, *norm), *gate_up).chunk(2, dim=1)
-    return residual + linear(F.silu(gate) * up, *down)
+    residual = residual + linear(mixed, *out)[0]
+    gate, up = linear(rms_norm(residual, *norm), *gate_up)
+    return residual + linear(F.silu(gate) * up, *down)[0]
 
 
 def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
@@ -62,9 +71,9 @@ def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
     *others, qkv = others_and_qkv
 
     def function(residual, lora):
-        return before_attention(residual, *others, (*qkv[:3], *lora))
+        return before_attention(residual, *others, (*qkv[:4], *lora))
 
-    by_residual, lora = torch.func.vjp(function, residual, qkv[3:])[1](d_heads)
+    by_residual, lora = torch.func.vjp(function, residual, qkv[4:])[1](d_heads)
     return d_residual + by_residual, *lora
 
 
@@ -72,10 +81,10 @@ def behind_attention_vjp(d, residual, mixed, norm, *linears):
     """Derivatives by residual, mixed, each LoRA. Compiled, it computes no product of `down`."""
 
     def function(residual, mixed, loras):
-        trained = [(*one[:3], *lora) for one, lora in zip(linears, loras)]
+        trained = [(*one[:4], *lora) for one, lora in zip(linears, loras)]
         return behind_attention(residual, mixed, norm, *trained)
 
-    loras = [one[3:] for one in linears]
+    loras = [one[4:] for one in linears]
     by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
     return by_residual, by_mixed, *[d for lora in loras for d in lora]
 

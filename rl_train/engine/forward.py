@@ -43,7 +43,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
             """What the functions before and behind attention take of a layer."""
             norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
             qkv, *rest = [one.operands for one in linears]
-            return (*turn, fused.num_kv, norm, qkv), (mlp_norm, *rest)
+            return (*turn, norm, qkv), (mlp_norm, *rest)
 
         for parts in fused.layers:
             if gradient_checkpointing and torch.is_grad_enabled():

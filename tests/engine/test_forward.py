@@ -31,7 +31,7 @@ def test_linears():
         module.base_layer.bias.data.normal_()
     expected = torch.cat([module(x) for module in modules], dim=1)
     found = blocks.linear(x, *FusedLinears(modules).operands)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
 def test_heads_are_turned():
@@ -39,8 +39,8 @@ def test_heads_are_turned():
     angle, matrix = make(3, 3, seed=2), make(30, 6, seed=1)
     residual = make(3, 6, seed=3)
     turn, norm = (angle.cos()[:, None], angle.sin()[:, None]), (torch.ones(6), 1e-6)
-    qkv = matrix, None, 0.0
-    q, k, v = blocks.before_attention(residual, *turn, 1, norm, qkv)
+    qkv = matrix, None, [18, 6, 6], 0.0
+    q, k, v = blocks.before_attention(residual, *turn, norm, qkv)
     heads = (blocks.rms_norm(residual, *norm) @ matrix.t()).view(3, 5, 6)
     plane = torch.view_as_complex(torch.stack(heads[:, :4].chunk(2, -1), -1))
     turned = plane * torch.exp(1j * angle[:, None])
@@ -95,7 +95,7 @@ def test_a_compiled_backward_computes_no_product_that_nobody_reads():
     """Nor compiles again for other lengths; its gradients are those of the plain functions.
 
     Of a linear with its LoRA [W; A, B], the backward of what lies behind attention needs: forward
-    all of `out` and `gate_up` (3 + 4 products) and of `down` A's; backward 5 + 7 + 5, as a LoRA has
+    all of `out` and `gate_up` (3 + 5 products) and of `down` A's; backward 5 + 8 + 5, as a LoRA has
     3 more than W. Before attention it is A's for q, k and v together, then 3 x 2 + 3.
     """
     llm = tiny_llm()
@@ -124,9 +124,9 @@ def test_a_compiled_backward_computes_no_product_that_nobody_reads():
     assert products.pop("rms_norm")
     assert products == dict(
         before_attention=[5],
-        behind_attention=[10],
+        behind_attention=[11],
         before_attention_vjp=[10],
-        behind_attention_vjp=[25],
+        behind_attention_vjp=[27],
     )
 
 
