@@ -35,11 +35,15 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
     """[log-probs (c,) of ids (c,), entropies (c,), of as many of both the d / d logits (c, V)]."""
     column = torch.arange(logits.shape[1], device=logits.device)
-    every = torch.where(column < vocabulary, logits / temperature, NEVER).log_softmax(-1)
+    every = logits / temperature
+    if vocabulary < len(column):
+        every = torch.where(column < vocabulary, every, NEVER)
+    every = every.log_softmax(-1)
     p = every.exp()
     found = [every.gather(1, ids[:, None])[:, 0], -(p * every).sum(-1)]
     if derivatives > 0:
-        found.append((((column == ids[:, None]).float() - p) / temperature).to(dtype))
+        its = (column == ids[:, None]).float()
+        found.append(its.sub_(p).div_(temperature).to(dtype))
     if derivatives > 1:
         found.append((p * (every + found[1][:, None]) / -temperature).to(dtype))
     return found
