@@ -3,8 +3,6 @@
 A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. What is not
 attention is written for torch.compile, which makes few kernels of it, forward and backward.
 
-Attention (m, H*D) is of heads [q, k, v] (m, H + 2K, D).
-
 Letters: m tokens of P sequences, S slots of each, C width, H query heads, K key-value heads,
 D head size, F MLP width, r LoRA rank, k linears of one input.
 """
@@ -24,54 +22,88 @@ def rms_norm(x, weight, eps):
     return weight * y.to(x.dtype)
 
 
-def linear(x, weight, bias, scaling, *lora):
-    """(m, outputs) of k linears of one input, side by side.
+def linear(x, weight, bias, sizes, scaling, *lora):
+    """(m, outputs of its own) of each of k linears of one input.
 
     Args:
-        weight: (outputs, C), frozen; bias: (outputs,) or None; scaling: of the LoRA, alpha / r.
+        weight: (outputs, C), frozen; bias: (outputs,) or None; sizes: outputs of each.
+        scaling: of the LoRA, alpha / r.
         lora: A (r, C), B (outputs of its own, r) of the first, of the second, ..; or nothing.
     """
-    y = F.linear(x, weight, bias)
+    if bias is None and min(sizes) > weight.shape[1]:
+        # Wide ones, as the MLP's: else their derivatives were copied side by side first.
+        own = [F.linear(x, rows) for rows in weight.split(sizes)]
+    else:
+        own = F.linear(x, weight, bias).split(sizes, 1)
     if not lora:
-        return y
-    inner = F.linear(x, torch.cat(lora[::2]).to(x.dtype)).chunk(len(lora) // 2, dim=1)
-    parts = [a @ b.to(x.dtype).t() for a, b in zip(inner, lora[1::2])]
-    return y + scaling * torch.cat(parts, dim=1)
+        return own
+    inner = scaling * F.linear(x, torch.cat(lora[::2]).to(x.dtype))  # r is few beside the outputs
+    pairs = zip(own, inner.chunk(len(sizes), 1), lora[1::2])
+    return [y + F.linear(a, b.to(x.dtype)) for y, a, b in pairs]
 
 
-def before_attention(residual, delta, cos, sin, num_kv, norm, qkv):
-    """(residual + delta (m, C), heads [q, k, v] (m, H + 2K, D), of which q and k are turned).
+def turned(x, cos, sin):
+    """x (m, heads, D), turned by angles of cos, sin (m, 1, D/2)."""
+    first, second = x.chunk(2, dim=2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+
+
+def before_attention(residual, cos, sin, norm, qkv):
+    """q (m, H, D), k, v (m, K, D), of which q and k are turned.
 
     Args:
         cos, sin: (m, 1, D/2); norm: weight and epsilon; qkv: what `linear` takes behind x.
     """
-    residual = residual + delta
-    heads = linear(rms_norm(residual, *norm), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
-    first, second = heads[:, :-num_kv].chunk(2, dim=2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
-    return residual, torch.cat([turned, heads[:, -num_kv:]], dim=1)
+    heads = linear(rms_norm(residual, *norm), *qkv)
+    q, k, v = (part.unflatten(1, (-1, 2 * cos.shape[2])) for part in heads)
+    return turned(q, cos, sin), turned(k, cos, sin), v.contiguous()
 
 
-def behind_attention(residual, mixed, out, norm, gate_up, down):
-    """(residual (m, C), what the MLP adds to it (m, C)), given attention `mixed` (m, H*D)."""
-    residual = residual + linear(mixed, *out)
-    gate, up = linear(rms_norm(residual, *norm), *gate_up).chunk(2, dim=1)
-    return residual, linear(F.silu(gate) * up, *down)
+def behind_attention(residual, mixed, norm, out, gate_up, down):
+    """(m, C) the residual of the layer that follows, given attention `mixed` (m, H*D)."""
+    residual = residual + linear(mixed, *out)[0]
+    gate, up = linear(rms_norm(residual, *norm), *gate_up)
+    return residual + linear(F.silu(gate) * up, *down)[0]
 
 
-def last_norm(residual, delta, weight, eps):
-    """(m, C), the norm of what comes behind the last layer."""
-    return rms_norm(residual + delta, weight, eps)
+def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
+    """Derivatives by the residual, to which `d_residual` is added, and by qkv's LoRA."""
+    *others, qkv = others_and_qkv
+
+    def function(residual, lora):
+        return before_attention(residual, *others, (*qkv[:4], *lora))
+
+    by_residual, lora = torch.func.vjp(function, residual, qkv[4:])[1](d_heads)
+    return d_residual + by_residual, *lora
 
 
-FUNCTIONS = before_attention, behind_attention, last_norm
+def behind_attention_vjp(d, residual, mixed, norm, *linears):
+    """Derivatives by residual, mixed, each LoRA. Compiled, it computes no product of `down`."""
+
+    def function(residual, mixed, loras):
+        trained = [(*one[:4], *lora) for one, lora in zip(linears, loras)]
+        return behind_attention(residual, mixed, norm, *trained)
+
+    loras = [one[4:] for one in linears]
+    by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
+    return by_residual, by_mixed, *[d for lora in loras for d in lora]
+
+
+FUNCTIONS = before_attention, behind_attention, rms_norm, before_attention_vjp, behind_attention_vjp
+
+
+def any_number(*tensors):
+    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
+    for tensor in tensors:
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensors
 
 
 def recompute_gated():
     """Let what feeds a product of the backward too, as the MLP's gated values, be computed again.
 
     A third less memory where layers keep what they computed. To be said in each thread that
-    compiles, of which autograd's own is one.
+    compiles a forward.
     """
     config = torch._functorch.config
     if config.ban_recompute_materialized_backward:
@@ -88,9 +120,15 @@ class Runs:
     query_ends: torch.Tensor  # (runs + 1,) int32, from 0
     key_ends: torch.Tensor  # (runs + 1,) int32, from 0
     longest: tuple[int, int]  # queries of a run, keys of a run
+    bias: torch.Tensor | None  # (P, 1, S, S), where flash attention does not compute
+
+    @property
+    def ends(self):
+        """As flash attention takes them."""
+        return self.query_ends, self.key_ends, *self.longest
 
 
-def runs(part: torch.Tensor, device) -> Runs:
+def runs(part: torch.Tensor, device, bias=None) -> Runs:
     """The runs of `packing.Layout.part` (P, S), on `device`."""
     many = int(part.max()) + 1
     slots = (part >= 0).flatten().nonzero()[:, 0]
@@ -106,12 +144,7 @@ def runs(part: torch.Tensor, device) -> Runs:
     lengths = [len(seen) for seen in keys]
     ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (counts, lengths))
     of_device = (t.to(device, non_blocking=True) for t in (slots, torch.cat(keys), *ends))
-    return Runs(part.shape[1], *of_device, (max(counts), max(lengths)))
-
-
-def split(heads, num_kv):
-    """q (m, H, D), k (m, K, D), v (m, K, D)."""
-    return heads.split_with_sizes([heads.shape[1] - 2 * num_kv, num_kv, num_kv], 1)
+    return Runs(part.shape[1], *of_device, (max(counts), max(lengths)), bias)
 
 
 def by_flash(x) -> bool:
@@ -119,46 +152,57 @@ def by_flash(x) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-class Flash(torch.autograd.Function):
-    """By flash attention for runs of different length.
+def attend(q, k, v, runs):
+    """(attention (m, H*D), whatever else `attend_vjp` wants to know).
 
-    The keys of a prompt are repeated for its rows, but kept once.
+    By flash attention, for which the keys of a prompt are repeated for its rows, but kept once.
     """
+    if runs.bias is not None:
+        return (dense_attention(q, k, v, runs),)
+    repeated = k[runs.keys], v[runs.keys]
+    # Behind the ends: no dropout, causal, no debugging mask.
+    out, *kept, _ = torch.ops.aten._flash_attention_forward(
+        q, *repeated, *runs.ends, 0.0, True, False
+    )
+    return out.flatten(1), *kept
+
+
+def attend_vjp(d, q, k, v, runs, mixed, *kept):
+    """Derivatives by q, k, v, given what `attend` returned."""
+    if runs.bias is not None:
+        return torch.func.vjp(lambda *heads: dense_attention(*heads, runs), q, k, v)[1](d)
+    sums, *state = kept
+    d, mixed, repeated = d.reshape(q.shape), mixed.view(q.shape), (k[runs.keys], v[runs.keys])
+    dq, *d_kv = torch.ops.aten._flash_attention_backward(
+        d, q, *repeated, mixed, sums, *runs.ends, 0.0, True, *state
+    )
+    # Up to G + 1 numbers add up, in float32.
+    totals = [torch.zeros_like(k, dtype=torch.float32) for _ in d_kv]
+    added = [t.index_add_(0, runs.keys, each.float()) for t, each in zip(totals, d_kv)]
+    return dq, *[total.to(k.dtype) for total in added]
+
+
+class Attention(torch.autograd.Function):
+    """(m, H*D) of q, k, v, with gradient."""
 
     @staticmethod
-    def forward(ctx, heads, num_kv, runs):
-        q, k, v = split(heads, num_kv)
-        k, v, ends = k[runs.keys], v[runs.keys], (runs.query_ends, runs.key_ends, *runs.longest)
-        # Behind the ends: no dropout, causal, no debugging mask.
-        out, sums, state, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *ends, 0.0, True, False
-        )
-        ctx.save_for_backward(heads, out, sums, state, unused)
-        ctx.num_kv, ctx.runs = num_kv, runs
-        return out.flatten(1)
+    def forward(ctx, q, k, v, runs):
+        mixed, *kept = attend(q, k, v, runs)
+        ctx.runs = runs
+        ctx.save_for_backward(q, k, v, mixed, *kept)
+        return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d):
-        (heads, out, sums, state, unused), runs = ctx.saved_tensors, ctx.runs
-        q, k, v = split(heads, ctx.num_kv)
-        k, v, ends = k[runs.keys], v[runs.keys], (runs.query_ends, runs.key_ends, *runs.longest)
-        dq, *d_kv = torch.ops.aten._flash_attention_backward(
-            d.reshape(out.shape), q, k, v, out, sums, *ends, 0.0, True, state, unused
-        )
-        d_heads = torch.empty_like(heads)
-        first, *parts = split(d_heads, ctx.num_kv)
-        first.copy_(dq)
-        for part, repeated in zip(parts, d_kv):  # up to G + 1 numbers add up, in float32
-            total = torch.zeros_like(part, dtype=torch.float32)
-            part.copy_(total.index_add_(0, runs.keys, repeated.float()))
-        return d_heads, None, None
+        q, k, v, *attended = ctx.saved_tensors
+        return *attend_vjp(d, q, k, v, ctx.runs, *attended), None
 
 
-def dense_attention(heads, num_kv, runs, bias):
-    """The same over the padded sequences with a bias (P, 1, S, S): what flash does not know."""
-    q, k, v = (_padded(x, runs, len(bias)) for x in split(heads, num_kv))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+def dense_attention(q, k, v, runs):
+    """The same over the padded sequences with a bias: what flash does not know."""
+    q, k, v = (_padded(x, runs, len(runs.bias)) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
 
 

@@ -10,12 +10,11 @@ Letters: m tokens of all sequences, P sequences, S slots of each, C width, H que
 K key-value heads, D head size.
 """
 
-from functools import partial
-
 import torch
 from torch.autograd.function import once_differentiable
 
 from rl_train.engine import blocks
+from rl_train.engine.blocks import any_number
 
 
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:
@@ -28,82 +27,78 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         embeds: (P, S, C); layout: `packing.Layout`.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
-    places, num_kv = blocks.runs(layout.part, embeds.device), fused.num_kv
-    before_attention, behind_attention, last_norm = fused.functions
+    before_attention, behind_attention, last_norm, *_ = fused.functions
     with torch.autocast(embeds.device.type, enabled=False):
+        bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
+        places = blocks.runs(layout.part, embeds.device, bias)
         position = layout.position_ids.to(embeds.device, non_blocking=True)
         position = position.flatten(1)[:, places.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         turn = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        turn = [f[:, None] for f in turn]  # (m, 1, D/2)
-        bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
+        turn = any_number(*[f[:, None] for f in turn])  # (m, 1, D/2)
         residual = embeds.flatten(0, 1)[places.slots]  # (m, C)
-        delta = 0 * residual  # not zeros: what needs a gradient is alike in all layers
 
-        def layer(residual, delta, linears, *norms):
-            qkv, *rest = [one.operands for one in linears]
+        def operands(linears, *norms):
+            """What the functions before and behind attention take of a layer."""
             norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
-            rest.insert(1, mlp_norm)
-            tokens = any_number(residual, delta, *turn)
-            residual, heads = before_attention(*tokens, num_kv, norm, qkv)
-            if cache is not None:
-                cache.append([x.contiguous() for x in blocks.split(heads, num_kv)[1:]])
-            if bias is None:
-                mixed = blocks.Flash.apply(heads, num_kv, places)
-            else:
-                mixed = blocks.dense_attention(heads, num_kv, places, bias)
-            return behind_attention(*any_number(residual, mixed), *rest)
+            qkv, *rest = [one.operands for one in linears]
+            return (*turn, norm, qkv), (mlp_norm, *rest)
 
         for parts in fused.layers:
             if gradient_checkpointing and torch.is_grad_enabled():
                 lora = [parameter for linears in parts[0] for parameter in linears.sources]
-                present = partial(fused.present, parts)
-                residual, delta = _Checkpoint.apply(layer, present, parts, residual, delta, *lora)
-            else:
-                residual, delta = layer(residual, delta, *parts)
+                residual = _Checkpoint.apply(fused, parts, operands, places, residual, *lora)
+                continue
+            before, behind = operands(*parts)
+            q, k, v = before_attention(*any_number(residual), *before)
+            if cache is not None:
+                cache.append([k, v])
+            mixed = blocks.Attention.apply(q, k, v, places)
+            residual = behind_attention(*any_number(residual, mixed), *behind)
         final = fused.final_norm
-        tokens = any_number(residual, delta)
-        hidden = last_norm(*tokens, final.weight, final.variance_epsilon)
+        hidden = last_norm(*any_number(residual), final.weight, final.variance_epsilon)
         slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
         return slots.index_copy(0, places.slots, hidden).view(embeds.shape)
 
 
-def any_number(*tensors):
-    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
-    for tensor in tensors:
-        torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return tensors
-
-
 class _Checkpoint(torch.autograd.Function):
-    """A layer that is computed again in the backward.
+    """A layer that keeps its input and attention, and computes what lies between in the backward.
 
-    It takes half the Python of torch.utils.checkpoint, which here costs more than the GPU's work.
+    Without autograd, whose graph of a layer costs more Python than the GPU's work, and without the
+    layer's output, which nobody needs again.
     """
 
     @staticmethod
-    def forward(ctx, layer, present, parts, residual, delta, *lora):
-        ctx.save_for_backward(residual, delta, *lora)
-        ctx.layer, ctx.present, ctx.parts, ctx.used = layer, present, parts, _address(lora)
-        with present():
-            return layer(residual.detach(), delta.detach(), *parts)
+    def forward(ctx, fused, parts, operands, places, residual, *lora):
+        before_attention, behind_attention, *_ = fused.functions
+        residual = residual.detach()  # as in the backward: one graph for all layers
+        with fused.present(parts):
+            before, behind = operands(*parts)
+            attended = blocks.attend(*before_attention(*any_number(residual), *before), places)
+            out = behind_attention(*any_number(residual, attended[0]), *behind)
+        ctx.save_for_backward(*lora, residual, *attended)
+        ctx.layer, ctx.used = (fused, parts, operands, places), _address(lora)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *d):
-        residual, delta, *lora = ctx.saved_tensors
-        needed, inputs = ctx.needs_input_grad[3:], (residual, delta)
+    def backward(ctx, d):
+        fused, parts, operands, places = ctx.layer
+        number = len(ctx.needs_input_grad) - 5
+        lora, (residual, *attended) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
         assert _address(lora) == ctx.used, (
             "another LoRA came into use between a checkpointed forward and its backward"
         )
-        blocks.recompute_gated()
-        with ctx.present(), torch.enable_grad():
-            inputs = [t.detach().requires_grad_(need) for t, need in zip(inputs, needed)]
-            outputs = ctx.layer(*inputs, *ctx.parts)
-        wanted = [t for t, need in zip([*inputs, *lora], needed) if need]
-        gradients = iter(torch.autograd.grad(outputs, wanted, d))
-        return None, None, None, *[next(gradients) if need else None for need in needed]
+        before_attention, *_, before_vjp, behind_vjp = fused.functions
+        with fused.present(parts):
+            before, behind = operands(*parts)
+            inputs = any_number(d, residual, attended[0])
+            d, d_mixed, *by_rest = behind_vjp(*inputs, *behind)
+            q, k, v = before_attention(residual, *before)
+            by_heads = blocks.attend_vjp(d_mixed, q, k, v, places, *attended)
+            d, *by_qkv = before_vjp(*any_number(d), any_number(*by_heads), residual, *before)
+        return None, None, None, None, d, *by_qkv, *by_rest
 
 
 def _address(lora) -> int | None:

@@ -63,7 +63,7 @@ class FusedLinears:
                 self.targets += rows
         outputs = sum(self.sizes)
         bias = None if self.bias is None else self.bias[:outputs]
-        self.operands = self.weight[:outputs], bias, self.scaling, *self.sources
+        self.operands = self.weight[:outputs], bias, self.sizes, self.scaling, *self.sources
 
     def empty(self):
         """Let go of the matrix."""

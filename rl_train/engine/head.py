@@ -6,9 +6,13 @@ to bfloat16, a logit of 10 is .06 off, and the two ways to compute differ by as 
 Letters: m scored tokens, c of a chunk, C LLM width, V vocabulary.
 """
 
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from rl_train.engine.blocks import any_number
 
 CHUNK = 2**26  # logits that are held at a time, however large the vocabulary is
 NEVER = -1e30  # logit of what is no token: not -inf, which times its probability 0 is NaN
@@ -28,36 +32,48 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a.float() @ b.float()  # torch's own has no kernel for the CPU
 
 
-class _TokenLogps(torch.autograd.Function):
-    """A token's derivative is known with its logits, up to the factor that backward brings.
+def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
+    """[log-probs (c,) of ids (c,), entropies (c,), of as many of both the d / d logits (c, V)]."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    every = logits / temperature
+    if vocabulary < len(column):
+        every = torch.where(column < vocabulary, every, NEVER)
+    every = every.log_softmax(-1)
+    p = every.exp()
+    found = [every.gather(1, ids[:, None])[:, 0], -(p * every).sum(-1)]
+    if derivatives > 0:
+        its = (column == ids[:, None]).float()
+        found.append(its.sub_(p).div_(temperature).to(dtype))
+    if derivatives > 1:
+        found.append((p * (every + found[1][:, None]) / -temperature).to(dtype))
+    return found
 
-    So nothing is computed twice.
-    """
+
+@functools.cache
+def _compiled():
+    """`_read` by a kernel that goes over logits twice: each row is one block's, not many's."""
+    kernel = torch.compile(_read, options=dict(split_reductions=False))
+    return lambda logits, ids, *how: kernel(*any_number(logits, ids), *how)
+
+
+class _TokenLogps(torch.autograd.Function):
+    """A token's derivative is known with its logits, up to a factor: nothing is computed twice."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature, vocabulary, entropy_gradient):
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
-        slope = bend = None  # (m, C) d logp / d hidden, d entropy / d hidden
-        if ctx.needs_input_grad[0]:
-            slope = torch.empty_like(hidden, dtype=torch.float32)
-            bend = torch.empty_like(slope) if entropy_gradient else None
+        many = ctx.needs_input_grad[0] * (1 + entropy_gradient)  # d logp, d entropy / d hidden
+        by_hidden = [torch.empty_like(hidden, dtype=torch.float32) for _ in range(many)]
+        read = _compiled() if hidden.is_cuda else _read
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
-            token = ids[chunk, None]
-            logits = product(hidden[chunk], weight.t()).div_(temperature)  # (c, V)
-            logits[:, vocabulary:] = NEVER
-            every = torch.log_softmax(logits, dim=-1)
-            logp[chunk] = every.gather(1, token)[:, 0]
-            p = torch.exp(every, out=logits)
-            entropy[chunk] = -every.mul_(p).sum(-1)
-            if bend is not None:  # by a logit: -p (log p + entropy)
-                every.addcmul_(p, entropy[chunk, None])
-                bend[chunk] = product(every, weight).div_(-temperature)
-            if slope is not None:
-                p.scatter_add_(1, token, -torch.ones_like(p[:, :1]))
-                slope[chunk] = product(p, weight).div_(-temperature)
-        ctx.save_for_backward(slope, bend)
+            logits = product(hidden[chunk], weight.t())  # (c, V)
+            read_as = ids[chunk], temperature, vocabulary, weight.dtype, many
+            logp[chunk], entropy[chunk], *slopes = read(logits, *read_as)
+            for result, by_logits in zip(by_hidden, slopes):
+                result[chunk] = product(by_logits, weight)
+        ctx.save_for_backward(*by_hidden)
         ctx.dtype = hidden.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -65,11 +81,8 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, by_entropy):
-        slope, bend = ctx.saved_tensors
-        d = grad[:, None] * slope
-        if bend is not None:
-            d = d.addcmul_(by_entropy[:, None], bend)
+    def backward(ctx, *d):
+        d = sum(by_value[:, None] * slope for by_value, slope in zip(d, ctx.saved_tensors))
         return d.to(ctx.dtype), *[None] * 5
 
 
@@ -98,10 +111,8 @@ def _trained_token_logps(hidden, weight, ids, temperature):
 
     def some(hidden, ids):
         with torch.autocast(hidden.device.type, enabled=False):
-            logits = hidden.float() @ weight.float().t() / temperature  # (c, V)
-        every = torch.log_softmax(logits, dim=-1)
-        entropy = -(every.exp() * every).sum(-1)
-        return every.gather(1, ids[:, None])[:, 0], entropy
+            logits = hidden.float() @ weight.float().t()  # (c, V)
+        return _read(logits, ids, temperature, len(weight))
 
     rows = max(1, CHUNK // len(weight))
     chunks = zip(hidden.split(rows), ids.split(rows))

@@ -5,6 +5,8 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from rl_train.engine import Engine, blocks
 from rl_train.engine.fused import FusedLinears
@@ -29,22 +31,21 @@ def test_linears():
         module.base_layer.bias.data.normal_()
     expected = torch.cat([module(x) for module in modules], dim=1)
     found = blocks.linear(x, *FusedLinears(modules).operands)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
 def test_heads_are_turned():
     """q and k by their angle, as complex numbers; v stays; what came is added up."""
     angle, matrix = make(3, 3, seed=2), make(30, 6, seed=1)
-    residual, delta = make(3, 6, seed=3), make(3, 6, seed=4)
+    residual = make(3, 6, seed=3)
     turn, norm = (angle.cos()[:, None], angle.sin()[:, None]), (torch.ones(6), 1e-6)
-    qkv = matrix, None, 0.0
-    total, out = blocks.before_attention(residual, delta, *turn, 1, norm, qkv)
-    assert torch.equal(total, residual + delta)
-    heads = (blocks.rms_norm(total, *norm) @ matrix.t()).view(3, 5, 6)
+    qkv = matrix, None, [18, 6, 6], 0.0
+    q, k, v = blocks.before_attention(residual, *turn, norm, qkv)
+    heads = (blocks.rms_norm(residual, *norm) @ matrix.t()).view(3, 5, 6)
     plane = torch.view_as_complex(torch.stack(heads[:, :4].chunk(2, -1), -1))
     turned = plane * torch.exp(1j * angle[:, None])
-    torch.testing.assert_close(out[:, :4], torch.cat([turned.real, turned.imag], -1))
-    torch.testing.assert_close(out[:, 4:], heads[:, 4:])
+    torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([turned.real, turned.imag], -1))
+    torch.testing.assert_close(v, heads[:, 4:])
 
 
 # Flash attention itself is not on a CPU: stand-ins of the same arguments
@@ -82,15 +83,51 @@ def test_equals_modules(num_kv_heads, lora, checkpointing, how, monkeypatch):
         monkeypatch.setattr(blocks, "by_flash", lambda x: True)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
-    llm = tiny_llm(num_key_value_heads=num_kv_heads)
-    if not lora:
-        for module in [m for m in llm.modules() if hasattr(m, "base_layer")]:
-            module.scaling["default"] = 0.0
+    llm = tiny_llm(lora_r=4 * lora, num_key_value_heads=num_kv_heads)
     right, found = scored(llm, slow), scored(llm, fast, checkpointing)
     torch.testing.assert_close(found[:2], right[:2], atol=1e-5, rtol=0)
-    assert set(found[2]) == set(right[2]) and len(found[2]) == 2 * 7 * 2 + 1
+    assert set(found[2]) == set(right[2]) and len(found[2]) == 2 * 7 * 2 * lora + 1
     for name, gradient in right[2].items():
         assert (found[2][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+
+
+def test_a_compiled_backward_computes_no_product_that_nobody_reads():
+    """Nor compiles again for other lengths; its gradients are those of the plain functions.
+
+    Of a linear with its LoRA [W; A, B], the backward of what lies behind attention needs: forward
+    all of `out` and `gate_up` (3 + 5 products) and of `down` A's; backward 5 + 8 + 5, as a LoRA has
+    3 more than W. Before attention it is A's for q, k and v together, then 3 x 2 + 3.
+    """
+    llm = tiny_llm()
+    engine, products = Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=True), {}
+    sizes = [{}, dict(prompt_length=9, num_tokens=4, lengths=(4, 4, 2, 0, 1))]
+    right = [scored(llm, fast, engine=engine, **one) for one in sizes]
+    with fast(engine):
+        fused = engine.fused(llm.lm_head.weight)
+
+    def compiled(function):
+        def count(graph, inputs):
+            targets = [str(node.target) for node in graph.graph.nodes]
+            products.setdefault(function.__name__, []).append(
+                sum(target in ("aten.mm.default", "aten.addmm.default") for target in targets)
+            )
+            return make_boxed_func(graph.forward)
+
+        return torch.compile(function, backend=aot_autograd(fw_compiler=count))
+
+    fused.functions = [compiled(function) for function in blocks.FUNCTIONS]
+    release, engine.release = engine.release, lambda: None
+    found = [scored(llm, fast, engine=engine, **one) for one in sizes]
+    release()
+    for f, r in zip(found, right):
+        torch.testing.assert_close(f, r, atol=1e-5, rtol=1e-4)
+    assert products.pop("rms_norm")
+    assert products == dict(
+        before_attention=[5],
+        behind_attention=[11],
+        before_attention_vjp=[10],
+        behind_attention_vjp=[27],
+    )
 
 
 def test_bf16_is_as_close_to_float32_as_the_modules():

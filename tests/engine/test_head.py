@@ -7,6 +7,7 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine import head as head_module
+from rl_train.engine.blocks import any_number
 from rl_train.engine.head import token_logps
 
 
@@ -118,6 +119,45 @@ def test_rows_that_align_the_head_are_no_tokens(head):
         *(torch.autograd.grad(out[0], hidden, head.slope) for out in (found, expected))
     ):
         torch.testing.assert_close(f, e)
+
+
+def test_compiled_for_any_number_of_tokens(head):
+    """As on a GPU, of whose backend here is but the graph: one for all chunks, of one kind each."""
+    padded, graphs = torch.cat([head.weight, torch.zeros(14, 6)]), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    kernel = torch.compile(head_module._read, backend=backend)
+    for many in (0, 1, 2):
+        for rows in (7, 5, 2):
+            logits, how = head.hidden[:rows] @ padded.t(), (0.7, 50, torch.bfloat16, many)
+            found = kernel(*any_number(logits, head.ids[:rows].clone()), *how)
+            torch.testing.assert_close(found, head_module._read(logits, head.ids[:rows], *how))
+            assert len(found) == 2 + many and all(len(part) == rows for part in found)
+            assert not any(by_logits[:, 50:].any() for by_logits in found[2:])
+        assert len(graphs) == many + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_compiled_head_equals_the_plain(head, monkeypatch):
+    monkeypatch.setattr(head_module, "CHUNK", 192)  # three rows
+    padded, results = torch.cat([head.weight, torch.zeros(14, 6)]), []
+    for device in ("cpu", "cuda"):
+        hidden, weight, ids, slope = (
+            t.to(device) for t in (head.hidden, padded, head.ids, head.slope)
+        )
+        hidden = hidden.clone().requires_grad_()
+        logp, entropy = token_logps(hidden, weight, ids, 0.7, 50, entropy_gradient=True)
+        gradients = [
+            torch.autograd.grad(value, hidden, slope, retain_graph=True)[0]
+            for value in (logp, entropy)
+        ]
+        plain = token_logps(hidden.detach(), weight, ids, 0.7, 50)
+        results.append([t.detach().cpu() for t in (logp, entropy, *gradients, *plain)])
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def test_no_tokens(head):
