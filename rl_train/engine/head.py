@@ -33,19 +33,24 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
-    """[log-probs (c,) of ids (c,), entropies (c,), of as many of both the d / d logits (c, V)]."""
-    column = torch.arange(logits.shape[1], device=logits.device)
-    every = logits / temperature
+    """[log-probs (c,) of ids (c,), entropies (c,), of as many of both the derivatives (c, V)].
+
+    By logits that are divided by the temperature already.
+    """
+    column, token = torch.arange(logits.shape[1], device=logits.device), ids[:, None]
+    every = logits if temperature == 1 else logits / temperature
     if vocabulary < len(column):
         every = torch.where(column < vocabulary, every, NEVER)
     every = every.log_softmax(-1)
-    p = every.exp()
-    found = [every.gather(1, ids[:, None])[:, 0], -(p * every).sum(-1)]
-    if derivatives > 0:
-        its = (column == ids[:, None]).float()
-        found.append(its.sub_(p).div_(temperature).to(dtype))
+    logp, p = every.gather(1, token)[:, 0], every.exp()
+    terms = every * p
+    found = [logp, -terms.sum(-1)]
+    if derivatives > 0 and p.is_cuda:  # the compiler makes it a part of its kernel
+        found.append(((column == token).float() - p).to(dtype))
+    elif derivatives > 0:
+        found.append(p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1])).to(dtype))
     if derivatives > 1:
-        found.append((p * (every + found[1][:, None]) / -temperature).to(dtype))
+        found.append(terms.addcmul_(p, found[1][:, None]).neg_().to(dtype))
     return found
 
 
@@ -72,7 +77,7 @@ class _TokenLogps(torch.autograd.Function):
             read_as = ids[chunk], temperature, vocabulary, weight.dtype, many
             logp[chunk], entropy[chunk], *slopes = read(logits, *read_as)
             for result, by_logits in zip(by_hidden, slopes):
-                result[chunk] = product(by_logits, weight)
+                result[chunk] = product(by_logits, weight).div_(temperature)
         ctx.save_for_backward(*by_hidden)
         ctx.dtype = hidden.dtype
         if not entropy_gradient:
