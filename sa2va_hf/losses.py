@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from .image_tokens import send
+
 BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5
 
 
@@ -22,7 +24,7 @@ def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tenso
     size, resized = logits.shape[-2:], {}
     for mask in masks:
         if id(mask) not in resized:  # rows about one region share its mask
-            pixels = mask[None, None].to(logits.device, torch.uint8, non_blocking=True)
+            pixels = send(mask[None, None], logits.device).to(torch.uint8)
             resized[id(mask)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
     return torch.stack([resized[id(mask)] for mask in masks])
 

@@ -18,7 +18,7 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
-from .image_tokens import context_features, pixel_shuffle
+from .image_tokens import context_features, pixel_shuffle, send
 from .mask_path import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, generate, predict_forward
 from .processing_sa2va import normalise_sam_pixels
@@ -145,7 +145,7 @@ class Sa2VAModel(nn.Module):
                 original prints a line and then computes without any image, or repeats features);
                 no tokenizer is known.
         """
-        ids = input_ids.to(self.device, non_blocking=True)
+        ids = send(input_ids, self.device)
         embeds = self.language_model.get_input_embeddings()(ids)
         if image_features is None:
             return embeds
@@ -157,7 +157,7 @@ class Sa2VAModel(nn.Module):
                 f"the prompts hold {len(slots)} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
                 f"regions give {len(features)} features"
             )
-        slots, flat = slots.to(self.device, non_blocking=True), embeds.flatten(0, 1)
+        slots, flat = send(slots, self.device), embeds.flatten(0, 1)
         return flat.index_copy(0, slots, features.to(embeds.dtype)).view(embeds.shape)
 
     def forward(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_train.curves import Clock
+from sa2va_hf.image_tokens import send
 from tests.pretend import Gpu, There
 from tools.benchmarks import work
 
@@ -101,6 +102,19 @@ def test_the_numbers_of_the_cpu(gpu_step):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight.detach(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_sends_without_a_wait():
+    mask = torch.rand(1080, 1920) > 0.5
+    send(mask, "cuda")  # memory is pinned once
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # cycles
+    busy = torch.cuda.Event()
+    busy.record()
+    there = send(mask, "cuda")
+    assert not busy.query() and torch.equal(there.cpu(), mask)
 
 
 def test_two_devices_are_noticed():

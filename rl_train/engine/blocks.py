@@ -14,6 +14,8 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from sa2va_hf.image_tokens import send
+
 
 def rms_norm(x, weight, eps):
     """(m, C); rounded where the model rounds, or, compiled, only what leaves a kernel."""
@@ -143,7 +145,7 @@ def runs(part: torch.Tensor, device, bias=None) -> Runs:
         at += count
     lengths = [len(seen) for seen in keys]
     ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (counts, lengths))
-    of_device = (t.to(device, non_blocking=True) for t in (slots, torch.cat(keys), *ends))
+    of_device = (send(t, device) for t in (slots, torch.cat(keys), *ends))
     return Runs(part.shape[1], *of_device, (max(counts), max(lengths)), bias)
 
 

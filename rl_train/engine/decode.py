@@ -18,6 +18,7 @@ from rl_train.engine import forward
 from rl_train.engine.head import product
 from rl_train.engine.packing import Shared, next_positions
 from rl_train.engine.tokens import Completions, Sampling
+from sa2va_hf.image_tokens import send
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
@@ -164,7 +165,7 @@ class Graph:
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
         self.pad.fill_(slots)  # prompts that are not there are empty
         self.pad[:p].copy_(slots - lengths, non_blocking=True)
-        tokens = tokens.to(self.pad.device, non_blocking=True)
+        tokens = send(tokens, self.pad.device)
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
@@ -175,7 +176,7 @@ class Graph:
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
         rows = slice(len(hidden) * self.num_generations)
         if uniforms is not None:
-            self.uniforms[rows, : uniforms.shape[1]].copy_(uniforms, non_blocking=True)
+            self.uniforms[rows, : uniforms.shape[1]] = send(uniforms, self.uniforms.device)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False

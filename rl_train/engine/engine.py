@@ -15,6 +15,7 @@ from rl_train.engine.fused import FusedModel, shared_out, unsupported
 from rl_train.engine.head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, share
 from rl_train.engine.tokens import Completions, Sampling, StopText
+from sa2va_hf.image_tokens import send
 
 
 @dataclass
@@ -171,7 +172,7 @@ class Engine:
         else:
             hidden = forward.hidden_states(fused, embeds, packed, self.gradient_checkpointing)
         before, said = packed.hidden_before(hidden, valid), ids[valid]
-        at = valid.flatten().nonzero()[:, 0].to(device, non_blocking=True)
+        at = send(valid.flatten().nonzero()[:, 0], device)
         logp, entropy = (
             values.new_zeros(ids.numel()).index_copy(0, at, values).view(ids.shape)
             for values in self._token_logps(before, said, fused, entropy_gradient)
@@ -204,7 +205,7 @@ class Engine:
         weight = self.language_model.lm_head.weight
         matrix = weight if fused is None else fused.padded_head
         numbers = (self.temperature, len(weight), entropy_gradient)
-        return token_logps(hidden, matrix, ids.to(hidden.device, non_blocking=True), *numbers)
+        return token_logps(hidden, matrix, send(ids, hidden.device), *numbers)
 
 
 def _laid_out(attention_mask, position_ids):

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_train.engine import blocks
 from rl_train.engine.blocks import any_number
+from sa2va_hf.image_tokens import send
 
 
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:
@@ -31,7 +32,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
     with torch.autocast(embeds.device.type, enabled=False):
         bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
         places = blocks.runs(layout.part, embeds.device, bias)
-        position = layout.position_ids.to(embeds.device, non_blocking=True)
+        position = send(layout.position_ids, embeds.device)
         position = position.flatten(1)[:, places.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single one holds for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row

@@ -12,6 +12,7 @@ from transformers import DynamicCache
 from rl_train.engine.head import product
 from rl_train.engine.packing import next_positions
 from rl_train.engine.tokens import Completions, Sampling, draw
+from sa2va_hf.image_tokens import send
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:
@@ -19,7 +20,7 @@ def follow(language_model, embeds, ids) -> torch.Tensor:
 
     A placeholder of an image there is a token like any other.
     """
-    behind = language_model.get_input_embeddings()(ids.to(embeds.device, non_blocking=True))
+    behind = language_model.get_input_embeddings()(send(ids, embeds.device))
     return torch.cat([embeds, behind.to(embeds.dtype)], dim=1)
 
 

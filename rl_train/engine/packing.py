@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sa2va_hf.image_tokens import send
+
 # Prompts of one sequence: attention by a bias costs the square of its length, and all sequences are
 # padded to the longest.
 TOGETHER = 8
@@ -47,7 +49,7 @@ class Layout:
 
         Padding sees padding, so that no query is without any key.
         """
-        part = self.part.to(device, non_blocking=True)
+        part = send(self.part, device)
         seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()  # (P, S, S)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
@@ -66,7 +68,7 @@ class Packed(Layout):
     def hidden_before(self, hidden, tokens) -> torch.Tensor:
         """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
         slot = (self.prompt[:, None] * hidden.shape[1] + self.before)[tokens]
-        return hidden.flatten(0, 1)[slot.to(hidden.device, non_blocking=True)]
+        return hidden.flatten(0, 1)[send(slot, hidden.device)]
 
 
 def fed(valid: torch.Tensor) -> torch.Tensor:
@@ -113,11 +115,11 @@ class Shared:
 
     def gather(self, embeds):
         """(sequences, S, C) of embeds (P, L, C)."""
-        return embeds.flatten(0, 1)[self.source.to(embeds.device, non_blocking=True)]
+        return embeds.flatten(0, 1)[send(self.source, embeds.device)]
 
     def last(self, hidden, number=1):
         """(P, number, C) of hidden (sequences, S, C), at each prompt's last tokens."""
-        where = self.where[:, -number:].to(hidden.device, non_blocking=True)
+        where = send(self.where[:, -number:], hidden.device)
         return hidden.flatten(0, 1)[where]
 
     def tokens(self):

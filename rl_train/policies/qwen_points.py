@@ -28,6 +28,7 @@ from rl_train.policies.qwen_loading import (
 )
 from rl_train.types import Batch, Rollout
 from sa2va_hf.batches import Prompts, pad_left
+from sa2va_hf.image_tokens import send
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.tokenizer import load_tokenizer
 
@@ -161,7 +162,7 @@ class QwenPointsPolicy:
         grids = [images.grids[i] for i in prompts.image]
         placed = prompt_positions(prompts.ids, grids, self.image_token)
         slots = (ids == self.image_token).flatten().nonzero()[:, 0]
-        ids, slots = (t.to(self.device, non_blocking=True) for t in (ids, slots))
+        ids, slots = (send(t, self.device) for t in (ids, slots))
         embeds = self.model.vlm.get_input_embeddings()(ids)
         vision = torch.cat([images.vision[i] for i in prompts.image]).to(embeds.dtype)
         embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)

@@ -13,6 +13,7 @@ from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
+from sa2va_hf.image_tokens import send
 from sa2va_hf.prompts import SEGMENT
 
 
@@ -100,7 +101,7 @@ class CaptionMaskCaption:
             if "likelihood" in self.weights:
                 likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
                 rewards["likelihood"] = likelihood  # which a GPU computes during what follows
-        regions = [mask.to(policy.device, non_blocking=True) for mask in rollout.batch.masks]
+        regions = [send(mask, policy.device) for mask in rollout.batch.masks]
         targets = rollout.of_rows(regions)
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets)}
         if rollout.batch.others is not None:

@@ -14,6 +14,7 @@ from rl_train.rewards.iou import hits
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
+from sa2va_hf.image_tokens import send
 from sa2va_hf.prompts import DESCRIBE
 
 
@@ -55,7 +56,7 @@ class MaskCaptionMask:
         """
         context, policy = self.context, self.context.policy
         captions, prompts = rollout.of_rows(rollout.batch.captions), [DESCRIBE] * len(rollout)
-        regions = [mask.to(policy.device, non_blocking=True) for mask in rollout.batch.masks]
+        regions = [send(mask, policy.device) for mask in rollout.batch.masks]
         targets = rollout.of_rows(regions)
         masks = [torch.zeros_like(target) for target in targets]
         asked = [row for row, text in enumerate(rollout.texts) if phrase(text)]
