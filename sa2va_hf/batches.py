@@ -55,10 +55,11 @@ class Prompts:
 
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(P, L) ids and attention mask of ragged rows, padded on the left to the longest."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad_id] * (length - len(row)) + list(row) for row in rows])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return ids, mask
+    lengths = torch.tensor([len(row) for row in rows])
+    there = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]
+    ids = torch.full(there.shape, pad_id)
+    ids[there] = torch.tensor([i for row in rows for i in row], dtype=torch.long)
+    return ids, there.long()
 
 
 def embed(model, images: Images, prompts: Prompts, pad_id: int, num_tokens: int = 0):
