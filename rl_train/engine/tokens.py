@@ -55,7 +55,7 @@ def draw(logits, temperature: float, u: torch.Tensor | None) -> tuple[torch.Tens
         place = inside.argmax(1, keepdim=True)
     else:
         p = (inside - top.gather(1, block)).exp().double() * scale.gather(1, block)
-        target = target - (cdf - share).gather(1, block)
+        target = (target - (cdf - share).gather(1, block)).clamp(min=0)  # rounding: not below
         place = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
     logp = inside.gather(1, place) - highest - total.log().float()
     return (block * BLOCK + place)[:, 0], logp[:, 0]

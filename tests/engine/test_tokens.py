@@ -41,6 +41,15 @@ def test_a_class_behind_the_first_block():
     assert drawn(p.tolist(), uniforms) == [511, 511, 512, 512, 1023, 1023, 1024, 1024]
 
 
+def test_rounding_draws_no_class_in_front_of_its_block_s_first():
+    """Of two classes, 5 and 900: where u is the end of the first, the sum in front rounds up."""
+    logits = torch.full((1, 1024), float("-inf"))
+    logits[0, 5], logits[0, 900] = -271 / 13, 0.0
+    first = logits[0, 5].exp().double()
+    assert first + 1 - 1 > first
+    assert draw(logits, 1.0, (first / (first + 1))[None])[0].item() == 900
+
+
 def test_the_likeliest_is_the_first_of_several():
     logits = torch.zeros(3, 1100)
     logits[0, [700, 699, 1050]] = 2.0
