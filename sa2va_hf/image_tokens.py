@@ -43,8 +43,8 @@ def send(tensor: torch.Tensor, device) -> torch.Tensor:
     """The tensor on `device`, without a wait.
 
     More than 64 KB a GPU takes when it comes to them, for which the host waits unless their memory
-    is pinned.
+    is pinned; and, pinned or not, if it is first copied to lie in one piece.
     """
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
+        tensor = tensor.contiguous().pin_memory()
     return tensor.to(device, non_blocking=True)

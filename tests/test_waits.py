@@ -106,8 +106,9 @@ def test_the_numbers_of_the_cpu(gpu_step):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_sends_without_a_wait():
-    mask = torch.rand(1080, 1920) > 0.5
+@pytest.mark.parametrize("columns", [1920, 960], ids=["whole", "a part"])
+def test_sends_without_a_wait(columns):
+    mask = (torch.rand(1080, 1920) > 0.5)[:, :columns]
     send(mask, "cuda")  # memory is pinned once
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)  # cycles

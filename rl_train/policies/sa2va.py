@@ -21,6 +21,7 @@ from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
+from sa2va_hf.image_tokens import send
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, normalise_tiles
@@ -235,7 +236,7 @@ class Sa2VAPolicy:
         """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
         ids, mask = pad_left(answers, self.pad_id)  # (P, T)
         at = mask.flatten().nonzero()[:, 0]
-        said, at = ids.flatten()[at], at.to(self.device, non_blocking=True)
+        said, at = ids.flatten()[at], send(at, self.device)
         before = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(before.flatten(0, 1)[at], said)
         self.watch("log-probs of given answers", logp)

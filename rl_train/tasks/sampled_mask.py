@@ -20,6 +20,7 @@ from rl_train.policies.segment_describe import row_masks
 from rl_train.rewards.iou import best_objects, mask_spread
 from rl_train.tasks.prompt_noise import along, ask, calibrate_sigma, covariance_factor
 from rl_train.types import Outcome, Rollout
+from sa2va_hf.image_tokens import send
 from sa2va_hf.losses import mask_loss
 
 
@@ -77,8 +78,7 @@ class SampledMask:
         z, logp = mean, None
         if self.sigma > 0:
             noise = draws.normals(rows.tolist(), mean.shape[1])
-            noise = noise.to(mean.device, non_blocking=True)
-            z = mean + self.sigma * along(noise, self.factor)
+            z = mean + self.sigma * along(send(noise, mean.device), self.factor)
             logp = gaussian_logp(z, mean, self.sigma, self.factor)
         seen, confidence = (self.policy, rollout.features, rollout.prompts.image), []
         masks = row_masks(*seen, rows.tolist(), z, confidence)
