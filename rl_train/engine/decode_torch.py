@@ -10,6 +10,7 @@ Linears are `fused.FusedLinears`, of which weight, bias, lora_b, scaling and siz
 import torch
 import torch.nn.functional as F
 
+from rl_train.engine.blocks import turned
 from rl_train.engine.tokens import draw
 
 
@@ -74,12 +75,11 @@ def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step)
     if qkv.bias is not None:
         qkv_heads = qkv_heads + qkv.bias[:width]
     qkv_heads = qkv_heads.view(n, -1, size)  # (N, H + 2K, D)
-    first, second = qkv_heads[:, : num_heads + num_kv].chunk(2, dim=-1)
+    q, k, v = qkv_heads.split([num_heads, num_kv, num_kv], 1)
     cos, sin = cos[position, None], sin[position, None]
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-    keys.index_copy_(2, step, turned[:, num_heads:, None])
-    values.index_copy_(2, step, qkv_heads[:, num_heads + num_kv :, None])
-    return turned[:, :num_heads].contiguous()
+    keys.index_copy_(2, step, turned(k, cos, sin)[:, :, None])
+    values.index_copy_(2, step, v[:, :, None])
+    return turned(q, cos, sin)
 
 
 def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
