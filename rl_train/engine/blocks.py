@@ -116,7 +116,6 @@ def recompute_gated():
 class Runs:
     """Tokens as runs: a prompt, or what was fed of a row, which sees its prompt too."""
 
-    num_slots: int  # S of each sequence
     slots: torch.Tensor  # (m,) where each token is among the P*S slots
     keys: torch.Tensor  # the tokens that the first run sees, the second, ..
     query_ends: torch.Tensor  # (runs + 1,) int32, from 0
@@ -146,7 +145,7 @@ def runs(part: torch.Tensor, device, bias=None) -> Runs:
     lengths = [len(seen) for seen in keys]
     ends = (torch.tensor([0, *sizes]).cumsum(0).int() for sizes in (counts, lengths))
     of_device = (send(t, device) for t in (slots, torch.cat(keys), *ends))
-    return Runs(part.shape[1], *of_device, (max(counts), max(lengths)), bias)
+    return Runs(*of_device, (max(counts), max(lengths)), bias)
 
 
 def by_flash(x) -> bool:
@@ -203,12 +202,13 @@ class Attention(torch.autograd.Function):
 
 def dense_attention(q, k, v, runs):
     """The same over the padded sequences with a bias: what flash does not know."""
-    q, k, v = (_padded(x, runs, len(runs.bias)) for x in (q, k, v))
+    q, k, v = (_padded(x, runs) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
 
 
-def _padded(x, runs, num_prompts):
+def _padded(x, runs):
     """(P, heads, S, D) of x (m, heads, D), 0 at the padding."""
-    slots = x.new_zeros(num_prompts * runs.num_slots, *x.shape[1:]).index_copy(0, runs.slots, x)
-    return slots.unflatten(0, (num_prompts, -1)).transpose(1, 2)
+    size = len(runs.bias), runs.bias.shape[-1]
+    slots = x.new_zeros(size[0] * size[1], *x.shape[1:]).index_copy(0, runs.slots, x)
+    return slots.unflatten(0, size).transpose(1, 2)
