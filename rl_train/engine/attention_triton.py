@@ -125,12 +125,8 @@ def _attend(
     own_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
     num_prefix = num_prompts * blocks * M.SPLITS
     if item < num_prefix:
-        prompt, block, split = (
-            item // M.SPLITS // blocks,
-            item // M.SPLITS % blocks,
-            item % M.SPLITS,
-        )
-        query = block * QUERIES + tl.arange(0, QUERIES)
+        prompt, split = item // M.SPLITS // blocks, item % M.SPLITS
+        query = item // M.SPLITS % blocks * QUERIES + tl.arange(0, QUERIES)
         row, there = prompt * M.G + query // PER, query < M.G * PER
         empty = tl.load(pad + prompt).to(tl.int32)
         low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)

@@ -71,12 +71,10 @@ def _add(residual, p, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr,
 
 def add(residual, inputs, linear, weight):
     (n, width), y = residual.shape, _product(inputs, linear.weight)
-    x, power = (
-        torch.empty_like(residual),
-        residual.new_empty(n, width // COLUMNS, dtype=torch.float32),
-    )
+    x, parts = torch.empty_like(residual), width // COLUMNS
+    power = residual.new_empty(n, parts, dtype=torch.float32)
     product, sizes = product_of(y, linear, power)
-    grid = width // COLUMNS, triton.cdiv(n, sizes.ROWS)
+    grid = parts, triton.cdiv(n, sizes.ROWS)
     _add[grid](residual, product, weight, x, power, sizes, len(y), COLUMNS)
     return x, power
 
