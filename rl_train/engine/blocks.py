@@ -10,7 +10,6 @@ D head size, F MLP width, r LoRA rank, k linears of one input.
 from dataclasses import dataclass
 
 import torch
-import torch._functorch.config
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
@@ -69,7 +68,11 @@ def behind_attention(residual, mixed, norm, out, gate_up, down):
 
 
 def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
-    """Derivatives by the residual, to which `d_residual` is added, and by qkv's LoRA."""
+    """Derivatives by the residual, to which `d_residual` is added, and by each of qkv's LoRA.
+
+    Args:
+        d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as there.
+    """
     *others, qkv = others_and_qkv
 
     def function(residual, lora):
@@ -80,7 +83,10 @@ def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
 
 
 def behind_attention_vjp(d, residual, mixed, norm, *linears):
-    """Derivatives by residual, mixed, each LoRA. Compiled, it computes no product of `down`."""
+    """Derivatives by residual, mixed and each LoRA of the linears in turn.
+
+    Compiled, it does not compute what `down` puts out.
+    """
 
     def function(residual, mixed, loras):
         trained = [(*one[:4], *lora) for one, lora in zip(linears, loras)]
@@ -99,17 +105,6 @@ def any_number(*tensors):
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensors
-
-
-def recompute_gated():
-    """Let what feeds a product of the backward too, as the MLP's gated values, be computed again.
-
-    A third less memory where layers keep what they computed. To be said in each thread that
-    compiles a forward.
-    """
-    config = torch._functorch.config
-    if config.ban_recompute_materialized_backward:
-        config.ban_recompute_materialized_backward = False
 
 
 @dataclass
@@ -154,9 +149,9 @@ def by_flash(x) -> bool:
 
 
 def attend(q, k, v, runs):
-    """(attention (m, H*D), whatever else `attend_vjp` wants to know).
+    """(attention (m, H*D), and what else flash attention's backward takes), without gradient.
 
-    By flash attention, for which the keys of a prompt are repeated for its rows, but kept once.
+    For flash attention the keys of a prompt are repeated for its rows, but kept once.
     """
     if runs.bias is not None:
         return (dense_attention(q, k, v, runs),)

@@ -64,7 +64,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
 
 
 class _Checkpoint(torch.autograd.Function):
-    """A layer that keeps its input and attention, and computes what lies between in the backward.
+    """A layer that keeps its input and attention, and computes the rest again in the backward.
 
     Without autograd, whose graph of a layer costs more Python than the GPU's work, and without the
     layer's output, which nobody needs again.

@@ -11,6 +11,7 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 import contextlib
 
 import torch
+import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -117,7 +118,9 @@ class FusedModel:
         # The parts of a decode step that are no products, of a layer that are not attention.
         self.decode_ops, self.functions = decode_torch, blocks.FUNCTIONS
         if head.weight.is_cuda:
-            blocks.recompute_gated()
+            # What feeds a product of the backward too, as the MLP's gated values, may be computed
+            # again: a third less memory where layers keep what they computed.
+            torch._functorch.config.ban_recompute_materialized_backward = False
             self.functions = [torch.compile(function) for function in blocks.FUNCTIONS]
             from rl_train.engine import decode_triton
 

@@ -33,9 +33,12 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
-    """[log-probs (c,) of ids (c,), entropies (c,), of as many of both the derivatives (c, V)].
+    """[log-probs (c,) of ids (c,), entropies (c,), d log-prob, d entropy (c, V) by logits / T].
 
-    By logits that are divided by the temperature already.
+    Under softmax(logits / T), T the temperature, of logits (c, at least V).
+
+    Args:
+        derivatives: how many of the two, in `dtype`.
     """
     column, token = torch.arange(logits.shape[1], device=logits.device), ids[:, None]
     every = logits if temperature == 1 else logits / temperature

@@ -1,4 +1,4 @@
-"""The forward by kernels, in their torch twins: its parts, what it keeps, what it follows.
+"""The packed forward and its backward: their parts, what they keep, what they follow.
 
 `test_score` compares the whole with plain forwards, row by row, too.
 """
@@ -35,7 +35,7 @@ def test_linears():
 
 
 def test_heads_are_turned():
-    """q and k by their angle, as complex numbers; v stays; what came is added up."""
+    """q and k by their angle, as complex numbers; v stays."""
     angle, matrix = make(3, 3, seed=2), make(30, 6, seed=1)
     residual = make(3, 6, seed=3)
     turn, norm = (angle.cos()[:, None], angle.sin()[:, None]), (torch.ones(6), 1e-6)
