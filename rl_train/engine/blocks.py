@@ -101,7 +101,7 @@ FUNCTIONS = before_attention, behind_attention, rms_norm, before_attention_vjp, 
 
 
 def any_number(*tensors):
-    """The tensors, of which torch.compile shall not take the number of tokens for a constant."""
+    """The tensors, of which torch.compile shall not take the number of rows for a constant."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensors

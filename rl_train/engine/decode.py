@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import forward
+from rl_train.engine.blocks import any_number
 from rl_train.engine.head import product
 from rl_train.engine.packing import Shared, next_positions
 from rl_train.engine.tokens import Completions, Sampling
@@ -22,7 +23,6 @@ from sa2va_hf.image_tokens import send
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
-ANY_SIZE = torch._dynamo.maybe_mark_dynamic  # of these axes, so that `choose` is compiled once
 POLL = 2  # tokens between two looks at whether all rows are done, each a poll late
 
 
@@ -123,10 +123,9 @@ class Graph:
         self.logp = new(n, num_tokens, dtype=torch.float32)
         self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
         self.state, self.token, self.position = (new(n, dtype=torch.long) for _ in range(3))
+        any_number(self.done, self.state, self.token)  # so that `choose` is compiled once
         for buffer in (self.uniforms, self.ids, self.logp, self.valid):
-            ANY_SIZE(buffer, (0, 1))
-        for buffer in (self.done, self.state, self.token):
-            ANY_SIZE(buffer, 0)
+            torch._dynamo.maybe_mark_dynamic(buffer, (0, 1))
         self.step = new(1, dtype=torch.long)
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
         turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
@@ -219,8 +218,7 @@ class Graph:
     def sample(self, hidden):
         """Draw token `step` of each row from hidden (N, C) and write it down."""
         logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
-        ANY_SIZE(logits, 0)
-        self.fused.decode_ops.choose(self, logits)
+        self.fused.decode_ops.choose(self, *any_number(logits))
 
     def forward(self):
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""

@@ -39,10 +39,10 @@ class Engine:
     out (what is not is fetched, for which the GPU waits); so are ids of answers and their ends.
 
     On CUDA it samples by kernels and graphs of its own and scores by compiled layers, if it knows
-    the model (else it logs one warning);
-    on the CPU by the model's own modules, which there are as fast. At its first use on CUDA it
-    takes the frozen weights over: the model's parameters become views of larger matrices, and
-    compute as before. Whoever saves, moves, merges or unloads the model calls `release` first.
+    the model (else it logs one warning); on the CPU by the model's own modules, which there are as
+    fast. At its first use on CUDA it takes the frozen weights over: the model's parameters become
+    views of larger matrices, and compute as before. Whoever saves, moves, merges or unloads the
+    model calls `release` first.
 
     Args:
         language_model: has .model, .lm_head, .config and get_input_embeddings() as a causal LM of
@@ -143,14 +143,7 @@ class Engine:
         return self._decoder.generate(embeds, mask, placed, shared, draws)
 
     def score(
-        self,
-        embeds,
-        attention_mask,
-        prompt,
-        ids,
-        valid,
-        position_ids=None,
-        entropy_gradient=False,
+        self, embeds, attention_mask, prompt, ids, valid, position_ids=None, entropy_gradient=False
     ) -> Answers:
         """Log-probs of n answers by one forward over their prompts; carries gradient.
 

@@ -48,7 +48,7 @@ class FusedLinears:
 
     def fill(self):
         """Make the matrix, of which the linears' parameters become views; LoRA's rows are 0."""
-        bases, loras = self.bases, self.loras
+        bases, loras, outputs = self.bases, self.loras, sum(self.sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
         self.weight = _joined([base.weight for base in bases], a)
@@ -58,11 +58,10 @@ class FusedLinears:
             self.bias = _joined([base.bias for base in bases], a[:, 0])
         self.lora_b, self.targets = None, []
         if loras:  # zeros, as warm-ups run before `refresh`
-            self.lora_b = new(sum(self.sizes), rank)
-            rows_a = self.weight[sum(self.sizes) :].split(rank)
+            self.lora_b = new(outputs, rank)
+            rows_a = self.weight[outputs:].split(rank)
             for rows in zip(rows_a, self.lora_b.split(self.sizes)):
                 self.targets += rows
-        outputs = sum(self.sizes)
         bias = None if self.bias is None else self.bias[:outputs]
         self.operands = self.weight[:outputs], bias, self.sizes, self.scaling, *self.sources
 
