@@ -91,12 +91,11 @@ class Gpu:
     def wait(self, operation: str):
         frame, place = sys._getframe(1), None
         while frame and not place:
-            file = Path(frame.f_code.co_filename)
-            if file.is_relative_to(ROOT) and file.parts[len(ROOT.parts)] in (
-                "rl_train",
-                "sa2va_hf",
-            ):
-                place = f"{file.stem}:{frame.f_code.co_name}"
+            file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+            ours = file.is_relative_to(ROOT)
+            ours = ours and file.parts[len(ROOT.parts)] in ("rl_train", "sa2va_hf")
+            if ours and not name.startswith("<"):  # comprehensions have frames before Python 3.12
+                place = f"{file.stem}:{name}"
             frame = frame.f_back
         self.waits.append((operation, place))
 

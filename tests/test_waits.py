@@ -28,7 +28,7 @@ ALLOWED = dict(
     reference2=set(),
     teacher2=ROLLOUT
     | {"processing_sa2va:region_grid", "segment_describe:region_grids"}
-    | {"caption_mask_caption:<dictcomp>"},
+    | {"caption_mask_caption:judge"},
     update={"objective:faults", "curves:numbers", "train:update"},
 )
 

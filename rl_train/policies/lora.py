@@ -24,6 +24,11 @@ def groups_of(names, patterns: dict[str, str]) -> list[str]:
     return [group for group in patterns if any(re.search(patterns[group], n) for n in names)]
 
 
+def group_of_each(names, patterns: dict[str, str]) -> dict[str, str]:
+    """{name: the group that it belongs to}, for every step to read: expressions take it 2 ms."""
+    return {name: groups_of([name], patterns)[0] for name in names}
+
+
 def freeze_all_but(model, patterns: dict[str, str]) -> dict[str, torch.nn.Parameter]:
     """{name: parameter} of what trains, in float32: what a pattern of {group: regex} finds."""
     trainable = {}

@@ -74,6 +74,7 @@ class QwenPointsPolicy:
         size = (config.lora_r, config.lora_alpha, config.lora_dropout)
         self.peft = lora.attach_lora(vlm, *size, targets=LINEARS)
         self.trainable = lora.freeze_all_but(model, TRAINABLE)
+        self.groups = lora.group_of_each(self.trainable, TRAINABLE)
         model.eval()
         self.watch = Watch()
         self.engine = Engine(
@@ -93,7 +94,7 @@ class QwenPointsPolicy:
         return self.model.vlm.config.text_config.max_position_embeddings
 
     def group_of(self, name: str) -> str:
-        return lora.groups_of([name], TRAINABLE)[0]
+        return self.groups[name]
 
     def autocast(self):
         return lora.autocast(self.model.vlm.lm_head.weight.dtype, self.device)

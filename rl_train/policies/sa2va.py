@@ -88,7 +88,7 @@ class Sa2VAPolicy:
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id, self.max_masks = tokenizer.pad_token_id, config.max_masks_per_answer
-        self.base_dtype, self.patterns = model.dtype, {group: GROUPS[group] for group in groups}
+        self.base_dtype, patterns = model.dtype, {group: GROUPS[group] for group in groups}
         self.encoders_train = bool(ENCODERS & set(groups))
         self.peft = None
         if "lora" in groups:
@@ -96,7 +96,8 @@ class Sa2VAPolicy:
             self.peft = lora.attach_lora(model.language_model, *size)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
-        self.trainable = lora.freeze_all_but(model, self.patterns)
+        self.trainable = lora.freeze_all_but(model, patterns)
+        self.groups = lora.group_of_each(self.trainable, patterns)
         model.eval()
         self.watch = Watch()
         self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
@@ -113,7 +114,7 @@ class Sa2VAPolicy:
         return self.model.device
 
     def group_of(self, name: str) -> str:
-        return lora.groups_of([name], self.patterns)[0]
+        return self.groups[name]
 
     def autocast(self):
         return lora.autocast(self.base_dtype, self.device)

@@ -125,10 +125,15 @@ def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, to
 
 
 @torch.no_grad()
-def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) -> list[str]:
-    """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking."""
-    captions, grids = [""] * len(masks), region_grids(policy, masks)
-    asked = list(grids)
+def describe(
+    policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens, grids=None
+) -> list[str]:
+    """Greedy caption of masks[p] (H, W) in image[p]; of an empty mask "", without asking.
+
+    Args: grids: `region_grids` of the masks, where they are found already.
+    """
+    grids = region_grids(policy, masks) if grids is None else grids
+    captions, asked = [""] * len(masks), list(grids)
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
         regions = [grids[p] for p in chunk]
@@ -140,7 +145,7 @@ def describe(policy: Sa2VAPolicy, images: Images, image, masks, max_new_tokens) 
 
 @torch.no_grad()
 def caption_likelihood(
-    policy: Sa2VAPolicy, images: Images, image, masks, captions, max_new_tokens
+    policy: Sa2VAPolicy, images: Images, image, masks, captions, max_new_tokens, grids=None
 ) -> torch.Tensor:
     """(P,) likelihood per token, exp(mean log-prob), of captions[p] as description of masks[p].
 
@@ -148,17 +153,20 @@ def caption_likelihood(
     forward, no decoding; of a caption the first max_new_tokens tokens. Masks of one region grid are
     one question: asked once, so that rounding (which depends on a row's neighbours) does not make
     equal rewards differ. On the policy's device, which may still compute it.
+
+    Args: grids: see `describe`.
     """
+    grids = region_grids(policy, masks) if grids is None else grids
     questions = {}  # {question: its rows and their grid}
-    for p, grid in region_grids(policy, masks).items():
+    for p, grid in grids.items():
         key = (image[p], captions[p], grid.numpy().tobytes())
         questions.setdefault(key, []).append((p, grid))
     likelihood = torch.zeros(len(masks), device=policy.device)
     asked = list(questions.values())
     for start in range(0, len(asked), ROWS_AT_ONCE):
         chunk = asked[start : start + ROWS_AT_ONCE]
-        rows, grids = zip(*[question[0] for question in chunk])
-        prompts = policy.describe_prompts(images, [image[p] for p in rows], list(grids))
+        rows, regions = zip(*[question[0] for question in chunk])
+        prompts = policy.describe_prompts(images, [image[p] for p in rows], list(regions))
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
         values = policy.mean_logp(images, prompts, answers).exp()
         row, of = zip(*[(p, k) for k, question in enumerate(chunk) for p, _ in question])

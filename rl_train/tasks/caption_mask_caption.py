@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from rl_train.data.text import phrase
 from rl_train.flags import POSITIVE, SHARE, WEIGHT, flag
-from rl_train.policies.segment_describe import caption_likelihood, describe
+from rl_train.policies.segment_describe import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT, without_rows
 from rl_train.rewards.custom import user_components, with_components
@@ -95,11 +95,12 @@ class CaptionMaskCaption:
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks
         question = (policy, rollout.features, rollout.prompts.image, masks)
-        rewards = {}
+        grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
-            replies = describe(*question, context.max_new_tokens)
+            replies = describe(*question, context.max_new_tokens, grids)
             if "likelihood" in self.weights:
-                likelihood = caption_likelihood(*question, captions, context.max_new_tokens)
+                asked = (captions, context.max_new_tokens, grids)
+                likelihood = caption_likelihood(*question, *asked)
                 rewards["likelihood"] = likelihood  # which a GPU computes during what follows
         regions = [send(mask, policy.device) for mask in rollout.batch.masks]
         targets = rollout.of_rows(regions)

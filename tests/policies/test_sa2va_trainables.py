@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rl_train.policies import lora
 from rl_train.policies.sa2va import TRAINABLE
 from rl_train.roles import Roles
 
@@ -49,6 +50,12 @@ def test_trainable_set_is_the_allow_list(model):
         assert frozen and not any(n in trains for n in frozen), part
     # 4 layers x 7 projections x (A, B)
     assert sum(group == "lora" for group in trains.values()) == 4 * 7 * 2
+
+
+def test_groups_are_found_once(model, monkeypatch):
+    """Each step asks for those of all that trains, while a GPU waits for its update."""
+    monkeypatch.setattr(lora, "groups_of", None)
+    assert {model.group_of(name) for name in model.trainable} == set(TRAINABLE)
 
 
 def test_a_group_left_out_is_frozen(policy):

@@ -75,6 +75,18 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
     assert torch.equal(rewards["hit"], (rewards["iou"] > 0).float()) and "hit" not in task.weights
 
 
+def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
+    """For their captions and for the likelihoods."""
+    task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
+    rollout = roll(model, task, batch)
+    region_grid, found = model.processor.region_grid, []
+    monkeypatch.setattr(
+        model.processor, "region_grid", lambda masks: found.append(len(masks)) or region_grid(masks)
+    )
+    assert task.judge(rollout).rewards["likelihood"].any()
+    assert sum(found) == len(rollout.action.masks) == 8
+
+
 def test_against_another_sample_s_target(model, batch):
     """--control other and fixed: the task judges the same masks and replies by other captions."""
     task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, mask_sigma=4.0)

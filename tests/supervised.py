@@ -1,0 +1,48 @@
+"""Supervised training as its tests call it: short runs, and a task of a user."""
+
+import torch
+
+from rl_train import cli, parts, train
+from rl_train.data.loader import Batches
+from rl_train.distributed import Ranks
+from rl_train.tasks.supervised import ReferringSegmentation
+from tests.runs import flags
+from tools import train_supervised
+
+ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".split()
+
+
+def line(data, output, **changes):
+    """The command line of a short run."""
+    absent = dict(num_generations=None, micro_batch_size=None, mask_sigma=None)
+    return flags(data, output, **absent | dict(max_completion_length=24) | changes)
+
+
+def run(data, output, **changes):
+    train.main(line(data, output, **changes), train_supervised.PROGRAM, train_supervised.train)
+    return output
+
+
+def built(data, output, **changes):
+    """The parts of a run that does not begin."""
+    config = cli.parse(line(data, output, **changes), train_supervised.PROGRAM)
+    return parts.build(config, Ranks(0, 1, torch.device("cpu")))
+
+
+def losses(made, index):
+    """(loss, statistics, batch, examples) of samples `index` in the first step."""
+    batch = Batches(made.train_set, made.state.policy.inputs(24))[index]
+    features = made.state.policy.encode(batch)
+    examples = train_supervised.examples_of(made, batch, features)
+    totals = train_supervised.step_totals([(features, examples)], 1)
+    objective = train_supervised.SupervisedLoss(made.state.policy)
+    return *objective(features, examples, totals, False), batch, examples
+
+
+class TakesNothing(ReferringSegmentation):
+    """A task of a user, which reads what only the user's data say."""
+
+    asks_reference = True
+
+    def examples(self, batch, features, rngs):
+        raise ValueError(batch.image_ids[0])
