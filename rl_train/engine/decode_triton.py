@@ -1,6 +1,6 @@
 """The parts of a decode step as one kernel each, of Triton.
 
-`attend` is two, `add` comes behind a product; `embed`, `normed` and `choose` (three) are compiled.
+`attend` is two, `add` comes behind a product; `embed`, `normed` and `choose` are compiled.
 
 The same functions as `decode_torch`, which says what they take and return. Sums are float32;
 products of two tensors take their own dtype, in full precision for float32. Rounded to the model's
