@@ -16,6 +16,7 @@ from rl_train.config import LossConfig
 from rl_train.finite import Watch
 from rl_train.grpo import grpo_loss, k3_kl, mean_entropy, over_spread
 from rl_train.types import Outcome, Rollout
+from sa2va_hf.image_tokens import send
 
 
 @dataclass
@@ -219,7 +220,7 @@ class MicroBatchLoss(nn.Module):
         if config.loss_type == "gspo":
             old = work.first_scored(rows, scores.logp)
         valid, advantages = (  # (n, T), (n,)
-            x.to(scores.logp.device, non_blocking=True)
+            send(x, scores.logp.device)
             for x in (rollout.valid[rows] & work.scored[rows, None], work.advantages[rows])
         )
         by_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")

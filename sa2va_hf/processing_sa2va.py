@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from .image_tokens import send
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
@@ -142,7 +144,7 @@ def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
 def _imagenet(device):
     """(mean, std) (3, 1, 1) of ImageNet's colours."""
     both = torch.tensor([IMAGENET_MEAN, IMAGENET_STD]).view(2, 3, 1, 1)
-    return both.to(device, non_blocking=True).unbind()
+    return send(both, device).unbind()
 
 
 class Sa2VAProcessor:

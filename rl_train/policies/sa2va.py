@@ -153,8 +153,7 @@ class Sa2VAPolicy:
         precision = self.autocast() if train else contextlib.nullcontext()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), precision:
             seen, shown = (
-                t.to(self.device, non_blocking=True)
-                for t in (torch.cat([tiles[i] for i in own]), pixels[own])
+                send(t, self.device) for t in (torch.cat([tiles[i] for i in own]), pixels[own])
             )
             vision = self.model.vision_features(normalise_tiles(seen))
             shown = normalise_sam_pixels(shown, self.rounded_normalisation)
@@ -163,7 +162,7 @@ class Sa2VAPolicy:
             place = [own.index(i) for i in image]
             parts = vision.split([len(tiles[i]) for i in own])
             vision = torch.cat([parts[k] for k in place])
-            at = torch.tensor(place).to(self.device, non_blocking=True)
+            at = send(torch.tensor(place), self.device)
             sam = [level[at] for level in sam]
         return Images(vision, [len(t) for t in tiles], sam, batch.sizes, batch.inputs.grids)
 
@@ -242,7 +241,7 @@ class Sa2VAPolicy:
         logp = self.engine.logps(before.flatten(0, 1)[at], said)
         self.watch("log-probs of given answers", logp)
         sums = logp.new_zeros(ids.numel()).index_copy(0, at, logp).view(ids.shape).sum(1)
-        return sums / mask.sum(1).to(self.device, non_blocking=True)
+        return sums / send(mask.sum(1), self.device)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """(n, T) bool: the [SEG] that are decoded, the first `max_masks` of each row.
@@ -264,7 +263,7 @@ class Sa2VAPolicy:
     def mask_embeddings(self, completed: Rollout | Completions):
         """(row of each [SEG] (M,), on the CPU; prompt embeddings (M, D) float32) as sampled."""
         seg = self.seg_tokens(completed.ids, completed.valid).nonzero()  # (M, 2)
-        row, column = seg.to(self.device, non_blocking=True).unbind(1)
+        row, column = send(seg, self.device).unbind(1)
         with self.autocast():
             embeddings = self.model.text_hidden_fcs(completed.hidden[row, column])
         return seg[:, 0], embeddings.float()
@@ -280,7 +279,7 @@ class Sa2VAPolicy:
 
         See `by_chunks`.
         """
-        at = torch.tensor(image, dtype=torch.long).to(self.device, non_blocking=True)
+        at = send(torch.tensor(image, dtype=torch.long), self.device)
 
         def decode(some):
             with self.autocast():

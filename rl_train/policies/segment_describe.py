@@ -9,6 +9,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.batches import Images
+from sa2va_hf.image_tokens import send
 from sa2va_hf.processing_sa2va import upsample_masks
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
@@ -170,6 +171,6 @@ def caption_likelihood(
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in rows]
         values = policy.mean_logp(images, prompts, answers).exp()
         row, of = zip(*[(p, k) for k, question in enumerate(chunk) for p, _ in question])
-        row, of = torch.tensor([row, of]).to(policy.device, non_blocking=True)
+        row, of = send(torch.tensor([row, of]), policy.device)
         likelihood.index_copy_(0, row, values[of])
     return likelihood

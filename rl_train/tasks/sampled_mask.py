@@ -98,8 +98,7 @@ class SampledMask:
         pick = slice(*torch.searchsorted(drawn.rows, bounds).tolist())
         segs = drawn.rows[pick]  # (m,) rows of these [SEG]
         scored, advantages = (
-            of_row[segs].to(scores.logp.device, non_blocking=True)
-            for of_row in (work.scored, work.advantages)
+            send(of_row[segs], scores.logp.device) for of_row in (work.scored, work.advantages)
         )
         zero = scores.logp.new_zeros(())
         none = zero, zero
