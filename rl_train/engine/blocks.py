@@ -23,24 +23,30 @@ def rms_norm(x, weight, eps):
     return weight * y.to(x.dtype)
 
 
-def linear(x, weight, bias, sizes, scaling, *lora):
+def linear(x, weight, bias, sizes, scaling, a=(), b=()):
     """(m, outputs of its own) of each of k linears of one input.
 
     Args:
-        weight: (outputs, C), frozen; bias: (outputs,) or None; sizes: outputs of each.
+        weight: (outputs, C), frozen, of all; bias: (outputs,) or None; sizes: outputs of each.
         scaling: of the LoRA, alpha / r.
-        lora: A (r, C), B (outputs of its own, r) of the first, of the second, ..; or nothing.
+        a: LoRA's A (r, C) of each, or one of all; without, they are the last rows of weight.
+        b: B (outputs of its own, r) of each; none: no LoRA.
     """
-    if bias is None and min(sizes) > weight.shape[1]:
+    if b and not a:
+        y = F.linear(x, weight, bias)
+        own, inner = y[:, : sum(sizes)].split(sizes, 1), y[:, sum(sizes) :]
+    elif bias is None and min(sizes) > weight.shape[1]:
         # Wide ones, as the MLP's: else their derivatives were copied side by side first.
         own = [F.linear(x, rows) for rows in weight.split(sizes)]
     else:
         own = F.linear(x, weight, bias).split(sizes, 1)
-    if not lora:
+    if not b:
         return own
-    inner = scaling * F.linear(x, torch.cat(lora[::2]).to(x.dtype))  # r is few beside the outputs
-    pairs = zip(own, inner.chunk(len(sizes), 1), lora[1::2])
-    return [y + F.linear(a, b.to(x.dtype)) for y, a, b in pairs]
+    if a:
+        inner = F.linear(x, (torch.cat(a) if len(a) > 1 else a[0]).to(x.dtype))
+    inner = scaling * inner  # r is few beside the outputs
+    parts = zip(own, inner.chunk(len(sizes), 1), b)
+    return [y + F.linear(part, rows.to(x.dtype)) for y, part, rows in parts]
 
 
 def turned(x, cos, sin):
@@ -71,15 +77,17 @@ def before_attention_vjp(d_residual, d_heads, residual, *others_and_qkv):
     """Derivatives by the residual, to which `d_residual` is added, and by each of qkv's LoRA.
 
     Args:
-        d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as there.
+        d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as there, of
+            which the LoRA's A are rows of the weights.
     """
     *others, qkv = others_and_qkv
+    qkv, lora = _apart(*qkv)
 
     def function(residual, lora):
-        return before_attention(residual, *others, (*qkv[:4], *lora))
+        return before_attention(residual, *others, (*qkv, *lora))
 
-    by_residual, lora = torch.func.vjp(function, residual, qkv[4:])[1](d_heads)
-    return d_residual + by_residual, *lora
+    by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)
+    return d_residual + by_residual, *_of_each(*lora)
 
 
 def behind_attention_vjp(d, residual, mixed, norm, *linears):
@@ -87,14 +95,26 @@ def behind_attention_vjp(d, residual, mixed, norm, *linears):
 
     Compiled, it does not compute what `down` puts out.
     """
+    linears, loras = zip(*[_apart(*one) for one in linears])
 
     def function(residual, mixed, loras):
-        trained = [(*one[:4], *lora) for one, lora in zip(linears, loras)]
+        trained = [(*one, *lora) for one, lora in zip(linears, loras)]
         return behind_attention(residual, mixed, norm, *trained)
 
-    loras = [one[4:] for one in linears]
     by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
-    return by_residual, by_mixed, *[d for lora in loras for d in lora]
+    return by_residual, by_mixed, *[d for lora in loras for d in _of_each(*lora)]
+
+
+def _apart(weight, bias, sizes, scaling, a, b):
+    """What `linear` takes: what is frozen; the LoRA, of which A are the last rows of weight."""
+    outputs = sum(sizes)
+    frozen = weight[:outputs], None if bias is None else bias[:outputs], sizes, scaling
+    return frozen, ((weight[outputs:],) if b else a, b)
+
+
+def _of_each(a, b):
+    """Float32 derivatives by A, B of the first linear, of the second, .."""
+    return [d.float() for pair in zip(a[0].chunk(len(b)), b) for d in pair] if b else []
 
 
 FUNCTIONS = before_attention, behind_attention, rms_norm, before_attention_vjp, behind_attention_vjp

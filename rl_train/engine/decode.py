@@ -73,8 +73,8 @@ class Decoder:
         num_rows = len(embeds) * draws.num_generations
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(len(embeds), embeds.shape[1], draws)
-            self.fused.refresh()
             cache, behind = [], next_positions(position_ids, attention_mask)
+            # Copies the LoRA in use, too.
             hidden = forward.hidden_states(
                 self.fused, shared.gather(embeds), shared.layout, cache=cache
             )

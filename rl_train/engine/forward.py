@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from rl_train.engine import blocks
 from rl_train.engine.blocks import any_number
+from rl_train.engine.fused import address
 from sa2va_hf.image_tokens import send
 
 
@@ -29,6 +30,10 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     before_attention, behind_attention, last_norm, *_ = fused.functions
+    grad = torch.is_grad_enabled()
+    recompute = grad and gradient_checkpointing
+    if recompute or not grad:
+        fused.refresh()  # as nothing is followed by autograd: its copies are fewer, larger products
     with torch.autocast(embeds.device.type, enabled=False):
         bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
         places = blocks.runs(layout.part, embeds.device, bias)
@@ -43,11 +48,11 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         def operands(linears, *norms):
             """What the functions before and behind attention take of a layer."""
             norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
-            qkv, *rest = [one.operands for one in linears]
+            qkv, *rest = [one.live if grad and not recompute else one.copied for one in linears]
             return (*turn, norm, qkv), (mlp_norm, *rest)
 
         for parts in fused.layers:
-            if gradient_checkpointing and torch.is_grad_enabled():
+            if recompute:
                 lora = [parameter for linears in parts[0] for parameter in linears.sources]
                 residual = _Checkpoint.apply(fused, parts, operands, places, residual, *lora)
                 continue
@@ -79,7 +84,7 @@ class _Checkpoint(torch.autograd.Function):
             attended = blocks.attend(*before_attention(*any_number(residual), *before), places)
             out = behind_attention(*any_number(residual, attended[0]), *behind)
         ctx.save_for_backward(*lora, residual, *attended)
-        ctx.layer, ctx.used = (fused, parts, operands, places), _address(lora)
+        ctx.layer, ctx.used = (fused, parts, operands, places), (address(lora), fused.copied)
         return out
 
     @staticmethod
@@ -88,11 +93,11 @@ class _Checkpoint(torch.autograd.Function):
         fused, parts, operands, places = ctx.layer
         number = len(ctx.needs_input_grad) - 5
         lora, (residual, *attended) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
-        assert _address(lora) == ctx.used, (
-            "another LoRA came into use between a checkpointed forward and its backward"
-        )
         before_attention, *_, before_vjp, behind_vjp = fused.functions
         with fused.present(parts):
+            assert ctx.used == (address(lora), fused.copied), (
+                "another LoRA came into use between a checkpointed forward and its backward"
+            )
             before, behind = operands(*parts)
             inputs = any_number(d, residual, attended[0])
             d, d_mixed, *by_rest = behind_vjp(*inputs, *behind)
@@ -101,7 +106,3 @@ class _Checkpoint(torch.autograd.Function):
             d, *by_qkv = before_vjp(*any_number(d), any_number(*by_heads), residual, *before)
         return None, None, None, None, d, *by_qkv, *by_rest
 
-
-def _address(lora) -> int | None:
-    """Where the first parameter's numbers are: a role's own, which it exchanges all together."""
-    return lora[0].data_ptr() if lora else None

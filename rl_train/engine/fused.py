@@ -2,7 +2,7 @@
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
-live float32 parameters, of whatever role is active, by `refresh`: for the sampler, as the update
+live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
 reads the parameters themselves.
 
 Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
@@ -34,7 +34,8 @@ class FusedLinears:
         lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
         sizes: outputs of each linear.
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
-        operands: what `blocks.linear` takes behind x, of which the LoRA is no copy.
+        live, copied: what `blocks.linear` takes behind x, of which the LoRA is the parameters
+            themselves, or their copies.
     """
 
     def __init__(self, modules: list[nn.Module], filled=True):
@@ -47,7 +48,7 @@ class FusedLinears:
             self.fill()
 
     def fill(self):
-        """Make the matrix, of which the linears' parameters become views; LoRA's rows are 0."""
+        """Make the matrix, of which the linears' parameters become views, with the LoRA in use."""
         bases, loras, outputs = self.bases, self.loras, sum(self.sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
@@ -57,17 +58,21 @@ class FusedLinears:
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             self.bias = _joined([base.bias for base in bases], a[:, 0])
         self.lora_b, self.targets = None, []
-        if loras:  # zeros, as warm-ups run before `refresh`
+        rows_b = ()
+        if loras:
             self.lora_b = new(outputs, rank)
-            rows_a = self.weight[outputs:].split(rank)
-            for rows in zip(rows_a, self.lora_b.split(self.sizes)):
+            rows_a, rows_b = self.weight[outputs:].split(rank), self.lora_b.split(self.sizes)
+            for rows in zip(rows_a, rows_b):
                 self.targets += rows
+            refresh(self.targets, self.sources)
         bias = None if self.bias is None else self.bias[:outputs]
-        self.operands = self.weight[:outputs], bias, self.sizes, self.scaling, *self.sources
+        numbers, lora = (self.sizes, self.scaling), (self.sources[::2], self.sources[1::2])
+        self.live = self.weight[:outputs], bias, *numbers, *lora
+        self.copied = self.weight, self.bias, *numbers, (), rows_b
 
     def empty(self):
         """Let go of the matrix."""
-        self.weight = self.bias = self.lora_b = self.operands = None
+        self.weight = self.bias = self.lora_b = self.live = self.copied = None
         self.targets = []
 
 
@@ -137,8 +142,8 @@ class FusedModel:
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
-        if self.targets:
-            torch._foreach_copy_(self.targets, [source.data for source in self.sources])
+        refresh(self.targets, self.sources)
+        self.copied = address(self.sources)
 
     @contextlib.contextmanager
     def present(self, parts):
@@ -149,6 +154,7 @@ class FusedModel:
         with self.lend(self.lent[id(parts)]):
             for linears in parts[0]:
                 linears.fill()
+            self.copied = address(self.sources)
             try:
                 yield
             finally:
@@ -160,6 +166,17 @@ class FusedModel:
         for parameter in (self.head.weight, *self.model.parameters()):
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def refresh(targets, sources):
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def address(sources) -> int | None:
+    """Where the first parameter's numbers are: a role's own, which it exchanges all together."""
+    return sources[0].data_ptr() if sources else None
 
 
 def _state(model) -> tuple:

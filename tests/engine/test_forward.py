@@ -22,7 +22,8 @@ def test_norm():
     torch.testing.assert_close(blocks.rms_norm(x, weight, 1e-6), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_linears():
+@pytest.mark.parametrize("lora", ["live", "copied"])
+def test_linears(lora):
     """q, k and v together: base, bias and LoRA."""
     attention = tiny_llm().model.layers[0].self_attn
     modules = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -30,7 +31,7 @@ def test_linears():
     for module in modules:
         module.base_layer.bias.data.normal_()
     expected = torch.cat([module(x) for module in modules], dim=1)
-    found = blocks.linear(x, *FusedLinears(modules).operands)
+    found = blocks.linear(x, *getattr(FusedLinears(modules), lora))
     torch.testing.assert_close(torch.cat(found, dim=1), expected)
 
 
@@ -94,7 +95,8 @@ def test_equals_modules(num_kv_heads, lora, checkpointing, how, monkeypatch):
 def test_a_compiled_backward_computes_no_product_that_nobody_reads():
     """Nor compiles again for other lengths; its gradients are those of the plain functions.
 
-    Of a linear with its LoRA [W; A, B], the backward of what lies behind attention needs: forward
+    Forward W and A are one product: 1 + 3 before attention, 2 + 3 + 2 behind it. Of a linear with
+    its LoRA [W; A, B], the backward of what lies behind attention needs: forward
     all of `out` and `gate_up` (3 + 5 products) and of `down` A's; backward 5 + 8 + 5, as a LoRA has
     3 more than W. Before attention it is A's for q, k and v together, then 3 x 2 + 3.
     """
@@ -123,8 +125,8 @@ def test_a_compiled_backward_computes_no_product_that_nobody_reads():
         torch.testing.assert_close(f, r, atol=1e-5, rtol=1e-4)
     assert products.pop("rms_norm")
     assert products == dict(
-        before_attention=[5],
-        behind_attention=[11],
+        before_attention=[4],
+        behind_attention=[7],
         before_attention_vjp=[10],
         behind_attention_vjp=[27],
     )
