@@ -147,9 +147,9 @@ def _attend(
     vectors = tl.load(q + head[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
     most = tl.full((QUERIES,), -1e30, tl.float32)  # not -inf: differences of two are numbers
     total, mixed = tl.zeros((QUERIES,), tl.float32), tl.zeros((QUERIES, D), tl.float32)
-    for start in range(low, high, M.KEYS):
-        at = (start + slot) * D
-        kept = start + slot < high
+    for start in range(0, high - low, M.KEYS):  # from low Triton 3.4 and 3.5 crash
+        at = (low + start + slot) * D
+        kept = start + slot < high - low
         k = tl.load(keys + at[None, :] + d[:, None], mask=kept[None, :], other=0.0)  # (D, KEYS)
         v = tl.load(values + at[:, None] + d[None, :], mask=kept[:, None], other=0.0)  # (KEYS, D)
         score = tl.dot(vectors, k, input_precision="ieee") * scale
