@@ -5,7 +5,9 @@ Letters: B images, P prompts (each about one image), L their longest length, C L
 
 from bisect import bisect
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 
 
@@ -58,7 +60,7 @@ def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Te
     lengths = torch.tensor([len(row) for row in rows])
     there = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]
     ids = torch.full(there.shape, pad_id)
-    ids[there] = torch.tensor([i for row in rows for i in row], dtype=torch.long)
+    ids[there] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
     return ids, there.long()
 
 

@@ -105,4 +105,3 @@ class _Checkpoint(torch.autograd.Function):
             by_heads = blocks.attend_vjp(d_mixed, q, k, v, places, *attended)
             d, *by_qkv = before_vjp(*any_number(d), any_number(*by_heads), residual, *before)
         return None, None, None, None, d, *by_qkv, *by_rest
-

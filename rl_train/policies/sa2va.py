@@ -197,8 +197,8 @@ class Sa2VAPolicy:
             how = dict(stop=self.stop, uniforms=uniforms, shared_prefix_lengths=shared)
             completions = self.engine.generate(embeds, attention, **sizes, **how)
         self.watch("log-probs of sampled answers", completions.logp)
-        rows = zip(completions.ids, completions.valid)
-        return completions, [self.prompts.completion_text(i[v].tolist()) for i, v in rows]
+        rows = zip(completions.ids.tolist(), completions.valid.sum(1).tolist())
+        return completions, [self.prompts.completion_text(ids[:length]) for ids, length in rows]
 
     def sample(
         self, batch, features: Images, prompts, num_generations, max_new_tokens, uniforms=None
