@@ -84,7 +84,7 @@ class _Checkpoint(torch.autograd.Function):
             attended = blocks.attend(*before_attention(*any_number(residual), *before), places)
             out = behind_attention(*any_number(residual, attended[0]), *behind)
         ctx.save_for_backward(*lora, residual, *attended)
-        ctx.layer, ctx.used = (fused, parts, operands, places), (address(lora), fused.copied)
+        ctx.layer, ctx.used = (fused, parts, operands, places), (address(lora), fused.copied_from)
         return out
 
     @staticmethod
@@ -95,7 +95,7 @@ class _Checkpoint(torch.autograd.Function):
         lora, (residual, *attended) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
         before_attention, *_, before_vjp, behind_vjp = fused.functions
         with fused.present(parts):
-            assert ctx.used == (address(lora), fused.copied), (
+            assert ctx.used == (address(lora), fused.copied_from), (
                 "another LoRA came into use between a checkpointed forward and its backward"
             )
             before, behind = operands(*parts)

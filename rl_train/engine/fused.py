@@ -64,7 +64,7 @@ class FusedLinears:
             rows_a, rows_b = self.weight[outputs:].split(rank), self.lora_b.split(self.sizes)
             for rows in zip(rows_a, rows_b):
                 self.targets += rows
-            refresh(self.targets, self.sources)
+            _copy(self.targets, self.sources)
         bias = None if self.bias is None else self.bias[:outputs]
         numbers, lora = (self.sizes, self.scaling), (self.sources[::2], self.sources[1::2])
         self.live = self.weight[:outputs], bias, *numbers, *lora
@@ -142,8 +142,8 @@ class FusedModel:
 
     def refresh(self):
         """Copy the LoRA in use into the fused matrices."""
-        refresh(self.targets, self.sources)
-        self.copied = address(self.sources)
+        _copy(self.targets, self.sources)
+        self.copied_from = address(self.sources)
 
     @contextlib.contextmanager
     def present(self, parts):
@@ -154,7 +154,7 @@ class FusedModel:
         with self.lend(self.lent[id(parts)]):
             for linears in parts[0]:
                 linears.fill()
-            self.copied = address(self.sources)
+            self.copied_from = address(self.sources)
             try:
                 yield
             finally:
@@ -169,7 +169,7 @@ class FusedModel:
 
 
 @torch.no_grad()
-def refresh(targets, sources):
+def _copy(targets, sources):
     if targets:
         torch._foreach_copy_(targets, sources)
 
