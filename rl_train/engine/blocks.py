@@ -115,7 +115,8 @@ def _apart(weight, bias, sizes, scaling, a, b):
 
 def _of_each(a, b):
     """Float32 derivatives by A, B of the first linear, of the second, .."""
-    return [d.float() for pair in zip(a[0].chunk(len(b)), b) for d in pair] if b else []
+    by_a = a[0].float().chunk(len(b)) if b else ()
+    return [d for pair in zip(by_a, b) for d in (pair[0], pair[1].float())]
 
 
 FUNCTIONS = before_attention, behind_attention, rms_norm, before_attention_vjp, behind_attention_vjp
