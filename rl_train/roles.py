@@ -83,8 +83,8 @@ class Roles:
             del self.banks[name]
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
-        for name, weight in weights.items():
-            self.trainable[name].data = weight
+        for name, parameter in self.trainable.items() if weights else ():
+            parameter.data = weights[name]
 
     @torch.no_grad()
     def update_teacher(self, decay: float):

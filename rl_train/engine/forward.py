@@ -2,9 +2,9 @@
 
 Written for the update, where eager modules spend more time on copies than on products: LoRA layers
 cast their input to float32 and back, and each operation between two products reads and writes all
-tokens. Here the base weights of linears of one input are one product (see `fused`), their LoRA A's
-another, and what comes before and behind attention are two functions (`blocks`), which on a GPU
-torch.compile turns into few kernels.
+tokens. Here linears of one input are one product (see `fused`), their LoRA A's another or, where
+autograd does not follow, a part of it; and what comes before and behind attention are two functions
+(`blocks`), which on a GPU torch.compile turns into few kernels.
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,
 K key-value heads, D head size.
@@ -22,7 +22,8 @@ from sa2va_hf.image_tokens import send
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:
     """(P, S, C) last hidden states after the final norm, 0 at the padding.
 
-    Carries gradient to embeds and LoRA.
+    Carries gradient to embeds and LoRA. Without, and with checkpoints, it refreshes the copies of
+    the LoRA in the fused matrices.
 
     Args:
         fused: `fused.FusedModel`.
@@ -84,7 +85,7 @@ class _Checkpoint(torch.autograd.Function):
             attended = blocks.attend(*before_attention(*any_number(residual), *before), places)
             out = behind_attention(*any_number(residual, attended[0]), *behind)
         ctx.save_for_backward(*lora, residual, *attended)
-        ctx.layer, ctx.used = (fused, parts, operands, places), (address(lora), fused.copied_from)
+        ctx.layer, ctx.used = (fused, parts, operands, places), address(lora)
         return out
 
     @staticmethod
@@ -93,11 +94,12 @@ class _Checkpoint(torch.autograd.Function):
         fused, parts, operands, places = ctx.layer
         number = len(ctx.needs_input_grad) - 5
         lora, (residual, *attended) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
+        assert address(lora) == ctx.used, (
+            "another LoRA came into use between a checkpointed forward and its backward"
+        )
+        fused.follow()  # forwards of other roles may have come in between
         before_attention, *_, before_vjp, behind_vjp = fused.functions
         with fused.present(parts):
-            assert ctx.used == (address(lora), fused.copied_from), (
-                "another LoRA came into use between a checkpointed forward and its backward"
-            )
             before, behind = operands(*parts)
             inputs = any_number(d, residual, attended[0])
             d, d_mixed, *by_rest = behind_vjp(*inputs, *behind)

@@ -67,7 +67,8 @@ class FusedLinears:
             _copy(self.targets, self.sources)
         bias = None if self.bias is None else self.bias[:outputs]
         numbers, lora = (self.sizes, self.scaling), (self.sources[::2], self.sources[1::2])
-        self.live = self.weight[:outputs], bias, *numbers, *lora
+        # Detached by .data, so that a refresh is no change of what autograd has saved.
+        self.live = self.weight.data[:outputs], bias, *numbers, *lora
         self.copied = self.weight, self.bias, *numbers, (), rows_b
 
     def empty(self):
@@ -145,6 +146,11 @@ class FusedModel:
         _copy(self.targets, self.sources)
         self.copied_from = address(self.sources)
 
+    def follow(self):
+        """`refresh`, if the copies are of another LoRA than the one in use."""
+        if self.copied_from != address(self.sources):
+            self.refresh()
+
     @contextlib.contextmanager
     def present(self, parts):
         """A context in which the weights of a layer, one of `layers`, are there."""
@@ -154,7 +160,6 @@ class FusedModel:
         with self.lend(self.lent[id(parts)]):
             for linears in parts[0]:
                 linears.fill()
-            self.copied_from = address(self.sources)
             try:
                 yield
             finally:

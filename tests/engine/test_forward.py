@@ -11,6 +11,7 @@ from torch._dynamo.backends.common import aot_autograd
 from rl_train.engine import Engine, blocks
 from rl_train.engine.fused import FusedLinears
 from rl_train.engine.modules import prepare_checkpointing
+from rl_train.roles import Roles
 from tests.engine.tiny import fast, make, scored, slow, tiny_llm, trained, work
 
 # The parts
@@ -143,53 +144,63 @@ def test_bf16_is_as_close_to_float32_as_the_modules():
     assert errors[1][0] < 1.3 * errors[0][0] and errors[1][1] < 1.3 * errors[0][1]
 
 
-def test_follows_the_weights():
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_follows_the_weights(checkpointing, monkeypatch):
     """LoRA in use is read at each forward."""
     llm = tiny_llm()
-    engine = Engine(llm, pad_id=0, temperature=0.9)
+    engine = Engine(llm, pad_id=0, temperature=0.9, gradient_checkpointing=checkpointing)
+    monkeypatch.setattr(engine, "release", lambda: None)  # or all were copied anew
     before = scored(llm, fast, engine=engine)[0]
     with torch.no_grad():
         for name, parameter in llm.named_parameters():
             if "lora_B" in name:
                 parameter.neg_()
     after = scored(llm, fast, engine=engine)[0]
+    monkeypatch.undo()
+    engine.release()
     assert (after - before).abs().max() > 1e-3
     torch.testing.assert_close(after, scored(llm, slow)[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("change", ["its place", "its numbers", "its copies"])
-def test_a_lora_that_changed_under_a_checkpoint_is_an_error(change):
+@pytest.mark.parametrize(
+    "change, fault, message",
+    [
+        (lambda own: own.clone(), AssertionError, "another LoRA"),
+        (lambda own: own.mul_(2), RuntimeError, "modified by an inplace operation"),
+    ],
+    ids=["place", "numbers"],
+)
+def test_a_lora_that_changed_under_a_checkpoint_is_an_error(change, fault, message):
     """Not a wrong gradient: what is recomputed in the backward would be of other weights."""
     llm = tiny_llm()
     engine = Engine(llm, pad_id=0, gradient_checkpointing=True)
     first = next(iter(trained(llm).values()))
     with fast(engine):
-        answers, own = engine.score(*work(llm)), first.data
-        with torch.no_grad():
-            if change == "its numbers":
-                first.mul_(2)
-            else:
-                first.data = own.clone()
-            if change == "its copies":  # another role's, whose forward was the last
-                engine.score(*work(llm))
-                first.data = own
-    fault, message = AssertionError, "another LoRA"
-    if change == "its numbers":
-        fault, message = RuntimeError, "modified by an inplace operation"
+        answers = engine.score(*work(llm))
+    with torch.no_grad():
+        changed = change(first)
+    if changed is not first:
+        first.data = changed
     with pytest.raises(fault, match=message):
         answers.logp.sum().backward()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("role", ["policy", "teacher"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_scores_in_between_change_no_gradient(checkpointing):
+def test_scores_in_between_change_no_gradient(checkpointing, role, grad):
     llm = tiny_llm()
     engine, gradients = Engine(llm, pad_id=0, gradient_checkpointing=checkpointing), []
+    roles = Roles(trained(llm))
+    for bank in roles.banks["teacher"].values():
+        bank.neg_()
     for others in (False, True):
         with fast(engine):
             answers = engine.score(*work(llm))
             if others:
-                engine.score(*work(llm, num_tokens=4, lengths=(4, 2, 0, 1, 1)))
-        answers.logp.sum().backward()
+                with roles.use(role), torch.set_grad_enabled(grad):
+                    engine.score(*work(llm, num_tokens=4, lengths=(4, 2, 0, 1, 1)))
+            answers.logp.sum().backward()
         gradients.append([parameter.grad.clone() for parameter in trained(llm).values()])
         llm.zero_grad()
     assert all(map(torch.equal, *gradients))
