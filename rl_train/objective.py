@@ -16,7 +16,7 @@ from rl_train.config import LossConfig
 from rl_train.finite import Watch
 from rl_train.grpo import grpo_loss, k3_kl, mean_entropy, over_spread
 from rl_train.types import Outcome, Rollout
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 
 @dataclass

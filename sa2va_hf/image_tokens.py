@@ -2,6 +2,8 @@
 
 import torch
 
+from .transfer import send
+
 
 def pixel_shuffle(x: torch.Tensor) -> torch.Tensor:
     """(t, n / 4, 4 D) tokens, row-major: the patches (t, n, D) of each square of 2 x 2 as one."""
@@ -37,14 +39,3 @@ def context_features(image_features, prompt_masks, flags) -> torch.Tensor:
             cells = next(masks).cpu().bool().flatten(1)  # (n, 256)
             at.append(cells.nonzero()[:, 1] + tile * tokens)
     return image_features.flatten(0, 1)[send(torch.cat(at), device)]
-
-
-def send(tensor: torch.Tensor, device) -> torch.Tensor:
-    """The tensor on `device`, without a wait.
-
-    More than 64 KB a GPU takes when it comes to them, for which the host waits unless their memory
-    is pinned; and, pinned or not, if it is first copied to lie in one piece.
-    """
-    if torch.device(device).type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.contiguous().pin_memory()
-    return tensor.to(device, non_blocking=True)

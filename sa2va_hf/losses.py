@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .image_tokens import send
+from .transfer import send
 
 BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5
 

@@ -18,12 +18,13 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
-from .image_tokens import context_features, pixel_shuffle, send
+from .image_tokens import context_features, pixel_shuffle
 from .mask_path import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, generate, predict_forward
 from .processing_sa2va import normalise_sam_pixels
 from .templates import IMG_CONTEXT_TOKEN, token_ids
 from .tokenizer import load_tokenizer
+from .transfer import send
 from .weights import LM_HEAD, default_dtype
 
 

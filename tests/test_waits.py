@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_train.curves import Clock
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 from tests.pretend import Gpu, There
 from tools.benchmarks import work
 

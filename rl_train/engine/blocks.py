@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 
 def rms_norm(x, weight, eps):

@@ -19,7 +19,7 @@ from rl_train.engine.blocks import any_number
 from rl_train.engine.head import product
 from rl_train.engine.packing import Shared, next_positions
 from rl_train.engine.tokens import Completions, Sampling
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes

@@ -15,7 +15,7 @@ from rl_train.engine.fused import FusedModel, shared_out, unsupported
 from rl_train.engine.head import token_logps
 from rl_train.engine.packing import Packed, pack, positions, share
 from rl_train.engine.tokens import Completions, Sampling, StopText
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 
 @dataclass

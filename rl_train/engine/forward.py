@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from rl_train.engine import blocks
 from rl_train.engine.blocks import any_number
 from rl_train.engine.fused import address
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 
 def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=None) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from rl_train.engine.head import product
 from rl_train.engine.packing import next_positions
 from rl_train.engine.tokens import Completions, Sampling, draw
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 
 def follow(language_model, embeds, ids) -> torch.Tensor:

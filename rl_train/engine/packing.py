@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sa2va_hf.image_tokens import send
+from sa2va_hf.transfer import send
 
 # Prompts of one sequence: attention by a bias costs the square of its length, and all sequences are
 # padded to the longest.

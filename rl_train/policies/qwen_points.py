@@ -28,9 +28,9 @@ from rl_train.policies.qwen_loading import (
 )
 from rl_train.types import Batch, Rollout
 from sa2va_hf.batches import Prompts, pad_left
-from sa2va_hf.image_tokens import send
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.tokenizer import load_tokenizer
+from sa2va_hf.transfer import send
 
 TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
 # By where they are: the vision encoder's MLP has linears of the same names.

@@ -21,12 +21,12 @@ from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from rl_train.types import Batch, Rollout
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import Images, Prompts, pad_left, shared_prefix_lengths
-from sa2va_hf.image_tokens import send
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, normalise_tiles
 from sa2va_hf.prompts import SEGMENT, PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
+from sa2va_hf.transfer import send
 
 # What may train, by group. Of the mask decoder only what the mask path reaches: token 0's
 # hypernetwork, the heads of IoU and object score, and other embeddings receive no gradient.

@@ -9,8 +9,8 @@ from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.batches import Images
-from sa2va_hf.image_tokens import send
 from sa2va_hf.processing_sa2va import upsample_masks
+from sa2va_hf.transfer import send
 
 ROWS_AT_ONCE = 64  # that the teacher puts through the model
 GRIDS_AT_ONCE = 16  # masks

@@ -13,8 +13,8 @@ from rl_train.tasks.protocol import Context
 from rl_train.tasks.sampled_mask import SampledMask
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
-from sa2va_hf.image_tokens import send
 from sa2va_hf.prompts import SEGMENT
+from sa2va_hf.transfer import send
 
 
 class CaptionMaskCaption:

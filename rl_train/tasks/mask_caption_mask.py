@@ -14,8 +14,8 @@ from rl_train.rewards.iou import hits
 from rl_train.tasks.protocol import Context
 from rl_train.types import Batch, Outcome, Rollout
 from sa2va_hf.batches import Images, Prompts
-from sa2va_hf.image_tokens import send
 from sa2va_hf.prompts import DESCRIBE
+from sa2va_hf.transfer import send
 
 
 class MaskCaptionMask:

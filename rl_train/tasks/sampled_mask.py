@@ -20,8 +20,8 @@ from rl_train.policies.segment_describe import row_masks
 from rl_train.rewards.iou import best_objects, mask_spread
 from rl_train.tasks.prompt_noise import along, ask, calibrate_sigma, covariance_factor
 from rl_train.types import Outcome, Rollout
-from sa2va_hf.image_tokens import send
 from sa2va_hf.losses import mask_loss
+from sa2va_hf.transfer import send
 
 
 @dataclass
