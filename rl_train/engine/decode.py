@@ -74,7 +74,7 @@ class Decoder:
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(len(embeds), embeds.shape[1], draws)
             cache, behind = [], next_positions(position_ids, attention_mask)
-            # Copies the LoRA in use, too.
+            # Which refreshes the LoRA's copies, for the graph too.
             hidden = forward.hidden_states(
                 self.fused, shared.gather(embeds), shared.layout, cache=cache
             )

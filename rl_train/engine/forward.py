@@ -31,10 +31,10 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     before_attention, behind_attention, last_norm, *_ = fused.functions
-    grad = torch.is_grad_enabled()
-    recompute = grad and gradient_checkpointing
-    if recompute or not grad:
-        fused.refresh()  # as nothing is followed by autograd: its copies are fewer, larger products
+    recompute = gradient_checkpointing and torch.is_grad_enabled()
+    followed = torch.is_grad_enabled() and not recompute  # by autograd, into each layer
+    if not followed:
+        fused.refresh()  # with copies of the LoRA it is fewer, larger products
     with torch.autocast(embeds.device.type, enabled=False):
         bias = None if blocks.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
         places = blocks.runs(layout.part, embeds.device, bias)
@@ -49,7 +49,7 @@ def hidden_states(fused, embeds, layout, gradient_checkpointing=False, cache=Non
         def operands(linears, *norms):
             """What the functions before and behind attention take of a layer."""
             norm, mlp_norm = ((norm.weight, norm.variance_epsilon) for norm in norms)
-            qkv, *rest = [one.live if grad and not recompute else one.copied for one in linears]
+            qkv, *rest = [one.live if followed else one.copied for one in linears]
             return (*turn, norm, qkv), (mlp_norm, *rest)
 
         for parts in fused.layers:
