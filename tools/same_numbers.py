@@ -1,14 +1,19 @@
-"""Whether this tree computes what another revision computed, bit for bit.
+"""Compare what this tree computes with what another revision computed, bit for bit, on the CPU.
 
-    python -m tools.same_numbers REVISION [--steps 20] [--seed 0]
+    python -m tools.same_numbers REVISION [--steps 20] [--seed 0]   # both revisions, then compare
+    python -m tools.same_numbers --record FILE                      # this tree alone, into a file
+    python -m tools.same_numbers --before FILE                      # this tree against such a file
 
-Trains the demo for some steps, both loops, float32 on one CPU thread, by the code of REVISION (in a
-worktree of git) and by the code here, on the same drawn data. Compares every curve but those of
-time, every rollout, every held-out measure and every final weight; exits with status 1 and the
-first differences if any bit differs.
+Each tree runs the scenarios of its own `SCENARIOS` (reinforcement learning of both loops and of
+points, supervised training, evaluation, export, reading of every data format) in float32 on one CPU
+thread, on the same drawn data, and writes a digest of every result: every metric but those of time,
+every field of every rollout, every evaluation result, every weight, every sample. `RENAMED` maps
+names of the other revision to names here; `DELETED` lists what is not computed any more. Exits with
+status 1 and the first differences if any other result differs.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -16,97 +21,327 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from safetensors.numpy import load_file
+import numpy as np
+import torch
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tools.demo_scenes import HELDOUT, TRAIN
-from tools.make_demo import write_split
-
 ROOT = Path(__file__).parents[1]
-FLAGS = (
-    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 16 "
-    "--batch_size 4 --num_generations 8 --learning_rate 1.5e-4 --prompt_learning_rate 1e-3 "
-    "--ema_decay 0.95 --kl_coef 0.02 --no-gradient_checkpointing --num_workers 1 "
+DEMO_CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
+POINTS_CHECKPOINT = ROOT / "tools" / "points_demo_checkpoint"
+SMALL = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing --num_workers 1"
+LOOPS = (
+    f"{SMALL} --max_completion_length 32 --micro_batch_size 16 --batch_size 4 --num_generations 8 "
+    "--learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02 "
     "--eval_samples 16 --eval_steps 0"
 )
-OF_TIME = "perf/"
+# Other ways through the same code: sequence ratios, several updates, accumulation.
+LOOPS_OTHERWISE = (
+    f"{SMALL} --max_completion_length 16 --micro_batch_size 8 --batch_size 2 --num_generations 4 "
+    "--learning_rate 1e-4 --loss_type gspo --num_iterations 2 --gradient_accumulation_steps 2 "
+    "--scale_rewards batch --scale_components --mask_truncated --entropy_coef 0.01 "
+    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --other_regions"
+)
+POINTS = (
+    f"{SMALL} --tasks point_segmentation --answer_style points --image_side 96 "
+    "--max_completion_length 32 --micro_batch_size 32 --batch_size 4 --num_generations 8 "
+    "--learning_rate 1e-3 --kl_coef 0.02 --eval_samples 8 --eval_steps 0"
+)
+SFT = (
+    f"{SMALL} --max_completion_length 24 --batch_size 4 --learning_rate 1e-4 "
+    "--gradient_accumulation_steps 2 --eval_samples 8 --eval_steps 0"
+)
+SFT_POINTS = (
+    f"{SMALL} --tasks point_answers --answer_style points --image_side 96 "
+    "--max_completion_length 32 --batch_size 4 --learning_rate 1e-4 --eval_samples 8 --eval_steps 0"
+)
+OF_TIME = ("perf/",)
+SHORT = 60  # characters of a value that is kept as it is; of a longer one its digest is
+
+# What a name or a text value of the other revision is called here: (pattern, replacement).
+RENAMED: list[tuple[str, str]] = []
+# Results of the other revision that are not computed any more: patterns of names.
+DELETED: list[str] = []
+
+Results = dict[str, str]
 
 
-def train(tree: Path, data: Path, output: Path, steps: int, seed: int, *more: str):
-    """Train the demo checkpoint by the code in `tree`."""
+def run(module: str, *arguments: object):
+    """Run `python -m module` of this tree on one CPU thread; its output is shown if it fails."""
     environment = dict(
-        os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(tree)
+        os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT)
     )
-    command = [sys.executable, "-m", "rl_train.train", *FLAGS.split(), "--max_steps", str(steps)]
-    command += ["--model_path", str(tree / "tools" / "demo_checkpoint"), "--seed", str(seed)]
-    command += ["--data_dir", str(data / "train"), "--eval_data_dir", str(data / "heldout")]
-    command += ["--output_dir", str(output), *more]
-    subprocess.run(command, cwd=tree, env=environment, check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def numbers(output: Path, steps: int) -> dict[str, object]:
-    """{name: value} of all that a run wrote and that does not depend on time."""
-    events = EventAccumulator(str(output / "tensorboard"), {"scalars": 0})
+def shown(value: object) -> str:
+    """A value as text: short ones as they are, others as their SHA-256."""
+    if isinstance(value, bytes):
+        return hashlib.sha256(value).hexdigest()[:16]
+    text = repr(value)
+    return text if len(text) <= SHORT else hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def flat(name: str, value: object) -> Iterator[tuple[str, str]]:
+    """(name, shown value) of a JSON value, a pair for each key of its objects."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from flat(f"{name} {key}", inner)
+    else:
+        yield name, shown(value)
+
+
+# What runs wrote
+
+
+def metrics_of(run_dir: Path) -> Results:
+    """Every point of every TensorBoard metric that does not depend on time."""
+    events = EventAccumulator(str(run_dir / "tensorboard"), {"scalars": 0})
     events.Reload()
-    found = {
-        f"curve {tag} at step {point.step}": point.value
+    return {
+        f"metric {tag} at step {point.step}": shown(point.value)
         for tag in events.Tags()["scalars"]
         if not tag.startswith(OF_TIME)
         for point in events.Scalars(tag)
     }
-    for file in sorted((output / "rollouts").iterdir()):
+
+
+def rollouts_of(run_dir: Path) -> Results:
+    """Every field of every line of the rollout files."""
+    results = {}
+    for file in sorted((run_dir / "rollouts").glob("*.jsonl")):
         for number, line in enumerate(file.read_text().splitlines()):
-            found[f"rollout {file.stem} line {number}"] = sorted(json.loads(line).items())
-    for file in sorted((output / "evaluation").iterdir()):
-        record = json.loads(file.read_text())
-        found |= {f"held out {file.stem} {key}": record[key] for key in ("values", "captions")}
-    for name in ("trainables", "ema"):
-        weights = load_file(output / f"checkpoint_step_{steps}" / f"{name}.safetensors")
-        found |= {f"{name} {key}": value.tobytes() for key, value in weights.items()}
-    return found
+            results |= flat(f"rollout {file.stem} line {number}", json.loads(line))
+    return results
 
 
-def differences(before: dict, after: dict) -> list[str]:
+def evaluation_of(file: Path) -> Results:
+    """Values by sample, means, intervals and captions of an evaluation file."""
+    record = json.loads(file.read_text())
+    kept = {key: record[key] for key in ("values", "means", "intervals", "captions")}
+    return dict(flat(f"evaluation {file.stem}", kept))
+
+
+def weights_of(folder: Path) -> Results:
+    """Every tensor of the safetensors files below a folder."""
+    results = {}
+    for file in sorted(folder.rglob("*.safetensors")):
+        for key, value in load_file(file).items():
+            data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            results[f"weights {file.relative_to(folder)} {key}"] = shown(data)
+    return results
+
+
+def run_results(run_dir: Path, steps: int) -> Results:
+    """All that a training run wrote and that does not depend on time."""
+    results = metrics_of(run_dir) | rollouts_of(run_dir)
+    for file in sorted((run_dir / "evaluation").glob("*.json")):
+        results |= evaluation_of(file)
+    return results | weights_of(run_dir / f"checkpoint_step_{steps}")
+
+
+# Scenarios: each takes (data folder, output folder, steps, seed)
+
+
+def train(module: str, flags: str, data: Path, run_dir: Path, steps: int, *more: object) -> Results:
+    """Train `steps` steps by a module of this tree and read what it wrote."""
+    arguments = [*flags.split(), "--max_steps", steps, "--data_dir", data / "train"]
+    arguments += ["--eval_data_dir", data / "heldout", "--output_dir", run_dir, *more]
+    run(module, *arguments)
+    return run_results(run_dir, steps)
+
+
+def loops(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Both loops as the demo trains them."""
+    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed)
+    return train("rl_train.train", LOOPS, data / "demo", output / "loops", steps, *more)
+
+
+def loops_otherwise(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Both loops with other losses, schedules and measures."""
+    attributes = data / "demo" / "attributes.json"
+    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed, "--attributes", attributes)
+    output = output / "loops_otherwise"
+    return train("rl_train.train", LOOPS_OTHERWISE, data / "demo", output, 2, *more)
+
+
+def points(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Qwen2.5-VL and SAM2 as the demo of points trains them."""
+    models = ("--model_path", POINTS_CHECKPOINT / "qwen", "--sam_path", POINTS_CHECKPOINT / "sam")
+    more = (*models, "--seed", seed)
+    return train("rl_train.train", POINTS, data / "points", output / "points", 2, *more)
+
+
+def sft(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Supervised training of captions and masks."""
+    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed)
+    return train("tools.train_supervised", SFT, data / "demo", output / "sft", 2, *more)
+
+
+def sft_points(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Supervised training of answers with points."""
+    models = ("--model_path", POINTS_CHECKPOINT / "qwen", "--sam_path", POINTS_CHECKPOINT / "sam")
+    more = (*models, "--seed", seed)
+    output = output / "sft_points"
+    return train("tools.train_supervised", SFT_POINTS, data / "points", output, 2, *more)
+
+
+def evaluation(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """`tools.evaluate` of a base, of a run's checkpoint, of RefCOCO's protocol and of points."""
+    usual = "--batch_size 4 --num_workers 0 --dtype float32 --max_completion_length 24".split()
+    demo = ["--data_dir", data / "demo" / "heldout", "--num_samples", 8]
+    demo += ["--attributes", data / "demo" / "attributes.json", "--other_regions", "--best_of", 2]
+    refcoco = ["--data_dir", data / "refcoco", "--dataset", "refcoco", "--num_samples", 6]
+    points = ["--data_dir", data / "points" / "heldout", "--num_samples", 6]
+    results = {}
+    for name, arguments in {
+        "base": ["--model_path", DEMO_CHECKPOINT, *demo],
+        "checkpoint": ["--model_path", output / "loops" / f"checkpoint_step_{steps}", *demo],
+        "protocol": ["--model_path", DEMO_CHECKPOINT, *refcoco, "--protocol", "sa2va"],
+        "points": ["--model_path", output / "points" / "checkpoint_step_2", *points],
+    }.items():
+        file = output / "evaluation" / f"{name}.json"
+        run("tools.evaluate", *arguments, *usual, "--output", file)
+        results |= evaluation_of(file)
+    return results
+
+
+def export(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """`tools.export` of a run of each kind: every weight, the configs, the names of the files."""
+    results = {}
+    for name, number in {"loops": steps, "points": 2, "sft": 2}.items():
+        for role in ("policy", "ema") if name == "loops" else ("policy",):
+            folder = output / "exported" / f"{name}_{role}"
+            checkpoint = output / name / f"checkpoint_step_{number}"
+            run("tools.export", "--checkpoint", checkpoint, "--output", folder, "--role", role)
+            found = weights_of(folder)
+            found["files"] = shown(sorted(f.name for f in folder.iterdir()))
+            found |= flat("config", json.loads((folder / "config.json").read_text()))
+            results |= {f"{name} {role} {key}": value for key, value in found.items()}
+    return results
+
+
+def readers(data: Path, output: Path, steps: int, seed: int) -> Results:
+    """Every sample of every format, with its report and the keys of its images."""
+    from rl_train.data import HELDOUT_DATASETS
+
+    results = {}
+    folders = dict(gar="demo/train", dam="dam", segzero="segzero", reasonseg="reasonseg")
+    folders |= dict(refcoco="refcoco", refcocog="refcocog")
+    for name, folder in folders.items():
+        dataset = HELDOUT_DATASETS[name](data / folder)
+        results |= flat(f"{name} report", dataset.report())
+        results[f"{name} image keys"] = shown(np.asarray(dataset.image_keys).tobytes())
+        for index in range(len(dataset)):
+            sample = dataset[index]
+            image = np.asarray(sample["image"])
+            sample |= dict(image=image.tobytes(), mask=np.asarray(sample["mask"]).tobytes())
+            results |= flat(f"{name} sample {index}", sample)
+    return results
+
+
+SCENARIOS: dict[str, Callable[[Path, Path, int, int], Results]] = dict(
+    readers=readers,
+    loops=loops,
+    loops_otherwise=loops_otherwise,
+    points=points,
+    sft=sft,
+    sft_points=sft_points,
+    evaluation=evaluation,
+    export=export,
+)
+
+
+def record(file: Path, steps: int, seed: int):
+    """Run every scenario on this tree and write {name of a result: value or digest}."""
+    from tools.same_numbers_data import write_all
+
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        data, output = Path(folder) / "data", Path(folder) / "output"
+        write_all(data)
+        for name, scenario in SCENARIOS.items():
+            print(f"{name} ...", flush=True)
+            found = scenario(data, output, steps, seed)
+            results |= {f"{name}: {key}": value for key, value in found.items()}
+    file.write_text(json.dumps(results, indent=0))
+
+
+def record_revision(revision: str, file: Path, steps: int, seed: int):
+    """`record` of another revision, by its own code in a worktree of git."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        add = ["git", "worktree", "add", "-q", "--detach", tree, revision]
+        subprocess.run(add, cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "tools.same_numbers", "--record", file.resolve()]
+        command += ["--steps", str(steps), "--seed", str(seed)]
+        try:
+            subprocess.run(command, cwd=tree, env=dict(os.environ, PYTHONPATH=""), check=True)
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def renamed(results: Results) -> Results:
+    """The results of the other revision under the names of this tree, without the deleted ones."""
+    translated = {}
+    for name, value in results.items():
+        for pattern, replacement in RENAMED:
+            name, value = re.sub(pattern, replacement, name), re.sub(pattern, replacement, value)
+        if not any(re.search(pattern, name) for pattern in DELETED):
+            translated[name] = value
+    return translated
+
+
+def differences(before: Results, after: Results) -> list[str]:
     """The names whose values differ or which one side lacks."""
-    equal = {
-        name for name in before.keys() & after.keys() if repr(before[name]) == repr(after[name])
-    }
+    equal = {name for name in before.keys() & after.keys() if before[name] == after[name]}
     return sorted((before.keys() | after.keys()) - equal)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m tools.same_numbers", description=__doc__)
-    parser.add_argument("revision", help="what git calls the code to compare with")
-    parser.add_argument("--steps", type=int, default=20, help="of the run")
-    parser.add_argument("--seed", type=int, default=0, help="of the run")
-    parser.add_argument(
-        "--before", type=Path, help="folder that keeps the other revision's run, or has it already"
+def kind_of(name: str, before: Results, after: Results) -> str:
+    """A name without its numbers, with the side that lacks it: what differences are counted by."""
+    lacks = "" if name in before and name in after else " (only before)"
+    lacks = lacks if name in before else " (only here)"
+    return re.sub(r"\b(line|step|sample|step_|rank) ?\d+\b", r"\1 N", name) + lacks
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.same_numbers",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("revision", nargs="?", help="revision of git to compare this tree with")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the run of both loops")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all runs")
+    parser.add_argument("--record", type=Path, help="JSON file that receives this tree's results")
+    parser.add_argument("--before", type=Path, help="JSON file of --record to compare with")
     args = parser.parse_args(argv)
+    if args.record:
+        record(args.record, args.steps, args.seed)
+        return
+    if not args.revision and not args.before:
+        parser.error("name a REVISION, or a file by --before or --record")
     with tempfile.TemporaryDirectory() as folder:
-        data = args.before / "data" if args.before else Path(folder) / "data"
-        before = args.before / "run" if args.before else Path(folder) / "before"
-        if not before.exists():
-            write_split(data / "train", 0, TRAIN, 60)
-            write_split(data / "heldout", 0, HELDOUT, 8)
-            tree = Path(folder) / "tree"
-            subprocess.run(
-                ["git", "worktree", "add", "-q", "--detach", tree, args.revision],
-                cwd=ROOT,
-                check=True,
-            )
-            try:
-                train(tree, data, before, args.steps, args.seed)
-            finally:
-                subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
-        train(ROOT, data, Path(folder) / "here", args.steps, args.seed)
-        expected, found = numbers(before, args.steps), numbers(Path(folder) / "here", args.steps)
-        wrong = differences(expected, found)
-    print(f"{args.revision} and this tree: {len(expected)} results, {len(wrong)} differ")
-    kinds = Counter(re.sub(r" (at step|line) \d+$", "", name) for name in wrong)
-    print("".join(f"  {name}: {count}\n" for name, count in list(kinds.items())[:40]), end="")
+        before_file, here_file = Path(folder) / "before.json", Path(folder) / "here.json"
+        if args.before is None:
+            record_revision(args.revision, before_file, args.steps, args.seed)
+        record(here_file, args.steps, args.seed)
+        recorded = json.loads((args.before or before_file).read_text())
+        here = json.loads(here_file.read_text())
+    before = renamed(recorded)
+    wrong = differences(before, here)
+    gone = len(recorded) - len(before)
+    print(f"{args.revision or args.before} and this tree: {len(before)} results,", end=" ")
+    print(f"{len(wrong)} differ, {gone} are not computed any more")
+    kinds = Counter(kind_of(name, before, here) for name in wrong)
+    print("".join(f"  {name}: {count}\n" for name, count in list(kinds.items())[:60]), end="")
     sys.exit(bool(wrong))
 
 
