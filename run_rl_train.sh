@@ -11,7 +11,7 @@
 #
 # Environment: PYTHON and VENV (see tools/environment.sh), NPROC (processes; default: one per GPU), and for several machines
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as torchrun knows them (docs/real_run.md).
-# Running it again continues an unfinished demo run. It deletes nothing. Exit status: rl_train/launch.py.
+# Running it again continues an unfinished demo run. It deletes nothing. Exit status: rl_train/distributed/launch.py.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -20,7 +20,7 @@ source tools/environment.sh
 if [ $# -eq 0 ]; then
     DEMO=outputs/demo
     RUN=outputs/demo_run
-    "$PYTHON" -m tools.make_demo --output_dir "$DEMO"
+    "$PYTHON" -m tools.demo.make_demo --output_dir "$DEMO"
     export NPROC=1
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --attributes "$DEMO/attributes.json" --other_regions \
@@ -29,7 +29,7 @@ if [ $# -eq 0 ]; then
         --no-gradient_checkpointing --num_workers 1 --max_steps 120 --eval_samples 128 --eval_steps 60 --save_steps 30 --resume auto
 elif [ "$*" = points ]; then
     DEMO=outputs/points_demo
-    "$PYTHON" -m tools.make_points_demo --output_dir "$DEMO"
+    "$PYTHON" -m tools.demo.make_points_demo --output_dir "$DEMO"
     export NPROC=1
     set -- --tasks point_segmentation --answer_style points --image_side 96 --model_path "$DEMO/qwen" --sam_path "$DEMO/sam" \
         --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir outputs/points_demo_run \
@@ -38,4 +38,4 @@ elif [ "$*" = points ]; then
         --no-gradient_checkpointing --num_workers 1 --max_steps 80 --eval_samples 128 --eval_steps 40 --save_steps 40 --resume auto
 fi
 
-exec "$PYTHON" -m rl_train.launch "$@"  # signals reach it
+exec "$PYTHON" -m rl_train.distributed.launch "$@"  # signals reach it

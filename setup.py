@@ -5,8 +5,8 @@ setup(
     version="0.1.0",
     description="Reinforcement learning of Sa2VA by closed mask-caption cycles",
     license="Apache-2.0",
-    packages=find_packages(include=["rl_train*", "sa2va_hf*", "tools*"]),
-    package_data={"tools": ["*.html", "demo_checkpoint/*", "points_demo_checkpoint/*/*"]},
+    # Not `tools`: its commands are run in the checkout, `python -m tools.NAME`.
+    packages=find_packages(include=["rl_train*", "sa2va_hf*"]),
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.8",
@@ -20,11 +20,13 @@ setup(
         "tensorboard",
         "pyarrow",
         "safetensors",
+        "huggingface_hub",
+        "jinja2",
+        "pyyaml",
     ],
     extras_require={
         "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff", "inflect"],
         "oracle": ["trl==1.16.0", "pytest", "datasets"],
-        "hub": ["datasets"],
         "judge": ["openai"],
         "wandb": ["wandb"],
         "eval": ["pycocoevalcap", "inflect"],

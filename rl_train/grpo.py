@@ -11,8 +11,8 @@ vocabulary.
 import torch
 
 SCALES = ("group", "batch", "none")  # what advantages may be divided by (`group_advantages`)
-# By what each loss divides them unless told, and how far its ratio may leave 1 below and above: a
-# row's ratio in gspo, the mean over its tokens, moves less than a token's.
+# Default scale of the advantages of each loss, and default clip range of its ratio, below and
+# above 1: gspo has one ratio per row, a mean over tokens, which moves less than a token's.
 ADVANTAGE_SCALES = dict(grpo="group", bnpo="group", dr_grpo="none", dapo="group", gspo="group")
 LOSS_TYPES = tuple(ADVANTAGE_SCALES)
 CLIP_RANGES = dict.fromkeys(LOSS_TYPES, (0.2, 0.2)) | dict(gspo=(3e-4, 4e-4))
@@ -50,18 +50,21 @@ def group_advantages(
     if scale == "group":
         advantages = advantages / (std + ADVANTAGE_EPS)
     elif scale == "batch":
-        advantages = over_spread(advantages, rewards)
+        advantages = divide_by_std(advantages, rewards)
     return torch.where(rewards.isnan(), 0.0, advantages.view(-1))
 
 
-def over_spread(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
+def divide_by_std(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
     """Advantages divided by the unbiased std of `rewards` (M,), NaN left out, + 1e-4."""
     scored = rewards[~rewards.isnan()]
     spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
     return advantages / (spread.to(advantages) + ADVANTAGE_EPS)
 
 
-def _group_moments(rewards, num_generations):
+def _group_moments(
+    rewards: torch.Tensor, num_generations: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(mean, unbiased std), (B, 1) each, of each group's scored rows."""
     if num_generations < 2:
         raise ValueError(f"--num_generations {num_generations}: a group needs at least 2 samples")
     if rewards.ndim != 1 or len(rewards) % num_generations:
@@ -94,28 +97,28 @@ def clip_window(
 ) -> tuple[float, float]:
     """(low, high): the ratio is clipped to [1 - low, 1 + high].
 
-    As given; of what is not given the loss's own, but high is low if that alone is given.
+    Missing values default to the loss's own; a missing high equals low if low is given.
     """
-    own_low, own_high = CLIP_RANGES[loss_type]
+    default_low, default_high = CLIP_RANGES[loss_type]
     if high is None:
-        high = own_high if low is None else low
-    return own_low if low is None else low, high
+        high = default_high if low is None else low
+    return default_low if low is None else low, high
 
 
 def grpo_loss(
-    logp,
-    old_logp,
-    ref_logp,
-    advantages,
-    valid,
+    logp: torch.Tensor,
+    old_logp: torch.Tensor,
+    ref_logp: torch.Tensor | None,
+    advantages: torch.Tensor,
+    valid: torch.Tensor,
     *,
-    clip_range,
-    clip_range_high=None,
-    kl_coef=0.0,
-    loss_type="grpo",
-    max_completion_length=None,
-    num_tokens=None,
-):
+    clip_range: float,
+    clip_range_high: float | None = None,
+    kl_coef: float = 0.0,
+    loss_type: str = "grpo",
+    max_completion_length: int | None = None,
+    num_tokens: float | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Clipped policy-gradient loss with a KL penalty.
 
     Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
@@ -154,7 +157,7 @@ def grpo_loss(
     policy = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
     policy = policy.expand_as(logp)  # (N, T)
 
-    def reduce(per_token):
+    def reduce(per_token: torch.Tensor) -> torch.Tensor:
         per_token = torch.where(valid, per_token, 0.0)
         if loss_type in ("grpo", "gspo"):
             return _row_mean(per_token, valid).mean()
@@ -183,13 +186,15 @@ def grpo_loss(
     return loss, stats
 
 
-def _row_mean(values, valid):
+def _row_mean(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """(N,) mean over valid tokens; a row without any counts 0."""
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
 
 
-def mean_entropy(entropy: torch.Tensor, valid: torch.Tensor, num_tokens=None) -> torch.Tensor:
-    """The entropies (N, T) of valid tokens summed / num_tokens, by default these; with gradient."""
+def mean_entropy(
+    entropy: torch.Tensor, valid: torch.Tensor, num_tokens: float | None = None
+) -> torch.Tensor:
+    """Sum of the entropies (N, T) of valid tokens / num_tokens (default: their number)."""
     total = torch.where(valid, entropy, 0.0).sum()
     return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 

@@ -38,13 +38,13 @@ class Roles:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
             parameter.register_hook(self._assert_policy)
         self.trainable, self.active = dict(trainable), "policy"
-        self.banks = {
+        self.copies = {
             role: {n: p.detach().clone() for n, p in trainable.items()} for role in copies
         }
 
     @property
     def has_teacher(self) -> bool:
-        return "teacher" in self.banks
+        return "teacher" in self.copies
 
     def _assert_policy(self, gradient):
         # A recomputed (checkpointed) forward inside a role would silently use the role's weights.
@@ -54,8 +54,8 @@ class Roles:
     @contextlib.contextmanager
     def use(self, name: str):
         """Let the model compute with the weights of a role, without gradient."""
-        if name not in ("policy", *self.banks):
-            known = ", ".join(("policy", *self.banks))
+        if name not in ("policy", *self.copies):
+            known = ", ".join(("policy", *self.copies))
             raise ValueError(
                 f"role {name!r} is unknown; known: {known}. Which copies are kept, the tasks' "
                 "classes say: asks_teacher, asks_reference"
@@ -68,7 +68,7 @@ class Roles:
         own = {n: p.data for n, p in self.trainable.items()}
         self.active = name
         try:
-            self._point_at(self.banks[name])
+            self._point_at(self.copies[name])
             with torch.no_grad():
                 yield
         finally:
@@ -76,14 +76,14 @@ class Roles:
             self.active = "policy"
 
     @contextlib.contextmanager
-    def lent(self, name: str, weights: dict[str, torch.Tensor]):
+    def temporary_role(self, name: str, weights: dict[str, torch.Tensor]):
         """Keep a role more as long as this is open, with these weights from wherever they are."""
         places = {n: p.device for n, p in self.trainable.items()}
-        self.banks[name] = {n: weight.to(places[n]) for n, weight in weights.items()}
+        self.copies[name] = {n: weight.to(places[n]) for n, weight in weights.items()}
         try:
             yield
         finally:
-            del self.banks[name]
+            del self.copies[name]
 
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():
@@ -95,13 +95,13 @@ class Roles:
         assert self.active == "policy"
         if not self.has_teacher:
             return
-        teacher = [self.banks["teacher"][name] for name in self.trainable]
+        teacher = [self.copies["teacher"][name] for name in self.trainable]
         torch._foreach_lerp_(teacher, [p.data for p in self.trainable.values()], 1 - decay)
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
         """RMS difference of two roles' trainable weights, relative to the reference's RMS."""
-        weights = {"policy": self.trainable, **self.banks}
+        weights = {"policy": self.trainable, **self.copies}
         left, right, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
         )
@@ -118,10 +118,10 @@ class Roles:
 
     def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
         """{"teacher": .., "reference": ..}: the banks; the policy is the model itself."""
-        return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.banks.items()}
+        return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.copies.items()}
 
     def load_state_dict(self, state):
-        for role, bank in self.banks.items():
+        for role, bank in self.copies.items():
             if odd := set(state[role]) ^ set(bank):
                 raise ValueError(f"{role} bank: names differ: {sorted(odd)[:5]}")
             for name, tensor in bank.items():

@@ -11,257 +11,197 @@ action beside the text and add terms of its own to the loss. See docs/algorithm.
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
+from torch.utils.data import DataLoader
 
-from rl_train import checkpoint, cli, distributed, memory
-from rl_train.checkpoint import RunState
-from rl_train.curves import Clock, Tally, check_first_answers, curves
-from rl_train.data.loader import shared_memory_warning, steps, train_loader
+from rl_train import cli
+from rl_train.checkpoint import save_load
+from rl_train.checkpoint.save_load import RunState
+from rl_train.data.loader import steps, train_loader
 from rl_train.data.workers import explaining
-from rl_train.distributed import GradientAverage, gather_objects, print0
-from rl_train.draws import Draws
-from rl_train.endings import Endings
-from rl_train.evaluation import BATCHES, Evaluator, HeldOut
-from rl_train.export import export_final
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import GradientAverage, gather_objects, print0
+from rl_train.evaluation.bootstrap import before_after_table
+from rl_train.evaluation.evaluate import TRAIN_BATCHES_PER_EVAL_BATCH, EvalSpec, Evaluator
+from rl_train.export.merge import export
 from rl_train.grpo import group_advantages
-from rl_train.objective import (
+from rl_train.loggers.metrics import PhaseTimer, StepMetrics
+from rl_train.loggers.tensorboard import RunLogger
+from rl_train.loss import (
     MicroBatchLoss,
-    Work,
-    check_answers,
-    divide_by_batch,
-    micro_batches_of,
-    score_all,
-    step_totals,
+    ScoredRollout,
+    divide_by_batch_std,
+    iter_micro_batches,
+    loss_denominators,
+    score_rollout,
 )
-from rl_train.parts import Parts, begin, build
-from rl_train.rewards.components import combine, scaled
-from rl_train.rewards.judge import failure_sentence
-from rl_train.sharding import with_whole_base
-from rl_train.statistics import before_after_table
-from rl_train.stops import Stopped, Stops
-from rl_train.tb import Log
+from rl_train.rewards.combine import combine, normalise_components
+from rl_train.run.build import Run, build, claim_output_dir
+from rl_train.run.error_report import ErrorReporter
+from rl_train.run.signals import Interrupted, SignalHandler
+from rl_train.run.step_callback import StepCallback
+from rl_train.utils.rng import RowRNG
 
 
-def train(parts: Parts, loader, end_of_step, average=None):
-    """The loop. Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
+def train(run: Run, loader: DataLoader, end_step: StepCallback):
+    """Train until `run.max_steps`.
 
-    Args:
-        average: in place of `GradientAverage`.
+    Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
     """
-    state, config = parts.state, parts.config
+    state, config = run.state, run.config
     policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
-    scale, skips = config.loss.scale, config.loss.skip_zero_variance
-    scale_of_group = "none" if scale == "batch" else scale  # a batch's comes when all is there
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
-    average = average or GradientAverage
-    objective = average(MicroBatchLoss(policy, config.loss, T), policy.trainable)
+    # The std of the whole batch is known only when all of the step's rollouts are there.
+    scale = "none" if config.loss.scale == "batch" else config.loss.scale
+    ddp = GradientAverage(MicroBatchLoss(policy, config.loss, T))
     for batches in steps(loader, optim.gradient_accumulation_steps):
-        if state.step >= parts.max_steps:
+        if state.step >= run.max_steps:
             break
-        clock, tally, work = Clock(policy.device), Tally(), []
-        for batch in with_whole_base(policy, batches):  # B samples
-            features = policy.encode(batch)  # for all rows, tasks and roles
-            clock("encode")
-            for number, task in enumerate(state.tasks):
-                draws = Draws(seed, state.step, number, batch.index, G)
+        timer, metrics, scored = PhaseTimer(policy.device), StepMetrics(), []
+        for batch in batches:  # B samples
+            run.phase = "encode"
+            features = policy.encode(batch)  # once per image, for all rows, tasks and roles
+            timer("encode")
+            for task_index, task in enumerate(state.tasks):
+                run.phase = "rollout"
+                rng = RowRNG(seed, state.step, task_index, batch.index, G)
                 prompts = task.prompts(batch, features)  # B
                 with roles.use("policy"):
-                    rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))  # N
+                    rollout = policy.sample(batch, features, prompts, G, T, rng.uniforms(T))  # N
                     if task.action:
-                        rollout.action = task.action.draw(rollout, draws)
-                clock("rollout")
-                reference = None
+                        rollout.action = task.action.draw(rollout, rng)
+                timer("rollout")
+                run.phase, reference = "reference", None
                 if config.loss.kl_coef:
-                    with roles.use("reference"):  # (N, T); here a GPU computes while texts are made
-                        reference = score_all(policy, task, rollout, optim.micro_batch_size)
-                clock("reference")
-                outcome = task.judge(rollout)  # {component: (N,)}
-                turn = (state.step, number)  # --control: another reward counts
-                outcome, weights = parts.control(task, rollout, outcome, turn)
+                    # Before the rewards: the GPU computes (N, T) while the CPU makes texts.
+                    with roles.use("reference"):
+                        reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
+                timer("reference")
+                run.phase = "teacher"
+                outcome = task.rewards(rollout)  # {component: (N,)}
+                outcome, weights = run.ablation(task, rollout, outcome, (state.step, task_index))
                 reward = combine(outcome.rewards, weights)  # (N,)
-                counted = reward
+                normalised = reward
                 if config.reward.scale_components:
-                    counted = combine(scaled(outcome.rewards, weights, G), weights)
-                advantages = group_advantages(counted, G, scale_of_group)  # (N,)
-                masked = ~rollout.stopped if config.loss.mask_truncated else None
-                more = dict(watch=policy.watch.take(), counted=counted, masked=masked)
-                work.append(Work(task, rollout, outcome, reward, advantages, reference, **more))
-                clock("teacher")
-        if scale == "batch":
-            divide_by_batch(work)
-        totals, learnable = step_totals(work, parts.ranks.world_size)
-        for iteration in range(optim.num_iterations if learnable else 0):
-            for w, rows, last in micro_batches_of(work, optim.micro_batch_size, skips):
-                with objective.averaging(last):
-                    loss, statistics = objective(w, rows, totals[w.task.name], last=last)
+                    components = normalise_components(outcome.rewards, weights, G)
+                    normalised = combine(components, weights)
+                advantages = group_advantages(normalised, G, scale)  # (N,)
+                scored.append(
+                    ScoredRollout(
+                        task,
+                        rollout,
+                        outcome,
+                        reward,
+                        advantages,
+                        reference,
+                        watch=policy.watch.take(),
+                        scaled_reward=normalised,
+                        mask_truncated=config.loss.mask_truncated,
+                    )
+                )
+                timer("teacher")
+        run.phase = "update"
+        if config.loss.scale == "batch":
+            divide_by_batch_std(scored)
+        denominators, has_signal = loss_denominators(scored, run.ranks.world_size)
+        for iteration in range(optim.num_iterations if has_signal else 0):
+            for item, rows, is_last in iter_micro_batches(
+                scored, optim.micro_batch_size, config.loss.skip_zero_variance
+            ):
+                with ddp.averaging(is_last):  # gradients are averaged over ranks in the last
+                    loss, stats = ddp(item, rows, denominators[item.task.name], last=is_last)
                     loss.backward()  # gradients add up over rows and tasks
-                tally.add_update(w.task.name, statistics, on_policy=iteration == 0)
-            update(state, objective, tally, optim.max_grad_norm)
-            roles.update_teacher(parts.teacher_decay(iteration))
-        end_of_step(state, work, tally, clock)
+                metrics.add_update(item.task.name, stats, on_policy=iteration == 0)
+            update(state, metrics, optim.max_grad_norm)
+            roles.update_teacher(run.teacher_decay(iteration))
+        end_step(state, scored, metrics, timer)
 
 
-def update(state: RunState, objective: GradientAverage, tally: Tally, max_grad_norm: float):
-    """Clip the averaged gradients and step; the norms before clipping go to the tally.
+def update(state: RunState, metrics: StepMetrics, max_grad_norm: float):
+    """Clip the averaged gradients, step the optimizer, and log the norms before clipping.
 
-    Raises FloatingPointError, on all ranks and before a step, naming what is not finite on any.
+    Raises:
+        FloatingPointError: on all ranks and before the step, naming what is not finite on any.
     """
     trainable = state.policy.trainable
-    own, averaged = objective.norms()  # (one a trainable,) each
-    faults = tally.not_finite()
-    norms = zip(trainable, own.tolist())
-    faults += [
-        f"gradient of {name} (norm {norm})" for name, norm in norms if not math.isfinite(norm)
-    ]
-    distributed.raise_on_any_rank(faults)
+    norms = process_group.gradient_norms(trainable.values())  # one for each trainable
+    faults = metrics.not_finite()
+    for name, norm in zip(trainable, norms.tolist()):
+        if not math.isfinite(norm):
+            faults.append(f"gradient of {name} (norm {norm})")
+    process_group.raise_on_any_rank(faults)
     squares = Counter()
-    for name, norm in zip(trainable, averaged.tolist()):
-        squares[state.policy.group_of(name)] += norm**2
-    whole = torch.linalg.vector_norm(averaged)
-    torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_grad_norm, whole)
+    for name, norm in zip(trainable, norms.tolist()):
+        squares[state.policy.groups[name]] += norm**2
+    total_norm = torch.linalg.vector_norm(norms)
+    torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_grad_norm, total_norm)
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
-    tally.updates += 1
-    tally.points |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
+    metrics.updates += 1
+    metrics.points |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
 
 
-class EndOfStep:
-    """What ends a step: the schedule, and curves, rollouts, evaluations, checkpoints of it.
-
-    If a signal has come, that is a checkpoint, without an evaluation: raises Stopped on all ranks.
-    """
-
-    def __init__(self, parts: Parts, log: Log, evaluator: Evaluator, stops: Stops):
-        self.parts, self.log, self.evaluator, self.stops = parts, log, evaluator, stops
-        self.start, main = parts.state.step, parts.ranks.is_main
-        total = dict(total=parts.max_steps, initial=self.start)
-        self.progress = tqdm(**total, desc="training", disable=not main)
-
-    def __call__(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
-        run = self.parts.config.run
-        num_iterations = self.parts.config.optim.num_iterations
-        tally.points["learning_rate"] = state.scheduler.get_last_lr()[0]
-        if state.roles.has_teacher:
-            tally.points["teacher/decay"] = self.parts.teacher_decay(num_iterations - 1)
-        for _ in range(num_iterations):
-            state.scheduler.step()  # by time, also where nothing was learnt
-        clock("update")
-        state.step += 1
-        if state.step == self.start + 1 and clock.peaks:
-            peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in clock.peaks.items())
-            print0(f"peak memory of the first step, GiB: {peaks}")
-        self.report(state, work, tally, clock)
-        last, stops = state.step == self.parts.max_steps, self.stops
-        if last or self.evaluator.due(state.step):
-            for w in work[-len(state.tasks) :]:
-                self.log.pictures(state.step, w, state.policy)
-            if not stops.agreed:
-                self.evaluator(state, self.log)
-        if last or stops.agreed or state.step % run.save_steps == 0:
-            if work:  # supervised training samples none
-                check_answers(state.policy, work, self.parts.config.optim.micro_batch_size)
-            self.log.sync()
-            flags, main = self.parts.flags, self.parts.ranks.is_main
-            checkpoint.save(run.output_dir, state, flags, run.save_total_limit, main)
-        if stops.agreed:
-            gather_objects(None)  # torchrun ends the others, who may be writing, when one leaves
-            raise Stopped(f"{stops.agreed}, after step {state.step}")
-
-    def report(self, state: RunState, work: list[Work], tally: Tally, clock: Clock):
-        """Log the step; raises on all ranks if judge or data have failed too often, or if the first
-        answers cannot be read."""
-        parts, failed_frac = self.parts, "judge/failed_frac"
-        for w in work:
-            tally.add_rollout(w)
-            self.log.rollouts(state.step - 1, w)
-            tally.add_shares(parts.sampler.shares, w.rollout.batch.index)
-        if parts.judge:
-            tally.mean(failed_frac, *parts.judge.take_counts().values())
-            tally.judge_reasons = parts.judge.take_reasons()
-        tally.stop = self.stops.asked
-        tallies = gather_objects(tally)
-        self.stops.agree([t.stop for t in tallies])
-        points = curves(tallies, {task.name: task.weight for task in state.tasks})
-        if state.step == 1:
-            check_first_answers(tallies, points)
-        points |= clock.curves(sum(t.num_tokens for t in tallies))
-        for name in parts.damaged.add(name for t in tallies for name in t.damaged):
-            print0(f"left out, another sample in its place: {name}")
-        points["data/damaged"] = len(parts.damaged.names)
-        points |= state.roles.drift()
-        self.log.scalars(points, state.step)
-        names = [task.name for task in state.tasks]
-        shown = "reward_mean" if work else "loss"
-        self.progress.set_postfix({name: points.get(f"{name}/{shown}") for name in names})
-        self.progress.update()
-        if parts.judge:
-            failed = sum(t.totals[failed_frac] for t in tallies)
-            asked = sum(t.counts[failed_frac] for t in tallies)
-            if asked and (failed == asked or failed > parts.judge_failures.limit * asked):
-                reasons = sum((t.judge_reasons for t in tallies), Counter())
-                print0(f"step {state.step}: {failure_sentence(failed, asked, reasons)}")
-            parts.judge_failures.add(failed, asked)
-        parts.damaged.check()
-
-
-def run(parts: Parts, stops: Stops, loop=train):
-    """Measure, train by `loop`, measure again, print both. Raises Stopped after a signal."""
-    stops.at_once = False
-    config, state, start = parts.config, parts.state, parts.state.step
-    tokens, workers = config.rollout.max_completion_length, config.data.num_workers
-    longest, others = config.data.max_caption_length, config.data.other_regions
-    size = BATCHES * config.rollout.batch_size
-    how = dict(other_regions=others, vocabulary=parts.vocabulary, measure=state.tasks[0].measure)
-    heldout = HeldOut(parts.heldout, size, tokens, workers, longest, **how)
-    with closing(Log(config.run.output_dir, parts.ranks, start, parts.mirror)) as log:
-        log.hparams(parts.flags)
-        how = (config.run, parts.ranks, parts.flags, stops, config.samples)
-        evaluator = Evaluator(heldout, *how)
-        evaluator.base(state, log)
-        if not stops.agreed and evaluator.missing(start):
-            evaluator(state, log)
-        if not stops.agreed:
-            inputs = state.policy.inputs(tokens, longest)
-            loader = train_loader(parts.train_set, inputs, parts.sampler, workers, others)
-            held = config.optim.gradient_accumulation_steps
-            if warning := shared_memory_warning(loader, held, heldout.batch_size):
-                print0(warning)
-            end_of_step = EndOfStep(parts, log, evaluator, stops)
-            with closing(end_of_step.progress):  # what the run ends with is said below it
-                loop(parts, loader, end_of_step)
-            if parts.max_steps not in evaluator.measured:  # resumed after its last step
-                evaluator(state, log)
-        if stops.agreed:
-            raise Stopped(f"{stops.agreed}, in an evaluation of step {state.step}")
-    if config.run.export_final and parts.ranks.is_main:
-        folder = Path(config.run.output_dir)
-        last, output = folder / f"checkpoint_step_{parts.max_steps}", folder / checkpoint.FINAL
-        role = export_final(last, output, config.run.export_final)
-        print0(f"{output}: {role} of {last}, merged")
-    print0(before_after_table(evaluator.measured[0], evaluator.measured[parts.max_steps]))
+def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train):
+    """Evaluate, train by `loop`, evaluate again, print both. Raises Interrupted after a signal."""
+    signals.immediate = False
+    config, state, data = run.config, run.state, run.config.data
+    max_tokens = config.rollout.max_completion_length
+    spec = EvalSpec(
+        run.eval_set,
+        TRAIN_BATCHES_PER_EVAL_BATCH * config.rollout.batch_size,
+        max_tokens,
+        data.num_workers,
+        data.max_caption_length,
+        other_regions=data.other_regions,
+        vocabulary=run.vocabulary,
+        measure=state.tasks[0].measure,
+    )
+    with closing(RunLogger(config.run.output_dir, run.ranks, state.step, run.wandb)) as logger:
+        evaluator = Evaluator(spec, config.run, run.ranks, run.flags, signals, config.samples)
+        evaluator.base(state, logger)
+        if not signals.agreed and evaluator.missing(state.step):
+            evaluator(state, logger)
+        if not signals.agreed:
+            inputs = state.policy.inputs(max_tokens, data.max_caption_length)
+            loader = train_loader(
+                run.train_set, inputs, run.sampler, data.num_workers, data.other_regions
+            )
+            end_step = StepCallback(run, logger, evaluator, signals)
+            with closing(end_step.progress):  # what is printed at the end stands below the bar
+                loop(run, loader, end_step)
+            if run.max_steps not in evaluator.values:  # resumed after its last step
+                evaluator(state, logger)
+        if signals.agreed:
+            raise Interrupted(f"{signals.agreed}, in an evaluation of step {state.step}")
+    if config.run.export_final and run.ranks.is_main:
+        output_dir = Path(config.run.output_dir)
+        last = output_dir / f"checkpoint_step_{run.max_steps}"
+        final = output_dir / save_load.FINAL_MODEL
+        role = export(last, final, config.run.export_final)
+        print0(f"{final}: {role} of {last}, merged")
+    print0(before_after_table(evaluator.values[0], evaluator.values[run.max_steps]))
     print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
-    gather_objects(None)  # torchrun may end the first, who exports, when others leave
+    gather_objects(None)  # torchrun may end the first rank, which exports, when others leave
 
 
-def main(argv=None, program=cli.REINFORCE, loop=train):
-    """Train as `argv` says, by the loop of a program."""
-    ranks = distributed.init()
+def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop: Callable = train):
+    """Train as the command line `argv` says, by the loop of a program."""
+    ranks = process_group.init()
     config = cli.parse_together(argv, program)
-    stops, endings = Stops(ranks.is_main), Endings(config, ranks)
+    signals, reporter = SignalHandler(ranks.is_main), ErrorReporter(config, ranks)
     try:
-        with endings, stops.listening():
-            with distributed.stop_together():
-                parts = build(config, ranks)
-                parts.announced = memory.announce(parts, loop)
-                begin(parts)
-            endings.parts = parts
-            explaining(config.data.num_workers, run, parts, stops, loop)
+        with reporter, signals.listening():
+            with process_group.fail_together():
+                run = build(config, ranks)
+                claim_output_dir(run)
+            reporter.parts = run
+            explaining(config.data.num_workers, train_and_evaluate, run, signals, loop)
     finally:
-        distributed.close()
+        process_group.close()
 
 
 if __name__ == "__main__":

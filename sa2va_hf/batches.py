@@ -4,15 +4,20 @@ Letters: B images, P prompts (each about one image), L their longest length, C L
 """
 
 from bisect import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+if TYPE_CHECKING:
+    from .modeling_sa2va import Sa2VAModel
+
 
 @dataclass
-class Images:
+class ImageFeatures:
     """Features of B images before what trains, shared by all rows, roles and inner iterations."""
 
     vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
@@ -36,7 +41,7 @@ class Prompts:
     def repeat(self, n: int) -> "Prompts":
         return self.select([p for p in range(len(self)) for _ in range(n)])
 
-    def select(self, rows) -> "Prompts":
+    def select(self, rows: Iterable[int]) -> "Prompts":
         grids = None if self.grids is None else [self.grids[r] for r in rows]
         return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
 
@@ -64,7 +69,9 @@ def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Te
     return ids, there.long()
 
 
-def embed(model, images: Images, prompts: Prompts, pad_id: int, num_tokens: int = 0):
+def embed(
+    model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts, pad_id: int, num_tokens: int = 0
+):
     """Left-padded embeddings of prompts, with image and region features.
 
     Args:
@@ -100,7 +107,9 @@ def _check_length(model, ids: list[int], num_tokens: int):
         )
 
 
-def shared_prefix_lengths(model, images: Images, prompts: Prompts) -> list[int]:
+def shared_prefix_lengths(
+    model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts
+) -> list[int]:
     """Leading tokens that each prompt shares with the one before: to the end of one image."""
     lengths = [0] * len(prompts)
     for p in range(1, len(prompts)):

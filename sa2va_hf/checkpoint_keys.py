@@ -7,6 +7,7 @@ the 5.x releases that this project runs on.)
 """
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -118,7 +119,7 @@ def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[in
     return shapes
 
 
-def native_tensor(name: str, read) -> torch.Tensor:
+def native_tensor(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
     """The native tensor `name`, put together of original ones; `read(key)` returns one of these."""
     keys, part = original_keys(name)
     tensors = [read(key) for key in keys]

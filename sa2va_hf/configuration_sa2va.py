@@ -7,7 +7,9 @@ which the native modules compute what the original code does (`tests/sa2va_hf/te
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import InternVLVisionConfig, Qwen2Config, Sam2VideoConfig, Sam2VisionConfig
 from transformers.models.sam2_video.configuration_sam2_video import (
     Sam2VideoMaskDecoderConfig,
@@ -85,7 +87,7 @@ class Sa2VAConfig:
             vision encoder, sliding window, scaled RoPE), or names no template.
     """
 
-    def __init__(self, **raw):
+    def __init__(self, **raw: Any):
         self.raw = {**_DEFAULTS, **copy.deepcopy(raw)}
         for key in ("vision_config", "llm_config"):
             if not isinstance(self.raw.get(key), dict):
@@ -221,7 +223,7 @@ class Sa2VAConfig:
         return self.sam2.prompt_encoder_config.hidden_size
 
     @classmethod
-    def from_pretrained(cls, path) -> "Sa2VAConfig":
+    def from_pretrained(cls, path: str | Path) -> "Sa2VAConfig":
         """The configuration in `path/config.json`; ValueError if that is absent or not JSON."""
         file = Path(path) / "config.json"
         if not file.is_file():
@@ -237,7 +239,7 @@ class Sa2VAConfig:
         """Name of the dtype that the file gives the weights, by either of transformers' keys."""
         return self.raw.get("dtype") or self.raw.get("torch_dtype")
 
-    def save_pretrained(self, path, dtype=None):
+    def save_pretrained(self, path: str | Path, dtype: torch.dtype | None = None):
         """Write `path/config.json` in the original's form, with the weights' torch.dtype if given.
 
         That goes into whichever of its two keys the file has, if any.

@@ -24,7 +24,14 @@ QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_config")
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def resolve(path, dtype, device, torch_dtype, device_map, others: dict) -> tuple:
+def resolve(
+    path: str | Path,
+    dtype: torch.dtype | str | None,
+    device: torch.device | str | None,
+    torch_dtype: torch.dtype | str | None,
+    device_map: str | dict | None,
+    others: dict,
+) -> tuple:
     """(dtype, device) that the arguments of `Sa2VAModel.from_pretrained` mean.
 
     Arguments without a meaning here are named in one line of the log.
@@ -72,8 +79,7 @@ def _one_device(place) -> torch.device:
         place = "several"
     if place in ("several", "disk"):
         raise ValueError(
-            "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'; "
-            "--shard_base of rl_train.train and tools.evaluate shares a model out over several"
+            "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'"
         )
     device = _device("cpu" if place is None else place)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from .transfer import send
+from .to_device import to_device
 
 BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5
 
@@ -24,7 +24,7 @@ def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tenso
     size, resized = logits.shape[-2:], {}
     for mask in masks:
         if id(mask) not in resized:  # rows about one region share its mask
-            pixels = send(mask[None, None], logits.device).to(torch.uint8)
+            pixels = to_device(mask[None, None], logits.device).to(torch.uint8)
             resized[id(mask)] = F.interpolate(pixels, size=size, mode="nearest")[0, 0].float()
     return torch.stack([resized[id(mask)] for mask in masks])
 

@@ -7,8 +7,10 @@ the original checkpoints.
 Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -18,14 +20,17 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
-from .image_tokens import context_features, pixel_shuffle
-from .mask_path import decode_candidates, decoder_features
+from .mask_decoder import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, generate, predict_forward
 from .processing_sa2va import normalise_sam_pixels
 from .templates import IMG_CONTEXT_TOKEN, token_ids
+from .to_device import to_device
 from .tokenizer import load_tokenizer
-from .transfer import send
+from .visual_tokens import context_features, pixel_shuffle
 from .weights import LM_HEAD, default_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Sa2VAModel(nn.Module):
@@ -92,7 +97,7 @@ class Sa2VAModel(nn.Module):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.language_model.get_input_embeddings()
 
-    def bind_tokenizer(self, tokenizer):
+    def bind_tokenizer(self, tokenizer: "PreTrainedTokenizerBase"):
         """Take the ids of `<IMG_CONTEXT>` and `[SEG]` from a tokenizer, and keep it.
 
         Raises:
@@ -130,7 +135,11 @@ class Sa2VAModel(nn.Module):
         return self.mlp1(self.vision_features(pixel_values))
 
     def embed(
-        self, input_ids, image_features, prompt_masks=None, vp_overall_mask=None
+        self,
+        input_ids: torch.Tensor,
+        image_features: torch.Tensor,
+        prompt_masks: list[torch.Tensor] | None = None,
+        vp_overall_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, L, C) token embeddings with image and region features at `<IMG_CONTEXT>`.
 
@@ -146,7 +155,7 @@ class Sa2VAModel(nn.Module):
                 original prints a line and then computes without any image, or repeats features);
                 no tokenizer is known.
         """
-        ids = send(input_ids, self.device)
+        ids = to_device(input_ids, self.device)
         embeds = self.language_model.get_input_embeddings()(ids)
         if image_features is None:
             return embeds
@@ -158,19 +167,19 @@ class Sa2VAModel(nn.Module):
                 f"the prompts hold {len(slots)} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
                 f"regions give {len(features)} features"
             )
-        slots, flat = send(slots, self.device), embeds.flatten(0, 1)
+        slots, flat = to_device(slots, self.device), embeds.flatten(0, 1)
         return flat.index_copy(0, slots, features.to(embeds.dtype)).view(embeds.shape)
 
     def forward(
         self,
-        input_ids,
-        attention_mask,
-        pixel_values=None,
-        prompt_masks=None,
-        vp_overall_mask=None,
-        position_ids=None,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        prompt_masks: list[torch.Tensor] | None = None,
+        vp_overall_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         *,
-        image_features=None,
+        image_features: torch.Tensor | None = None,
     ):
         """Logits and last hidden states of full sequences.
 
@@ -239,7 +248,10 @@ class Sa2VAModel(nn.Module):
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
     def preparing_for_generation(
-        self, tokenizer, max_new_tokens: int = MAX_NEW_TOKENS, torch_dtype=None
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_new_tokens: int = MAX_NEW_TOKENS,
+        torch_dtype: torch.dtype | str | None = None,
     ):
         """Set tokenizer and longest answer of `predict_forward`; torch_dtype is ignored."""
         self.bind_tokenizer(tokenizer)
@@ -251,7 +263,14 @@ class Sa2VAModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path, dtype=None, device=None, *, torch_dtype=None, device_map=None, **others
+        cls,
+        path: str | Path,
+        dtype: torch.dtype | str | None = None,
+        device: torch.device | str | None = None,
+        *,
+        torch_dtype: torch.dtype | str | None = None,
+        device_map: str | dict | None = None,
+        **others: Any,
     ) -> "Sa2VAModel":
         """The model in the folder `path`: `blank`, then `load_weights`; see there.
 
@@ -270,7 +289,7 @@ class Sa2VAModel(nn.Module):
         return model.to(device)
 
     @classmethod
-    def blank(cls, path, dtype=torch.float32) -> "Sa2VAModel":
+    def blank(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "Sa2VAModel":
         """The model of the folder `path` by its config.json alone: its weights are not filled in.
 
         Raises:
@@ -282,7 +301,11 @@ class Sa2VAModel(nn.Module):
         return model
 
     @torch.no_grad()
-    def load_weights(self, path, write=torch.Tensor.copy_):
+    def load_weights(
+        self,
+        path: str | Path,
+        write: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    ):
         """Fill every weight from the folder `path`: safetensors in the original layout, strictly.
 
         Where the config ties embed_tokens and lm_head, the file may hold either or both; two that
@@ -297,7 +320,9 @@ class Sa2VAModel(nn.Module):
         """
         weights.load(self, Path(path), write)
 
-    def save_pretrained(self, path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"):
+    def save_pretrained(
+        self, path: str | Path, dtype: torch.dtype | None = None, max_shard_size: str = "5GB"
+    ):
         """Write the folder `path` in the original layout: safetensors and config.json.
 
         Of tied embed_tokens and lm_head those are written that the loaded file had; without one,

@@ -4,13 +4,22 @@ Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H
 width, C LLM width.
 """
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
+from PIL import Image
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from .processing_sa2va import Sa2VAProcessor, normalise_sam_pixels, region_grid, upsample_masks
 from .templates import chat_template, image_string, region_string
 from .video import track
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from .modeling_sa2va import Sa2VAModel
+
 
 MAX_NEW_TOKENS = 2048
 LLM_FRAMES = 5  # of a video the LLM sees and the language embedding prompts; later ones are tracked
@@ -24,10 +33,12 @@ class StopWords(StoppingCriteria):
     `rl_train.engine.StopText` computes the same.
     """
 
-    def __init__(self, tokenizer, words: list[str]):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", words: list[str]):
         self.tokenizer, self.words = tokenizer, tuple(words)
 
-    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         texts = [
             self.tokenizer.decode(row).replace("\r", "").replace("\n", "")
             for row in input_ids.tolist()
@@ -37,17 +48,17 @@ class StopWords(StoppingCriteria):
 
 @torch.no_grad()
 def generate(
-    model,
-    pixel_values=None,
-    input_ids=None,
-    attention_mask=None,
-    visual_features=None,
-    generation_config=None,
-    output_hidden_states=None,
-    return_dict=None,
-    prompt_masks=None,
-    vp_overall_mask=None,
-    **kwargs,
+    model: "Sa2VAModel",
+    pixel_values: torch.Tensor | None = None,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    visual_features: torch.Tensor | None = None,
+    generation_config: "GenerationConfig | None" = None,
+    output_hidden_states: bool | None = None,
+    return_dict: bool | None = None,
+    prompt_masks: list[torch.Tensor] | None = None,
+    vp_overall_mask: torch.Tensor | None = None,
+    **kwargs: Any,
 ):
     """What the LLM's `generate` of transformers returns for prompts with images.
 
@@ -91,16 +102,16 @@ def generate(
 
 @torch.no_grad()
 def predict_forward(
-    model,
-    image=None,
-    video=None,
-    text=None,
-    past_text="",
-    mask_prompts=None,
-    tokenizer=None,
-    processor=None,
+    model: "Sa2VAModel",
+    image: Image.Image | None = None,
+    video: list[Image.Image] | None = None,
+    text: str | None = None,
+    past_text: str = "",
+    mask_prompts: list[np.ndarray | torch.Tensor] | None = None,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    processor: Any | None = None,
     *,
-    rounded_normalisation=False,
+    rounded_normalisation: bool = False,
 ) -> dict:
     """The model's greedy answer to `text`, and one mask for each [SEG] in it.
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from .transfer import send
+from .configuration_sa2va import Sa2VAConfig
+from .to_device import to_device
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -144,7 +145,7 @@ def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
 def _imagenet(device):
     """(mean, std) (3, 1, 1) of ImageNet's colours."""
     both = torch.tensor([IMAGENET_MEAN, IMAGENET_STD]).view(2, 3, 1, 1)
-    return send(both, device).unbind()
+    return to_device(both, device).unbind()
 
 
 class Sa2VAProcessor:
@@ -156,7 +157,7 @@ class Sa2VAProcessor:
             a thumbnail as in `predict_forward`. Default: the config's `max_dynamic_patch`.
     """
 
-    def __init__(self, config, max_tiles: int | None = None):
+    def __init__(self, config: Sa2VAConfig, max_tiles: int | None = None):
         self.config = config
         self.max_tiles = config.raw["max_dynamic_patch"] if max_tiles is None else max_tiles
         self.image_size, self.grid_size = config.image_size, config.grid_size
@@ -190,7 +191,7 @@ class Sa2VAProcessor:
         """(tiles, 3, S, S) uint8, which `normalise_tiles` makes `tiles` of."""
         return torch.stack([planes(tile) for tile in self.tile_images(image)])
 
-    def region_grid(self, mask) -> torch.Tensor:
+    def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
         """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""
         mask = torch.as_tensor(mask).bool()
         grid = region_grid(

@@ -5,8 +5,13 @@ Supervised training, rollouts, teacher, evaluation and the demo's warm start all
 
 import functools
 import re
+from typing import TYPE_CHECKING
 
 from .templates import IMG_CONTEXT_TOKEN, chat_template, image_string, region_string
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 DESCRIBE = "Please generate a detailed description for the given image region."
 SEGMENT = "Please segment {x} in this image."
@@ -49,7 +54,7 @@ class PromptBuilder:
             256 for 448 px.
     """
 
-    def __init__(self, tokenizer, template: str, tokens_per_tile: int):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str, tokens_per_tile: int):
         self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
         self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])

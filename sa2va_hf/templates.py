@@ -4,6 +4,12 @@ Source: `hf/models/templates.py` and `datasets/encode_fn.py` (`video_lisa_encode
 `projects/llava_sam2` of the original repository.
 """
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
 IGNORE_INDEX = -100
 IMG_CONTEXT_TOKEN = "<IMG_CONTEXT>"
 SPECIAL_TOKENS = (IMG_CONTEXT_TOKEN, "[SEG]", "<img>", "</img>", "<vp>", "</vp>")
@@ -43,7 +49,7 @@ PROMPT_TEMPLATE = {
 }
 
 
-def token_ids(tokenizer, vocab_size: int) -> dict[str, int]:
+def token_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> dict[str, int]:
     """The id of each of SPECIAL_TOKENS.
 
     Raises:
@@ -109,7 +115,11 @@ def template_map(example: dict, template: dict) -> dict:
 
 
 def video_lisa_encode_fn(
-    example: dict, tokenizer, max_length: int, input_ids_with_output: bool = True, **kwargs
+    example: dict,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    input_ids_with_output: bool = True,
+    **kwargs: Any,
 ) -> dict:
     """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
 

@@ -1,9 +1,11 @@
 """The tokenizer of a Sa2VA folder."""
 
+from pathlib import Path
+
 from transformers import AutoTokenizer, PretrainedConfig
 
 
-def load_tokenizer(path):
+def load_tokenizer(path: str | Path):
     """The tokenizer in folder `path`, padding on the left, without running any code of the folder.
 
     Raises:

@@ -7,15 +7,26 @@ and their bookkeeping are native.
 Letters: M objects, F frames, h w sides of the coarsest feature map.
 """
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from transformers.models.sam2_video.modeling_sam2_video import Sam2VideoInferenceSession
 
-from .mask_path import decode_candidates, decoder_features
+from .mask_decoder import decode_candidates, decoder_features
+
+if TYPE_CHECKING:
+    from .modeling_sa2va import Sa2VAModel
 
 
 @torch.no_grad()
-def track(model, frames, prompts: torch.Tensor, num_prompted: int) -> torch.Tensor:
+def track(
+    model: "Sa2VAModel",
+    frames: Iterable[list[torch.Tensor]],
+    prompts: torch.Tensor,
+    num_prompted: int,
+) -> torch.Tensor:
     """(M, F, 256, 256) float32 mask logits of M objects, each tracked by itself.
 
     The first `num_prompted` frames are conditioning frames: each is decoded from the language

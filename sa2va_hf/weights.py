@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ def default_dtype(dtype: torch.dtype):
         torch.set_default_dtype(before)
 
 
-def load(model, folder: Path, write):
+def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Tensor], object]):
     """Put every tensor of the folder's files into the model by write(tensor, value).
 
     Raises:

@@ -115,13 +115,6 @@ def drip(start: bytes, piece: bytes = b" ", seconds: float = 0.05) -> Iterator[b
         yield piece
 
 
-def endless(status: int = 200, *lines: str, piece: bytes = b"8" * 2**16) -> Iterator[bytes]:
-    """As fast as the line takes it, for ever."""
-    yield head(status, *lines)
-    while True:
-        yield piece
-
-
 def cut(chat, n) -> Iterator[bytes]:
     """A reply of which the half comes."""
     yield head(200, "Content-Length: 100") + b'{"choices": '
@@ -131,10 +124,6 @@ FAULTS = {
     "hangs": hang,
     "drips its body": lambda chat, n: drip(head()),
     "drips its headers": lambda chat, n: drip(b"HTTP/1.1 200 OK\r\nX-A: ", b"a"),
-    "sends gigabytes": lambda chat, n: endless(),
-    "sends gigabytes, status 500": lambda chat, n: endless(500),
-    "sends gigabytes, status 401": lambda chat, n: endless(401),
-    "sends gigabytes, redirects": lambda chat, n: endless(307, "Location: /v1/chat/completions"),
     "breaks off in the body": cut,
     "closes the connection": lambda chat, n: iter([]),
     "status 401": lambda chat, n: (401, '{"error": {"message": "no key"}}'),

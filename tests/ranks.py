@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -9,9 +10,14 @@ from pathlib import Path
 import torch
 
 from rl_train import cli
-from rl_train.launch import free_port
 
 TIMEOUT = 240  # seconds, of 40 on two idle cores: a deadlock is a failure
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def rank_environments() -> list[dict[str, str]]:

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_train import evaluation, tb, train
-from tools.make_demo import HELDOUT, TRAIN, write_split
+from rl_train import train
+from rl_train.evaluation import evaluate
+from rl_train.loggers import tensorboard
+from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 
 ROOT = Path(__file__).parents[1]
-CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
+CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
 REGIONS = 117  # training regions of `draw_data`
 # Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
 SAMPLED = {"best_of_G_cycle_iou", "by_logp_cycle_iou", "sampled_cycle_iou", "best_of_G_meteor"}
@@ -49,7 +51,7 @@ def on_one_core(monkeypatch):
 
 
 def measure(policy, batch, *_) -> dict[str, list]:
-    """In place of `cycle_measures.measure`: every number follows from the weights."""
+    """In place of `cycle_metrics.measure`: every number follows from the weights."""
     number = sum(p.detach().double().sum().item() for p in policy.trainable.values()) % 1
     texts = dict(image_id=batch.image_ids, reference=batch.captions, caption=batch.captions)
     values = ("cycle_iou", "cycle_meteor", "seg_iou", "seg_intersection", "seg_union")
@@ -58,14 +60,14 @@ def measure(policy, batch, *_) -> dict[str, list]:
 
 
 def picture(image, work, row):
-    """In place of `tb.rollout_picture`, a small one."""
+    """In place of `loggers.tensorboard.rollout_picture`, a small one."""
     return np.full((4, 4, 3), int(work.reward[row].item() * 1e6) % 256, np.uint8)
 
 
 def unmeasured(monkeypatch):
     """`on_one_core`, with evaluations and pictures drawn from the weights instead of measured."""
-    monkeypatch.setattr(evaluation, "measure", measure)
-    monkeypatch.setattr(tb, "rollout_picture", picture)
+    monkeypatch.setattr(evaluate, "measure", measure)
+    monkeypatch.setattr(tensorboard, "rollout_picture", picture)
     yield from on_one_core(monkeypatch)
 
 

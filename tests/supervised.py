@@ -2,12 +2,12 @@
 
 import torch
 
-from rl_train import cli, parts, train
+from rl_train import cli, sft, train
 from rl_train.data.loader import Batches
-from rl_train.distributed import Ranks
-from rl_train.tasks.supervised import ReferringSegmentation
+from rl_train.distributed.process_group import Ranks
+from rl_train.run import build
+from rl_train.tasks.sft_tasks import ReferringSegmentation
 from tests.runs import flags
-from tools import train_supervised
 
 ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".split()
 
@@ -19,23 +19,23 @@ def line(data, output, **changes):
 
 
 def run(data, output, **changes):
-    train.main(line(data, output, **changes), train_supervised.PROGRAM, train_supervised.train)
+    train.main(line(data, output, **changes), sft.SFT, sft.train)
     return output
 
 
 def built(data, output, **changes):
     """The parts of a run that does not begin."""
-    config = cli.parse(line(data, output, **changes), train_supervised.PROGRAM)
-    return parts.build(config, Ranks(0, 1, torch.device("cpu")))
+    config = cli.parse(line(data, output, **changes), sft.SFT)
+    return build.build(config, Ranks(0, 1, torch.device("cpu")))
 
 
 def losses(made, index):
     """(loss, statistics, batch, examples) of samples `index` in the first step."""
     batch = Batches(made.train_set, made.state.policy.inputs(24))[index]
     features = made.state.policy.encode(batch)
-    examples = train_supervised.examples_of(made, batch, features)
-    totals = train_supervised.step_totals([(features, examples)], 1)
-    objective = train_supervised.SupervisedLoss(made.state.policy)
+    examples = sft.build_examples(made, batch, features)
+    totals = sft.step_totals([examples], 1)
+    objective = sft.SFTLoss(made.state.policy)
     return *objective(features, examples, totals, False), batch, examples
 
 

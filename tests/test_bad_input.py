@@ -6,10 +6,10 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rl_train import cli, parts, train
-from rl_train.checkpoint import find
+from rl_train import cli, train
 from rl_train.cli import check_output_dir
-from rl_train.files import write_json
+from rl_train.run import build
+from rl_train.utils.io import write_json
 from tests.runs import CHECKPOINT, REGIONS, complaint_of, flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -156,7 +156,7 @@ def test_output_folder_that_cannot_be_written(data, tmp_path, monkeypatch, place
     """Known before data and model are read."""
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(parts, "split_dataset", None)
+    monkeypatch.setattr(build, "split_dataset", None)
     with pytest.raises(
         SystemExit, match=f"^rl_train: --output_dir {tmp_path / place} cannot be written: .*: [NI]"
     ) as stopped:
@@ -176,24 +176,16 @@ def test_auto_starts_a_run_or_continues_it(data, tmp_path):
         check_output_dir(config, config.flags | dict(seed=1))
 
 
-@pytest.mark.parametrize("restarts", ["0", "1"])
-def test_a_run_started_again_goes_on_from_its_latest_checkpoint(
-    data, tmp_path, monkeypatch, restarts
-):
-    monkeypatch.setenv("RL_TRAIN_RESTARTS", restarts)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text("{}")  # it had begun
-
-    def resume(**changes):
-        return cli.parse(flags(data, tmp_path / "run", **changes)).run.resume
-
-    again = restarts == "1"
-    assert resume() == ("auto" if again else None)
-    assert resume(resume="") == ("auto" if again else "latest")
-    assert resume(resume=CHECKPOINT) == str(CHECKPOINT)  # it came to no checkpoint of its own
-    (tmp_path / "run" / "checkpoint_step_3").mkdir(parents=True)
-    assert resume(resume=CHECKPOINT) == ("auto" if again else str(CHECKPOINT))
-    assert find("auto", tmp_path / "run").name == "checkpoint_step_3"
+def test_what_torchrun_may_start_again_resumes_by_itself(data, tmp_path, monkeypatch, capsys):
+    """And not from a folder that lies before what has been done since."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert cli.parse(flags(data, tmp_path)).run.resume is None
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    assert cli.parse(flags(data, tmp_path)).run.resume == "auto"
+    assert cli.parse(flags(data, tmp_path, resume="")).run.resume == "latest"
+    with pytest.raises(SystemExit):
+        cli.parse(flags(data, tmp_path, resume=CHECKPOINT))
+    assert "--max_restarts needs --resume auto" in capsys.readouterr().err
 
 
 def test_nothing_to_resume(complaint):

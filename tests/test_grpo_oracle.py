@@ -9,16 +9,16 @@ it would compute by that model, log-probs and completions, is given instead.
 
 import pytest
 import torch
-from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
-from rl_train.rewards.components import combine, scaled
-from rl_train.rewards.length import length_terms
+from rl_train.rewards.combine import combine, normalise_components
+from rl_train.rewards.length import OverlongPenalty
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
 trl = pytest.importorskip("trl", reason="trl is not installed (extra: oracle)")
+datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra: oracle)")
 pytestmark = pytest.mark.oracle
 
 N, G, T, LONGEST = 8, 4, 6, 10  # rows, rows of a group, tokens, --max_completion_length
@@ -67,7 +67,7 @@ def trainer_of(tmp_path):
             model,
             [giver(name) for name in REWARD_WEIGHTS],
             config,
-            train_dataset=Dataset.from_list([{"prompt": "a"}] * N),
+            train_dataset=datasets.Dataset.from_list([{"prompt": "a"}] * N),
             processing_class=tokenizer,
             rollout_func=rollout,
         )
@@ -232,7 +232,7 @@ def test_components_on_one_scale(trainer_of):
     options = dict(loss_type="grpo", multi_objective_aggregation="normalize_then_sum")
     trainer = trainer_of({name: values.tolist() for name, values in rewards.items()}, **options)
     expected = trainer._generate_and_score_completions([{"prompt": "a"}] * N)["advantages"]
-    counted = combine(scaled(rewards, REWARD_WEIGHTS, G), REWARD_WEIGHTS)
+    counted = combine(normalise_components(rewards, REWARD_WEIGHTS, G), REWARD_WEIGHTS)
     ours = grpo.group_advantages(counted, G, "batch")
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
@@ -242,6 +242,6 @@ def test_the_soft_punishment_of_long_answers():
 
     lengths = list(range(1, LONGEST + 1))
     expected = get_soft_overlong_punishment(LONGEST, BUFFER)([[0] * n for n in lengths])
-    [term] = length_terms(LONGEST, overlong_buffer=BUFFER)
+    term = OverlongPenalty(LONGEST, BUFFER)
     assert term([""] * LONGEST, num_tokens=lengths).tolist() == pytest.approx(expected)
     assert expected[-1] == -1

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from rl_train.config import OptimConfig
-from rl_train.draws import Draws
-from rl_train.parts import cosine_schedule
+from rl_train.config.grpo_config import OptimConfig
 from rl_train.roles import Roles, half_life_decay
+from rl_train.run.schedules import cosine_schedule
+from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 
 class Toy(torch.nn.Module):
@@ -51,9 +51,9 @@ def test_a_role_is_lent_for_a_while(toy):
     roles = Roles(toy.trainable, ())
     began = {n: p.detach().clone() for n, p in toy.trainable.items()}
     set_policy(toy, 5.0)
-    with roles.lent("reference", began), roles.use("reference"):
+    with roles.temporary_role("reference", began), roles.use("reference"):
         assert toy.a.tolist() == [1, 2]
-    assert toy.a.tolist() == [5, 5] and roles.banks == {}
+    assert toy.a.tolist() == [5, 5] and roles.copies == {}
     with pytest.raises(ValueError, match="known: policy. Which"), roles.use("reference"):
         pass
 
@@ -78,32 +78,32 @@ def test_an_optimizer_step_moves_the_policy_alone(toy, roles):
     optimizer.step()  # d/da = 2 * 3, d/db = 2 * (1 + 2)
     torch.testing.assert_close(toy.a.detach(), torch.tensor([1 - 0.6, 2 - 0.6]))
     for role in ("teacher", "reference"):
-        assert roles.banks[role]["a"].tolist() == [1, 2] and roles.banks[role]["b"].tolist() == [
+        assert roles.copies[role]["a"].tolist() == [1, 2] and roles.copies[role]["b"].tolist() == [
             [3]
         ]
     roles.update_teacher(0.75)
-    torch.testing.assert_close(roles.banks["teacher"]["a"], torch.tensor([1 - 0.15, 2 - 0.15]))
-    torch.testing.assert_close(roles.banks["teacher"]["b"], torch.tensor([[3 - 0.15]]))
-    assert roles.banks["reference"]["a"].tolist() == [1, 2]
+    torch.testing.assert_close(roles.copies["teacher"]["a"], torch.tensor([1 - 0.15, 2 - 0.15]))
+    torch.testing.assert_close(roles.copies["teacher"]["b"], torch.tensor([[3 - 0.15]]))
+    assert roles.copies["reference"]["a"].tolist() == [1, 2]
 
 
 def test_several_updates_by_hand(toy, roles):
     # policy 1, 0, 1 after a teacher of 0: .5, .25, .625
-    roles.banks["teacher"]["b"].zero_()
+    roles.copies["teacher"]["b"].zero_()
     for value, expected in ((1.0, 0.5), (0.0, 0.25), (1.0, 0.625)):
         set_policy(toy, value)
         roles.update_teacher(0.5)
-        assert roles.banks["teacher"]["b"].item() == expected
+        assert roles.copies["teacher"]["b"].item() == expected
 
 
 def test_a_thousand_small_updates_arrive(toy, roles):
     """Under a bf16 base too: a bf16 average at 0.999 would not have moved at all."""
-    for tensor in roles.banks["teacher"].values():
+    for tensor in roles.copies["teacher"].values():
         tensor.zero_()
     set_policy(toy, 1.0)
     for _ in range(1000):
         roles.update_teacher(0.999)
-    for tensor in roles.banks["teacher"].values():
+    for tensor in roles.copies["teacher"].values():
         torch.testing.assert_close(
             tensor, torch.full_like(tensor, 1 - 0.999**1000), rtol=0.01, atol=0
         )  # 0.6323
@@ -119,7 +119,7 @@ def test_the_teacher_is_at_first_the_mean_of_the_policies_so_far(toy, roles):
     for t, (value, mean) in enumerate(((9.0, 6.0), (0.0, 4.0), (8.0, 5.0))):
         set_policy(toy, value)
         roles.update_teacher(half_life_decay(t, half_life=100))
-        assert roles.banks["teacher"]["b"].item() == pytest.approx(mean)
+        assert roles.copies["teacher"]["b"].item() == pytest.approx(mean)
     assert half_life_decay(142, 100) < 0.5 ** (1 / 100) == half_life_decay(143, 100)
 
 
@@ -147,20 +147,22 @@ def test_equal_weights_stay_bit_equal():
     roles = Roles({"w": parameter})
     for _ in range(50):
         roles.update_teacher(0.999)
-    assert torch.equal(roles.banks["teacher"]["w"], parameter.detach())
+    assert torch.equal(roles.copies["teacher"]["w"], parameter.detach())
 
 
 def test_decay_zero_copies_the_policy(toy, roles):
     set_policy(toy, 0.3)
     roles.update_teacher(0.0)
-    assert all(torch.equal(roles.banks["teacher"][n], p.detach()) for n, p in toy.trainable.items())
+    assert all(
+        torch.equal(roles.copies["teacher"][n], p.detach()) for n, p in toy.trainable.items()
+    )
 
 
 def test_decay_one_keeps_what_the_run_started_from(toy, roles):
     set_policy(toy, 0.3)
     roles.update_teacher(1.0)
     assert all(
-        torch.equal(roles.banks["teacher"][n], t) for n, t in roles.banks["reference"].items()
+        torch.equal(roles.copies["teacher"][n], t) for n, t in roles.copies["reference"].items()
     )
 
 
@@ -187,7 +189,7 @@ def test_no_storage_is_shared(toy, roles):
     state = roles.state_dict()
     tensors = [
         *toy.trainable.values(),
-        *(t for bank in [*roles.banks.values(), *state.values()] for t in bank.values()),
+        *(t for bank in [*roles.copies.values(), *state.values()] for t in bank.values()),
     ]
     assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 5
 
@@ -195,12 +197,12 @@ def test_no_storage_is_shared(toy, roles):
 def test_use_swaps_and_restores(toy, roles):
     set_policy(toy, 5.0)
     own = {n: p.data_ptr() for n, p in toy.trainable.items()}
-    roles.banks["teacher"]["b"].fill_(7.0)
+    roles.copies["teacher"]["b"].fill_(7.0)
     assert toy().item() == 2 * (5 + 5) * 5
     with roles.use("teacher"):
         out = toy()
         assert out.item() == 2 * (1 + 2) * 7 and not out.requires_grad
-        assert toy.b.data_ptr() == roles.banks["teacher"]["b"].data_ptr()  # no byte was moved
+        assert toy.b.data_ptr() == roles.copies["teacher"]["b"].data_ptr()  # no byte was moved
     with roles.use("reference"):
         assert toy().item() == 2 * (1 + 2) * 3
     with roles.use("policy"):
@@ -260,10 +262,10 @@ def test_state_dict_round_trip(toy, roles):
     fresh = Roles(toy.trainable)
     fresh.load_state_dict(state)
     for role, a in (("teacher", [3.0, 3.5]), ("reference", [1.0, 2.0])):
-        assert fresh.banks[role]["a"].tolist() == a
+        assert fresh.copies[role]["a"].tolist() == a
     fresh.update_teacher(0.0)
     assert state["teacher"]["a"].tolist() == [3.0, 3.5]  # the loaded state is a copy
-    assert roles.banks["teacher"]["a"].tolist() == [3.0, 3.5]
+    assert roles.copies["teacher"]["a"].tolist() == [3.0, 3.5]
     with pytest.raises(ValueError, match="teacher bank.*'b'"):
         fresh.load_state_dict({**state, "teacher": {"a": state["teacher"]["a"]}})
 
@@ -277,7 +279,7 @@ def test_the_reference_is_the_base_model(policy, batch):
         p += 0.02
     images = policy.encode(batch)
     prompts = policy.segment_prompts(images, [0, 1], batch.captions[:2])
-    uniforms = Draws(0, 0, 0, [0, 1], 1).uniforms(6)
+    uniforms = RowRNG(0, 0, 0, [0, 1], 1).uniforms(6)
     rollout = policy.sample(batch, images, prompts, 1, 6, uniforms)
     with roles.use("reference"):
         reference = policy.score(rollout)

@@ -4,9 +4,11 @@ that cannot be gone on from."""
 import pytest
 import torch
 
-from rl_train import checkpoint, distributed, train
-from rl_train.distributed import raise_on_any_rank
-from rl_train.objective import Work
+from rl_train import train
+from rl_train.checkpoint import save_load
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import raise_on_any_rank
+from rl_train.loss import ScoredRollout
 from tests.runs import parts_of, run, unmeasured, weights
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -29,12 +31,12 @@ def test_a_learning_rate_that_explodes_ends_with_a_sentence(data, tmp_path, how)
 
 def poison_after_step_1(monkeypatch, built, role: str):
     """Make the weights of a role NaN once checkpoint_step_1 is written."""
-    save = checkpoint.save
+    save = save_load.save
 
     def then_poison(*args):
         save(*args)
         state = built[0].state
-        bank = state.policy.trainable if role == "policy" else state.roles.banks[role]
+        bank = state.policy.trainable if role == "policy" else state.roles.copies[role]
         with torch.no_grad():
             for weight in bank.values():
                 weight.fill_(torch.nan)
@@ -71,13 +73,13 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_resumed(data, tmp_pat
     run(data, tmp_path, max_steps=1)
     state = built[0].state
     name = next(iter(state.policy.trainable))
-    state.roles.banks["teacher"][name].view(-1)[0] = torch.inf
+    state.roles.copies["teacher"][name].view(-1)[0] = torch.inf
     with pytest.raises(FloatingPointError, match=f"not finite: teacher: {name}$"):
-        checkpoint.save(tmp_path, state, {}, 1, True)
+        save_load.save(tmp_path, state, {}, 1, True)
     with pytest.raises(FloatingPointError, match="not finite: teacher"):
-        checkpoint.save_if_best(tmp_path, state, {}, dict(score=2.0), True)
+        save_load.save_if_best(tmp_path, state, {}, dict(score=2.0), True)
     assert saved(tmp_path) == ["checkpoint_step_1"]
-    checkpoint.write(tmp_path / "checkpoint_step_1", state, built[0].flags, [])
+    save_load.write(tmp_path / "checkpoint_step_1", state, built[0].flags, [])
     with pytest.raises(SystemExit, match=f"ema.safetensors: {name} is not finite"):
         run(data, tmp_path, max_steps=1, resume="")
 
@@ -86,16 +88,16 @@ def test_every_rank_hears_of_a_fault_with_the_sums(monkeypatch):
     """By the collective that the step has anyway."""
     said = [({"x": 1}, []), ({"x": 2}, ["loop1: mask logits"])]
     asked = []
-    monkeypatch.setattr(distributed, "gather_objects", lambda mine: asked.append(mine) or said)
+    monkeypatch.setattr(process_group, "gather_objects", lambda mine: asked.append(mine) or said)
     with pytest.raises(FloatingPointError, match="^not finite: rank 1: loop1: mask logits$"):
-        distributed.all_sum({"x": 1})
+        process_group.all_sum({"x": 1})
     assert asked == [({"x": 1}, ())]
     said[0][1].extend(["loop1: mask logits", "loop2: rewards"])
     with pytest.raises(FloatingPointError, match="rank 0, 1: loop1: mask logits; rank 0: loop2: r"):
-        distributed.all_sum({"x": 1})
+        process_group.all_sum({"x": 1})
     said[0][1].clear()
     said[1][1].clear()
-    assert distributed.all_sum({"x": 1}) == {"x": 3}
+    assert process_group.all_sum({"x": 1}) == {"x": 3}
 
 
 def test_an_infinite_reward_is_a_fault_and_one_that_is_missing_is_not():
@@ -103,6 +105,6 @@ def test_an_infinite_reward_is_a_fault_and_one_that_is_missing_is_not():
         name = "loop1"
 
     rewards = torch.tensor([0.5, torch.nan]), torch.tensor([0.5, -torch.inf])
-    faults = [Work(Task, None, None, reward, None, None).faults() for reward in rewards]
+    faults = [ScoredRollout(Task, None, None, reward, None, None).faults() for reward in rewards]
     assert faults == [[], ["loop1: rewards"]]
     raise_on_any_rank(faults[0])

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rl_train import train
-from rl_train.curves import Tally
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.distributed import GradientAverage
-from rl_train.objective import MicroBatchLoss
+from rl_train.loggers.metrics import StepMetrics
+from rl_train.loss import MicroBatchLoss
 from tests.runs import curve, parts_of, rollouts, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -64,29 +63,29 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path,
         run(data, tmp_path, max_steps=1)
     assert f"loop{3 - int(loop[-1])}/loss" not in str(raised.value)
     state = built[0].state
-    start = state.roles.banks["reference"]  # a copy made before the first step
+    start = state.roles.copies["reference"]  # a copy made before the first step
     assert all(torch.equal(p, start[n]) for n, p in state.policy.trainable.items())
-    assert all(torch.equal(t, start[n]) for n, t in state.roles.banks["teacher"].items())
+    assert all(torch.equal(t, start[n]) for n, t in state.roles.copies["teacher"].items())
     assert not state.optimizer.state and not list(tmp_path.glob("checkpoint_step_*"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
     weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("one", "two", "three")}
-    policy = SimpleNamespace(trainable=weights, group_of=lambda name: name[:1])
+    policy = SimpleNamespace(trainable=weights, groups={name: name[:1] for name in weights})
     state = SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(weights.values()))
-    average, tally = GradientAverage(torch.nn.Module(), weights), Tally()
+    tally = StepMetrics()
     weights["one"].grad = torch.tensor([3.0, 0.0, 4.0])
     weights["two"].grad = torch.tensor([0.0, value, 1.0])
     weights["three"].grad = torch.zeros(3)
     with pytest.raises(
         FloatingPointError, match=r"^not finite: rank 0: gradient of two \(norm (nan|inf)\)$"
     ):
-        train.update(state, average, tally, max_grad_norm=1.0)
+        train.update(state, tally, max_grad_norm=1.0)
     assert all((p == 1).all() for p in weights.values()) and not state.optimizer.state
     assert tally.updates == 0
     weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
-    train.update(state, average, tally, max_grad_norm=1.0)
+    train.update(state, tally, max_grad_norm=1.0)
     assert tally.points == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
     assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
 

@@ -5,13 +5,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from rl_train import cli, parts
-from rl_train.distributed import Ranks
-from rl_train.export import export
-from rl_train.memory import worst_step
-from rl_train.policies import qwen_worst_case
-from rl_train.policies.qwen_points import QwenPointsPolicy
-from rl_train.train import train
+from rl_train.export.merge import export
+from rl_train.policies.qwen_vl import QwenVLPolicy
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import complaint_of, curve, events, flags, on_one_core, rollouts, run, weights
 
@@ -43,7 +38,7 @@ def answering(monkeypatch):
         spots = [[1 + token % 53, 1 + token * 7 % 53] for token in (ids * 2)[:2]]
         return f'{{"points": [{spots[0]}], "negative_points": [{spots[1]}]}}'
 
-    monkeypatch.setattr(QwenPointsPolicy, "completion_text", text)
+    monkeypatch.setattr(QwenVLPolicy, "completion_text", text)
 
 
 def test_two_steps_and_resumed(data, tmp_path, points, answering):
@@ -92,15 +87,6 @@ def exported_loads(checkpoint, output, points):
 def test_answers_that_cannot_be_read_end_the_run(data, tmp_path, points, capsys):
     sentence = complaint_of(capsys, flags(data, tmp_path, **points, eval_steps=0))
     assert "points: 0% of the first step's answers could be read" in sentence
-
-
-def test_the_worst_step_is_tried_and_moves_nothing(data, tmp_path, points, monkeypatch):
-    monkeypatch.setattr(qwen_worst_case, "MASK_PIXELS", 64 * 64)
-    config = cli.parse(flags(data, tmp_path, **points))
-    built = parts.build(config, Ranks(0, 1, torch.device("cpu")))
-    before = {name: p.detach().clone() for name, p in built.state.policy.trainable.items()}
-    assert "update" in worst_step(built, train)
-    assert all(torch.equal(p, before[name]) for name, p in built.state.policy.trainable.items())
 
 
 @pytest.mark.parametrize(

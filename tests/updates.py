@@ -4,20 +4,20 @@ import dataclasses
 
 import torch
 
-from rl_train.config import LossConfig
-from rl_train.draws import Draws
-from rl_train.objective import (
+from rl_train.config.grpo_config import LossConfig
+from rl_train.loss import (
+    LossDenominators,
     MicroBatchLoss,
-    Reference,
-    Totals,
-    Work,
-    micro_batches_of,
-    score_all,
-    step_totals,
+    ReferenceScores,
+    ScoredRollout,
+    iter_micro_batches,
+    loss_denominators,
+    score_rollout,
 )
 from rl_train.roles import Roles
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
-from rl_train.tasks.protocol import Context
+from rl_train.tasks.base import TaskContext
+from rl_train.utils.rng import RowRNG
 
 GENERATIONS, STEPS, SIGMA = 2, 14, 0.3
 ADVANTAGES = torch.tensor([0.7, -0.7, -0.7, 0.7])  # of 2 scenes x GENERATIONS
@@ -39,7 +39,7 @@ def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, 
     kind = (MaskCaptionMask, CaptionMaskCaption)[loop - 1]
     if loop == 2:
         options = dict(mask_sigma=SIGMA, mask_loss_coef=0.0) | options
-    return kind(kind.Options(**options), Context(model, roles, max_new_tokens))
+    return kind(kind.Options(**options), TaskContext(model, roles, max_new_tokens))
 
 
 def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, step=0):
@@ -47,7 +47,7 @@ def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, 
     number = int(task.name[-1]) - 1
     features, draws = (
         model.encode(batch),
-        Draws(0, step, number, batch.index, num_generations),
+        RowRNG(0, step, number, batch.index, num_generations),
     )
     prompts = task.prompts(batch, features)
     uniforms = draws.uniforms(max_new_tokens)
@@ -59,36 +59,38 @@ def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, 
 
 
 @torch.no_grad()
-def reference_of(model, task, rollout) -> Reference:
+def reference_of(model, task, rollout) -> ReferenceScores:
     """What the weights in use say of a rollout."""
-    return score_all(model, task, rollout, len(rollout))
+    return score_rollout(model, task, rollout, len(rollout))
 
 
-def work_of(model, task, rollout, advantages=ADVANTAGES, scored=None, reference=None) -> Work:
+def work_of(
+    model, task, rollout, advantages=ADVANTAGES, scored=None, reference=None
+) -> ScoredRollout:
     """The rollout with these advantages, unequal rewards, and the weights in use as reference."""
     reward = torch.arange(len(rollout)).float()
     if scored is not None:
         reward = torch.where(scored, reward, torch.nan)
     reference = reference or reference_of(model, task, rollout)
-    return Work(task, rollout, None, reward, advantages, reference)
+    return ScoredRollout(task, rollout, None, reward, advantages, reference)
 
 
-def totals_by_hand(work: Work) -> Totals:
+def totals_by_hand(work: ScoredRollout) -> LossDenominators:
     """Of a step of one rank with this rollout alone."""
-    rollout, scored = work.rollout, work.scored
+    rollout, scored = work.rollout, work.in_loss
     actions = int(scored[rollout.action.rows].sum()) if work.task.action else 0
-    return Totals(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
+    return LossDenominators(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
 
 
-def backward(model, work: Work, config: LossConfig = POLICY_ALONE, micro_batch_size=4):
+def backward(model, work: ScoredRollout, config: LossConfig = POLICY_ALONE, micro_batch_size=4):
     """({parameter: gradient}, statistics summed over micro-batches, loss) of one update."""
-    totals = step_totals([work], 1)[0][work.task.name]
+    totals = loss_denominators([work], 1)[0][work.task.name]
     assert totals == totals_by_hand(work)
     loss_of = MicroBatchLoss(model, config, STEPS)
     for p in model.trainable.values():
         p.grad = None
     sums, value = {}, 0.0
-    for w, rows, last in micro_batches_of([work], micro_batch_size):
+    for w, rows, last in iter_micro_batches([work], micro_batch_size):
         loss, statistics = loss_of(w, rows, totals, last)
         loss.backward()
         value += loss.item()
@@ -116,7 +118,7 @@ def mean(statistic) -> float:
 
 def reached(model, gradients) -> set[str]:
     """The groups of trainables that a gradient reaches."""
-    return {model.group_of(name) for name, g in gradients.items() if g.abs().max() > 0}
+    return {model.groups[name] for name, g in gradients.items() if g.abs().max() > 0}
 
 
 def largest_difference(a, b) -> float:

@@ -1,13 +1,13 @@
-"""Held-out measures of a model folder or of a run's checkpoint, with 95 % intervals.
+"""Evaluation metrics of a model folder or of a run's checkpoint, with 95 % intervals.
 
 A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refcocog/instances.json
-..); samples, and with --shard_base the base, shared by 8 GPUs:
+..); samples shared by 8 GPUs:
 
     python -m tools.evaluate --model_path M --data_dir D --output before.json
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
     python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
     python -m tools.evaluate ... --dataset refcocog --split test --protocol sa2va
-    torchrun --nproc_per_node 8 -m tools.evaluate ... [--shard_base]
+    torchrun --nproc_per_node 8 -m tools.evaluate ...
 
 More measures: what captions state of attributes, which region a mask lies on, and what is gained by
 choosing among 8 sampled captions, by an oracle or by what the model itself makes of them:
@@ -29,37 +29,42 @@ of processes write the same file.
 """
 
 import json
+import re
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import Subset
+from torch.utils.data import Dataset, Subset
 
-from rl_train import distributed
-from rl_train.data.opening import reader
-from rl_train.data.refcoco import NAMES
+from rl_train.config.flags import read_flags
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.data.refcoco import REFCOCO_NAMES
+from rl_train.data.registry import reader
 from rl_train.data.split import sample_regions
 from rl_train.data.text import clean_caption
 from rl_train.data.workers import explaining
-from rl_train.distributed import print0
-from rl_train.evaluation import HeldOut, Measured, evaluate, record
-from rl_train.files import check_writable
-from rl_train.flags import read_flags
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import Ranks, print0
+from rl_train.evaluation import referring_metrics
+from rl_train.evaluation.bootstrap import before_after_table, metrics_of
+from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
+from rl_train.export.load_policy import drop_trained_images, open_policy
+from rl_train.policies.base import Policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
-from rl_train.sharding import Shards
-from rl_train.statistics import before_after_table, metrics_of
-from rl_train.tasks import refer_measures
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
-from rl_train.tasks.protocol import Context
-from rl_train.trained_policy import open_policy, untrained
-from tools.evaluate_flags import NOT_SAVED, OF_POINTS, build_parser, flags_of_run
+from rl_train.utils.io import check_writable
+from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_run
 
 
-def measures_of(policy, args) -> dict:
-    """`HeldOut`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
+def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
+    """`EvalSpec`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
 
     Raises ValueError if a flag is of another family of models.
     """
@@ -70,29 +75,29 @@ def measures_of(policy, args) -> dict:
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
         policy.rounded_normalisation = True
-        return dict(measure=refer_measures.measure)
+        return dict(measure=referring_metrics.measure)
     if policy.family == Sa2VAPolicy.family:
         return {}
-    captions = ("attributes", "legacy_cleaner", "shard_base")
+    captions = ("attributes", "legacy_cleaner")
     if given := [name for name in captions if getattr(args, name)]:
         raise ValueError(f"--{given[0]}: of Sa2VA's captions, and --model_path is of points")
     options = read_flags(args, PointSegmentation.Options)
-    context = Context(policy, None, args.max_completion_length)
+    context = TaskContext(policy, None, args.max_completion_length)
     task = PointSegmentation(options, context)
     return dict(measure=task.measure, measure_samples=task.measure_samples)
 
 
-def build_dataset(args):
+def build_dataset(args: Namespace) -> Dataset:
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    which = (args.parts, args.split, args.image_root)
-    dataset = reader(args.dataset, *which, heldout=True)(args.data_dir)
+    opened = reader(args.dataset, args.parts, args.split, args.image_root, is_eval=True)
+    dataset = opened(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
         return dataset
     return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
 
 
-def unlike_the_original(dataset) -> str:
+def unlike_the_original(dataset: Dataset) -> str:
     """What of a RefCOCO data set, or a Subset of it, is measured otherwise than by the original."""
     whole = dataset
     while isinstance(whole, Subset):
@@ -128,19 +133,19 @@ def read_before(file: Path, num_samples: int) -> dict:
     return before
 
 
-def check_same_samples(before: dict, file: Path, measured: Measured):
+def check_same_samples(before: dict, file: Path, result: EvalResult):
     """Raise ValueError, with the first difference, if `before` was measured on other samples.
 
     True captions count too: an image_id begins below --data_dir, so that two folders of one layout
     have the same ones.
     """
     earlier = list(zip(before["image_ids"], before["references"]))
-    now = list(zip(measured.image_ids, measured.references))
-    for place in range(len(now)):
-        if earlier[place] != now[place]:
+    now = list(zip(result.image_ids, result.references))
+    for i in range(len(now)):
+        if earlier[i] != now[i]:
             raise ValueError(
                 f"--before {file} was measured on other samples, the difference would not be "
-                f"paired: sample {place} was {earlier[place]}, now {now[place]}"
+                f"paired: sample {i} was {earlier[i]}, now {now[i]}"
             )
 
 
@@ -160,121 +165,169 @@ def cider(references: list[str], captions: list[str]) -> torch.Tensor:
     return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
 
 
-def measure_captions(measured: Measured, legacy_cleaner: bool):
-    """Add to what was measured what only this tool does of captions, each by itself."""
+# "region1: ", "region1 is ", "The region shows ": only at the start, and only as whole words.
+BOILERPLATE = re.compile(
+    r"\A\s*(?:region1(?![\w'’])\s*[:,]?\s*(?:(?:is|shows|contains)\s+)?"
+    r"|(?:the|this)\s+(?:marked\s+)?region1?\s*(?::|(?:is|shows|contains)\s)\s*)",
+    re.IGNORECASE,
+)
+
+
+def legacy_clean(text: str) -> str:
+    """Return `text` up to the stop text <|end|>, without the boilerplate that it may begin with.
+
+    Published region-caption numbers were computed on answers cleaned in this way ("The region is a
+    dog." -> "a dog."). Nothing else is touched: "this is an island", "region10" and line breaks
+    stay. Rewards never use it.
+    """
+    return BOILERPLATE.sub("", text.split("<|end|>")[0]).strip()
+
+
+def add_caption_columns(result: EvalResult, legacy_cleaner: bool):
+    """Add the columns of captions that only this tool has."""
     if legacy_cleaner:
-        measured.values["caption_meteor"] = meteor(
-            measured.references, measured.captions, legacy_cleaner=True
-        ).double()
+        cleaned = [legacy_clean(caption) for caption in result.captions]
+        result.values["caption_meteor"] = meteor(result.references, cleaned).double()
     if find_spec("pycocoevalcap"):
-        measured.values["caption_cider"] = cider(measured.references, measured.captions)
+        result.values["caption_cider"] = cider(result.references, result.captions)
     else:
         print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
 
 
-def table(found: dict) -> str:
+def table(result_json: dict) -> str:
     """Means and intervals of a `record`, as text."""
-    lines = [f"{'n = ' + str(found['num_samples']):20s} {'mean':>8s}   95 % interval"]
-    descriptions = metrics_of(found["values"])
-    for metric, mean in found["means"].items():
-        interval = found["intervals"].get(metric)
+    lines = [f"{'n = ' + str(result_json['num_samples']):20s} {'mean':>8s}   95 % interval"]
+    descriptions = metrics_of(result_json["values"])
+    for metric, mean in result_json["means"].items():
+        interval = result_json["intervals"].get(metric)
         words = "[{:.4f}, {:.4f}]".format(*interval) if interval else ""
         lines.append(f"{metric:20s} {mean:8.4f}   {words:20s} {descriptions[metric]}")
     return "\n".join(lines)
 
 
-def policy_of(args, ranks):
+def policy_of(args: Namespace, ranks: Ranks) -> Policy:
     """The policy that the flags name. Raises ValueError, naming the flag."""
-    how = dict(dtype=args.dtype, max_tiles=args.max_tiles, temperature=args.temperature)
-    how |= {name: getattr(args, name) for name in ("sam_path", "image_side", "max_image_tokens")}
-    if args.protocol:  # all that an answer can hold
-        how["max_masks_per_answer"] = args.max_completion_length
-    shards = Shards(ranks) if args.shard_base else None
-    whose = (args.model_path, args.checkpoint, args.role)
-    return open_policy(*whose, ranks.device, args.max_completion_length, shards, **how)
+    most_masks = PolicyConfig.max_masks_per_answer
+    return open_policy(
+        args.model_path,
+        args.checkpoint,
+        args.role,
+        ranks.device,
+        args.max_completion_length,
+        dtype=args.dtype,
+        max_tiles=args.max_tiles,
+        temperature=args.temperature,
+        sam_path=args.sam_path,
+        image_side=args.image_side,
+        max_image_tokens=args.max_image_tokens,
+        # In the protocol all that an answer can hold.
+        max_masks_per_answer=args.max_completion_length if args.protocol else most_masks,
+    )
 
 
-def run(args, ranks):
+def run(args: Namespace, ranks: Ranks):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
-    if args.protocol and args.dataset not in NAMES:
-        known = ", ".join(NAMES)
+    if args.protocol and args.dataset not in REFCOCO_NAMES:
+        known = ", ".join(REFCOCO_NAMES)
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     dataset = build_dataset(args)
     if args.shared_images:
-        dataset = untrained(dataset, args.checkpoint or args.model_path, args.shared_images)
+        dataset = drop_trained_images(
+            dataset, args.checkpoint or args.model_path, args.shared_images
+        )
     before = read_before(args.before, len(dataset)) if args.before else None
     vocabulary = load_attributes(args.attributes) if args.attributes else {}
     policy = policy_of(args, ranks)
-    lengths = (args.max_completion_length, args.num_workers, args.max_caption_length)
+    spec = EvalSpec(
+        dataset,
+        args.batch_size,
+        args.max_completion_length,
+        args.num_workers,
+        max_caption_length=args.max_caption_length,
+        other_regions=args.other_regions,
+        best_of=args.best_of,
+        vocabulary=vocabulary,
+    )
     measures = measures_of(policy, args)
-    asked = (args.other_regions, args.best_of, vocabulary)
-    heldout = HeldOut(dataset, args.batch_size, *lengths, *asked, **measures)
-    measured = explaining(args.num_workers, evaluate, policy, heldout, ranks)["policy"]
+    spec = replace(spec, **measures)
+    result = explaining(args.num_workers, evaluate, policy, spec, ranks)["policy"]
     if not ranks.is_main:
         return
     if not measures:
-        measure_captions(measured, args.legacy_cleaner)
+        add_caption_columns(result, args.legacy_cleaner)
     flags = flags_that_count(args, policy.family)
-    found = record(measured, flags)
-    say(found, measured, dataset, args)
+    result_json = record(result, flags)
+    print_result(result_json, result, dataset, args)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(found))
+        args.output.write_text(json.dumps(result_json))
     if before:
-        check_same_samples(before, args.before, measured)
-        print0(f"\nagainst {args.before}\n{compared(before, measured, flags)}")
+        check_same_samples(before, args.before, result)
+        print0(f"\nagainst {args.before}\n{comparison(before, result, flags)}")
 
 
-def flags_that_count(args, family: str) -> dict:
+def protocol_sentence(what: str, values: dict[str, torch.Tensor], metrics: dict[str, float]) -> str:
+    """Figures that others report of `what`, from all samples' columns and their metrics."""
+    sums = [int(values[name].sum()) for name in ("seg_intersection", "seg_union", "no_seg")]
+    answered = metrics.get("seg_ciou_answered")
+    return (
+        f"{what}: {len(values['no_seg'])} phrases, cIoU {metrics['seg_ciou']:.4f} (intersections "
+        f"{sums[0]}, unions {sums[1]} pixels), gIoU {metrics['seg_iou']:.4f}; {sums[2]} answers "
+        "without [SEG] count as empty masks"
+        + (f", without them cIoU {answered:.4f}" if sums[2] and answered is not None else "")
+    )
+
+
+def flags_that_count(args: Namespace, family: str) -> dict:
     """{flag: value} of all that the numbers depend on, as JSON holds them."""
     of_points = family != Sa2VAPolicy.family
     return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
-        if name not in NOT_SAVED and (of_points or name not in OF_POINTS)
+        if name not in NOT_SAVED and (of_points or name not in POINT_FLAGS)
     }
 
 
-def say(found: dict, measured: Measured, dataset, args):
-    """Print what was measured, and of which samples."""
-    print0(table(found))
+def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: Namespace):
+    """Print the metrics, and notes on the samples."""
+    print0(table(result_json))
     if args.protocol:
         what = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
-        print0(refer_measures.sentence(what, measured.values, found["means"]))
+        print0(protocol_sentence(what, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))
-    if measured.num_damaged:
+    if result.num_damaged:
         print0(
-            f"{measured.num_damaged} samples did not decode or fit; "
+            f"{result.num_damaged} samples did not decode or fit; "
             "others were measured in their place"
         )
 
 
-def compared(before: dict, measured: Measured, flags: dict) -> str:
+def comparison(before: dict, result: EvalResult, flags: dict) -> str:
     """Flags that differ from those of `before`, and the table of differences, as text."""
     changed = [
         f"--{name} was {before['flags'].get(name)}, now {value}"
         for name, value in flags.items()
         if before["flags"].get(name) != value
     ]
-    return "\n".join([*changed, before_after_table(before["values"], measured.values)])
+    return "\n".join([*changed, before_after_table(before["values"], result.values)])
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None):
     parser = build_parser(__doc__)
     args = parser.parse_args(argv)
     require_wordnet()
-    ranks = distributed.init()
+    ranks = process_group.init()
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
         if args.protocol:
-            parser.set_defaults(max_tiles=refer_measures.MAX_TILES)
+            parser.set_defaults(max_tiles=referring_metrics.MAX_TILES)
         run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error
     finally:
-        distributed.close()
+        process_group.close()
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from rl_train.config import DataConfig, PolicyConfig
-from rl_train.data import HELDOUT_DATASETS
-from rl_train.files import read_json
-from rl_train.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
+from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
+from rl_train.config.grpo_config import DataConfig, PolicyConfig
+from rl_train.data import EVAL_DATASETS
 from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.utils.io import read_json
 
 # Flags of models that answer with box and points.
-OF_POINTS = ("sam_path", "image_side", "max_image_tokens")
-OF_POINTS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
-NOT_SAVED = ("output", "before", "num_workers", "shard_base")  # flags that change no number
+POINT_FLAGS = ("sam_path", "image_side", "max_image_tokens")
+POINT_FLAGS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
+NOT_SAVED = ("output", "before", "num_workers")  # flags that change no number
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
@@ -39,14 +39,9 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     )
     add(
         "--role",
-        choices=["policy", "ema"],
+        choices=["policy", "teacher"],
         default="policy",
         help="whose weights of the checkpoint",
-    )
-    add(
-        "--shard_base",
-        action="store_true",
-        help="as in training: each process keeps a share of every layer; needs several",
     )
     add(
         "--legacy_cleaner",
@@ -95,7 +90,7 @@ def add_data_flags(parser: argparse.ArgumentParser):
     """Add the flags that name the samples, and how they and models are read."""
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=list(HELDOUT_DATASETS), default="gar", help="its format")
+    add("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
     add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
     add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
     add(
@@ -118,11 +113,11 @@ def add_data_flags(parser: argparse.ArgumentParser):
 
 
 def flags_of_run(folder: Path) -> dict:
-    """What the run of a checkpoint in `folder` was told of OF_POINTS; {} of another folder."""
+    """{flag: value} of POINT_FLAGS from the run of a checkpoint folder; {} for another folder."""
     if not (folder / "training_state.pt").is_file():
         return {}
     return {
         name: value
         for name, value in read_json(folder / "config.json").items()
-        if name in OF_POINTS
+        if name in POINT_FLAGS
     }

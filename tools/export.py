@@ -3,7 +3,7 @@
     python -m tools.export --checkpoint O/checkpoint_step_N --output D [--role policy]
                            [--model_path M] [--dtype bfloat16]
 
-Of policy and teacher (ema) it takes the one that the run's held-out measures of that step prefer.
+It takes policy or teacher, whichever scored better on the evaluation split at that step.
 The folder holds the weights (safetensors, original key names), a copy of every other file of the
 base's folder: config, tokenizer and, if it is there, the original code, which can then load what
 was trained here; and a model card with what the run knows of itself. Of a run with Qwen2.5-VL it is
@@ -12,23 +12,22 @@ same at its end.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from rl_train.export import ROLES, export
-from rl_train.files import CannotWrite
+from rl_train.export.merge import ROLES, export
+from rl_train.utils.io import CannotWrite, check_writable
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None):
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--checkpoint", required=True, type=Path, help="checkpoint_step_N folder of a run"
-    )
+    parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint folder of a run")
     parser.add_argument(
         "--output", required=True, type=Path, help="folder to write; must be empty or absent"
     )
@@ -36,7 +35,7 @@ def main(argv=None):
         "--role",
         choices=ROLES,
         default="auto",
-        help="whose weights to merge; auto: those that were better on held-out samples",
+        help="weights to merge; auto: those that were better on the evaluation split",
     )
     parser.add_argument("--model_path", help="the base; default: the --model_path of the run")
     parser.add_argument(
@@ -46,12 +45,17 @@ def main(argv=None):
     )
     args = parser.parse_args(argv)
     try:
+        for path in (args.output, args.output.parent):
+            check_writable("--output", path)
+        if args.output.exists() and any(args.output.iterdir()):
+            raise ValueError(f"--output {args.output} is not empty")
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         role = export(
             args.checkpoint,
             args.output,
             args.role,
             args.model_path,
-            args.dtype and getattr(torch, args.dtype),
+            getattr(torch, args.dtype) if args.dtype else None,
         )
     except (ValueError, CannotWrite) as error:
         raise SystemExit(f"export: {error}") from error

@@ -5,6 +5,7 @@ conversations and catagory (the dataset's own spelling). `rl_train/data/gar.py` 
 """
 
 import io
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 
@@ -25,12 +26,11 @@ SCHEMA = pa.schema(
 
 
 def write_gar(
-    rows,
-    folder,
+    rows: Iterable[dict],
+    folder: str | Path,
     rows_per_shard: int = 500,
     part: str = "Fine-Grained-Dataset-Part1",
     image_format: str = "PNG",
-    ipc_format: str = "stream",
 ) -> list[Path]:
     """The shards written, in order; `rows` may be a generator, of which one shard is held at once.
 
@@ -38,9 +38,7 @@ def write_gar(
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
             list of str).
         image_format: PNG or JPEG.
-        ipc_format: "stream" or "file", the two Arrow IPC formats.
     """
-    new_writer = {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[ipc_format]
     part_folder = Path(folder) / part
     part_folder.mkdir(parents=True, exist_ok=True)
     unfinished, records_left = [], _records(rows, image_format)
@@ -48,7 +46,7 @@ def write_gar(
         path = (
             part_folder / f"data-{len(unfinished):05d}.arrow.part"
         )  # the number of shards is not known yet
-        with new_writer(str(path), SCHEMA) as writer:
+        with pa.ipc.new_stream(str(path), SCHEMA) as writer:
             writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
         unfinished.append(path)
     return [

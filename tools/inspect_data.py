@@ -14,17 +14,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from rl_train.data import DATASETS, HELDOUT_DATASETS, DamagedSample, check_bad_fraction
-from rl_train.data.opening import reader
-from rl_train.data.workers import Loader, explaining
-from rl_train.files import check_writable
+from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, check_bad_fraction
+from rl_train.data.base import RegionDataset
+from rl_train.data.registry import reader
+from rl_train.data.workers import explaining
+from rl_train.utils.io import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
 GRID, TILE = 16, 448  # of one tile of Sa2VA, see region_grid
-READERS = HELDOUT_DATASETS | DATASETS
 QUANTILES = {"min": 0, "5%": 5, "50%": 50, "95%": 95, "max": 100}
 COLUMNS, ROWS, SIDE, TEXT = (
     5,
@@ -38,7 +38,7 @@ INK, REGION = (20, 20, 20), (255, 32, 96)
 class Measured(Dataset):
     """Per sample, measured in workers: (numbers of MEASURES, None) or (None, why it is damaged)."""
 
-    def __init__(self, dataset):
+    def __init__(self, dataset: RegionDataset):
         self.dataset = dataset
 
     def __len__(self):
@@ -70,9 +70,9 @@ MEASURES = (
 )
 
 
-def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
+def measure(dataset: RegionDataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
     """((n, 5) MEASURES of the samples that decode, {reason: how many do not}, indices of n)."""
-    loader = Loader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
+    loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
     numbers, damaged, good = [], Counter(), []
     each = (one for batch in loader for one in batch)
     for i, (values, reason) in enumerate(
@@ -88,12 +88,8 @@ def measure(dataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
 
 def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
     """Counts by reason and quantiles, as text."""
-    lines = [f"{report['rows']:9d} rows"] + [
-        f"{n:9d} {name.replace('_', ' ')}"
-        for name, n in report.items()
-        if name == "ignored_members"
-    ]
-    lines += [
+    lines = [
+        f"{report['rows']:9d} rows",
         f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had "
         "another size than their image",
         f"{sum(report['skipped'].values()):9d} skipped",
@@ -154,7 +150,7 @@ def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -163,9 +159,9 @@ def main(argv=None):
     parser.add_argument(
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
     )
-    parser.add_argument("--dataset", choices=list(READERS), default="gar", help="its format")
+    parser.add_argument("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
     parser.add_argument("--parts", nargs="+", default=[], help="folders of it, of gar and dam")
-    parser.add_argument("--split", help="of RefCOCO, or of a set of the hub; default train")
+    parser.add_argument("--split", help="of RefCOCO; default train")
     parser.add_argument("--image_root", help="folder of RefCOCO's images")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
@@ -180,8 +176,14 @@ def main(argv=None):
     try:
         if args.output:
             check_writable("--output", args.output, is_file=True)
-        which = (args.parts, args.split, args.image_root)
-        dataset = reader(args.dataset, *which, args.dataset not in DATASETS)(args.data_dir)
+        opener = reader(
+            args.dataset,
+            args.parts,
+            args.split,
+            args.image_root,
+            is_eval=args.dataset not in DATASETS,
+        )
+        dataset = opener(args.data_dir)
         workers = args.num_workers
         numbers, damaged, good = explaining(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))

@@ -17,19 +17,24 @@ import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from PIL import Image
 from tqdm import tqdm
 
-from rl_train.config import DataConfig
+from rl_train.config.flags import COUNT, COUNT_OR_0
+from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DamagedSample
-from rl_train.data.opening import readers
-from rl_train.files import DamagedFile, check_writable, read_json
-from rl_train.flags import COUNT, COUNT_OR_0
+from rl_train.data.registry import readers
 from rl_train.grpo import group_std
-from rl_train.tb import small_mask
+from rl_train.loggers.tensorboard import small_mask
+from rl_train.utils.io import DamagedFile, check_writable, read_json
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
 
 TEMPLATE = Path(__file__).with_name("rollouts_page.html")
 OF_GROUP = ("step", "task", "image_id", "caption")  # the same in all lines of a group
@@ -132,7 +137,9 @@ def thumbnail(image: Image.Image, side: int) -> str:
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def read_samples(dataset, image_ids: list[str], side: int) -> tuple[list[str], list[dict]]:
+def read_samples(
+    dataset: "Dataset", image_ids: list[str], side: int
+) -> tuple[list[str], list[dict]]:
     """(images as data URIs, each once; of each id dict(image: its place there, size, region)).
 
     Raises ValueError of ids that the data set has not, or whose image is damaged.
@@ -164,7 +171,7 @@ def read_samples(dataset, image_ids: list[str], side: int) -> tuple[list[str], l
     return images, samples
 
 
-def open_samples(run: Path, flags: dict, data_dir, image_ids: list[str], side: int):
+def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[str], side: int):
     """`read_samples` of a run's data set. Raises ValueError that names --data_dir."""
     where = data_dir or flags["data_dir"]
     known = {field.name for field in fields(DataConfig)} & set(flags)
@@ -181,7 +188,9 @@ def open_samples(run: Path, flags: dict, data_dir, image_ids: list[str], side: i
         ) from error
 
 
-def page_data(run: Path, data_dir, steps: list[int] | None, limit: int, side: int) -> dict:
+def page_data(
+    run: Path, data_dir: str | None, steps: list[int] | None, limit: int, side: int
+) -> dict:
     """All that a page shows of a run.
 
     Args:
@@ -248,7 +257,7 @@ def page(data: dict) -> str:
     return head + stated + tail.replace("__IMAGES__", images)
 
 
-def main(argv=None):
+def main(argv: list[str] | None = None):
     parser = argparse.ArgumentParser(
         prog="python -m tools.rollouts",
         description=__doc__,
@@ -266,8 +275,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         check_writable("--output", args.output, is_file=True)
-        how = (args.data_dir, args.steps, args.max_rollouts, args.image_side)
-        data = page_data(args.run, *how)
+        data = page_data(args.run, args.data_dir, args.steps, args.max_rollouts, args.image_side)
     except ValueError as error:
         raise SystemExit(f"rollouts: {error}") from error
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[1]
-DEMO_CHECKPOINT = ROOT / "tools" / "demo_checkpoint"
-POINTS_CHECKPOINT = ROOT / "tools" / "points_demo_checkpoint"
+DEMO_CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
+POINTS_CHECKPOINT = ROOT / "tools" / "demo" / "points_checkpoint"
 SMALL = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing --num_workers 1"
 LOOPS = (
     f"{SMALL} --max_completion_length 32 --micro_batch_size 16 --batch_size 4 --num_generations 8 "
@@ -62,9 +62,16 @@ OF_TIME = ("perf/",)
 SHORT = 60  # characters of a value that is kept as it is; of a longer one its digest is
 
 # What a name or a text value of the other revision is called here: (pattern, replacement).
-RENAMED: list[tuple[str, str]] = []
+RENAMED: list[tuple[str, str]] = [
+    (r"^export: loops ema ", "export: loops teacher "),
+    (r"mask_to_caption_weight", "loop1_weight"),
+    (r"caption_to_mask_weight", "loop2_weight"),
+]
 # Results of the other revision that are not computed any more: patterns of names.
-DELETED: list[str] = []
+DELETED: list[str] = [
+    r"^readers: dam report ignored_members",
+    r"^export: \w+ \w+ files$",  # a CITATION.bib was among them
+]
 
 Results = dict[str, str]
 
@@ -181,7 +188,7 @@ def points(data: Path, output: Path, steps: int, seed: int) -> Results:
 def sft(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Supervised training of captions and masks."""
     more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed)
-    return train("tools.train_supervised", SFT, data / "demo", output / "sft", 2, *more)
+    return train("rl_train.sft", SFT, data / "demo", output / "sft", 2, *more)
 
 
 def sft_points(data: Path, output: Path, steps: int, seed: int) -> Results:
@@ -189,7 +196,7 @@ def sft_points(data: Path, output: Path, steps: int, seed: int) -> Results:
     models = ("--model_path", POINTS_CHECKPOINT / "qwen", "--sam_path", POINTS_CHECKPOINT / "sam")
     more = (*models, "--seed", seed)
     output = output / "sft_points"
-    return train("tools.train_supervised", SFT_POINTS, data / "points", output, 2, *more)
+    return train("rl_train.sft", SFT_POINTS, data / "points", output, 2, *more)
 
 
 def evaluation(data: Path, output: Path, steps: int, seed: int) -> Results:
@@ -216,7 +223,7 @@ def export(data: Path, output: Path, steps: int, seed: int) -> Results:
     """`tools.export` of a run of each kind: every weight, the configs, the names of the files."""
     results = {}
     for name, number in {"loops": steps, "points": 2, "sft": 2}.items():
-        for role in ("policy", "ema") if name == "loops" else ("policy",):
+        for role in ("policy", "teacher") if name == "loops" else ("policy",):
             folder = output / "exported" / f"{name}_{role}"
             checkpoint = output / name / f"checkpoint_step_{number}"
             run("tools.export", "--checkpoint", checkpoint, "--output", folder, "--role", role)
@@ -229,13 +236,13 @@ def export(data: Path, output: Path, steps: int, seed: int) -> Results:
 
 def readers(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Every sample of every format, with its report and the keys of its images."""
-    from rl_train.data import HELDOUT_DATASETS
+    from rl_train.data import EVAL_DATASETS
 
     results = {}
     folders = dict(gar="demo/train", dam="dam", segzero="segzero", reasonseg="reasonseg")
     folders |= dict(refcoco="refcoco", refcocog="refcocog")
     for name, folder in folders.items():
-        dataset = HELDOUT_DATASETS[name](data / folder)
+        dataset = EVAL_DATASETS[name](data / folder)
         results |= flat(f"{name} report", dataset.report())
         results[f"{name} image keys"] = shown(np.asarray(dataset.image_keys).tobytes())
         for index in range(len(dataset)):

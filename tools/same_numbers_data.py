@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from tools.clump_scenes import rows as clump_rows
-from tools.demo_scenes import HELDOUT, TINY, TRAIN, make_scene
+from tools.demo.clump_scenes import rows as clump_rows
+from tools.demo.make_demo import write_split
+from tools.demo.refcoco_writer import drawn_scenes, write_refcoco
+from tools.demo.scenes import HELDOUT, TINY, TRAIN, make_scene
 from tools.gar_writer import encode_image, encode_mask, write_gar
-from tools.make_demo import write_split
-from tools.refcoco_writer import drawn_scenes, write_refcoco
 
 NUM_SCENES = 6  # of each format that is only read
 

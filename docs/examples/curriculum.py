@@ -11,18 +11,18 @@ BINS = 4  # of equally many regions: large ones first, in each bin at random
 
 
 def large_first(dataset, epoch, generator):
-    """The first epoch's indices by the regions' share of their image; later ones at random.
+    """The first epoch's indices by the regions' fraction of their image; later ones at random.
 
-    It reads every sample once. Of a large data set keep the shares in a file.
+    It reads every sample once. Of a large data set keep the fractions in a file.
     """
     order = generator.permutation(len(dataset))
     if epoch > 0:
         return order
-    by_share = sorted(order.tolist(), key=lambda index: -share(dataset, index))
-    return np.concatenate([generator.permutation(part) for part in np.array_split(by_share, BINS)])
+    by_size = sorted(order.tolist(), key=lambda index: -region_fraction(dataset, index))
+    return np.concatenate([generator.permutation(part) for part in np.array_split(by_size, BINS)])
 
 
-def share(dataset, index) -> float:
+def region_fraction(dataset, index) -> float:
     try:
         return dataset[index]["mask"].mean()
     except DamagedSample:  # for which the loader takes another one

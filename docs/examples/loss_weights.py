@@ -11,33 +11,33 @@ With --gradient_accumulation_steps it is that of the step's last batch.
 
 import torch
 
-from rl_train.distributed import all_sum
+from rl_train.distributed.process_group import all_sum
 from rl_train.grpo import group_std
-from rl_train.rewards.components import combine
+from rl_train.rewards.combine import combine
+from rl_train.rollout import RewardOutput
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
-from rl_train.types import Outcome
 
 HALF = 0.05  # the std at which half of the weight is left
 
 
 class BySpread:
-    def judge(self, rollout) -> Outcome:
-        outcome = super().judge(rollout)
+    def rewards(self, rollout) -> RewardOutput:
+        outcome = super().rewards(rollout)
         std = group_std(combine(outcome.rewards, self.weights), rollout.num_generations)  # (B,)
         spread = all_sum(dict(std=std.sum().item(), groups=len(std)))
         std = spread["std"] / spread["groups"]
-        self.weight = self.given * std / (std + HALF)
+        self.weight = self.base_weight * std / (std + HALF)
         logged = outcome.rewards | {"loss_weight": torch.full((len(rollout),), self.weight)}
-        return Outcome(logged, outcome.masks, outcome.replies)
+        return RewardOutput(logged, outcome.masks, outcome.replies)
 
 
 class Loop1(BySpread, MaskCaptionMask):
     def __init__(self, options, context):
         super().__init__(options, context)
-        self.given = options.weight
+        self.base_weight = options.weight
 
 
 class Loop2(BySpread, CaptionMaskCaption):
     def __init__(self, options, context):
         super().__init__(options, context)
-        self.given = options.weight
+        self.base_weight = options.weight

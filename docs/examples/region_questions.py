@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.flags import WEIGHT, flag
+from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards import meteor
-from rl_train.rewards.custom import user_components, with_components
-from rl_train.types import Outcome
+from rl_train.rollout import RewardOutput
+from rl_train.tasks.base import Task, with_measurements
 from sa2va_hf.batches import Prompts
 
 QUESTIONS = (
@@ -24,20 +24,19 @@ QUESTIONS = (
 )
 
 
-class RegionQuestions:
+class RegionQuestions(Task):
     name = "questions"
-    action = None
-    family, asks_teacher, measure = "sa2va", True, None
+    summary = "questions about regions, answered as the teacher answers them"
+    family, asks_teacher = "sa2va", True
 
     @dataclass(frozen=True)
     class Options:
         weight: float = flag(1.0, "of the questions' loss", name="questions_weight", type=WEIGHT)
-        trains = ("lora", "mlp1")
+        trainable_modules = ("lora", "mlp1")
 
     def __init__(self, options, context):
         self.context, self.weight = context, options.weight
-        self.weights = {"agreement": 1.0}
-        self.weights |= {reward.name: reward.weight for reward in context.user_rewards}
+        self.weights = {"agreement": 1.0} | context.user_weights
 
     def questions(self, batch) -> list[str]:
         """One for each sample, by its index: the same on all ranks and after a resume."""
@@ -45,15 +44,18 @@ class RegionQuestions:
 
     def prompts(self, batch, features) -> Prompts:
         build, grids = self.context.policy.prompts, features.grids
-        asked = zip(self.questions(batch), features.tiles, grids)
-        ids = [build.ids(question, tiles, [int(grid.sum())]) for question, tiles, grid in asked]
+        ids = [
+            build.ids(question, tiles, [int(grid.sum())])
+            for question, tiles, grid in zip(self.questions(batch), features.tiles, grids)
+        ]
         return Prompts(ids, list(range(len(batch))), [grid[None] for grid in grids])
 
-    def judge(self, rollout) -> Outcome:
+    def rewards(self, rollout) -> RewardOutput:
         context, batch, features = self.context, rollout.batch, rollout.features
         with context.roles.use("teacher"):
-            asked = (features, self.prompts(batch, features), 1, context.max_new_tokens)
-            replies = rollout.of_rows(context.policy.complete(*asked)[1])
+            prompts = self.prompts(batch, features)
+            _, replies = context.policy.complete(features, prompts, 1, context.max_new_tokens)
+        replies = rollout.of_rows(replies)
         captions = rollout.of_rows(batch.captions)
         rewards = {
             "agreement": meteor(replies, rollout.texts),
@@ -61,13 +63,13 @@ class RegionQuestions:
         }
         targets = rollout.of_rows(batch.masks)
         questions = rollout.of_rows(self.questions(batch))
-        users = user_components(
-            context.user_rewards, rollout, questions, targets, targets, replies=replies
+        rewards = with_measurements(
+            self, rollout, rewards, questions, targets, targets, replies=replies
         )
-        return Outcome(with_components(rewards, users), targets, replies)
+        return RewardOutput(rewards, targets, replies)
 
 
 def truth(caption: str, answer: str) -> float:
-    """The share of an answer's words that the true caption has; 0 of no words."""
+    """Fraction of an answer's words that the true caption has; 0 of no words."""
     words, true = answer.lower().split(), set(caption.lower().split())
     return sum(word in true for word in words) / max(len(words), 1)

@@ -9,15 +9,21 @@ from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.errors import BadData, DamagedSample, DamagedSamples, check_bad_fraction
 from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.data.reasonseg import ReasonSegDataset
-from rl_train.data.refcoco import NAMES, RefCOCODataset
+from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
 from rl_train.data.segzero import SegZeroDataset
 
-# By --dataset, of a folder: what is trained on, and what is held out.
-DATASETS = {"gar": GraspAnyRegionDataset, "dam": DescribeAnythingDataset, "segzero": SegZeroDataset}
-HELDOUT_DATASETS = DATASETS | {"reasonseg": ReasonSegDataset}
-for _name in NAMES:
-    DATASETS[_name] = partial(RefCOCODataset, name=_name, split="train")
-    HELDOUT_DATASETS[_name] = partial(RefCOCODataset, name=_name, split="val")
+# {--dataset: reader of a folder}; below, those of --eval_dataset.
+DATASETS = {
+    "gar": GraspAnyRegionDataset,
+    "dam": DescribeAnythingDataset,
+    "segzero": SegZeroDataset,
+    **{name: partial(RefCOCODataset, name=name, split="train") for name in REFCOCO_NAMES},
+}
+EVAL_DATASETS = {
+    **DATASETS,
+    "reasonseg": ReasonSegDataset,
+    **{name: partial(RefCOCODataset, name=name, split="val") for name in REFCOCO_NAMES},
+}
 
 __all__ = [
     "DATASETS",
@@ -25,8 +31,8 @@ __all__ = [
     "DamagedSample",
     "DamagedSamples",
     "DescribeAnythingDataset",
+    "EVAL_DATASETS",
     "GraspAnyRegionDataset",
-    "HELDOUT_DATASETS",
     "ReasonSegDataset",
     "RefCOCODataset",
     "SegZeroDataset",

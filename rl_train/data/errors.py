@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from rl_train.utils.io import UserFault
+
 
 class DamagedSample(ValueError):
     """A sample whose image does not decode or that does not fit the model; opening cannot know."""
@@ -14,8 +16,8 @@ class DamagedSample(ValueError):
         return f"{self.image_id}: {self.reason}"
 
 
-class BadData(ValueError):
-    """A larger share of the data set is bad than --max_bad_fraction allows."""
+class BadData(UserFault):
+    """More of the data set is bad than --max_bad_fraction allows, or a file is unreadable."""
 
 
 def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str = ""):

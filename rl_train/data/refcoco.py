@@ -9,18 +9,17 @@ dicts, strings and numbers and refuses everything else.
 
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 from pycocotools import mask as coco
 
+from rl_train.data.base import Reader, Region
 from rl_train.data.hub import folder_of
-from rl_train.data.images import MAX_PIXELS, NO_IMAGE, check_read, coco_id, map_file
-from rl_train.data.masks import BAD_MASK, NO_MASK, check_mask, rle_runs
-from rl_train.data.samples import Counts, read_mask, read_sample
-from rl_train.data.text import caption_fault
+from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
+from rl_train.data.rle import DAMAGED_RLE, compress
 
-NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
+REFCOCO_NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
 IMAGE_FOLDERS = (
     "",
     "train2014",
@@ -29,14 +28,22 @@ IMAGE_FOLDERS = (
     "images/mscoco/images/train2014",
 )
 # What a file of other things raises.
-UNREADABLE = (OSError, EOFError, ValueError, TypeError, AttributeError, LookupError, RecursionError)
-UNREADABLE += (pickle.UnpicklingError,)
-BAD_POLYGON = "bad polygon"
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    pickle.UnpicklingError,
+)
 # Pixels that a polygon may lie off the origin: pycocotools' memory grows with its edges' length.
 MAX_SIDE = 100_000
+Segmentation = list | dict  # polygons, one run-length mask or a list of them
 
 
-class RefCOCODataset:
+class RefCOCODataset(Reader):
     """The referred regions of one split, a row per (ref, sentence), less the unusable ones.
 
     [i] -> see `read_sample`; image_id is "{name}/{split}/{ref_id}/{sent_id}".
@@ -49,89 +56,56 @@ class RefCOCODataset:
 
     Raises:
         ValueError: an unknown name or split, an unreadable file, no plain data, no usable row.
-        DamagedSample: on access, an image with a good header and end that does not decode.
+        DamagedSample: on access, an image with a good header that does not decode.
     """
 
-    def __init__(self, root, name: str = "refcoco", split: str = "val", image_root=None):
-        if name not in NAMES:
-            raise ValueError(f"--dataset {name} is none of {', '.join(NAMES)}")
-        folder = folder_of(root) / name
-        bases = [image_root] if image_root else [root, folder]
-        self._folders = [Path(base) / sub for base in bases for sub in IMAGE_FOLDERS]
-        instances, refs = read_instances(folder / "instances.json"), read_refs(folder / NAMES[name])
+    def __init__(
+        self,
+        root: str | Path,
+        name: str = "refcoco",
+        split: str = "val",
+        image_root: str | Path | None = None,
+    ):
+        super().__init__()
+        data_dir = folder_of(root) / name
+        bases = [image_root] if image_root else [root, data_dir]
+        folders = [Path(base) / sub for base in bases for sub in IMAGE_FOLDERS]
+        images, annotations = read_instances(data_dir / "instances.json")
+        refs = read_refs(data_dir / REFCOCO_NAMES[name])
         splits = sorted({ref["split"] for ref in refs})
         if split not in splits:
-            raise ValueError(
-                f"{folder / NAMES[name]} has no split {split!r}; it has {', '.join(splits)}"
-            )
-        self._name, self._split, self._counts = name, split, Counts()
-        refs = [ref for ref in refs if ref["split"] == split]
-        self._rows = [row for ref in refs for row in self._usable(ref, *instances)]
-        if not self._rows:
-            raise ValueError(f"--data_dir {root} holds no usable region of {name}: {self.report()}")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def image_keys(self) -> np.ndarray:
-        """(n,) int64 key of each sample's image, the same wherever there is a copy of it."""
-        return np.array([key for *_, key in self._rows], dtype=np.int64)
-
-    @property
-    def coco_ids(self) -> np.ndarray:
-        """(n,) int64 `coco_id` of each sample's image, by its file's name."""
-        return np.array([coco_id(row[0].name) for row in self._rows], dtype=np.int64)
-
-    def report(self) -> dict:
-        """See `Counts.report`."""
-        return self._counts.report(len(self))
-
-    def image_id(self, i: int) -> str:
-        """Of sample i, without reading it."""
-        return self._rows[i][5]
+            file = data_dir / REFCOCO_NAMES[name]
+            raise ValueError(f"{file} has no split {split!r}; it has {', '.join(splits)}")
+        keys, coco_ids = [], []
+        for ref in [ref for ref in refs if ref["split"] == split]:
+            image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
+            file_name, size = images.get(image, ("", (0, 0)))
+            paths = [folder / Path(file_name).name for folder in folders]
+            read = partial(map_file, next((path for path in paths if path.is_file()), ""))
+            image_size, key = check_read(read)
+            try:
+                rle = encode_segmentation(segmentation, *size)
+            except ValueError:
+                rle = DAMAGED_RLE if segmentation else None
+            for sentence in ref["sentences"]:
+                text = sentence["sent"]
+                self._num_rows += 1
+                if self._usable(image_size, text, rle):
+                    image_id = f"{name}/{split}/{ref['ref_id']}/{sentence['sent_id']}"
+                    self._samples.append(Region(read, rle, text, category, image_id))
+                    keys.append(key)
+                    coco_ids.append(coco_id(file_name))
+        self._keep(root, keys, coco_ids)
 
     def sentence(self, i: int) -> str:
-        """Of sample i, as it stands in the file; its caption is cleaned, see `clean_caption`."""
-        return self._rows[i][3]
-
-    def __getitem__(self, i: int) -> dict:
-        path, segmentation, size, *words, _ = self._rows[i]
-        return read_sample(lambda: map_file(path), encode_segmentation(segmentation, *size), *words)
-
-    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
-        """See `read_mask`, of sample i."""
-        _, segmentation, stated, _, _, image_id, _ = self._rows[i]
-        return read_mask(encode_segmentation(segmentation, *stated), size, image_id)
-
-    def _usable(self, ref: dict, images: dict, annotations: dict):
-        """Yields the rows of one ref; counts the rest.
-
-        A row is (image file, segmentation, (H, W) of COCO's image, caption, category, image_id,
-        key of the image).
-        """
-        self._counts.rows += len(ref["sentences"])
-        image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
-        file_name, size = images.get(image, (None, None))
-        places = [folder / Path(file_name).name for folder in self._folders] if file_name else []
-        path = next((place for place in places if place.is_file()), None)
-        image_size, key = check_read(map_file, path) if path else (NO_IMAGE, 0)
-        reason, resized = check_segmentation(segmentation, size, image_size)
-        if ref["ann_id"] not in annotations:
-            reason = "no annotation"
-        for sentence in ref["sentences"]:
-            if fault := reason or caption_fault(sentence["sent"]):
-                self._counts.skipped[fault] += 1
-                continue
-            self._counts.resized_masks += resized
-            image_id = f"{self._name}/{self._split}/{ref['ref_id']}/{sentence['sent_id']}"
-            yield path, segmentation, size, sentence["sent"], category, image_id, key
+        """Return the phrase of sample i as the file has it; its caption is cleaned."""
+        return self._samples[i].caption
 
 
 class PlainUnpickler(pickle.Unpickler):
     """Builds lists, tuples, dicts, strings and numbers; raises ValueError for all else."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str):
         raise ValueError(f"it asks for {module}.{name}, and a data set needs no code")
 
 
@@ -143,11 +117,11 @@ def read_refs(path: Path) -> list[dict]:
     try:
         with path.open("rb") as file:
             refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
-        for ref in refs:
-            texts = [ref["split"], *(sentence["sent"] for sentence in ref["sentences"])]
-            if not all(isinstance(text, str) for text in texts):
-                raise ValueError("a split or sentence is no text")
-            ref["ref_id"], ref["ann_id"], [sentence["sent_id"] for sentence in ref["sentences"]]
+        for ref in refs:  # the fields that are read of it
+            sentences = [
+                (sentence["sent_id"], sentence["sent"] + "") for sentence in ref["sentences"]
+            ]
+            _ = ref["ref_id"], ref["ann_id"], ref["split"] + "", sentences
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a readable pickle of refs: {error!r}") from error
     return refs
@@ -160,35 +134,24 @@ def read_instances(path: Path) -> tuple[dict, dict]:
     """
     try:
         content = json.loads(path.read_bytes())
-        names = {one["id"]: one["name"] for one in content.get("categories", [])}
-        images, annotations = {}, {}
-        for one in content["images"]:
-            images[one["id"]] = one["file_name"], (one["height"], one["width"])
-        for one in content["annotations"]:
-            category = names.get(one.get("category_id"), "")
-            annotations[one["id"]] = one["image_id"], one.get("segmentation"), category
-        return images, annotations
+        names = {entry["id"]: entry["name"] for entry in content.get("categories", [])}
+        images = {
+            entry["id"]: (entry["file_name"], (entry["height"], entry["width"]))
+            for entry in content["images"]
+        }
+        return images, {
+            entry["id"]: (
+                entry["image_id"],
+                entry.get("segmentation"),
+                names.get(entry.get("category_id"), ""),
+            )
+            for entry in content["annotations"]
+        }
     except UNREADABLE as error:
         raise ValueError(f"{path} is not a readable instances.json: {error!r}") from error
 
 
-def check_segmentation(
-    segmentation, size: tuple[int, int], image_size: tuple[int, int] | str
-) -> tuple[str | None, bool]:
-    """(why a region cannot be used or None, whether its mask's size is not that of its image).
-
-    size is COCO's (H, W) of the image; image_size the file's (W, H), or why it cannot be used.
-    """
-    if isinstance(image_size, str) or not segmentation:
-        return (image_size if isinstance(image_size, str) else NO_MASK), False
-    try:
-        return check_mask(encode_segmentation(segmentation, *size), image_size[::-1])
-    except ValueError:
-        part = segmentation[0] if isinstance(segmentation, list) else segmentation
-        return BAD_MASK if isinstance(part, dict) else BAD_POLYGON, False
-
-
-def encode_segmentation(segmentation, height: int, width: int) -> dict:
+def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> dict:
     """pycocotools' run-length code of the union of polygons [x, y, x, y, ..] or run-length masks.
 
     Args:
@@ -196,30 +159,24 @@ def encode_segmentation(segmentation, height: int, width: int) -> dict:
         height, width: of the image that polygons lie in; run-length masks state their own.
 
     Raises:
-        ValueError: neither; see `check_polygon` and `rle_runs`; masks of different sizes.
+        ValueError: neither; see `is_polygon` and `rle_runs`.
     """
     parts = segmentation if isinstance(segmentation, list) else [segmentation]
-    if all(isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts):
-        checked = [rle_runs(part) for part in parts]  # before C code sees them
-        if len({tuple(size) for _, *size in checked}) > 1:
-            raise ValueError("run-length masks of one region differ in size")
-        rles = [
-            coco.frPyObjects({"counts": runs.tolist(), "size": size}, *size)
-            for runs, *size in checked
-        ]
-    else:
-        sides = all(type(n) is int and 0 < n <= MAX_SIDE for n in (height, width))
-        if not sides or height * width > MAX_PIXELS:
-            raise ValueError(f"image size {height} x {width}")
-        for polygon in parts:
-            check_polygon(polygon)
-        rles = coco.frPyObjects(parts, height, width)
-    return coco.merge(rles)
+    if parts and all(
+        isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts
+    ):
+        return coco.merge([compress(part) for part in parts])
+    sides = all(type(n) is int and 0 < n <= MAX_SIDE for n in (height, width))
+    if not parts or not sides or height * width > MAX_PIXELS or not all(map(is_polygon, parts)):
+        raise ValueError(f"no polygons of an image of {height} x {width}")
+    return coco.merge(coco.frPyObjects(parts, height, width))
 
 
-def check_polygon(polygon):
-    """Raise ValueError unless `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
-    if not isinstance(polygon, list) or len(polygon) < 6 or len(polygon) % 2:
-        raise ValueError(f"a polygon is x, y of 3 points or more, not {str(polygon)[:80]}")
-    if not all(type(n) in (int, float) and abs(n) <= MAX_SIDE for n in polygon):
-        raise ValueError("a coordinate is no number, or far outside of any image")
+def is_polygon(polygon: list[float]) -> bool:
+    """Whether `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
+    return (
+        isinstance(polygon, list)
+        and len(polygon) >= 6
+        and len(polygon) % 2 == 0
+        and all(type(n) in (int, float) and abs(n) <= MAX_SIDE for n in polygon)
+    )

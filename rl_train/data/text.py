@@ -33,15 +33,13 @@ def clean_caption(text: str) -> str:
     return " ".join(MARKER.sub(gap, line).split())
 
 
-def caption_fault(text) -> str | None:
+def caption_fault(text: str | float | bool | list | dict | None) -> str | None:
     """Why `text` cannot be a caption, or None."""
     if not isinstance(text, str):
         return BLANK
     if SURROGATE.search(text):
         return NOT_UNICODE
-    start = text.lstrip()[:1]
-    odd = not start or start in "<[" or CONTROL.match(start)
-    return BLANK if odd and not clean_caption(text) else None
+    return None if clean_caption(text) else BLANK
 
 
 def phrase(caption: str) -> str:

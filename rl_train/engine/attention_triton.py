@@ -6,7 +6,7 @@ Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt s
 slots, r LoRA rank.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -21,6 +21,10 @@ from rl_train.engine.linear_triton import (
     read_lora_b,
     read_power,
 )
+
+if TYPE_CHECKING:
+    from rl_train.engine.fused_weights import FusedLinears
+
 
 MAX_SPLITS = 8  # pieces of a prompt's keys that run side by side
 LOG2E = 1.4426950408889634
@@ -98,15 +102,27 @@ def _rotate_and_store(
     tl.store(target + half[None, :] + D // 2, second.to(dtype), mask=there)
 
 
-def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step):
+def rotate_and_store(
+    y: torch.Tensor,
+    power: torch.Tensor,
+    eps: float,
+    qkv: "FusedLinears",
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: torch.Tensor,
+):
     n, num_kv, slots, size = keys.shape
     heads = sum(qkv.sizes) // size
     product, sizes = product_of(y, qkv, power)
     q, shape = y.new_empty(n, heads - 2 * num_kv, size), Heads(heads - 2 * num_kv, num_kv, size)
     bias, own = y if qkv.bias is None else qkv.bias, Cache(keys, values, slots)
-    given = product, power, eps, bias, Turn(cos, sin, position), q, own, step
-    grid = heads, triton.cdiv(n, sizes.ROWS)
-    _rotate_and_store[grid](*given, sizes, shape, qkv.bias is not None)
+    turn, grid = Turn(cos, sin, position), (heads, triton.cdiv(n, sizes.ROWS))
+    _rotate_and_store[grid](
+        product, power, eps, bias, turn, q, own, step, sizes, shape, qkv.bias is not None
+    )
     return q
 
 
@@ -180,7 +196,16 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
 
-def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
+def attend(
+    q: torch.Tensor,
+    prefix_keys: torch.Tensor,
+    prefix_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pad: torch.Tensor,
+    done: torch.Tensor,
+    step: torch.Tensor,
+):
     (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
     group, per = n // num_prompts, num_heads // num_kv
     num_keys = 128 // q.element_size()  # by shared memory
@@ -190,10 +215,12 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, splits + 1, 2, dtype=torch.float32)
     items = num_prompts * triton.cdiv(group * per, queries) * splits + n * triton.cdiv(per, queries)
-    caches = Cache(prefix_keys, prefix_values, slots), Cache(keys, values, keys.shape[2])
-    numbers = size**-0.5 * LOG2E, num_prompts, chunk
+    prefix, own = Cache(prefix_keys, prefix_values, slots), Cache(keys, values, keys.shape[2])
+    scale = size**-0.5 * LOG2E
     shape = Heads(num_heads, num_kv, size, group, splits, queries, num_keys)
-    _attend[(items, num_kv)](q, *caches, pad, done, step, parts, sums, *numbers, shape)
+    _attend[(items, num_kv)](
+        q, prefix, own, pad, done, step, parts, sums, scale, num_prompts, chunk, shape
+    )
     out, block = torch.empty_like(q), triton.next_power_of_2(splits + 1)
     _merge[(n * num_heads,)](parts, sums, out, D=size, NUM=splits + 1, BLOCK=block, num_warps=1)
     return out.view(n, -1)

@@ -9,17 +9,23 @@ Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, 
 C width, V vocabulary, K key-value heads, D head size.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from rl_train.engine import forward
-from rl_train.engine.blocks import any_number
-from rl_train.engine.head import product
-from rl_train.engine.packing import Shared, next_positions
-from rl_train.engine.tokens import Completions, Sampling
-from sa2va_hf.transfer import send
+from rl_train.engine import packed_forward
+from rl_train.engine.layers import any_number
+from rl_train.engine.lm_head import product
+from rl_train.engine.packing import SharedPrefixLayout, next_positions
+from rl_train.engine.sampling import Completions, SamplingParams
+from sa2va_hf.to_device import to_device
+
+if TYPE_CHECKING:
+    from rl_train.engine.fused_weights import FusedModel
+
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
@@ -27,9 +33,9 @@ POLL = 2  # tokens between two looks at whether all rows are done, each a poll l
 
 
 class Decoder:
-    """Samples from a `fused.FusedModel`. Holds a cache, and a `Graph` for each size asked for."""
+    """Sampler of a `fused_weights.FusedModel`: holds a cache, and a `Graph` for each size."""
 
-    def __init__(self, fused, make_graph=None):
+    def __init__(self, fused: "FusedModel", make_graph: "Callable[..., Graph] | None" = None):
         self.fused, self.make_graph = fused, make_graph or Graph
         self.slot_size = len(fused.layers) * 2 * fused.num_kv * fused.head_size  # numbers a token
         self.graphs: dict[tuple, "Graph"] = {}
@@ -44,30 +50,39 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, num_prompts: int, length: int, draws: Sampling) -> "Graph":
+    def graph(self, num_prompts: int, length: int, draws: SamplingParams) -> "Graph":
         """The graph that serves these sizes."""
         prompts = _round_up(num_prompts, 16)
         if num_prompts <= 16:
             prompts = 1 << (num_prompts - 1).bit_length()
         length, new = _round_up(length, PROMPT_SLOTS), _round_up(draws.max_new_tokens, NEW_SLOTS)
         sizes = prompts, draws.num_generations, length, new
-        key = (*sizes, draws.stop, draws.pad_id, draws.temperature, draws.uniforms is None)
+        key = (sizes, draws.stop, draws.pad_id, draws.temperature, draws.uniforms is None)
         if key not in self.graphs:
             slots = prompts * (length + draws.num_generations * new)
             if len(self.graphs) == MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]
             if self.cache.numel() < slots * self.slot_size:
                 self._make_cache(slots)
-            self.graphs[key] = self.make_graph(self.fused, self.cache, self.pool, *sizes, draws)
+            self.graphs[key] = self.make_graph(
+                self.fused,
+                self.cache,
+                self.pool,
+                num_prompts=prompts,
+                num_generations=draws.num_generations,
+                length=length,
+                num_tokens=new,
+                draws=draws,
+            )
         return self.graphs[key]
 
-    def bytes_to_come(self) -> int:
-        """Bytes that graphs of further sizes may take, each as many as the largest one here."""
-        sizes = [graph.nbytes for graph in self.graphs.values()]
-        return (MAX_GRAPHS - len(sizes)) * max(sizes, default=0)
-
     def generate(
-        self, embeds, attention_mask, position_ids, shared: Shared, draws: Sampling
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        shared: SharedPrefixLayout,
+        draws: SamplingParams,
     ) -> Completions:
         """See `Engine.generate`; shared: the layout of the prompts, on the CPU as their mask."""
         num_rows = len(embeds) * draws.num_generations
@@ -75,7 +90,7 @@ class Decoder:
             graph = self.graph(len(embeds), embeds.shape[1], draws)
             cache, behind = [], next_positions(position_ids, attention_mask)
             # Which refreshes the LoRA's copies, for the graph too.
-            hidden = forward.hidden_states(
+            hidden = packed_forward.hidden_states(
                 self.fused, shared.gather(embeds), shared.layout, cache=cache
             )
             graph.load(cache, shared.tokens(), attention_mask, behind)
@@ -96,13 +111,21 @@ class Graph:
     On CUDA also the graph that decodes one token of all rows in them.
 
     Args:
-        fused: `fused.FusedModel`; cache: numbers that hold at least all keys and values.
+        fused: `fused_weights.FusedModel`; cache: numbers that hold at least all keys and values.
         pool: CUDA graphs' memory pool, None on the CPU.
         draws: of which stop, pad_id, temperature and whether there are uniforms count.
     """
 
     def __init__(
-        self, fused, cache, pool, num_prompts, num_generations, length, num_tokens, draws: Sampling
+        self,
+        fused: "FusedModel",
+        cache: torch.Tensor,
+        pool: tuple[int, int] | None,
+        num_prompts: int,
+        num_generations: int,
+        length: int,
+        num_tokens: int,
+        draws: SamplingParams,
     ):
         self.fused, self.num_generations = fused, num_generations
         self.vocab, width = fused.head.weight.shape
@@ -152,7 +175,13 @@ class Graph:
             self.advance()
         return graph
 
-    def load(self, cache, tokens, attention_mask, behind):
+    def load(
+        self,
+        cache: list[list[torch.Tensor]],
+        tokens: torch.Tensor,
+        attention_mask: torch.Tensor,
+        behind: torch.Tensor,
+    ):
         """Take over the keys and values of p prompts, at the end of the slots.
 
         Args:
@@ -164,18 +193,18 @@ class Graph:
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
         self.pad.fill_(slots)  # prompts that are not there are empty
         self.pad[:p].copy_(slots - lengths, non_blocking=True)
-        tokens = send(tokens, self.pad.device)
+        tokens = to_device(tokens, self.pad.device)
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
         rows = behind.repeat_interleave(self.num_generations)
         self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)
 
-    def begin(self, hidden, uniforms):
+    def begin(self, hidden: torch.Tensor, uniforms: torch.Tensor | None):
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
         rows = slice(len(hidden) * self.num_generations)
         if uniforms is not None:
-            self.uniforms[rows, : uniforms.shape[1]] = send(uniforms, self.uniforms.device)
+            self.uniforms[rows, : uniforms.shape[1]] = to_device(uniforms, self.uniforms.device)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False
@@ -215,7 +244,7 @@ class Graph:
         self.position += 1
         self.sample(hidden)
 
-    def sample(self, hidden):
+    def sample(self, hidden: torch.Tensor):
         """Draw token `step` of each row from hidden (N, C) and write it down."""
         logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
         self.fused.decode_ops.choose(self, *any_number(logits))
@@ -224,15 +253,20 @@ class Graph:
         """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""
         layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
         following = [norm for _, norm, _ in layers[1:]] + [final_norm]
-        angles = self.cos, self.sin, self.position
         residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0][1].weight)
         for (linears, norm, mlp_norm), next_norm, prefix, suffix in zip(
             layers, following, self.prefix, self.suffix
         ):
             qkv, out, gate_up, down = linears
             y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
-            q = ops.rotate_and_store(y, power, eps, qkv, *angles, *suffix, self.step)
-            y = ops.attend(q, *prefix, *suffix, self.pad, self.done, self.step)
+            keys, values = suffix
+            q = ops.rotate_and_store(
+                y, power, eps, qkv, self.cos, self.sin, self.position, keys, values, self.step
+            )
+            prefix_keys, prefix_values = prefix
+            y = ops.attend(
+                q, prefix_keys, prefix_values, keys, values, self.pad, self.done, self.step
+            )
             x, power = ops.add(residual, y, out, mlp_norm.weight)
             y = F.linear(x, gate_up.weight)
             y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)

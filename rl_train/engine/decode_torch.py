@@ -4,23 +4,29 @@ For sizes that `decode_triton` does not fit, and what it is tested against.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
 slots, C width, F MLP width, r LoRA rank, k linears of one input, V vocabulary.
-Linears are `fused.FusedLinears`, of which weight, bias, lora_b, scaling and sizes are read.
+Linears are `fused_weights.FusedLinears`, of which weight, bias, lora_b, scaling and sizes are read.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from rl_train.engine.blocks import turned
-from rl_train.engine.tokens import draw
+from rl_train.engine.layers import rotate
+from rl_train.engine.sampling import sample_token
+
+if TYPE_CHECKING:
+    from rl_train.engine.decode import Graph
+    from rl_train.engine.fused_weights import FusedLinears
 
 
-def embed(token, table, weight):
+def embed(token: torch.Tensor, table: torch.Tensor, weight: torch.Tensor):
     """(residual stream (N, C), x, power): embeddings of token (N,), and what `add` says of them."""
     residual = F.embedding(token, table)
     return residual, *_before_norm(residual, weight)
 
 
-def add(residual, inputs, linear, weight):
+def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", weight: torch.Tensor):
     """Add the output of a linear for inputs (N, F) to residual (N, C), in place.
 
     Args:
@@ -39,12 +45,12 @@ def _before_norm(residual, weight):
     return residual * weight, residual.float().square().mean(1, keepdim=True)
 
 
-def normed(x, power, eps):
+def normed(x: torch.Tensor, power: torch.Tensor, eps: float):
     """The RMSNorm (N, C) itself, of what `add` returns."""
     return (x * torch.rsqrt(power.sum(1, keepdim=True) + eps)).to(x.dtype)
 
 
-def outputs(y, linears):
+def outputs(y: torch.Tensor, linears: "FusedLinears"):
     """(N, sum of outputs) of the linears, given their product y (N, sum of outputs + k*r).
 
     The last k*r columns are the outputs of LoRA's A.
@@ -57,7 +63,18 @@ def outputs(y, linears):
     return y + linears.scaling * torch.cat([a @ b.t() for a, b in parts], dim=1)
 
 
-def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step):
+def rotate_and_store(
+    y: torch.Tensor,
+    power: torch.Tensor,
+    eps: float,
+    qkv: "FusedLinears",
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    position: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    step: torch.Tensor,
+):
     """Finish q, k, v; turn q and k; write k and v to slot `step` of keys, values (N, K, T, D).
 
     Args:
@@ -77,12 +94,21 @@ def rotate_and_store(y, power, eps, qkv, cos, sin, position, keys, values, step)
     qkv_heads = qkv_heads.view(n, -1, size)  # (N, H + 2K, D)
     q, k, v = qkv_heads.split([num_heads, num_kv, num_kv], 1)
     cos, sin = cos[position, None], sin[position, None]
-    keys.index_copy_(2, step, turned(k, cos, sin)[:, :, None])
+    keys.index_copy_(2, step, rotate(k, cos, sin)[:, :, None])
     values.index_copy_(2, step, v[:, :, None])
-    return turned(q, cos, sin)
+    return rotate(q, cos, sin)
 
 
-def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
+def attend(
+    q: torch.Tensor,
+    prefix_keys: torch.Tensor,
+    prefix_values: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pad: torch.Tensor,
+    done: torch.Tensor,
+    step: torch.Tensor,
+):
     """Attention (N, H*D) of q (N, H, D) over its prompt and over its own slots up to `step`.
 
     Of rows that are done (N,) bool it is any numbers: a kernel need not read what nobody asks for.
@@ -109,7 +135,7 @@ def attend(q, prefix_keys, prefix_values, keys, values, pad, done, step):
     return (prefix + p[..., length:] @ values).reshape(n, -1)
 
 
-def gate(y, power, eps, gate_up):
+def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
     """silu(gate) * up (N, F) of y (N, 2F + 2r).
 
     Args:
@@ -120,8 +146,8 @@ def gate(y, power, eps, gate_up):
     return F.silu(y[:, :width]) * y[:, width:]
 
 
-def choose(rows, logits):
-    """Draw a token of each row as `tokens.draw` does, and write it down at column `step`.
+def choose(rows: "Graph", logits: torch.Tensor):
+    """Draw a token of each row as `sampling.sample_token` does, and write it down at column `step`.
 
     Rows that are done get the pad.
 
@@ -131,7 +157,7 @@ def choose(rows, logits):
         logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
-    token, logp = draw(logits[:, : rows.vocab], rows.temperature, u)
+    token, logp = sample_token(logits[:, : rows.vocab], rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))
     rows.ids.index_copy_(1, rows.step, rows.token[:, None])
     rows.logp.index_copy_(1, rows.step, logp.masked_fill(rows.done, 0.0)[:, None])

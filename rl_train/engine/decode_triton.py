@@ -10,6 +10,8 @@ RMSNorm its input times its weight, which the model rounds after the division.
 Letters: N rows, C width, F MLP width, r LoRA rank.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,6 +30,10 @@ from rl_train.engine.linear_triton import (
     read_lora_b,
     read_power,
 )
+
+if TYPE_CHECKING:
+    from rl_train.engine.fused_weights import FusedLinears
+
 
 # Of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself.
 SUMMANDS = 2
@@ -69,7 +75,7 @@ def _add(residual, p, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr,
     tl.store(power + rows * S.PARTS + part, tl.sum(total * total, axis=1) / width, mask=there)
 
 
-def add(residual, inputs, linear, weight):
+def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", weight: torch.Tensor):
     (n, width), y = residual.shape, _product(inputs, linear.weight)
     x, parts = torch.empty_like(residual), width // COLUMNS
     power = residual.new_empty(n, parts, dtype=torch.float32)
@@ -106,7 +112,7 @@ def _gate(p, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     tl.store(out + at, (g * u).to(dtype), mask=(rows < p.num_rows)[:, None])
 
 
-def gate(y, power, eps, gate_up):
+def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
     n, width = len(y), gate_up.sizes[0]
     # Each program reads LoRA A's outputs and the norm's shares anew.
     columns, out = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS, y.new_empty(n, width)

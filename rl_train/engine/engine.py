@@ -8,18 +8,19 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from rl_train.engine import forward, modules
+from rl_train.engine import hf_backend, packed_forward
 from rl_train.engine.decode import Decoder
-from rl_train.engine.fused import FusedModel, shared_out, unsupported
-from rl_train.engine.head import token_logps
-from rl_train.engine.packing import Packed, pack, positions, share
-from rl_train.engine.tokens import Completions, Sampling, StopText
-from sa2va_hf.transfer import send
+from rl_train.engine.fused_weights import FusedModel, unsupported
+from rl_train.engine.lm_head import token_logps
+from rl_train.engine.packing import Packed, pack, positions, shared_prefix_layout
+from rl_train.engine.sampling import Completions, SamplingParams, StopText
+from sa2va_hf.to_device import to_device
 
 
 @dataclass
-class Answers:
+class ScoreOutput:
     """What one forward says of n rows."""
 
     logp: torch.Tensor  # (n, T), 0 where not valid
@@ -27,7 +28,7 @@ class Answers:
     hidden: torch.Tensor  # (P, S, C) last hidden states, after the final norm
     packed: Packed
 
-    def hidden_of(self, tokens) -> torch.Tensor:
+    def hidden_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """(m, C) hidden states of tokens (n, T) bool, on the CPU, that were fed, row-major."""
         return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
@@ -49,53 +50,41 @@ class Engine:
             transformers, is frozen but for its LoRA, which is attached already.
         pad_id: stands behind the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
-        lender: `sharding.Shards` of a model whose layers are shared out over the ranks, or None.
     """
 
     def __init__(
-        self, language_model, *, pad_id, temperature=1.0, gradient_checkpointing=False, lender=None
+        self,
+        language_model: nn.Module,
+        *,
+        pad_id: int,
+        temperature: float = 1.0,
+        gradient_checkpointing: bool = False,
     ):
         self.language_model, self.pad_id, self.temperature = language_model, pad_id, temperature
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
-            modules.prepare_checkpointing(language_model)
+            hf_backend.prepare_checkpointing(language_model)
         reason = unsupported(language_model)
         if reason:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
         self._fused = self._decoder = None
-        self._to_come, self.lender = 0, lender
 
-    def fused(self, tensor) -> FusedModel | None:
-        """The model's fused matrices, made at first use; None where its own modules compute.
-
-        Of layers that are shared out over ranks for `score` alone, which recomputes them.
-        """
+    def fused(self, tensor: torch.Tensor) -> FusedModel | None:
+        """Return the model's fused matrices, made at first use; None where its modules compute."""
         if tensor.device.type not in self.fast_on:
             return None
-        lend = None
-        if shared_out(self.language_model):
-            if not (self.lender and self.gradient_checkpointing and torch.is_grad_enabled()):
-                return None
-            self.lender.begin()
-            lend = self.lender.lend
-        if self._fused is None or self._fused.lend != lend:
-            self.release()
-            self._fused = FusedModel(self.language_model, lend)
-            self._decoder = None if lend else Decoder(self._fused)
+        if self._fused is None:
+            self._fused = FusedModel(self.language_model)
+            self._decoder = Decoder(self._fused)
         self._fused.check()
         return self._fused
 
     def release(self):
         """Give the model's parameters storage of their own again; free what the engine holds."""
         if self._fused is not None:
-            self._to_come = self.bytes_to_come()
             self._fused.release()
         self._fused = self._decoder = None
-
-    def bytes_to_come(self) -> int:
-        """Bytes that the sampler may still take for sizes that it has not met."""
-        return self._decoder.bytes_to_come() if self._decoder else self._to_come
 
     def forget(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""
@@ -105,15 +94,15 @@ class Engine:
     @torch.no_grad()
     def generate(
         self,
-        embeds,
-        attention_mask,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
         *,
-        num_generations,
-        max_new_tokens,
+        num_generations: int,
+        max_new_tokens: int,
         stop: StopText | None,
-        uniforms=None,
-        position_ids=None,
-        shared_prefix_lengths=None,
+        uniforms: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        shared_prefix_lengths: list[int] | None = None,
     ) -> Completions:
         """G sampled completions of each prompt, whose T is the longest row's length.
 
@@ -135,16 +124,29 @@ class Engine:
         if uniforms is not None and uniforms.shape != shape:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
         mask, placed = _laid_out(attention_mask, position_ids)
-        stop, numbers = stop and stop.to(embeds.device), (self.pad_id, self.temperature)
-        draws = Sampling(num_generations, max_new_tokens, stop, *numbers, uniforms)
+        draws = SamplingParams(
+            num_generations=num_generations,
+            max_new_tokens=max_new_tokens,
+            stop=stop and stop.to(embeds.device),
+            pad_id=self.pad_id,
+            temperature=self.temperature,
+            uniforms=uniforms,
+        )
         if self.fused(embeds) is None:
-            return modules.generate(self.language_model, embeds, mask, placed, draws)
-        shared = share(mask, placed, shared_prefix_lengths)
+            return hf_backend.generate(self.language_model, embeds, mask, placed, draws)
+        shared = shared_prefix_layout(mask, placed, shared_prefix_lengths)
         return self._decoder.generate(embeds, mask, placed, shared, draws)
 
     def score(
-        self, embeds, attention_mask, prompt, ids, valid, position_ids=None, entropy_gradient=False
-    ) -> Answers:
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
+        prompt: torch.Tensor,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        entropy_gradient: bool = False,
+    ) -> ScoreOutput:
         """Log-probs of n answers by one forward over their prompts; carries gradient.
 
         Args:
@@ -156,25 +158,35 @@ class Engine:
         """
         model, device = self.language_model, embeds.device
         prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
-        prompts = _laid_out(attention_mask, position_ids)
-        packed = pack(*prompts, prompt, ids, valid, self.pad_id)
-        embeds, fused = modules.follow(model, embeds, packed.ids), self.fused(embeds)
+        mask, placed = _laid_out(attention_mask, position_ids)
+        packed = pack(mask, placed, prompt, ids, valid, self.pad_id)
+        embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
-            seen = packed.bias(embeds.dtype, device), packed.position_ids
-            hidden = modules.hidden_states(model, embeds, *seen, self.gradient_checkpointing)
+            bias, placed = packed.bias(embeds.dtype, device), packed.position_ids
+            hidden = hf_backend.hidden_states(
+                model, embeds, bias, placed, self.gradient_checkpointing
+            )
         else:
-            hidden = forward.hidden_states(fused, embeds, packed, self.gradient_checkpointing)
+            hidden = packed_forward.hidden_states(
+                fused, embeds, packed, self.gradient_checkpointing
+            )
         before, said = packed.hidden_before(hidden, valid), ids[valid]
-        at = send(valid.flatten().nonzero()[:, 0], device)
+        at = to_device(valid.flatten().nonzero()[:, 0], device)
         logp, entropy = (
             values.new_zeros(ids.numel()).index_copy(0, at, values).view(ids.shape)
             for values in self._token_logps(before, said, fused, entropy_gradient)
         )
-        return Answers(logp, entropy, hidden, packed)
+        return ScoreOutput(logp, entropy, hidden, packed)
 
     @torch.no_grad()
     def read(
-        self, embeds, attention_mask, *, num_last=1, position_ids=None, shared_prefix_lengths=None
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *,
+        num_last: int = 1,
+        position_ids: torch.Tensor | None = None,
+        shared_prefix_lengths: list[int] | None = None,
     ) -> torch.Tensor:
         """(P, num_last, C) hidden states at the end of prompts, without gradient.
 
@@ -183,22 +195,28 @@ class Engine:
         mask, placed = _laid_out(attention_mask, position_ids)
         fused = self.fused(embeds)
         if fused is None:
-            hidden = modules.hidden_states(self.language_model, embeds, mask, placed)
+            hidden = hf_backend.hidden_states(self.language_model, embeds, mask, placed)
             return hidden[:, -num_last:]
-        shared = share(mask, placed, shared_prefix_lengths)
-        hidden = forward.hidden_states(fused, shared.gather(embeds), shared.layout)
+        shared = shared_prefix_layout(mask, placed, shared_prefix_lengths)
+        hidden = packed_forward.hidden_states(fused, shared.gather(embeds), shared.layout)
         return shared.last(hidden, num_last)
 
     @torch.no_grad()
-    def logps(self, hidden, ids) -> torch.Tensor:
+    def logps(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """(m,) log-probs of ids (m,) after hidden states (m, C), without gradient."""
         return self._token_logps(hidden, ids, self.fused(hidden))[0]
 
     def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
         weight = self.language_model.lm_head.weight
         matrix = weight if fused is None else fused.padded_head
-        numbers = (self.temperature, len(weight), entropy_gradient)
-        return token_logps(hidden, matrix, send(ids, hidden.device), *numbers)
+        return token_logps(
+            hidden,
+            matrix,
+            to_device(ids, hidden.device),
+            temperature=self.temperature,
+            vocabulary=len(weight),
+            entropy_gradient=entropy_gradient,
+        )
 
 
 def _laid_out(attention_mask, position_ids):

@@ -5,11 +5,15 @@ program. Kernels read all that they need before they compute: what they cost is 
 the first numbers.
 """
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+if TYPE_CHECKING:
+    from rl_train.engine.fused_weights import FusedLinears
+
 
 # Of the width that a program computes; of the MLP's width twice as many where they divide it.
 COLUMNS = 32
@@ -35,7 +39,9 @@ class Sizes(NamedTuple):
     PARTS_BLOCK: int
 
 
-def product_of(y, linears, power) -> tuple[Product, Sizes]:
+def product_of(
+    y: torch.Tensor, linears: "FusedLinears", power: torch.Tensor
+) -> tuple[Product, Sizes]:
     """What kernels take of a product y (.., N, outputs + k*r), and their sizes."""
     n, stride = y.shape[-2:]
     b, rank = linears.lora_b, 0 if linears.lora_b is None else linears.lora_b.shape[1]

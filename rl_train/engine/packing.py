@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sa2va_hf.transfer import send
+from sa2va_hf.to_device import to_device
 
 # Prompts of one sequence: attention by a bias costs the square of its length, and all sequences are
 # padded to the longest.
@@ -44,12 +44,12 @@ class Layout:
     part: torch.Tensor  # (P, S) of each token: -1 padding, 0 beginning, above 0 a continuation
     position_ids: torch.Tensor  # (A, P, S)
 
-    def bias(self, dtype: torch.dtype, device) -> torch.Tensor:
+    def bias(self, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
         """(P, 1, S, S) for the attention scores, on `device`: 0 or -inf.
 
         Padding sees padding, so that no query is without any key.
         """
-        part = send(self.part, device)
+        part = to_device(self.part, device)
         seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()  # (P, S, S)
         return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
@@ -65,18 +65,25 @@ class Packed(Layout):
     prompt: torch.Tensor  # (n,) prompt of each row
     before: torch.Tensor  # (n, T) index in its sequence of what precedes, and so predicts, a token
 
-    def hidden_before(self, hidden, tokens) -> torch.Tensor:
+    def hidden_before(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(m, C) of hidden (P, S, C), before each of `tokens` (n, T) bool, row-major."""
         slot = (self.prompt[:, None] * hidden.shape[1] + self.before)[tokens]
-        return hidden.flatten(0, 1)[send(slot, hidden.device)]
+        return hidden.flatten(0, 1)[to_device(slot, hidden.device)]
 
 
-def fed(valid: torch.Tensor) -> torch.Tensor:
+def input_mask(valid: torch.Tensor) -> torch.Tensor:
     """(n, T) bool: the valid tokens (n, T) but each row's last, which are what a model reads."""
     return torch.cat([valid[:, :-1] & valid[:, 1:], torch.zeros_like(valid[:, :1])], dim=1)
 
 
-def pack(mask, position_ids, prompt, ids, valid, pad_id: int) -> Packed:
+def pack(
+    mask: torch.Tensor,
+    position_ids: torch.Tensor,
+    prompt: torch.Tensor,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+    pad_id: int,
+) -> Packed:
     """The layout of `Packed`.
 
     Args:
@@ -85,7 +92,7 @@ def pack(mask, position_ids, prompt, ids, valid, pad_id: int) -> Packed:
         ids, valid: (n, T); the valid tokens of a row come first.
     """
     num_prompts, length = mask.shape
-    row, column = fed(valid).nonzero(as_tuple=True)
+    row, column = input_mask(valid).nonzero(as_tuple=True)
     owner = prompt[row]
     count = owner.bincount(minlength=num_prompts)
     nth = torch.arange(len(row)) - (count.cumsum(0) - count)[owner]
@@ -106,20 +113,20 @@ def pack(mask, position_ids, prompt, ids, valid, pad_id: int) -> Packed:
 
 
 @dataclass
-class Shared:
+class SharedPrefixLayout:
     """P prompts as fewer sequences [what some begin with | the rest of one | of another | ..]."""
 
     layout: Layout
     source: torch.Tensor  # (sequences, S) of a slot's token the index among P*L; 0 at the padding
     where: torch.Tensor  # (P, L) of a prompt's token the index among all slots; 0 at the padding
 
-    def gather(self, embeds):
+    def gather(self, embeds: torch.Tensor):
         """(sequences, S, C) of embeds (P, L, C)."""
-        return embeds.flatten(0, 1)[send(self.source, embeds.device)]
+        return embeds.flatten(0, 1)[to_device(self.source, embeds.device)]
 
-    def last(self, hidden, number=1):
+    def last(self, hidden: torch.Tensor, number: int = 1):
         """(P, number, C) of hidden (sequences, S, C), at each prompt's last tokens."""
-        where = send(self.where[:, -number:], hidden.device)
+        where = to_device(self.where[:, -number:], hidden.device)
         return hidden.flatten(0, 1)[where]
 
     def tokens(self):
@@ -127,8 +134,10 @@ class Shared:
         return ((self.layout.part >= 0).flatten().cumsum(0) - 1)[self.where]
 
 
-def share(mask, position_ids, shared_prefix_lengths: list[int] | None = None) -> Shared:
-    """The layout of `Shared`, with at most TOGETHER prompts in a sequence.
+def shared_prefix_layout(
+    mask: torch.Tensor, position_ids: torch.Tensor, shared_prefix_lengths: list[int] | None = None
+) -> SharedPrefixLayout:
+    """The layout of `SharedPrefixLayout`, with at most TOGETHER prompts in a sequence.
 
     Args:
         mask: (P, L) attention mask of the prompts, padded on the left; position_ids: (A, P, L).
@@ -162,4 +171,4 @@ def share(mask, position_ids, shared_prefix_lengths: list[int] | None = None) ->
         source[number, slots] = prompt * length + np.arange(start, length)
         where[prompt, start:] = number * size + slots
     part, source, where = map(torch.from_numpy, (part, source, where))
-    return Shared(Layout(part, position_ids.flatten(1)[:, source]), source, where)
+    return SharedPrefixLayout(Layout(part, position_ids.flatten(1)[:, source]), source, where)

@@ -1,6 +1,5 @@
 """Sa2VA's inputs, made in the loader's workers: image tiles, SAM2's image and region grids."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,9 @@ CHARACTERS = 64  # of a caption for each token that it may have: what is longer 
 
 @dataclass
 class BatchInputs:
-    """B samples; t tiles of S x S pixels, g x g cells."""
+    """Inputs of B samples. Letters: t tiles of S x S pixels, g x g cells."""
 
-    tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each: a quarter of what would else travel
+    tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each, a quarter of float32
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
     grids: torch.Tensor  # (B, g, g) bool region cells
 
@@ -39,43 +38,35 @@ class Sa2VAInputs:
     max_caption_length: int | None = None  # text tokens of a caption's prompt; None: the context
 
     def check(self, sample: dict):
-        """Raise DamagedSample if the caption's prompt is too long, or has a token that is none of
-        a caption.
+        """Raise DamagedSample if the caption's prompt is too long or holds a special token.
 
-        Of all prompts only this one holds a whole caption. What fits, with the most tiles, does
-        not depend on the image.
+        No other prompt holds a whole caption. The prompt is measured with the most tiles, so that
+        the result does not depend on the image.
         """
-        if fault := self._fault(sample["caption"]):
-            raise DamagedSample(sample["image_id"], fault)
-
-    def _fault(self, caption: str) -> str | None:
-        """Why no prompt can hold the caption, or None."""
-        size, longest = f"caption of {len(caption)} characters", self.max_caption_length
+        caption, longest = sample["caption"], self.max_caption_length
+        size = f"caption of {len(caption)} characters"
         if len(caption) > CHARACTERS * (longest or self.context):
-            return (
-                f"{size}, more than {CHARACTERS} for each token of --max_caption_length {longest}"
-            )
-        tiles = self.processor.max_tiles
-        tiles += tiles > 1
+            fault = f"more than {CHARACTERS} for each token of --max_caption_length {longest}"
+            raise DamagedSample(sample["image_id"], f"{size}, {fault}")
+        max_tiles = self.processor.max_tiles
+        tiles = max_tiles + (max_tiles > 1)  # with the thumbnail
         ids = self.prompts.segment(phrase(caption), tiles)
         text = len(ids) - tiles * self.prompts.tokens_per_tile
         if longest and text > longest:
-            return (
-                f"{size}: its prompt of {text} text tokens exceeds --max_caption_length {longest}"
-            )
+            fault = f"its prompt of {text} text tokens exceeds --max_caption_length {longest}"
+            raise DamagedSample(sample["image_id"], f"{size}: {fault}")
         if len(ids) + self.max_new_tokens > self.context:
-            return (
-                f"{size}: its prompt of {len(ids)} tokens (--max_tiles {self.processor.max_tiles}) "
-                f"and --max_completion_length {self.max_new_tokens} exceed the context of "
+            fault = (
+                f"its prompt of {len(ids)} tokens (--max_tiles {max_tiles}) and "
+                f"--max_completion_length {self.max_new_tokens} exceed the context of "
                 f"{self.context}"
             )
-        odd = self._special(ids) - self._special(self.prompts.segment("", tiles))
-        odd += self._special(self.prompts.answer(caption)) - self._special(self.prompts.answer(""))
-        return f"caption with the special token {odd.popitem()[0]}" if odd else None
-
-    def _special(self, ids: list[int]) -> Counter:
-        """{added token: how often it is among `ids`}: those that no text may hold."""
-        return Counter(self.prompts.added[i] for i in ids if i in self.prompts.added)
+            raise DamagedSample(sample["image_id"], f"{size}: {fault}")
+        encode, added = self.prompts.tokenizer.encode, self.prompts.added
+        for text in (phrase(caption), caption):  # in a question, and as an answer
+            if special := [added[i] for i in encode(text, add_special_tokens=False) if i in added]:
+                fault = f"caption with the special token {special[0]}"
+                raise DamagedSample(sample["image_id"], fault)
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
         """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""

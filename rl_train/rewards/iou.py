@@ -91,7 +91,9 @@ def best_objects(
     return torch.tensor(best)
 
 
-def hits(masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]) -> Tensor:
+def on_target(
+    masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
+) -> Tensor:
     """Return whether each mask lies on its target, (N,) float32, 1 or 0; see `best_objects`."""
     return (best_objects(masks, targets, others) == 0).float()
 

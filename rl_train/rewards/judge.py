@@ -1,41 +1,40 @@
-"""A language model behind an OpenAI-compatible server (vLLM and the like) as judge of captions.
+"""LLM judge of captions, behind an OpenAI-compatible server (vLLM and the like).
 
 score   one number from 0 to 10, divided by 10
 mcq     one of five verdicts: A 1, B .75, C .5, D .2, E 0
 qa      questions made from the reference, answered from the hypothesis, in the manner of DLC-Bench
 
-Prompts and the reading of replies are in `judge_text`, requests in `judge_client`.
+Prompts and parsers of replies are in `judge_text`; connections, timeouts and retries are those of
+the openai library.
 """
 
 import asyncio
-import hashlib
 import json
 import math
+import os
 from collections import Counter, deque
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 import torch
 
-from rl_train.rewards.judge_cache import ReplyCache
-from rl_train.rewards.judge_client import Connection, JudgeClient, NoReply
-from rl_train.rewards.judge_text import (
-    MODES,
-    RIGHT,
-    Question,
-    messages,
-    parse_attributes,
-    parse_mcq,
-    parse_score,
-    questions,
-    reply_text,
-)
+from rl_train.rewards.judge_text import ANSWER, MODES, RIGHT, messages, questions
+from rl_train.rewards.meteor import check_pairs
+from rl_train.utils.io import UserFault
 
 FAILURE_WINDOW = 200  # pairs that --max_judge_failures looks back on
+CHOICE_TOKENS, EXTRACT_TOKENS = 32, 512  # of a number or letter; of the JSON of mode qa
+Chat = list[dict[str, str]]
+Ask = Callable[..., Awaitable]  # see `LLMJudge.connect`
 
 
-class JudgeFailed(RuntimeError):
-    """The judge failed on too large a share of the last captions for the run to go on."""
+class JudgeFailed(UserFault):
+    """The judge failed on too many of the last captions for the run to go on."""
+
+
+class NoReply(RuntimeError):
+    """The server gave no reply that can be used; the sentence says why."""
 
 
 class LLMJudge:
@@ -45,24 +44,14 @@ class LLMJudge:
         base_url: of the server's API, such as http://localhost:9100/v1.
         model: name that the server knows.
         mode: one of MODES.
-        cache_path: sqlite3 file of replies, keyed by model, mode and whole prompt; None keeps them
-            in memory.
-        timeout: seconds that a request may take, to the last byte of its reply.
+        timeout: seconds that the server may be silent in an attempt.
         max_seconds: that a call of `score` may take; the pairs that are left then are failures.
-        num_retries: further attempts after a timeout, a lost connection, a full (429) or broken
-            (5xx) server, the k-th after backoff * 2^(k-1) seconds.
-        num_workers: requests at a time.
+        max_retries: further attempts after a timeout, a lost connection, a full (429) or broken
+            (5xx) server.
+        max_connections: requests at a time.
         seed: of the order of options in mode qa.
 
     The key of a server that wants one is read from the environment's OPENAI_API_KEY.
-
-    After a call in which no request was answered the next one makes one attempt each and takes
-    `timeout` seconds at most, so that a judge that is gone costs a run minutes until it stops.
-
-    Attributes:
-        requests, failures: pairs with a caption that `score` got, and those of them that it could
-            not score, since `take_counts`.
-        reasons: why requests failed, {sentence: times}, since `take_reasons`.
 
     Raises:
         ValueError: unknown mode, or the openai library is not installed.
@@ -74,29 +63,38 @@ class LLMJudge:
         model: str,
         mode: str = "score",
         *,
-        cache_path: str | Path | None = None,
         timeout: float = 30.0,
         max_seconds: float = 120.0,
-        num_retries: int = 3,
-        num_workers: int = 32,
-        backoff: float = 0.5,
+        max_retries: int = 3,
+        max_connections: int = 32,
         seed: int = 0,
     ):
         if mode not in MODES:
             raise ValueError(f"--llm_judge_mode {mode!r} is unknown; known: {', '.join(MODES)}")
-        self.client = JudgeClient(base_url, model, timeout, num_workers, backoff)
-        self.mode, self.seed = mode, seed
-        self.max_seconds, self.num_retries = max_seconds, num_retries
-        self.cache, self.fresh = ReplyCache(cache_path), {}
-        self.requests = self.failures = 0
-        self.reasons, self.silent = Counter(), False
+        try:
+            import openai
+        except ImportError as error:
+            raise ValueError(
+                "the judge of --use_llm_judge and tools.experiments.dlc_bench needs the "
+                "openai library: pip install -e '.[judge]' (the extra `judge`)"
+            ) from error
+        self.error = openai.OpenAIError
+        self.client = partial(
+            openai.AsyncOpenAI,
+            base_url=base_url,
+            api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            timeout=timeout,
+            max_retries=max_retries,
+        )
+        self.base_url, self.model, self.mode, self.seed = base_url, model, mode, seed
+        self.max_seconds, self.max_connections = max_seconds, max_connections
+        self.num_scored, self.failures = 0, Counter()
 
     def score(self, references: Sequence[str], hypotheses: Sequence[str]) -> torch.Tensor:
         """Return the judge's score of every caption pair, as (N,) float32 in [0, 1].
 
         It is NaN where no clear verdict was obtained in time. A blank hypothesis scores 0 without a
-        request. Equal pairs are asked once, and never again once they are in the cache; failures
-        are not cached.
+        request. Equal pairs are sent once.
 
         Args:
             references: N ground-truth captions.
@@ -106,167 +104,114 @@ class LLMJudge:
             TypeError: one side is a single str.
             ValueError: the two sides differ in length.
         """
-        if isinstance(references, str) or isinstance(hypotheses, str):
-            raise TypeError("score takes two lists of captions, not a single str")
-        if len(references) != len(hypotheses):
-            raise ValueError(
-                f"score got {len(references)} references and {len(hypotheses)} hypotheses"
-            )
-        pairs = list(zip(references, hypotheses))
-        asked = list(dict.fromkeys(pair for pair in pairs if pair[1].strip()))
-        scores = asyncio.run(self._score(asked)) if asked else {}
-        if self.fresh:
-            self.cache.put(self.fresh)
-            self.fresh = {}
-        values = [scores[pair] if pair in scores else 0.0 for pair in pairs]
-        self.requests += sum(pair in scores for pair in pairs)
-        self.failures += sum(map(math.isnan, values))
-        return torch.tensor(values, dtype=torch.float32)  # (N,)
+        check_pairs("score", references, hypotheses)
+        scores = asyncio.run(self._scores(references, hypotheses))
+        return torch.tensor(scores, dtype=torch.float32)  # (N,)
 
     def fault(self) -> str | None:
-        """Return one sentence on why the judge cannot be used, None if it can.
+        """Return a sentence on why the judge cannot score a pair, None if it can."""
+        self.score(["a red dog"], ["a red dog"])
+        _, failures = self.take_failures()
+        if not failures:
+            return None
+        return (
+            f"--llm_judge_base_url {self.base_url}: the judge --llm_judge_model {self.model} "
+            f"cannot be asked there: {', '.join(failures)}"
+        )
 
-        It is asked once, with retries, for `timeout` seconds in all.
-        """
-        try:
-            asyncio.run(self._probe())
-        except NoReply as error:
-            return (
-                f"--llm_judge_base_url {self.client.base_url}: the judge --llm_judge_model "
-                f"{self.client.model} cannot be asked there: {error}"
-            )
-        return None
-
-    def check(self):
-        """Return None if the server answers and knows the model.
-
-        Raises:
-            ValueError: it does not; one sentence with URL, model and flags.
-        """
-        fault = self.fault()
-        if fault:
-            raise ValueError(fault)
-
-    def take_counts(self) -> dict[str, int]:
-        """Return {"failed", "asked"}, pairs since the last call, and start counting anew."""
-        counts = {"failed": self.failures, "asked": self.requests}
-        self.requests = self.failures = 0
+    def take_failures(self) -> tuple[int, Counter]:
+        """Return (pairs sent, {why pairs failed: times}) since the last call, and start anew."""
+        counts = self.num_scored, self.failures
+        self.num_scored, self.failures = 0, Counter()
         return counts
 
-    def take_reasons(self) -> Counter:
-        """Return {why requests failed: times} since the last call, and start counting anew."""
-        reasons, self.reasons = self.reasons, Counter()
-        return reasons
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[Ask]:
+        """Yield `ask(chat, parse, max_tokens)`, which returns parse(the text of the reply).
 
-    async def _probe(self):
-        """Ask for a number. Raises NoReply."""
-        async with self.client.connect(self.num_retries + 1) as ask:
-            try:
-                async with asyncio.timeout(self.client.timeout):
-                    await ask([{"role": "user", "content": "Reply with the number 1."}], 1)
-            except TimeoutError as error:
-                raise NoReply(f"no whole reply within {self.client.timeout:g} s") from error
-
-    async def _score(self, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], float]:
-        """Return {pair: score} of different pairs; NaN where it was not obtained in time."""
-        seconds = self.client.timeout if self.silent else self.max_seconds
-        async with self.client.connect(1 if self.silent else self.num_retries + 1) as ask:
-            start, asked_of = asyncio.create_task, {}
-            if self.mode == "qa":
-                distinct = dict.fromkeys(reference for reference, _ in pairs)
-                asked_of = {text: start(self._questions(ask, text)) for text in distinct}
-                tasks = {pair: start(self._qa(ask, asked_of[pair[0]], pair[1])) for pair in pairs}
-            else:
-                tasks = {pair: start(self._compare(ask, pair)) for pair in pairs}
-            everything = {*asked_of.values(), *tasks.values()}
-            _, late = await asyncio.wait(everything, timeout=seconds)
-            for task in late:
-                task.cancel()
-            if late:
-                await asyncio.wait(late)
-                self.reasons[f"a step waits {seconds:g} s at most"] += len(late & {*tasks.values()})
-            if ask.replies or ask.lost or late:
-                self.silent = not ask.replies
-        return {
-            pair: math.nan if task.cancelled() else task.result() for pair, task in tasks.items()
-        }
-
-    async def _compare(self, ask: Connection, pair: tuple[str, str]) -> float:
-        """Return the score of one pair in mode score or mcq."""
-        parse = {"score": parse_score, "mcq": parse_mcq}[self.mode]
-        reply = await self._reply(
-            ask,
-            messages(self.mode, {"reference": pair[0], "candidate": pair[1]}),
-            lambda text: not math.isnan(parse(text)),
-            32,
-        )
-        return math.nan if reply is None else parse(reply)
-
-    async def _questions(self, ask: Connection, reference: str) -> list[Question] | None:
-        """Return the questions of a reference, None if the judge did not give any."""
-        reply = await self._reply(
-            ask,
-            messages("extract", {"caption": reference}),
-            lambda text: parse_attributes(text) is not None,
-            512,
-        )
-        return None if reply is None else questions(parse_attributes(reply), reference, self.seed)
-
-    async def _qa(self, ask: Connection, questions_of: asyncio.Task, hypothesis: str) -> float:
-        """Return the score of a hypothesis by the questions of its reference, which a task makes.
-
-        A missed object or a failed answer ends it.
+        Equal chats are sent once. `ask` raises NoReply without a reply, or if `parse` returns None.
         """
-        asked = await questions_of
-        if asked is None:
+        slots, replies = asyncio.Semaphore(self.max_connections), {}
+
+        async def request(chat: Chat, max_tokens: int) -> str:
+            try:
+                async with slots:
+                    reply = await client.chat.completions.with_raw_response.create(
+                        model=self.model, messages=chat, temperature=0, max_tokens=max_tokens
+                    )
+                return str(json.loads(reply.text)["choices"][0]["message"]["content"] or "")
+            except self.error as error:
+                raise NoReply(" ".join(str(error).split())[:300]) from error
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                raise NoReply("its replies are no chat completions") from error
+
+        async def ask(chat: Chat, parse: Callable, max_tokens: int) -> float | dict | str:
+            key = json.dumps(chat)
+            if key not in replies:
+                replies[key] = asyncio.create_task(request(chat, max_tokens))
+            value = parse(await replies[key])
+            if value is None:
+                raise NoReply("its replies are not what was asked for")
+            return value
+
+        # Nothing outlives the connection: processes may fork between two.
+        async with self.client() as client:
+            yield ask
+
+    async def _scores(self, references: Sequence[str], hypotheses: Sequence[str]) -> list[float]:
+        # One deadline for all pairs: equal ones share a request, which ends with the first of them.
+        deadline = asyncio.get_running_loop().time() + self.max_seconds
+        async with self.connect() as ask:
+            pairs = zip(references, hypotheses)
+            return await asyncio.gather(*(self._score_or_nan(ask, deadline, *p) for p in pairs))
+
+    async def _score_or_nan(
+        self, ask: Ask, deadline: float, reference: str, hypothesis: str
+    ) -> float:
+        """Return the score of a pair; NaN, with a reason counted, if there is none in time."""
+        if not hypothesis.strip():
+            return 0.0
+        self.num_scored += 1
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await self._score(ask, reference, hypothesis)
+        except (NoReply, TimeoutError) as error:
+            self.failures[str(error) or f"a step waits {self.max_seconds:g} s at most"] += 1
             return math.nan
-        total = 0.0
+
+    async def _score(self, ask: Ask, reference: str, hypothesis: str) -> float:
+        """Return the score of a pair. Raises NoReply.
+
+        In mode qa a missed object scores 0, and no further question is sent.
+        """
+        instructions, parse = MODES[self.mode]
+        if self.mode != "qa":
+            chat = messages(instructions, {"reference": reference, "candidate": hypothesis})
+            return await ask(chat, parse, CHOICE_TOKENS)
+        attributes = await ask(
+            messages(instructions, {"caption": reference}), parse, EXTRACT_TOKENS
+        )
+        total, asked = 0.0, questions(attributes, reference, self.seed)
         for k, question in enumerate(asked):
-            reply = await self._reply(
-                ask,
-                question.messages(hypothesis),
-                lambda text: not math.isnan(question.points(text)),
-                32,
-            )
-            if reply is None:
-                return math.nan
-            points = question.points(reply)
+            chat = messages(ANSWER, {"description": hypothesis, **question.fields})
+            points = await ask(chat, question.parse, CHOICE_TOKENS)
             if k == 0 and points < RIGHT:
                 return 0.0
             total += points
         return max(total / len(asked), 0.0)
 
-    async def _reply(self, ask: Connection, chat, understood, max_tokens: int) -> str | None:
-        """Return the reply to a chat, from the cache or the server; None if none is understood."""
-        whole = [self.client.model, self.mode, chat]
-        key = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
-        reply = self.cache.get(key)
-        if reply is not None and understood(reply):
-            return reply
-        try:
-            body = await ask(chat, max_tokens)
-        except NoReply as error:
-            self.reasons[str(error)] += 1
-            return None
-        reply = reply_text(body)
-        if reply is None or not understood(reply):
-            self.reasons["its replies are not what was asked for"] += 1
-            return None
-        self.fresh[key] = reply
-        return reply
 
-
-def failure_sentence(failed: float, asked: float, reasons: Counter) -> str:
-    """Return what a person is told of captions that were not judged, with the commonest reasons."""
-    why = "; ".join(reason for reason, _ in reasons.most_common(2))
-    return f"the LLM judge failed on {failed:.0f} of {asked:.0f} captions: {why}"
+def failure_sentence(failed: float, num_scored: float, failures: Counter) -> str:
+    """Return the message about captions that were not judged, with the commonest reasons."""
+    reasons = "; ".join(reason for reason, _ in failures.most_common(2))
+    return f"the LLM judge failed on {failed:.0f} of {num_scored:.0f} captions: {reasons}"
 
 
 class FailureWindow:
-    """Failures among the last pairs asked: the steps that hold the last `size` of them.
+    """Failures among the last pairs: the steps that hold the last `size` of them.
 
-    Until `size` pairs have been asked, those that are missing count as scored, so that a run does
-    not stop for its first hiccup.
+    Until there are `size` pairs, missing ones count as scored, so that a run does not stop for its
+    first hiccup.
     """
 
     def __init__(self, limit: float, size: int = FAILURE_WINDOW):
@@ -278,18 +223,18 @@ class FailureWindow:
     def load_state_dict(self, state: dict):
         self.steps = deque(state["steps"])
 
-    def add(self, failed: float, asked: float):
-        """Return None after counting one step.
+    def add(self, failed: float, num_scored: float):
+        """Count one step.
 
         Raises:
             JudgeFailed: more than `limit` of the window failed.
         """
-        self.steps.append((failed, asked))
-        while sum(asked for _, asked in self.steps) - self.steps[0][1] >= self.size:
+        self.steps.append((failed, num_scored))
+        while sum(n for _, n in self.steps) - self.steps[0][1] >= self.size:
             self.steps.popleft()
-        failed, asked = (int(sum(counts)) for counts in zip(*self.steps))
-        if failed > self.limit * max(asked, self.size):
+        failed, num_scored = (int(sum(counts)) for counts in zip(*self.steps))
+        if failed > self.limit * max(num_scored, self.size):
             raise JudgeFailed(
-                f"the LLM judge failed on {failed} of the last {asked} captions, more than "
+                f"the LLM judge failed on {failed} of the last {num_scored} captions, more than "
                 f"--max_judge_failures {self.limit:g} of a window of {self.size} allows"
             )

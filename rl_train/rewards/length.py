@@ -1,46 +1,30 @@
-"""What an answer's tokens cost, as components of every task's reward.
+"""The cost of an answer's tokens, as a component of every task's reward (--overlong_buffer).
 
-Letters: N rows, T --max_completion_length.
+Letters: N rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import ClassVar
 
 import torch
 
 
 @dataclass(frozen=True)
-class LengthTerm:
-    """A component that follows from an answer's tokens; stands where a `UserReward` does."""
+class OverlongPenalty:
+    """0 up to longest - buffer tokens, from there linearly to -1 (DAPO, eq. 13).
 
-    name: str
-    weight: float
-    of: Callable  # (N,) tokens -> (N,) in [-1, 0]
+    Stands where a `UserReward` does.
+    """
 
-    def __call__(self, completions: list[str], *, num_tokens: list[int], **_) -> torch.Tensor:
-        return self.of(torch.tensor(num_tokens, dtype=torch.float32))
+    longest: int  # --max_completion_length
+    buffer: int  # --overlong_buffer, in tokens
+    name: ClassVar[str] = "overlong"
+    weight: ClassVar[float] = 1.0
 
-
-def overlong(num_tokens: torch.Tensor, longest: int, buffer: int) -> torch.Tensor:
-    """(N,) 0 up to longest - buffer tokens, from there linearly to -1 (DAPO, eq. 13)."""
-    return ((longest - buffer - num_tokens) / buffer).clamp(-1, 0)
-
-
-def distance(num_tokens: torch.Tensor, longest: int, target: int) -> torch.Tensor:
-    """(N,) -|tokens - target| / longest; of target 0 every token costs the same."""
-    return -(num_tokens - target).abs() / longest
-
-
-def length_terms(
-    longest: int, overlong_buffer: int = 0, length_weight: float = 0.0, target_length: int = 0
-) -> list[LengthTerm]:
-    """The terms that the flags of these names ask for; longest: T."""
-    terms = []
-    if overlong_buffer:
-        of = partial(overlong, longest=longest, buffer=overlong_buffer)
-        terms.append(LengthTerm("overlong", 1.0, of))
-    if length_weight:
-        of = partial(distance, longest=longest, target=target_length)
-        terms.append(LengthTerm("length", length_weight, of))
-    return terms
+    def __call__(
+        self, completions: list[str], *, num_tokens: list[int], **other_columns: Sequence
+    ) -> torch.Tensor:
+        """Return the penalty of each answer, (N,) in [-1, 0]."""
+        tokens = torch.tensor(num_tokens, dtype=torch.float32)
+        return ((self.longest - self.buffer - tokens) / self.buffer).clamp(-1, 0)

@@ -13,7 +13,10 @@ TASKS = {
     "caption_mask_caption": CaptionMaskCaption,
     "point_segmentation": PointSegmentation,
 }
-CYCLES = ("mask_caption_mask", "caption_mask_caption")  # what is trained if --tasks names none
+DEFAULT_TASKS = (
+    "mask_caption_mask",
+    "caption_mask_caption",
+)  # what is trained if --tasks names none
 
 
 def load_task(name: str, known: dict[str, type] = TASKS) -> type:

@@ -1,32 +1,40 @@
-"""Box and points for a referring expression: the policy says them, SAM2 draws the mask from them.
+"""Box and points for a referring expression: the policy answers them, SAM2 decodes the mask.
 
 Segzero_plus's task, with Seg-Zero's and VisionReasoner's ways to answer. No teacher is asked.
+Letters: B samples, G generations, N = B*G rows.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from rl_train.draws import Draws
-from rl_train.flags import COUNT, WEIGHT, flag
-from rl_train.points.answers import FRAMES, NEGATIVE_POINTS, REASONS, STYLES, Form
-from rl_train.points.questions import question
+from rl_train.config.flags import COUNT, WEIGHT, flag
+from rl_train.evaluation import point_metrics
+from rl_train.evaluation.best_of_n import mean_logps, pick_best
+from rl_train.evaluation.point_metrics import confused_regions, draw
+from rl_train.points.parser import (
+    FRAMES,
+    NEGATIVE_POINTS,
+    REASONS,
+    STYLES,
+    AnswerFormat,
+    PointPrompt,
+)
+from rl_train.points.prompts import point_question
+from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rewards import mask_iou
-from rl_train.rewards.custom import user_components, with_components
-from rl_train.rewards.iou import hits
 from rl_train.rewards.points import point_rewards
-from rl_train.tasks import point_measures
-from rl_train.tasks.best_of import kept, mean_logps
-from rl_train.tasks.point_measures import confused_regions, draw
-from rl_train.tasks.protocol import Context
-from rl_train.types import Batch, Outcome, Rollout
+from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.tasks.base import Task, TaskContext, with_measurements
+from rl_train.utils.rng import RowRNG
+from sa2va_hf.batches import Prompts
 
 MIN_POINTS = 3  # a box and two points: what segzero answers
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """How a checkpoint is asked, answers and is drawn."""
+    """Flags of the question, the answer's format and the passes of SAM2."""
 
     weight: float = flag(1.0, "of the points' loss", name="point_weight", type=WEIGHT)
     answer_style: str = flag(
@@ -52,13 +60,89 @@ class AnswerOptions:
         "that it drew, as it was trained",
         choices=[1, 2],
     )
-    trains = ("lora",)
+    trainable_modules = ("lora",)
 
 
-class PointSegmentation:
+class PointTask(Task):
+    """The question of the second system, its answers' format and its metrics.
+
+    Base of reinforcement learning (`PointSegmentation`) and of supervised training
+    (`sft_tasks.PointAnswers`).
+    """
+
     name = "points"
-    action = None
-    family, asks_teacher = "qwen2_5_vl", False
+    family = "qwen2_5_vl"
+
+    def __init__(self, options: AnswerOptions, context: TaskContext):
+        self.options, self.context, self.weight = options, context, options.weight
+        if options.max_points < MIN_POINTS:
+            raise ValueError(f"--max_points {options.max_points}: must be at least {MIN_POINTS}")
+        self.format = AnswerFormat(
+            options.answer_style, options.negative_points, options.coordinates, options.max_points
+        )
+
+    def prompts(self, batch: Batch, features: QwenImageFeatures) -> Prompts:
+        """The question for box and points of each sample's caption."""
+        questions = [point_question(caption, self.format) for caption in batch.captions]
+        return self.context.policy.point_prompts(features, list(range(len(batch))), questions)
+
+    def parse(
+        self, texts: list[str], features: QwenImageFeatures, image: list[int]
+    ) -> tuple[list[PointPrompt | None], list[str]]:
+        """(answers parsed from texts[p] about image[p], None if unreadable; why not, or "").
+
+        In pixels of the images' masks.
+        """
+        seen, sizes = features.seen_sizes, features.sizes
+        parsed = [
+            self.format.parse_in_pixels(text, seen[i], sizes[i]) for text, i in zip(texts, image)
+        ]
+        return [answer for answer, _ in parsed], [reason for _, reason in parsed]
+
+    def confused_regions(
+        self, policy: QwenVLPolicy, features: QwenImageFeatures, targets: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """B (H, W) bool regions that SAM2 confuses with the targets; empty without negatives."""
+        if self.format.with_negatives:
+            return confused_regions(policy, features, targets)
+        return [torch.zeros_like(target) for target in targets]
+
+    def measure(
+        self, policy: QwenVLPolicy, batch: Batch, features: QwenImageFeatures, max_new_tokens: int
+    ) -> dict[str, list]:
+        """{column: B values} of greedy answers: see `point_metrics.measure`."""
+        _, texts = policy.complete(features, self.prompts(batch, features), 1, max_new_tokens)
+        answers, _ = self.parse(texts, features, list(range(len(batch))))
+        return point_metrics.measure(
+            policy, batch, features, texts, answers, self.options.sam_passes
+        )
+
+    def measure_samples(
+        self,
+        policy: QwenVLPolicy,
+        batch: Batch,
+        features: QwenImageFeatures,
+        max_new_tokens: int,
+        num_generations: int,
+    ) -> dict[str, list]:
+        """{column: B values} of G sampled answers: see `cycle_metrics.measure_samples`."""
+        G, prompts = num_generations, self.prompts(batch, features)
+        uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
+        completions, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
+        image = [i for i in range(len(batch)) for _ in range(G)]  # (N,)
+        answers, _ = self.parse(texts, features, image)
+        masks, _ = draw(policy, features, image, answers, self.options.sam_passes)
+        targets = [batch.masks[i].to(policy.device) for i in image]
+        iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
+        return dict(
+            best_of_G_seg_iou=pick_best(iou, iou),
+            by_logp_seg_iou=pick_best(iou, mean_logps(completions, G)),
+            sampled_seg_iou=iou.mean(1).tolist(),
+        )
+
+
+class PointSegmentation(PointTask):
+    """The task of the second system: the reward is the IoU of the mask that an answer prompts."""
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
@@ -77,85 +161,46 @@ class PointSegmentation:
             type=WEIGHT,
         )
 
-    def __init__(self, options: Options, context: Context):
-        self.options, self.context, self.weight = options, context, options.weight
-        if options.max_points < MIN_POINTS:
-            raise ValueError(f"--max_points {options.max_points}: must be at least {MIN_POINTS}")
+    def __init__(self, options: Options, context: TaskContext):
+        super().__init__(options, context)
         if options.negative_points == "off" and (options.negative_weight or options.hide_negatives):
-            used = "negative_weight" if options.negative_weight else "hide_negatives"
-            raise ValueError(f"--{used}: --negative_points off asks for none")
-        form = (options.answer_style, options.negative_points, options.coordinates)
-        self.form = Form(*form, options.max_points)
+            flag_name = "negative_weight" if options.negative_weight else "hide_negatives"
+            raise ValueError(f"--{flag_name}: --negative_points off asks for none")
         self.weights = {"iou": 1.0, "format": options.format_weight}
         self.weights |= {"negatives": options.negative_weight} if options.negative_weight else {}
-        self.weights |= {reward.name: reward.weight for reward in context.user_rewards}
+        self.weights |= context.user_weights
 
-    def prompts(self, batch: Batch, features):
-        """The question for box and points of each sample's caption."""
-        rows = list(range(len(batch)))
-        questions = [question(caption, self.form) for caption in batch.captions]
-        return self.context.policy.point_prompts(features, rows, questions)
+    def rewards(self, rollout: Rollout) -> RewardOutput:
+        """`point_rewards` of the masks that SAM2 decodes from the answers, at the image's own size.
 
-    def judge(self, rollout: Rollout) -> Outcome:
-        """`point_rewards` of the masks that SAM2 draws from the answers, at the image's own size.
-
-        An answer that cannot be read draws nothing and has 0 in all that counts. The region that
-        SAM2 confuses with the target follows from the target alone, see `confused_regions`. The
-        user's own rewards see the masks, and what was read of each answer as `answers`. With
-        --other_regions "hit" is a measurement: see `hits`.
+        An answer that cannot be read has an empty mask and 0 in all components that count. The
+        region that SAM2 confuses with the target follows from the target alone. See
+        `with_measurements` for "hit" and the user's rewards, which see the masks and the parsed
+        answers as `answers`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
-        image, targets = rollout.prompts.image, [m.to(policy.device) for m in batch.masks]
-        answers, reasons = self.read(rollout.texts, features, image)
-        passes, hidden, sure = self.options.sam_passes, self.options.hide_negatives, []
-        masks, without = draw(policy, features, image, answers, passes, sure)
-        masks = without if hidden else masks
-        if self.form.with_negatives:
-            confused = confused_regions(policy, features, targets)
-        else:
-            confused = [torch.zeros_like(target) for target in targets]
-        in_form = [self.form.in_form(text) for text in rollout.texts]
-        of_rows = (rollout.of_rows(targets), rollout.of_rows(confused))
-        rewards = point_rewards(answers, in_form, masks, without, *of_rows)
-        if batch.others is not None:
-            rewards["hit"] = hits(masks, batch.masks, batch.others)
-        questions = [question(caption, self.form) for caption in rollout.of_rows(batch.captions)]
-        common = (self.context.user_rewards, rollout, questions, masks, of_rows[0])
-        more = dict(answers=answers, mask_confidence=[of_both[hidden] for of_both in sure])
-        rewards = with_components(rewards, user_components(*common, **more))
-        refused = {name: torch.tensor([name == why for why in reasons]) for name in REASONS}
-        return Outcome(rewards, masks, refused=refused, answers=answers, masks_without=without)
-
-    def read(self, texts: list[str], features, image: list[int]) -> tuple[list, list[str]]:
-        """(the answers that the texts about image[p] state, None of what is none; why not, or "").
-
-        In pixels of the images' masks.
-        """
-        seen, sizes = features.seen_sizes, features.sizes
-        read = [self.form.read(text, seen[i], sizes[i]) for text, i in zip(texts, image)]
-        return [answer for answer, _ in read], [reason for _, reason in read]
-
-    def measure(self, policy, batch: Batch, features, max_new_tokens: int) -> dict[str, list]:
-        """{column: B values} of greedy answers, held out: see `point_measures.measure`."""
-        _, texts = policy.complete(features, self.prompts(batch, features), 1, max_new_tokens)
-        answers, _ = self.read(texts, features, list(range(len(batch))))
-        passes = self.options.sam_passes
-        return point_measures.measure(policy, batch, features, texts, answers, passes)
-
-    def measure_samples(
-        self, policy, batch: Batch, features, max_new_tokens: int, num_generations: int
-    ) -> dict[str, list]:
-        """{column: B values} of G sampled answers: see `cycle_measures.measure_samples`."""
-        G, prompts = num_generations, self.prompts(batch, features)
-        uniforms = Draws(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
-        done, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
-        rows = [i for i in range(len(batch)) for _ in range(G)]
-        answers, _ = self.read(texts, features, rows)
-        masks, _ = draw(policy, features, rows, answers, self.options.sam_passes)
-        targets = [batch.masks[i].to(policy.device) for i in rows]
-        iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
-        return dict(
-            best_of_G_seg_iou=kept(iou, iou),
-            by_logp_seg_iou=kept(iou, mean_logps(done, G)),
-            sampled_seg_iou=iou.mean(1).tolist(),
+        image, confidences = rollout.prompts.image, []
+        answers, reasons = self.parse(rollout.texts, features, image)
+        # confidences: (with, without) the negative points of each row
+        masks, without = draw(
+            policy, features, image, answers, self.options.sam_passes, confidences
         )
+        if self.options.hide_negatives:
+            masks = without
+        targets = [mask.to(policy.device) for mask in batch.masks]  # B
+        confused = rollout.of_rows(self.confused_regions(policy, features, targets))
+        targets = rollout.of_rows(targets)  # N
+        well_formed = [self.format.is_well_formed(text) for text in rollout.texts]
+        captions = rollout.of_rows(batch.captions)
+        rewards = with_measurements(
+            self,
+            rollout,
+            point_rewards(answers, well_formed, masks, without, targets, confused),
+            [point_question(caption, self.format) for caption in captions],
+            masks,
+            targets,
+            answers=answers,
+            mask_confidence=[pair[self.options.hide_negatives] for pair in confidences],
+        )
+        refused = {name: torch.tensor([name == why for why in reasons]) for name in REASONS}
+        return RewardOutput(rewards, masks, refused=refused, answers=answers, masks_without=without)

@@ -10,8 +10,8 @@ import zlib
 import numpy as np
 from PIL import Image
 
+from tests.campaigns.messy_cases import bad_huffman, huge_png, runs_of
 from tools.gar_writer import encode_mask
-from tools.messy_cases import bad_huffman, huge_png, runs_of
 
 SIZES = [(1, 1), (1, 2), (20_000, 20), (20, 20_000), (2500, 1900), (65_536, 1), (1, 5000)]
 MODES = {  # format -> modes that it holds

@@ -12,8 +12,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from rl_train.data import DATASETS, DescribeAnythingDataset
+from tests.campaigns.messy_cases import Bomb
 from tests.data.dam_splits import IMAGES, PNGS, add, region, samples, write
-from tools.messy_cases import Bomb
 
 
 def test_first_frame_of_a_video(tmp_path):
@@ -42,16 +42,13 @@ def test_first_frame_of_a_video(tmp_path):
     }  # a plain name before any frame, frame 1 before 2 and 10
 
 
-def test_hostile_members_are_ignored_and_counted_and_nothing_is_unpickled(tmp_path):
+def test_members_that_are_no_files_are_no_images_and_nothing_is_unpickled(tmp_path):
     path = write(
         tmp_path / "SAV",
-        {name: region() for name in ("a", "../b", "/c", "d", "e", "f")},
+        {name: region() for name in ("a", "d", "e", "f")},
         [("a.png", PNGS[0]), ("a.pickle", pickle.dumps(Bomb()))],
     )
     with tarfile.open(path, "a") as tar:
-        add(tar, "../b.png", PNGS[0])
-        add(tar, "x/../../b.png", PNGS[0])
-        add(tar, "/c.png", PNGS[0])
         add(tar, "d.png", type=tarfile.SYMTYPE, linkname="/etc/passwd")
         add(tar, "e.png", type=tarfile.LNKTYPE, linkname="a.png")
         add(tar, "f.png", type=tarfile.FIFOTYPE)
@@ -59,11 +56,10 @@ def test_hostile_members_are_ignored_and_counted_and_nothing_is_unpickled(tmp_pa
     dataset = DescribeAnythingDataset(tmp_path)
     assert samples(dataset) == [("SAV/a/0", "A cup.")]
     assert dataset.report() == {
-        "rows": 6,
+        "rows": 4,
         "kept": 1,
-        "skipped": {"no image": 5},
+        "skipped": {"no image": 3},
         "resized_masks": 0,
-        "ignored_members": 6,
     }
 
 
@@ -82,16 +78,23 @@ def sized(size: int, kind: bytes) -> bytes:
     return bytes(header)
 
 
-def test_a_pipe_in_place_of_a_tar_is_named(tmp_path):
-    path = write(tmp_path / "SAV", {"a": region()}, [("a.png", PNGS[0])])
-    os.mkfifo(path.with_name("1.tar"))
-    with pytest.raises(ValueError, match=f"{path.with_name('1.tar')} is not a readable tar file"):
-        DescribeAnythingDataset(tmp_path)
+@pytest.mark.parametrize("damage", ["pipe", "header", "backwards"])
+def test_what_a_tar_file_lacks_is_no_image(tmp_path, damage):
+    path = write(
+        tmp_path / "SAV", {"a": region(), "b": region()}, [("a.png", PNGS[0]), ("b.png", PNGS[1])]
+    )
+    whole = path.read_bytes()
+    at = whole.index(b"b.png")
+    if damage == "pipe":
+        os.mkfifo(path.with_name("1.tar"))
+    else:
+        header = b"\xff" * 512 if damage == "header" else sized(-1024, b"0")
+        path.write_bytes(whole[:at] + header + whole[at + 512 :])
+    skipped = {} if damage == "pipe" else {"no image": 1}
+    assert DescribeAnythingDataset(tmp_path).report()["skipped"] == skipped
 
 
-@pytest.mark.parametrize(
-    "damage", ["cut", "garbage", "header", "empty", "gzip", "backwards", "endless", "endless name"]
-)
+@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "gzip", "endless", "endless name"])
 def test_unreadable_tar_is_named(tmp_path, damage):
     path = write(
         tmp_path / "SAV", {"a": region(), "b": region()}, [("a.png", PNGS[0]), ("b.png", PNGS[1])]
@@ -102,10 +105,8 @@ def test_unreadable_tar_is_named(tmp_path, damage):
         {
             "cut": whole[: at + 600],
             "garbage": b"garbage" * 200,
-            "header": whole[:at] + b"\xff" * 512 + whole[at + 512 :],
             "empty": b"",
             "gzip": gzip.compress(whole),
-            "backwards": whole[:at] + sized(-1024, b"0") + whole[at + 512 :],
             "endless": whole[:at] + sized(2**60, b"0") + whole[at + 512 :],
             "endless name": whole[:at] + sized(2**60, b"L") + whole[at + 512 :],
         }[damage]
@@ -172,16 +173,15 @@ def test_hub_form_in_arrow(tmp_path, kind):
     assert all(np.array_equal(dataset[i]["image"], IMAGES[i]) for i in range(2))
 
 
-def test_hub_form_that_is_compressed_or_of_another_type_is_named(tmp_path):
+def test_hub_form_that_is_compressed_or_of_another_type(tmp_path):
     (tmp_path / "SAV").mkdir()
-    (tmp_path / "SAV" / "annotations.json").write_text(json.dumps({"0": region()}))
-    path = tmp_path / "SAV" / "data-0.arrow"
-    for kind, value, options, message in (
-        (pa.binary(), PNGS[0] * 20, pa.ipc.IpcWriteOptions(compression="zstd"), "is compressed"),
-        (pa.int64(), 3, None, "column 'jpg' holds int64"),
-    ):
-        table = pa.table({"__key__": pa.array(["0"]), "jpg": pa.array([value], kind)})
-        with pa.ipc.new_stream(str(path), table.schema, options=options) as writer:
+    (tmp_path / "SAV" / "annotations.json").write_text(json.dumps({"0": region(), "1": region()}))
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    for key, column in (("0", pa.array([PNGS[0]])), ("1", pa.array([3]))):
+        table = pa.table({"__key__": pa.array([key]), "jpg": column})
+        path = str(tmp_path / "SAV" / f"data-{key}.arrow")
+        with pa.ipc.new_stream(path, table.schema, options=options) as writer:
             writer.write_table(table)
-        with pytest.raises(ValueError, match=f"{path}.*{message}"):
-            DescribeAnythingDataset(tmp_path)
+    dataset = DescribeAnythingDataset(tmp_path)
+    assert np.array_equal(dataset[0]["image"], IMAGES[0])
+    assert dataset.report()["skipped"] == {"no image": 1}

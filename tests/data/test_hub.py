@@ -14,8 +14,8 @@ from PIL import Image
 
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.hub import resolve
-from rl_train.hub import model_folder
-from rl_train.trained_policy import open_policy
+from rl_train.export.load_policy import open_policy
+from rl_train.utils.hub import model_folder
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
@@ -33,19 +33,17 @@ ROW = {
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # must not be asked
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: 1 / 0)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "name").mkdir(parents=True)
     assert str(resolve("owner/name", [])) == "owner/name"
     assert resolve(tmp_path, []) == tmp_path
-    with pytest.raises(ValueError, match="--split test: --data_dir owner/name is a folder"):
-        resolve("owner/name", [], split="test")
 
 
 def test_a_repository_of_shards_is_taken_as_it_is(tmp_path, monkeypatch):
     asked = []
 
-    def fetch(name, repo_type, allow_patterns):
+    def fetch(name, repo_type, allow_patterns, ignore_patterns):
         asked.append((name, repo_type, allow_patterns))
         write_gar([ROW], tmp_path / "snapshot")
         return str(tmp_path / "snapshot")
@@ -95,7 +93,7 @@ def test_of_parts_nothing_else_is_fetched(repository):
 
 def test_of_a_part_that_there_is_not_nothing_is_fetched(repository):
     write_gar([ROW], repository.source / "Seed")
-    with pytest.raises(ValueError, match="--parts Sead: no such folder of shards in .* owner/name"):
+    with pytest.raises(ValueError, match="--data_dir .* holds no data-"):
         GraspAnyRegionDataset("owner/name", ["Sead"])
     assert repository.fetched == []
 
@@ -133,7 +131,7 @@ def test_a_run_and_its_evaluation_from_a_model_on_the_hub(repository, data, tmp_
     """config.json keeps the name, by which the checkpoint finds its base again."""
     for _ in unmeasured(monkeypatch):
         shutil.copytree(CHECKPOINT, repository.source)
-        how = dict(model_path="owner/tiny", max_steps=1, caption_to_mask_weight=0)
+        how = dict(model_path="owner/tiny", max_steps=1, loop2_weight=0)
         output = run(data, tmp_path / "run", **how)
         assert json.loads((output / "config.json").read_text())["model_path"] == "owner/tiny"
         policy = open_policy(output / "checkpoint_step_1", None, "policy", torch.device("cpu"))
@@ -186,26 +184,6 @@ def test_save_to_disk(tmp_path):
     check(GraspAnyRegionDataset(tmp_path / "two", parts=["train"]), 2)
 
 
-def test_any_other_repository_is_loaded_by_datasets(tmp_path, monkeypatch):
-    (tmp_path / "empty").mkdir()
-    rows_for_datasets().to_parquet(tmp_path / "rows.parquet")
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path / "empty")
-    )
-    load = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda name, split: load(
-            "parquet",
-            data_files=str(tmp_path / "rows.parquet"),
-            split=split,
-            cache_dir=str(tmp_path / "cache"),
-        ),
-    )
-    check(GraspAnyRegionDataset("owner/name"), 2)
-
-
 @pytest.mark.parametrize("name", ["missing", "a/b/c", "/no/such/folder", "../x", "owner/na me"])
 def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -236,43 +214,3 @@ def test_no_network(monkeypatch, error):
         "download it",
     ):
         GraspAnyRegionDataset("owner/name")
-
-
-@pytest.mark.parametrize("library", ["datasets", "huggingface_hub"])
-def test_missing_library(monkeypatch, library):
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(
-        ValueError,
-        match=r"--data_dir owner/name is not a folder, and .* pip install -e '\.\[hub\]'",
-    ):
-        GraspAnyRegionDataset("owner/name")
-
-
-def test_only_the_training_split_of_a_data_set_is_read(tmp_path, monkeypatch):
-    """`datasets` keeps all splits in one cache folder."""
-    rows = rows_for_datasets()
-    for split, num in (("train", 3), ("test", 2)):
-        datasets.concatenate_datasets([rows, rows]).select(range(num)).to_parquet(
-            tmp_path / "repository" / "data" / f"{split}-00000.parquet"
-        )
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(tmp_path / "empty")
-    )
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    load = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets,
-        "load_dataset",
-        lambda name, split: load(
-            str(tmp_path / "repository"), split=split, cache_dir=tmp_path / "cache"
-        ),
-    )
-    for _ in range(2):
-        check(GraspAnyRegionDataset("owner/name"), 3)
-    check(GraspAnyRegionDataset("owner/name", split="test"), 2)
-    stale = next((tmp_path / "cache" / "test_splits").rglob("data-00000.arrow"))
-    shutil.copy(stale, stale.with_name("data-00001.arrow"))  # of an earlier state of the hub's
-    check(GraspAnyRegionDataset("owner/name", split="test"), 2)
-    with pytest.raises(ValueError, match=r"--split test\[:1\]: must be the name of a split"):
-        GraspAnyRegionDataset("owner/name", split="test[:1]")

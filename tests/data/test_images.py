@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rl_train.data import BadData, DamagedSample, samples
+from rl_train.data import DamagedSample, base
+from rl_train.data.base import number_images
 from rl_train.data.images import (
     BAD_DEPTH,
     BAD_HEADER,
@@ -20,11 +21,10 @@ from rl_train.data.images import (
     TOO_LONG,
     image_key,
 )
-from rl_train.data.masks import decode_mask
-from rl_train.data.samples import number_images
+from rl_train.data.rle import decode_mask
+from tests.campaigns.messy_cases import bad_huffman
 from tests.data.gar_rows import IMAGE, JPEG, PNG, H, W, read, row, write
 from tools.gar_writer import encode_image, encode_mask
-from tools.messy_cases import bad_huffman
 
 
 def test_exif_orientation_is_not_applied(tmp_path):
@@ -143,28 +143,25 @@ def test_the_mask_of_a_large_image_is_reduced(tmp_path):
 
 def test_a_mask_that_is_damaged_after_opening_names_its_row(tmp_path, monkeypatch):
     dataset = read(tmp_path, row())
-    monkeypatch.setattr(samples, "decode_mask", lambda rle: decode_mask(rle | {"counts": "~"}))
+    monkeypatch.setattr(base, "decode_mask", lambda rle: decode_mask(rle | {"counts": "~"}))
     with pytest.raises(DamagedSample, match="^Part1/data-00000-of-00001/0: bad mask RLE$"):
         dataset[0]
 
 
-def test_a_shard_that_is_cut_short_is_named(tmp_path):
-    """Reading on in the map would end the process (SIGBUS), whatever Python does."""
-    dataset = read(tmp_path, row(), row())
-    path = tmp_path / "Part1" / "data-00000-of-00001.arrow"
-    dataset[0]
-    os.truncate(path, 1000)
-    with pytest.raises(
-        BadData, match=f"^{path} was cut short while it was read: it has 1000 bytes"
-    ):
-        dataset[0]
-    with pytest.raises(BadData, match=f"whole when it was opened: {path} is not a readable"):
-        pickle.loads(pickle.dumps(dataset))[1]  # in a worker that maps it now
+def test_what_gets_lost_after_opening_is_damaged(tmp_path):
+    """A truncated image, and a mask of which no pixel is left at its image's size."""
+    lost = encode_mask(np.eye(H * 10, dtype=bool) & (np.arange(H * 10) == 0))
+    cut_image = {"bytes": PNG[: len(PNG) // 2], "path": None}
+    dataset = read(tmp_path, row(image=cut_image), row(mask_rle=lost), row())
+    for number, reason in enumerate(("damaged image", "mask empty at the image's size")):
+        with pytest.raises(DamagedSample, match=f"/{number}: {reason}$"):
+            dataset[number]
+    assert np.array_equal(dataset[2]["image"], IMAGE)
 
 
 def test_what_only_decoding_shows_raises_with_id_and_reason(tmp_path):
     dataset = read(tmp_path, row(), row(image={"bytes": bad_huffman(JPEG), "path": None}))
-    assert dataset.report()["skipped"] == {}  # header and end are good
+    assert dataset.report()["skipped"] == {}  # its header is good
     with pytest.raises(
         DamagedSample, match="^Part1/data-00000-of-00001/1: damaged image$"
     ) as caught:

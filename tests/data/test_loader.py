@@ -9,7 +9,7 @@ import torch
 
 from rl_train.data import BadData, DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
-from tools.make_demo import TRAIN, write_split
+from tools.demo.make_demo import TRAIN, write_split
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rl_train.data import BadData, DamagedSample, ReasonSegDataset
+from rl_train.data import DamagedSample, ReasonSegDataset
+from rl_train.data.reasonseg import read_images
 from rl_train.data.text import BLANK
 from tools.gar_writer import encode_image
 
@@ -48,7 +49,7 @@ def test_rows_are_read_from_all_files(tmp_path):
 
 
 def test_unusable_rows_are_counted_by_reason(tmp_path):
-    cut = encode_image(Image.new("RGB", (W, H)))[:-9]
+    cut = encode_image(Image.new("RGB", (W, H)))[:20]
     rows = [row(), row(text=" "), row(mask=None), row(mask=[]), row(mask=RAGGED), row(image=cut)]
     rows += [row(mask=np.zeros_like(MASK)), row(mask=np.ones((H // 2, W // 2), dtype=bool))]
     dataset = ReasonSegDataset(write(tmp_path, rows))
@@ -59,7 +60,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
             BLANK: 1,
             "no mask": 2,
             "bad mask RLE": 1,
-            "truncated image": 1,
+            "unreadable image header": 1,
             "empty mask": 1,
         },
         resized_masks=1,
@@ -91,5 +92,6 @@ def test_what_breaks_later_is_told(tmp_path):
         dataset[0]
     dataset = ReasonSegDataset(tmp_path)
     (tmp_path / "test-00000-of-00001.parquet").write_bytes(b"gone")
-    with pytest.raises(BadData, match="was whole when it was opened"):
+    read_images.cache_clear()
+    with pytest.raises(DamagedSample, match="test-00000-of-00001/1"):
         dataset[1]

@@ -10,7 +10,7 @@ from rl_train.data.split import picture_keys, sample_regions, split_dataset
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.runs import REGIONS
-from tools.make_demo import TRAIN, write_split
+from tools.demo.make_demo import TRAIN, write_split
 
 SHARED = 29  # regions of the first five training scenes
 
@@ -91,7 +91,7 @@ def test_held_out_regions_may_be_of_another_format():
     class Other(Two):
         image_keys = np.array([3, 4])
 
-    training, heldout, _ = split_dataset(Two, "x", "y", 2, 0, heldout_class=Other)
+    training, heldout, _ = split_dataset(Two, "x", "y", 2, 0, eval_opener=Other)
     assert type(training) is Two and type(heldout.dataset) is Other
     assert (training.where, heldout.dataset.where) == ("x", "y")
 
@@ -168,19 +168,21 @@ def test_shared_images_are_dropped_from_training(data, sharing):
 
 
 def test_where_all_images_are_shared_nothing_is_left(sharing):
-    with pytest.raises(ValueError, match="--shared_images drop: all .*; nothing is left to train"):
+    with pytest.raises(
+        ValueError, match="--data_dir .*: of 29 regions nothing is left to train on"
+    ):
         split_dataset(GraspAnyRegionDataset, sharing, sharing, 4, 0, "drop")
 
 
 def test_shared_images_are_kept_in_training_and_counted(data, sharing):
     said = []
     how = (GraspAnyRegionDataset, data / "train", sharing, 4, 0)
-    training, _, _ = split_dataset(*how, "keep", say=said.append)
+    training, _, _ = split_dataset(*how, "keep", log=said.append)
     assert len(training) == REGIONS and said == [
         f"5 images are both trained on and held out, of 20 and 5: {SHARED} of {REGIONS} training "
         "regions (--shared_images keep)"
     ]
-    split_dataset(GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0, say=said.append)
+    split_dataset(GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0, log=said.append)
     assert said[1] == (
         f"0 images are both trained on and held out, of 20 and 4: 0 of {REGIONS} training regions"
     )

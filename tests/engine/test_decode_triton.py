@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_train.engine import decode_torch
-from rl_train.engine.tokens import StopText
+from rl_train.engine.sampling import StopText
 
 pytestmark = [
     pytest.mark.gpu,

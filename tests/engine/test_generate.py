@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from rl_train.engine import Engine, StopText, modules
-from rl_train.engine.modules import follow, hidden_states
+from rl_train.engine import Engine, StopText, hf_backend
+from rl_train.engine.hf_backend import follow, hidden_states
 from rl_train.engine.packing import positions
-from rl_train.engine.tokens import Sampling
+from rl_train.engine.sampling import SamplingParams
 from tests.engine.tiny import DEMO, ends_with, fast, prompts, slow, tiny_llm
 
 STEPS = 16
@@ -78,9 +78,9 @@ def test_the_logits_of_a_bf16_model_are_not_rounded(way, device):
     def exact(hidden, ids):
         logits = hidden.double() @ llm.lm_head.weight.double().t()
         rounded = logits.bfloat16().double()
+        tokens = ids[..., None].to(logits.device)  # the engine returns ids on the CPU
         return (
-            torch.log_softmax(x / 0.9, -1).gather(-1, ids[..., None])[..., 0]
-            for x in (logits, rounded)
+            torch.log_softmax(x / 0.9, -1).gather(-1, tokens)[..., 0] for x in (logits, rounded)
         )
 
     before = scores.packed.hidden_before(scores.hidden, drawn.valid)
@@ -166,8 +166,8 @@ def say(tokenizer, texts, steps=STEPS):
     stop = StopText(tokenizer, ["<|end|>"], len(tokenizer))
     rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     script, mask = Script(rows, len(tokenizer)), torch.ones(len(texts), 2, dtype=torch.long)
-    embeds, draws = torch.zeros(*mask.shape, 1), Sampling(1, steps, stop, 0, 1.0, None)
-    return script, modules.generate(script, embeds, mask, positions(mask), draws)
+    embeds, draws = torch.zeros(*mask.shape, 1), SamplingParams(1, steps, stop, 0, 1.0, None)
+    return script, hf_backend.generate(script, embeds, mask, positions(mask), draws)
 
 
 def test_each_row_stops_by_itself(tokenizer):

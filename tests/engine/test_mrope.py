@@ -9,7 +9,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 from rl_train.engine import Engine
-from rl_train.engine.fused import unsupported
+from rl_train.engine.fused_weights import unsupported
 from tests.engine.tiny import LINEARS, fast, slow, train_lora, trained
 
 VOCAB, G, T = 600, 2, 9

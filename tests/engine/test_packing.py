@@ -2,8 +2,8 @@
 
 import torch
 
-from rl_train.engine.blocks import runs
-from rl_train.engine.packing import TOGETHER, next_positions, pack, positions, share
+from rl_train.engine.layers import varlen_segments
+from rl_train.engine.packing import TOGETHER, next_positions, pack, positions, shared_prefix_layout
 
 
 def packed(mask, *args):
@@ -11,7 +11,7 @@ def packed(mask, *args):
 
 
 def shared(mask, lengths):
-    return share(mask, positions(mask), lengths)
+    return shared_prefix_layout(mask, positions(mask), lengths)
 
 
 def test_no_more_prompts_than_allowed_share_a_sequence():
@@ -64,7 +64,9 @@ def test_positions_on_three_axes():
     found = pack(mask, prompt, torch.tensor([0, 0]), ids, ids > 0, 0)
     assert torch.equal(found.position_ids[:, :, :7], prompt)
     assert found.position_ids[:, 0, 7:10].tolist() == [[4, 5, 4]] * 3
-    layout = share(torch.cat([mask, mask]), torch.cat([prompt, prompt], 1), [0, 5]).layout
+    layout = shared_prefix_layout(
+        torch.cat([mask, mask]), torch.cat([prompt, prompt], 1), [0, 5]
+    ).layout
     assert layout.part[0, :7].tolist() == [0, 0, 0, 0, 0, 1, 2]
     assert layout.position_ids[:, 0, :7].tolist() == [
         [*axis, 3] for axis in prompt[:, 0, 1:].tolist()
@@ -85,12 +87,12 @@ def test_rows_do_not_see_each_other():
 
 def test_runs_by_hand():
     """Prompts of 2 and 1 tokens behind padding; rows of 2 and 1 fed tokens, and one of 1."""
-    found = runs(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]), "cpu")
+    found = varlen_segments(torch.tensor([[0, 0, 1, 1, 2], [-1, 0, 3, -1, -1]]), "cpu")
     assert found.slots.tolist() == [0, 1, 2, 3, 4, 6, 7]
     assert found.query_ends.tolist() == [0, 2, 4, 5, 6, 7]
     assert found.key_ends.tolist() == [0, 2, 6, 9, 10, 12]
     assert found.keys.tolist() == [0, 1] + [0, 1, 2, 3] + [0, 1, 4] + [5] + [5, 6]
-    assert found.longest == (2, 4)
+    assert (found.most_queries, found.most_keys) == (2, 4)
 
 
 def test_runs_are_the_bias():
@@ -100,7 +102,7 @@ def test_runs_are_the_bias():
     ids = torch.ones(5, 6, dtype=torch.long)
     valid = torch.arange(6) < torch.tensor([6, 2, 0, 1, 5])[:, None]
     layout = packed(mask, torch.tensor([0, 0, 1, 1, 1]), ids, valid, 0)
-    found = runs(layout.part, "cpu")
+    found = varlen_segments(layout.part, "cpu")
     seen = torch.zeros(len(found.slots), len(found.slots), dtype=torch.bool)
     queries, keys = found.query_ends.tolist(), found.key_ends.tolist()
     for q0, q1, k0, k1 in zip(queries, queries[1:], keys, keys[1:]):

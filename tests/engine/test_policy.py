@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_train.policies import segment_describe
+from rl_train.policies import sa2va_queries
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.batches import shared_prefix_lengths
 from tests.engine.tiny import fast, slow
@@ -59,7 +59,7 @@ def test_the_teacher_shares_images_and_says_the_same(
     batch = prepare([scenes[0], wide], model.processor)
     images = model.encode(batch)
     assert max(images.tiles) > 1 or num_tiles == 1
-    monkeypatch.setattr(segment_describe, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(sa2va_queries, "ROWS_AT_ONCE", 4)
     image = [0, 0, 0, 1, 1, 0]
     captions = ["a cup", "the checked red circle in the top right", "a cup"]
     captions += [batch.captions[1], "one more", "it"]
@@ -68,9 +68,9 @@ def test_the_teacher_shares_images_and_says_the_same(
     for way in (slow, fast):
         with way(model.engine):
             found[way] = (
-                segment_describe.segment(model, images, image, captions),
-                segment_describe.describe(model, images, image, masks, STEPS),
-                segment_describe.caption_likelihood(model, images, image, masks, captions, STEPS),
+                sa2va_queries.segment(model, images, image, captions),
+                sa2va_queries.describe(model, images, image, masks, STEPS),
+                sa2va_queries.caption_likelihood(model, images, image, masks, captions, STEPS),
             )
     (masks, texts, likely), (fast_masks, fast_texts, fast_likely) = found.values()
     assert all(map(torch.equal, masks, fast_masks)) and any(mask.any() for mask in masks)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.engine import Engine, modules
-from rl_train.engine import head as head_module
-from rl_train.engine.modules import follow, hidden_states
-from rl_train.engine.packing import fed, positions
+from rl_train.engine import Engine, hf_backend
+from rl_train.engine import lm_head as head_module
+from rl_train.engine.hf_backend import follow, hidden_states
+from rl_train.engine.packing import input_mask, positions
 from tests.engine.tiny import fast, make, prompts, slow, tiny_llm, trained
 
 TEMPERATURE = 0.8
@@ -43,14 +43,14 @@ def plain(engine, embeds, mask, prompt, ids, valid):
     logits = llm.lm_head(hidden[:, length - 1 : -1])
     logp = grpo.token_logps_from_logits(logits, ids, TEMPERATURE)
     entropy = torch.distributions.Categorical(logits=logits / TEMPERATURE).entropy().detach()
-    return logp, entropy, hidden[:, length:][fed(valid)]
+    return logp, entropy, hidden[:, length:][input_mask(valid)]
 
 
 def packed(engine, embeds, mask, prompt, ids, valid):
     found = engine.score(embeds, mask, prompt, ids, valid)
     assert found.logp.shape == found.entropy.shape == ids.shape and not found.entropy.requires_grad
     assert (found.logp[~valid] == 0).all() and (found.entropy[~valid] == 0).all()
-    return found.logp, found.entropy, found.hidden_of(fed(valid))
+    return found.logp, found.entropy, found.hidden_of(input_mask(valid))
 
 
 def gradients(engine, embeds, valid, logp, hidden) -> list[torch.Tensor]:
@@ -134,13 +134,13 @@ def test_micro_batches_may_cut_groups(engine, way, rows):
 
 
 def test_a_prompt_is_computed_once(engine, monkeypatch):
-    seen, real = [], modules.hidden_states
+    seen, real = [], hf_backend.hidden_states
 
     def counted(llm, embeds, *rest):
         seen.append(embeds.shape)
         return real(llm, embeds, *rest)
 
-    monkeypatch.setattr(modules, "hidden_states", counted)
+    monkeypatch.setattr(hf_backend, "hidden_states", counted)
     with torch.no_grad():
         prompt = torch.tensor([0] * 4 + [1] * 4)
         engine.score(*prompts(engine.language_model, (7, 5)), prompt, *answers([6] * 8, 6))

@@ -7,10 +7,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rl_train.engine import Engine, StopText, modules
-from rl_train.engine.tokens import draw
+from rl_train.engine import Engine, StopText, hf_backend
+from rl_train.engine.sampling import sample_token
 
-DEMO = Path(__file__).parents[2] / "tools" / "demo_checkpoint"  # has a tokenizer
+DEMO = Path(__file__).parents[2] / "tools" / "demo" / "checkpoint"  # has a tokenizer
 SIZES = dict(
     vocab_size=300,
     hidden_size=64,
@@ -88,7 +88,7 @@ def slow(engine: Engine):
 
 
 class Centred:
-    """`draw` that moves each of `uniforms` to the middle half of the interval of its token.
+    """`sample_token` that moves each of `uniforms` to the middle half of the interval of its token.
 
     So away from the next token: the numbers of the two ways differ by rounding, and of a thousand
     tokens one is drawn within 1e-6 of another, and would differ.
@@ -98,7 +98,7 @@ class Centred:
         self.uniforms, self.step = uniforms, 0
 
     def __call__(self, logits, temperature, u):
-        token, logp = draw(logits, temperature, u)
+        token, logp = sample_token(logits, temperature, u)
         if u is not None:
             p = torch.softmax(logits.double() / temperature, -1)
             high, width = (t.gather(1, token[:, None])[:, 0] for t in (p.cumsum(-1), p))
@@ -118,7 +118,7 @@ def both(engine, monkeypatch, embeds, mask, steps=20, greedy=False, seed=0, **ho
     how = dict(max_new_tokens=steps, uniforms=uniforms, stop=None) | how
     with slow(engine), monkeypatch.context() as patch:
         # It writes into `uniforms`, which the fast way then takes.
-        patch.setattr(modules, "draw", Centred(uniforms))
+        patch.setattr(hf_backend, "sample_token", Centred(uniforms))
         plain = engine.generate(embeds, mask, **how)
     with fast(engine):
         return engine.generate(embeds, mask, **how), plain

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train.draws import Draws
 from rl_train.policies import sa2va
-from rl_train.policies.segment_describe import row_masks
+from rl_train.policies.sa2va_queries import row_masks
+from rl_train.utils.rng import RowRNG
 from tests.updates import STEPS, backward, largest_difference, moved, roll, task_of, work_of
 
 CAP = 8  # masks of an answer, the default
@@ -32,7 +32,7 @@ def only_seg(scenes, prepare, model, task):
     valid, hidden = torch.ones_like(ids, dtype=torch.bool), rollout.hidden[:, column]
     said = dict(ids=ids, valid=valid, hidden=hidden, logp=rollout.logp[:, column])
     rollout = replace(rollout, **said)
-    rollout.action = task.action.draw(rollout, Draws(0, 0, 1, [0, 1], 2))
+    rollout.action = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1], 2))
     return rollout
 
 
@@ -74,7 +74,7 @@ def test_chunks_have_the_gradient_of_the_whole_and_keep_little(
     assert same_loss == pytest.approx(loss, rel=1e-5)
     largest = max(g.abs().max().item() for g in whole.values())
     assert largest_difference(whole, parts) < 3e-5 * largest  # rounding; a mask is 1/32
-    sam2 = {n: g for n, g in whole.items() if model.group_of(n) == "sam2"}
+    sam2 = {n: g for n, g in whole.items() if model.groups[n] == "sam2"}
     assert sum(bool(g.any()) for g in sam2.values()) > 0.8 * len(sam2)
     text = update(model, task_of(model, 2, mask_loss_coef=0.0), only_seg)[2]
     assert 0 < kept_of_chunks - text < (kept - text) * chunk / len(only_seg.action.rows)
@@ -84,7 +84,7 @@ def test_what_fits_a_chunk_is_decoded_as_ever_bit_for_bit(model, task, only_seg,
     """In one piece, and not computed twice."""
     by_chunks, _, _ = update(model, task, only_seg)
     monkeypatch.setattr(sa2va, "by_chunks", lambda compute, num_masks: compute(slice(None)))
-    monkeypatch.setattr("rl_train.tasks.sampled_mask.by_chunks", sa2va.by_chunks)
+    monkeypatch.setattr("rl_train.tasks.latent_mask.by_chunks", sa2va.by_chunks)
     as_ever, _, _ = update(model, task, only_seg)
     assert all(torch.equal(by_chunks[name], as_ever[name]) for name in as_ever)
 
@@ -113,8 +113,8 @@ def test_of_an_answer_only_the_first_are_masks(model, task, only_seg):
         means = task.action.parameters(only_seg, slice(0, 4), model.score(only_seg))
     sampled = model.mask_embeddings(only_seg)[1]
     assert means.shape == sampled.shape == (4 * CAP, model.model.config.prompt_size)
-    assert task.action.count(only_seg, torch.tensor([True, False, True, True])) == 3 * CAP
-    assert model.capped(only_seg).all()
+    assert len(only_seg.action.rows) == 4 * CAP
+    assert model.too_many_masks(only_seg).all()
     ids = only_seg.ids.clone()
     ids[0, CAP:], ids[1, 2:] = 5, 5
-    assert model.capped(replace(only_seg, ids=ids)).tolist() == [False, False, True, True]
+    assert model.too_many_masks(replace(only_seg, ids=ids)).tolist() == [False, False, True, True]

@@ -7,9 +7,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rl_train.policies.lora import (
     PROJECTIONS,
     attach_lora,
-    autocast,
     freeze_all_but,
-    parameter_table,
+    parameter_counts,
 )
 
 PATTERNS = {"lora": r"\.lora_[AB]\.", "head": r"^head\."}
@@ -30,13 +29,13 @@ class Toy(torch.nn.Module):
 def test_a_fresh_lora_adds_nothing_and_its_b_is_what_adds():
     model, ids = Toy(), torch.arange(6)[None]
     before = model.llm(ids).logits
-    peft = attach_lora(model.llm, rank=4, alpha=8, dropout=0.05)
+    peft = attach_lora(model.llm, rank=4, alpha=8)
     model.eval()
     names = [name for name, _ in model.named_parameters() if ".lora_" in name]
     assert len(names) == 2 * len(PROJECTIONS) * 2  # layers, projections, A and B
     assert torch.equal(model.llm(ids).logits, before)  # in place: no wrapper to call
     config = peft.peft_config["default"]
-    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.05)
+    assert (config.r, config.lora_alpha) == (4, 8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -47,7 +46,7 @@ def test_a_fresh_lora_adds_nothing_and_its_b_is_what_adds():
 def test_only_what_a_pattern_finds_trains_and_in_float32():
     model = Toy(torch.bfloat16)
     attach_lora(model.llm, rank=4, alpha=8)
-    trainable = freeze_all_but(model, PATTERNS)
+    trainable, groups = freeze_all_but(model, PATTERNS)
     expected = {
         name
         for name, _ in model.named_parameters()
@@ -55,6 +54,7 @@ def test_only_what_a_pattern_finds_trains_and_in_float32():
     }
     trains = {name for name, p in model.named_parameters() if p.requires_grad}
     assert set(trainable) == trains == expected
+    assert groups.keys() == trainable.keys() and set(groups.values()) == set(PATTERNS)
     assert {p.dtype for p in trainable.values()} == {torch.float32}
     assert model.llm.lm_head.weight.dtype == torch.bfloat16
     assert all(trainable[name] is p for name, p in model.named_parameters() if name in trainable)
@@ -65,16 +65,6 @@ def test_only_what_a_pattern_finds_trains_and_in_float32():
 def test_counts_by_hand():
     """Head 8 x 3 + 3 = 27 trains; the rest of the toy is frozen."""
     model = Toy()
-    trainable = freeze_all_but(model, {"head": "^head\\."})
+    _, groups = freeze_all_but(model, {"head": "^head\\."})
     frozen = sum(p.numel() for p in model.llm.parameters())
-    rows = parameter_table(model, trainable, lambda name: "head").split("\n")
-    counts = {" ".join(row.split()[:-1]): row.split()[-1] for row in rows[:-1]}
-    assert counts == {"head": "27", "llm (frozen)": f"{frozen:,d}"}
-    assert rows[-1].split() == ["trainable", "27", "of", f"{frozen + 27:,d}"]
-
-
-def test_autocast_is_for_a_bf16_base():
-    linear, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
-    for dtype in (torch.float32, torch.bfloat16):
-        with autocast(dtype, x.device):
-            assert linear(x).dtype == dtype
+    assert parameter_counts(model, groups) == {"head": 27, "llm (frozen)": frozen}

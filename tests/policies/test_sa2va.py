@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from rl_train import grpo
-from rl_train.engine.modules import follow
-from rl_train.policies.segment_describe import describe
+from rl_train.engine.hf_backend import follow
+from rl_train.policies.sa2va_queries import describe
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
-from rl_train.tasks.protocol import Context
-from sa2va_hf.batches import Images
+from rl_train.tasks.base import TaskContext
+from sa2va_hf.batches import ImageFeatures
 from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_a_sampled_image_token_is_a_plain_token(model, images, prompts, answers)
     scores = score(model, images, prompts, (ids, valid))
     assert scores.logp.isfinite().all()
     with torch.no_grad():
-        embeds, mask = model.embed(images, prompts, ids.shape[1])
+        embeds, mask, _ = model.embed(images, prompts, ids.shape[1])
         embeds = follow(model.model.language_model, embeds, ids)
     own = model.model.language_model.get_input_embeddings().weight[model.model.img_context_id]
     assert torch.equal(embeds[1, mask.shape[1] + 3], own)
@@ -209,7 +209,7 @@ def test_region_cells_must_fit_the_prompt(model, images, prompts, answers, chang
 def test_a_prompt_beyond_the_context_names_its_tiles(model, answers):
     width = 4 * model.model.config.vision.hidden_size
     tiles = 40  # 40 x 64 image tokens in a context of 2048
-    large = Images(
+    large = ImageFeatures(
         torch.zeros(tiles, model.model.config.tokens_per_tile, width), [tiles], [], [(8, 8)], None
     )
     with pytest.raises(ValueError, match="2048: use fewer tiles"), torch.no_grad():
@@ -260,7 +260,7 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
         return embed(images, prompts, num_tokens)
 
     monkeypatch.setattr(model, "embed", noted)
-    context = Context(model, Roles(model.trainable), max_new_tokens=2)
+    context = TaskContext(model, Roles(model.trainable), max_new_tokens=2)
     task = MaskCaptionMask(MaskCaptionMask.Options(), context)
     own = task.prompts(batch, images)
     describe(model, images, [0, 1], batch.masks, 2)

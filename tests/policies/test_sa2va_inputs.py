@@ -12,7 +12,7 @@ from rl_train.data.loader import StepSampler, eval_loader, train_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
 from tests.updates import equal
-from tools.make_demo import TRAIN, write_split
+from tools.demo.make_demo import TRAIN, write_split
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rl_train.policies import lora
 from rl_train.policies.sa2va import TRAINABLE
 from rl_train.roles import Roles
 
@@ -31,7 +30,7 @@ def expected_group(name):
 def test_trainable_set_is_the_allow_list(model):
     expected = {name: expected_group(name) for name, _ in model.model.named_parameters()}
     trains = {
-        name: model.group_of(name) for name, p in model.model.named_parameters() if p.requires_grad
+        name: model.groups[name] for name, p in model.model.named_parameters() if p.requires_grad
     }
     assert trains == {name: group for name, group in expected.items() if group}
     assert set(trains) == set(model.trainable) and set(trains.values()) == set(TRAINABLE)
@@ -52,22 +51,14 @@ def test_trainable_set_is_the_allow_list(model):
     assert sum(group == "lora" for group in trains.values()) == 4 * 7 * 2
 
 
-def test_groups_are_found_once(model, monkeypatch):
-    """Each step asks for those of all that trains, while a GPU waits for its update."""
-    monkeypatch.setattr(lora, "groups_of", None)
-    assert {model.group_of(name) for name in model.trainable} == set(TRAINABLE)
-
-
 def test_a_group_left_out_is_frozen(policy):
     model = policy(groups=("lora", "mlp1"))
-    assert {model.group_of(name) for name in model.trainable} == {"lora", "mlp1"}
+    assert {model.groups[name] for name in model.trainable} == {"lora", "mlp1"}
     assert not any(
         p.requires_grad
         for n, p in model.model.named_parameters()
         if n.startswith(("text_hidden", "grounding"))
     )
-    with pytest.raises(ValueError, match="--train eyes: unknown; known: lora, mlp1"):
-        policy(groups=("lora", "eyes"))
     with pytest.raises(ValueError, match="lora language_model: one of them"):
         policy(groups=("lora", "language_model"))
 
@@ -108,8 +99,7 @@ def test_frozen_encoders_need_no_autocast(policy, batch, device):
 
 
 def test_no_dropout_is_on(model):
-    """Sampling and scoring are one distribution: --lora_dropout is recorded but never drops."""
+    """Sampling and scoring are one distribution."""
     assert not any(
         module.training for module in model.model.modules() if isinstance(module, torch.nn.Dropout)
     )
-    assert model.peft.peft_config["default"].lora_dropout == 0.05

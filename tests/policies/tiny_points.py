@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from rl_train.config import PolicyConfig
-from rl_train.policies.qwen_points import build_policy
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.policies.qwen_vl import build_policy
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
@@ -147,7 +147,7 @@ def tiny_policy(qwen: Path, sam: Path, seed=0, temperature=1.0, std=0.05, **how)
     torch.manual_seed(seed)
     how = dict(dtype="float32", lora_r=4, lora_alpha=8, image_side=0, max_image_tokens=24) | how
     config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), temperature=temperature, **how)
-    policy = build_policy(config, 32, torch.device("cpu"))
+    policy = build_policy(config, ["lora"], 32, torch.device("cpu"))
     for name, parameter in policy.trainable.items():
         if std and "lora_B" in name:
             torch.nn.init.normal_(parameter, std=std)

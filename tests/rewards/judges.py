@@ -8,7 +8,7 @@ from tests.judge_server import MODEL
 
 def judge(server, mode="score", **changes) -> LLMJudge:
     """The judge of a `JudgeServer`, impatient."""
-    return LLMJudge(server.url, MODEL, mode, **dict(backoff=0.01, timeout=5) | changes)
+    return LLMJudge(server.url, MODEL, mode, **dict(timeout=5, max_retries=0) | changes)
 
 
 def nan_equal(values: torch.Tensor, expected: list[float]):

@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.curves import Tally, curves
+from rl_train.config.grpo_config import RewardConfig
 from rl_train.grpo import group_advantages
-from rl_train.rewards import UserReward, load_reward
-from rl_train.rewards.custom import BadReward, parameters_of, user_components
+from rl_train.loggers.metrics import StepMetrics, reduce_metrics
+from rl_train.rewards import UserReward
+from rl_train.rewards.custom import BadReward, add_user_rewards
+from rl_train.rollout import Batch, Rollout
+from rl_train.run.build import build_rewards
 
 MODULE = """
 import numpy as np
@@ -61,7 +64,7 @@ def test_function_is_called_as_trl_calls_it():
     values = reward(["a dog", "", "dog"], captions=["x"] * 3, image_ids=["1", "2", "3"])
     assert values.dtype == torch.float32 and values.shape == (3,)
     assert values[[0, 2]].tolist() == [2, 1] and values[1].isnan()
-    assert load_reward("user_package.deep:one")(completions=["", ""]) == [1, 1]
+    assert UserReward("user_package.deep:one").function(completions=["", ""]) == [1, 1]
 
 
 def test_spec_with_a_weight():
@@ -84,18 +87,19 @@ def test_spec_with_a_weight():
         ("user_rewards:", "module:function"),
         (":words", "module:function"),
         ("", "module:function"),
-        ("user_rewards.py:words", "no module user_rewards.py"),
-        ("a/b.py:words", "module:function"),
-        ("user_rewards:words:1", "module:function"),
-        ("no_such_module:words", "no module no_such_module"),
-        ("user_package.nothing:one", "no module user_package.nothing"),
+        ("user_rewards.py:words", "No module named 'user_rewards.py'"),
+        ("a/b.py:words", "No module named 'a/b'"),
+        ("user_rewards:words:1", "no function words:1"),
+        ("no_such_module:words", "No module named 'no_such_module'"),
+        ("user_package.nothing:one", "No module named 'user_package.nothing'"),
+        ("user_faulty:words", "No module named 'module_that_is_missing'"),
         ("user_rewards:nothing", "no function nothing"),
         ("user_rewards:CONSTANT", "no function CONSTANT"),
     ],
 )
 def test_wrong_spec_is_named(spec, reason):
     with pytest.raises(ValueError, match=f"--reward {spec}: .*{reason}"):
-        load_reward(spec)
+        UserReward(spec)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +177,7 @@ def test_numbers_of_all_kinds(values):
 def test_the_weight_counts_towards_the_largest_number():
     assert UserReward("user_rewards:given", 1e10)(["a"], values=[1e5]).item() == 1e5
     for weight in (1e10, -1e10, 1e300):
-        with pytest.raises(BadReward, match="--reward user_rewards:given: returned 1000001.0"):
+        with pytest.raises(BadReward, match=r"--reward user_rewards:given: returned \[1000001.0\]"):
             UserReward("user_rewards:given", weight)(["a"], values=[1000001.0])
     large = torch.tensor([1e15, -1e15] * 32)  # a group of them has finite statistics
     assert group_advantages(large, 64).isfinite().all() and group_advantages(large, 64).abs().max()
@@ -195,16 +199,15 @@ def test_an_answer_that_was_cut_can_be_punished():
         of_rows=lambda values: values * 2,
     )
     rewards = [UserReward(f"user_rewards:{name}") for name in ("ended", "short")]
-    found = user_components(rewards, rollout, ["?"] * 2, None, None)
+    found = add_user_rewards({}, rewards, rollout, ["?"] * 2, None, None)
     assert found["ended"].tolist() == [0, -1] and found["short"].tolist() == [-0.75, -1]
 
 
 def test_a_function_is_given_what_it_names():
-    """So that one goes on working when there is more to give; one in C may say no names."""
+    """So that one goes on working when there is more to give."""
     more = dict(captions=["c", "d"], mask_confidence=[0.5, 0.0])
     assert UserReward("user_rewards:strict")(["a"], **more).tolist() == [0]
     assert UserReward("user_rewards:old")(["a", "b"], **more).tolist() == [1, 0]
-    assert parameters_of(max) is None  # and so is given all
 
 
 def test_faults_of_the_users_code_pass_through():
@@ -212,15 +215,46 @@ def test_faults_of_the_users_code_pass_through():
         UserReward("user_rewards:broken")(["a"])
     with pytest.raises(TypeError, match="stopped"):
         UserReward("user_rewards:ended")(["a"], captions=["b"])
-    with pytest.raises(ModuleNotFoundError, match="module_that_is_missing"):
-        load_reward("user_faulty:words")
+
+
+def test_two_components_of_one_name_are_refused():
+    rollout = SimpleNamespace(
+        texts=["a"],
+        stopped=torch.tensor([True]),
+        valid=torch.tensor([[True]]),
+        batch=SimpleNamespace(captions=["c"], image_ids=["i"]),
+        of_rows=list,
+    )
+    loss = UserReward("user_rewards:loss")
+    with pytest.raises(BadReward, match="--reward: loss is already a component"):
+        add_user_rewards({"loss": torch.zeros(1)}, [loss], rollout, ["?"], [], [])
+    with pytest.raises(BadReward, match="--reward: loss is already a component"):
+        add_user_rewards({}, [loss, loss], rollout, ["?"], [], [])
 
 
 def test_names_of_our_curves_are_taken():
-    tally = Tally()
+    tally = StepMetrics()
     tally.updates, tally.sums["loop1/loss"] = 1, 0.5
     tally.mean("loop1/reward/words", 6, 2)
-    assert curves([tally], {"loop1": 1.0})["loop1/words"] == 3
+    assert reduce_metrics([tally], {"loop1": 1.0})["loop1/words"] == 3
     tally.mean("loop1/reward/loss", 6, 2)
-    with pytest.raises(BadReward, match="--reward: loss is a curve of the project"):
-        curves([tally], {"loop1": 1.0})
+    with pytest.raises(BadReward, match="--reward: loss is a metric already"):
+        reduce_metrics([tally], {"loop1": 1.0})
+
+
+def test_a_new_reward_is_a_function_and_a_flag(tmp_path):
+    """What --reward names stands beside what the project's flags add; nothing else is edited."""
+    source = "def brevity(completions): return [-len(text) for text in completions]"
+    (tmp_path / "user_new.py").write_text(source)
+    flags = RewardConfig(reward=["user_new:brevity=0.5"], overlong_buffer=4)
+    new, overlong = build_rewards(flags, 12)
+    assert (new.name, new.weight, overlong.name) == ("brevity", 0.5, "overlong")
+    batch = Batch([0], [], ["a dog"], ["image"], [], inputs=None)
+    valid, stopped = torch.tensor([[True] * 12, [True] * 2 + [False] * 10]), torch.tensor([0, 1])
+    rest = dict(ids=None, logp=None, hidden=None, action=None)
+    rollout = Rollout(batch, None, None, ["abc", ""], 2, valid=valid, stopped=stopped, **rest)
+    found = add_user_rewards({}, (new, overlong), rollout, ["?"] * 2, [], [])
+    assert {name: values.tolist() for name, values in found.items()} == {
+        "brevity": [-3, 0],
+        "overlong": [-1, 0],
+    }

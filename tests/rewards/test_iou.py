@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from rl_train.rewards import mask_iou
-from rl_train.rewards.iou import best_objects, hits, mask_confidence
+from rl_train.rewards.iou import best_objects, mask_confidence, on_target
 
 
 def mask(*rows: str) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_the_object_that_a_mask_lies_on_by_hand():
     others = [torch.stack([right, below]), torch.zeros(0, 2, 4, dtype=torch.bool)]
     targets = [target, target]
     assert best_objects(masks, targets, others).tolist() == [0, 2, 0, -1]
-    assert hits(masks, targets, others).tolist() == [1, 0, 1, 0]
+    assert on_target(masks, targets, others).tolist() == [1, 0, 1, 0]
     between = [mask(".##.", "....")]  # a pixel of each of two, whose IoU is the same
     assert best_objects(between, targets[:1], others[:1]).tolist() == [-1]
     empty = [torch.zeros(2, 4, dtype=torch.bool)]

@@ -1,5 +1,6 @@
-"""The judge behind a server: scores, requests, cache, retries and the window of failures."""
+"""The judge behind a server: scores, requests, retries and the window of failures."""
 
+import json
 import math
 import re
 import subprocess
@@ -14,7 +15,7 @@ from rl_train.rewards import LLMJudge
 from rl_train.rewards.judge import FailureWindow, JudgeFailed
 from tests.judge_server import MODEL, JudgeServer, fields, overlap
 from tests.rewards.judges import judge, nan_equal
-from tests.runs import ENVIRONMENT, ROOT
+from tests.runs import ROOT
 
 # Scores
 
@@ -41,7 +42,7 @@ def test_blank_captions_are_zero_and_cost_nothing(mode):
     with JudgeServer() as server:
         asked = judge(server, mode)
         assert asked.score(["a dog"] * 3, ["", " ", "\n\t"]).tolist() == [0, 0, 0]
-        assert not server.chats and asked.take_counts() == {"failed": 0, "asked": 0}
+        assert not server.chats and asked.take_failures() == (0, {})
 
 
 def test_misuse_raises():
@@ -74,141 +75,82 @@ def test_equal_pairs_are_asked_once_and_in_parallel():
         scores = asked.score(["a dog"] * 20, [f"dog {i % 10}" for i in range(20)])
         assert len(server.chats) == 10 and time.perf_counter() - started < 2.5
         assert scores[:10].tolist() == scores[10:].tolist()
-        assert asked.take_counts() == {"failed": 0, "asked": 20} and asked.take_counts() == {
-            "failed": 0,
-            "asked": 0,
+        assert asked.take_failures() == (20, {}) and asked.take_failures() == (0, {})
+
+
+def test_failures_are_counted_by_pair():
+    replies = iter(["eight", (500, "{}"), (200, "<html>"), "8"])
+    with JudgeServer(lambda chat, n: next(replies)) as server:
+        one = judge(server)
+        values = [one.score(["a dog"] * 2, ["a cat"] * 2).tolist() for _ in range(4)]
+        assert all(map(math.isnan, sum(values[:3], []))) and values[3] == pytest.approx([0.8] * 2)
+        num_asked, failures = one.take_failures()
+        assert len(server.chats) == 4 and num_asked == 8
+        assert failures == {
+            "its replies are not what was asked for": 2,
+            "its replies are no chat completions": 2,
+            "Error code: 500": 2,
         }
 
 
-@pytest.mark.parametrize("path", [None, "cache/judge.sqlite"])
-def test_cache(tmp_path, path):
-    path = path and tmp_path / path
-    with JudgeServer() as server:
-        first = judge(server, cache_path=path)
-        scores = first.score(["a red dog"] * 2, ["a dog", "a cat"])
-        assert len(server.chats) == 2
-        assert (
-            first.score(["a red dog"] * 2, ["a dog", "a cat"]).equal(scores)
-            and len(server.chats) == 2
-        )
-        first.score(["a red dog"], ["the dog"])
+@pytest.mark.parametrize(
+    "body",
+    ["", "<html>", "{}", '{"choices": []}', "[]", "null", "[" * 100_000]
+    + [json.dumps({"choices": [{"message": {"content": None}}]})],
+)
+def test_bodies_without_a_reply_are_failures(body):
+    with JudgeServer(lambda chat, n: (200, body)) as server:
+        broken = judge(server)
+        assert broken.score(["a dog"], ["a cat"]).isnan().all()
+        (reason,) = broken.take_failures()[1]
+        assert reason.startswith("its replies are ")
+
+
+def test_a_busy_server_is_asked_again(monkeypatch):
+    replies = [(500, "{}"), (429, "{}"), "8"]
+    with JudgeServer(lambda chat, n: replies[n % 3]) as server:
+        patient = judge(server, max_retries=2)
+        monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+        assert patient.score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)
         assert len(server.chats) == 3
-        if path:
-            assert (
-                judge(server, cache_path=path).score(["a red dog"], ["a dog"]).equal(scores[:1])
-                and len(server.chats) == 3
-            )
-            judge(server, "mcq", cache_path=path).score(["a red dog"], ["a dog"])
-            assert len(server.chats) == 4
-            server.model = "other"
-            LLMJudge(server.url, "other", "score", cache_path=path).score(["a red dog"], ["a dog"])
-            assert len(server.chats) == 5
-    if path:  # what is known needs no server
-        assert (
-            judge(server, cache_path=path, num_retries=0)
-            .score(["a red dog"], ["a dog"])
-            .equal(scores[:1])
-        )
-
-
-def test_failures_are_not_cached(tmp_path):
-    replies = iter(["eight", (500, "{}"), (200, "<html>"), "8", "9"])
-    with JudgeServer(lambda chat, n: next(replies)) as server:
-        one = judge(server, cache_path=tmp_path / "c", num_retries=0)
-        values = [one.score(["a dog"], ["a cat"]).item() for _ in range(5)]
-        assert all(map(math.isnan, values[:3])) and values[3:] == [pytest.approx(0.8)] * 2
-        assert len(server.chats) == 4 and (one.requests, one.failures) == (5, 3)
-
-
-def test_processes_share_a_cache(tmp_path):
-    script = """if True:
-        import sys
-        from rl_train.rewards import LLMJudge
-        judge = LLMJudge(sys.argv[1], sys.argv[2], "score", cache_path=sys.argv[3])
-        for start in range(0, 60, 6):
-            captions = [f"dog {i}" for i in range(start, start + 6)]
-            assert judge.score(["a dog"] * 6, captions).isnan().sum() == 0
-        """
-    with JudgeServer() as server:
-        arguments = [
-            sys.executable,
-            "-c",
-            script,
-            server.url,
-            MODEL,
-            str(tmp_path / "judge.sqlite"),
-        ]
-        processes = [
-            subprocess.Popen(
-                arguments, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True
-            )
-            for _ in range(3)
-        ]
-        assert [
-            (process.communicate(timeout=180)[1], process.returncode) for process in processes
-        ] == [("", 0)] * 3
-        before = len(server.chats)
-        assert 60 <= before <= 180
-        judge(server, cache_path=tmp_path / "judge.sqlite").score(
-            ["a dog"] * 60, [f"dog {i}" for i in range(60)]
-        )
-        assert len(server.chats) == before
-
-
-def test_retries_back_off(monkeypatch):
-    waits = []
-
-    async def sleep(seconds):
-        waits.append(seconds)
-
-    monkeypatch.setattr("rl_train.rewards.judge_client.asyncio.sleep", sleep)
-    replies = [(500, "{}"), (429, "{}"), (503, "busy"), "8"]
-    with JudgeServer(lambda chat, n: replies[n % 4]) as server:
-        assert judge(server, backoff=0.5).score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)
-        assert waits == [0.5, 1, 2] and len(server.chats) == 4
-        waits.clear()
-        assert judge(server, backoff=0.5, num_retries=2).score(["a dog"], ["a cow"]).isnan().all()
-        assert waits == [0.5, 1] and len(server.chats) == 7
+        assert judge(server, max_retries=1).score(["a dog"], ["a cow"]).isnan().all()
+        assert len(server.chats) == 5
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_refusals_are_not_retried(status):
     with JudgeServer(lambda chat, n: (status, "{}")) as server:
-        assert judge(server).score(["a dog"], ["a cat"]).isnan().all() and len(server.chats) == 1
+        patient = judge(server, max_retries=3)
+        assert patient.score(["a dog"], ["a cat"]).isnan().all() and len(server.chats) == 1
 
 
-def test_timeout_is_a_failure_after_its_retries():
-    def hang_once(chat, n):
-        if n < 2:
+def test_timeout_is_a_failure():
+    def hang_at_first(chat, n):
+        if n < 1:
             time.sleep(1.5)
         return "8"
 
-    with JudgeServer(hang_once) as server:
+    with JudgeServer(hang_at_first) as server:
         started = time.perf_counter()
-        assert judge(server, timeout=0.3, num_retries=0).score(["a dog"], ["a cat"]).isnan().all()
+        assert judge(server, timeout=0.3).score(["a dog"], ["a cat"]).isnan().all()
         assert time.perf_counter() - started < 1.4
         assert judge(server, timeout=0.3).score(["a dog"], ["a cat"]).item() == pytest.approx(0.8)
 
 
 def test_server_down():
     with JudgeServer() as server:
-        judge(server).check()
+        assert judge(server).fault() is None
         assert len(server.chats) == 1
         where = f"--llm_judge_base_url {re.escape(server.url)}: "
-        with pytest.raises(
-            ValueError, match=f"{where}.*--llm_judge_model nobody .*does not exist"
-        ) as unknown:
-            LLMJudge(server.url, "nobody").check()
-    down = judge(server, num_retries=1)
-    with pytest.raises(
-        ValueError, match=f"{where}.* {re.escape(MODEL)} .*Connection error"
-    ) as raised:
-        down.check()
-    assert "\n" not in str(raised.value) + str(unknown.value)
+        unknown = LLMJudge(server.url, "nobody").fault()
+        assert re.match(f"{where}.*--llm_judge_model nobody .*does not exist", unknown)
+    down = judge(server, max_retries=1)
+    assert re.match(f"{where}.* {re.escape(MODEL)} .*Connection error", down.fault())
+    assert "\n" not in down.fault() + unknown
     nan_equal(
         down.score(["a dog", "a dog", "a dog"], ["a cat", "", "a cat"]), [math.nan, 0, math.nan]
     )
-    assert (down.requests, down.failures) == (2, 2)
+    assert down.take_failures() == (2, {"Connection error.": 2})
 
 
 @pytest.mark.parametrize("mode", ["score", "mcq"])

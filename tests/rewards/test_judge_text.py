@@ -1,16 +1,14 @@
 """Which replies of a judge are understood, and as what."""
 
 import json
-import math
 
 import pytest
 
 from rl_train.rewards.judge_text import (
+    MODES,
     parse_attributes,
     parse_choice,
-    parse_mcq,
     parse_score,
-    reply_text,
 )
 from tests.judge_server import attributes
 
@@ -68,8 +66,8 @@ def test_ratings(reply, score):
         "1" * 400,
     ],
 )
-def test_unclear_ratings_are_nan(reply):
-    assert math.isnan(parse_score(reply))
+def test_unclear_ratings_are_none(reply):
+    assert parse_score(reply) is None
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_unclear_ratings_are_nan(reply):
     ],
 )
 def test_verdicts(reply, value):
-    assert parse_mcq(reply) == value
+    assert MODES["mcq"][1](reply) == value
 
 
 @pytest.mark.parametrize(
@@ -122,13 +120,13 @@ def test_verdicts(reply, value):
         "Options",
     ],
 )
-def test_unclear_verdicts_are_nan(reply):
-    assert math.isnan(parse_mcq(reply))
+def test_unclear_verdicts_are_none(reply):
+    assert MODES["mcq"][1](reply) is None
 
 
 def test_letters_beyond_the_options_are_none():
     assert parse_choice("B", {"A": 1.0, "B": 0.0}) == 0.0
-    assert math.isnan(parse_choice("C", {"A": 1.0, "B": 0.0}))
+    assert parse_choice("C", {"A": 1.0, "B": 0.0}) is None
 
 
 GOOD = json.loads(attributes("a red dog"))
@@ -164,23 +162,3 @@ def test_attributes_are_strict_json():
     ):
         bad.append(json.dumps(GOOD | changes))
     assert [parse_attributes(text) for text in bad] == [None] * len(bad)
-
-
-def test_bodies_without_a_reply():
-    def body(content):
-        return json.dumps({"choices": [{"message": {"content": content}}]})
-
-    assert reply_text(body("8")) == "8"
-    assert reply_text(body("8 \ud800")) is None  # JSON can say it, a cache not hold it
-    broken = (
-        "",
-        "<html>",
-        "{}",
-        '{"choices": []}',
-        "[]",
-        "null",
-        "[" * 100_000,
-        body(None),
-        body(8),
-    )
-    assert [reply_text(text) for text in broken] == [None] * 9

@@ -9,7 +9,7 @@ import torch
 from nltk.translate.meteor_score import single_meteor_score
 
 from rl_train.rewards import meteor
-from rl_train.rewards.meteor import _Remembering, require_wordnet, tokenize
+from rl_train.rewards.meteor import _CACHED_WORDNET, require_wordnet, tokenize
 
 
 def score(reference: str, hypothesis: str) -> float:
@@ -21,11 +21,11 @@ def score(reference: str, hypothesis: str) -> float:
 def no_wordnet(monkeypatch, tmp_path):
     """NLTK as on a machine without WordNet: nothing loaded and nothing to find."""
     nltk.corpus.wordnet._unload()
-    _Remembering.synsets.cache_clear()
+    _CACHED_WORDNET.synsets.cache_clear()
     monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
     yield tmp_path
     nltk.corpus.wordnet._unload()
-    _Remembering.synsets.cache_clear()
+    _CACHED_WORDNET.synsets.cache_clear()
 
 
 def test_identical_captions_score_one_minus_half_over_m_cubed():
@@ -56,15 +56,12 @@ def test_stem_and_synonym_stages():
     assert score("car", "automobile") == 0.0
 
 
-def test_synsets_as_one_score_as_wordnets_own():
+def test_cached_words_score_as_wordnets_own():
     """NLTK alone, which is given every synset, makes the same of words with many."""
     reference = "a white dog sets a light ball down beside the running man in a big car"
     hypothesis = "one light canine put the white ball by a man who ran in the big auto"
     alone = single_meteor_score(tokenize(reference), tokenize(hypothesis))
     assert score(reference, hypothesis) == np.float32(alone) and alone > 0.4
-    (synset,) = _Remembering.synsets("car")
-    assert {"auto", "automobile"} < {lemma.name() for lemma in synset.lemmas()}
-    assert not any("_" in lemma.name() for lemma in synset.lemmas())
 
 
 def test_punctuation_is_split_off_and_dropped():

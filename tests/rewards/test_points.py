@@ -6,17 +6,15 @@ import math
 import pytest
 import torch
 
-from rl_train.points.answers import Answer
-from rl_train.rewards import points
-from rl_train.rewards.components import combine
+from rl_train.points.parser import PointPrompt
+from rl_train.rewards.combine import combine
 from rl_train.rewards.points import (
     bounding_box,
     box_iou,
-    confused_region,
     deepest_point,
+    fraction_inside,
     point_rewards,
     reference_prompt,
-    share_inside,
 )
 
 H, W = 8, 10
@@ -43,10 +41,12 @@ def rewards(*cases, confused=CONFUSED) -> dict[str, list]:
 
 def test_components_by_hand():
     """A box that holds target and confused region; one point of two in the target."""
-    answer = Answer(((1, 1, 6, 5),), (IN_TARGET, BACKGROUND), (IN_CONFUSED, IN_CONFUSED, IN_TARGET))
+    answer = PointPrompt(
+        ((1, 1, 6, 5),), (IN_TARGET, BACKGROUND), (IN_CONFUSED, IN_CONFUSED, IN_TARGET)
+    )
     found = rewards(
         (answer, True, TARGET, TARGET | CONFUSED),
-        (Answer(positive=(IN_TARGET,)), False, CONFUSED, CONFUSED),
+        (PointPrompt(positive=(IN_TARGET,)), False, CONFUSED, CONFUSED),
         (None, True, TARGET, TARGET),
     )
     expected = dict(
@@ -69,12 +69,12 @@ def test_components_by_hand():
 
 def test_the_negative_term_is_bounded_and_neutral_when_abstaining():
     negatives = [(), (IN_CONFUSED,), (IN_TARGET,), (BACKGROUND,), (IN_CONFUSED, BACKGROUND)]
-    cases = [(Answer((), (IN_TARGET,), n), True, TARGET, TARGET) for n in negatives]
+    cases = [(PointPrompt((), (IN_TARGET,), n), True, TARGET, TARGET) for n in negatives]
     assert rewards(*cases)["negatives"].tolist() == [0.5, 1, 0, 0.5, 0.75]
     # where the segmenter confuses nothing, no negative point pays, and none costs
     assert rewards(*cases, confused=mask())["negatives"].tolist() == [0.5] * 5
     # more of the same points pay no more
-    many = (Answer((), (), (IN_CONFUSED,) * 7), True, TARGET, TARGET)
+    many = (PointPrompt((), (), (IN_CONFUSED,) * 7), True, TARGET, TARGET)
     assert rewards(many)["negatives"].tolist() == [1]
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_has_the_lowest_reward():
     regions = (mask(), TARGET, CONFUSED)
     points_of = ((), (IN_TARGET,), (IN_CONFUSED,), (BACKGROUND,))
     cases = [
-        (Answer((), positive, negative), in_form, final, without)
+        (PointPrompt((), positive, negative), in_form, final, without)
         for positive, negative, in_form, final, without in itertools.product(
             points_of, points_of, (False, True), regions, regions
         )
@@ -103,20 +103,20 @@ def test_what_cannot_be_read_has_the_lowest_reward():
 def test_the_policy_cannot_enlarge_the_region_that_pays():
     """The confused region follows from target and segmenter; a larger box has no say in it."""
     prompt = reference_prompt(TARGET)
-    assert prompt == Answer(((1.0, 1.0, 4.0, 5.0),), ((2.0, 3.0),))
-    confused = confused_region(TARGET | CONFUSED, TARGET)
+    assert prompt == PointPrompt(((1.0, 1.0, 4.0, 5.0),), ((2.0, 3.0),))
+    confused = (TARGET | CONFUSED) & ~TARGET
     assert torch.equal(confused, CONFUSED)
     for box in ((1, 1, 4, 5), (0, 0, W, H)):
-        answer = Answer((box,), (IN_TARGET,), (BACKGROUND,))
+        answer = PointPrompt((box,), (IN_TARGET,), (BACKGROUND,))
         found = rewards((answer, True, TARGET, mask((0, 0, W, H))), confused=confused)
         assert found["negatives"].tolist() == [0.5]
 
 
 def test_points_on_the_border_lie_in_the_last_pixel():
     last = mask((W - 1, H - 1, W, H))
-    assert share_inside(last, [(float(W), float(H))]) == 1
-    assert share_inside(last, [(W - 1.5, H - 0.5), (W - 0.5, H - 0.1)]) == 0.5
-    assert math.isnan(share_inside(last, []))
+    assert fraction_inside(last, [(float(W), float(H))]) == 1
+    assert fraction_inside(last, [(W - 1.5, H - 0.5), (W - 0.5, H - 0.1)]) == 0.5
+    assert math.isnan(fraction_inside(last, []))
 
 
 def test_the_deepest_point_is_farthest_from_the_outside():
@@ -140,7 +140,7 @@ def test_the_deepest_point_is_farthest_from_the_outside():
 
 def test_boxes():
     assert bounding_box(TARGET) == (1, 1, 4, 5)
-    assert box_iou((1, 1, 4, 5), TARGET) == 1 and box_iou((6, 6, 9, 8), TARGET) == 0
-    assert box_iou((0, 1, 4, 5), TARGET) == 12 / 16 and box_iou((2, 2, 2, 2), TARGET) == 0
-    assert points.hull([(3, 4, 5, 6), (1, 5, 4, 9)]) == (1, 4, 5, 9)
-    assert math.isnan(box_iou(points.hull([]), TARGET))
+    assert box_iou([(1, 1, 4, 5)], TARGET) == 1 and box_iou([(6, 6, 9, 8)], TARGET) == 0
+    assert box_iou([(0, 1, 4, 5)], TARGET) == 12 / 16 and box_iou([(2, 2, 2, 2)], TARGET) == 0
+    assert box_iou([(1, 1, 3, 2), (2, 3, 4, 5)], TARGET) == 1  # the box around both
+    assert math.isnan(box_iou([], TARGET))

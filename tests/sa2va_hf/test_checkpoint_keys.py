@@ -7,7 +7,7 @@ import torch
 
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.checkpoint_keys import native_tensor, original_keys, to_original
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 
 @pytest.fixture(scope="module")

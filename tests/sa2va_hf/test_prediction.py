@@ -5,13 +5,13 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.engine import modules
-from rl_train.policies.segment_describe import answer, describe
+from rl_train.engine import hf_backend
+from rl_train.policies.sa2va_queries import answer_captions, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.video import track
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 SEGMENT = "<image>\nPlease segment {x} in this image."
 
@@ -53,7 +53,7 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode(batch)
     prompts = built.segment_prompts(images, [0, 1, 2, 3], batch.captions)
     texts = built.complete(images, prompts, 1, 16)[1]
-    masks, _, _ = answer(built, images, [0, 1, 2, 3], batch.captions, 16)
+    masks, _, _ = answer_captions(built, images, [0, 1, 2, 3], batch.captions, 16)
     for scene, text, mask in zip(scenes, texts, masks):
         result = predict(
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
@@ -300,7 +300,7 @@ def test_an_odd_end_is_the_batched_forms(built, force, batch, monkeypatch, said,
     force(said)
     assert predict(built, text="Who?")["prediction"] == ended
     logits = iter(torch.nn.functional.one_hot(torch.tensor(ids), 570).float()[:, None])
-    monkeypatch.setattr(modules, "product", lambda hidden, head: next(logits))
+    monkeypatch.setattr(hf_backend, "product", lambda hidden, head: next(logits))
     images = built.encode(batch)
     done, texts = built.complete(images, built.segment_prompts(images, [0], ["it"]), 1, len(ids))
     assert built.tokenizer.decode(done.ids[0][done.valid[0]].tolist()).strip() == ended

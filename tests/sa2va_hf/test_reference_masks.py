@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sa2va_hf import Sa2VAModel
-from sa2va_hf.mask_path import decode_candidates, decoder_features
+from sa2va_hf.mask_decoder import decode_candidates, decoder_features
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.video import track
 

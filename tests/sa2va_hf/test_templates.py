@@ -13,7 +13,7 @@ from sa2va_hf.templates import (
     video_lisa_encode_fn,
 )
 from sa2va_hf.tokenizer import load_tokenizer
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 PHI3, VICUNA = PROMPT_TEMPLATE["phi3_chat"], PROMPT_TEMPLATE["vicuna"]
 MAX = 8192

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes, to_original
-from tools.make_demo import SHIPPED_CHECKPOINT
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
 
 @pytest.fixture(scope="module")

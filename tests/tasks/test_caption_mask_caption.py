@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train.policies.segment_describe import describe
+from rl_train.policies.sa2va_queries import describe
 from rl_train.rewards import UserReward, meteor
-from rl_train.rewards.controls import Control
+from rl_train.rewards.ablations import AblationReward
 from rl_train.roles import Roles
 from rl_train.tasks import CaptionMaskCaption
-from rl_train.tasks.protocol import Context
+from rl_train.tasks.base import TaskContext
 from sa2va_hf.processing_sa2va import region_grid
 from tests.updates import STEPS, equal, roll, task_of
 
@@ -46,11 +46,11 @@ def test_it_asks_the_teacher(policy, batch):
         return likelihoods, describe(model, *question)
 
     policys, _ = answers()
-    for tensor in roles.banks["teacher"].values():
+    for tensor in roles.copies["teacher"].values():
         tensor.mul_(1.2)
     with roles.use("teacher"):
         teachers, replies = answers()
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     likelihoods = outcome.rewards["likelihood"].tolist()
     assert likelihoods == pytest.approx(teachers, abs=1e-5)
     assert max(abs(a - b) for a, b in zip(likelihoods, policys)) > 1e-3
@@ -62,7 +62,7 @@ def test_it_asks_the_teacher(policy, batch):
 def test_what_is_judged_are_the_sampled_masks(model, batch):
     task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
     rollout = roll(model, task, batch)
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     assert equal(outcome.masks, rollout.action.masks)
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
@@ -71,7 +71,7 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
     assert "hit" not in outcome.rewards
     alone = [torch.zeros(0, *mask.shape, dtype=torch.bool) for mask in batch.masks]
     rollout.batch = replace(batch, others=alone)
-    rewards = task.judge(rollout).rewards
+    rewards = task.rewards(rollout).rewards
     assert torch.equal(rewards["hit"], (rewards["iou"] > 0).float()) and "hit" not in task.weights
 
 
@@ -83,7 +83,7 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
     monkeypatch.setattr(
         model.processor, "region_grid", lambda masks: found.append(len(masks)) or region_grid(masks)
     )
-    assert task.judge(rollout).rewards["likelihood"].any()
+    assert task.rewards(rollout).rewards["likelihood"].any()
     assert sum(found) == len(rollout.action.masks) == 8
 
 
@@ -91,10 +91,10 @@ def test_against_another_sample_s_target(model, batch):
     """--control other and fixed: the task judges the same masks and replies by other captions."""
     task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, mask_sigma=4.0)
     rollout = roll(model, task, batch)
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     captions = [*batch.captions[1:], batch.captions[0]]
     for kind, wanted in (("other", captions), ("fixed", ["a big red dog"] * 4)):
-        found, _ = Control(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
+        found, _ = AblationReward(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
         about = replace(rollout, batch=replace(batch, captions=wanted))
         likelihood = torch.tensor([likelihood_by_hand(model, about, row) for row in range(8)])
         by_hand = 0.5 * likelihood + 0.5 * meteor(about.of_rows(wanted), outcome.replies)
@@ -115,11 +115,11 @@ def test_against_another_sample_s_target(model, batch):
 def test_weights(share, judge, weights):
     """With a judge the whole reward cannot be the likelihood's: the flags refuse it."""
     options = Options(likelihood_share=share, use_llm_judge_loop2=bool(judge))
-    assert CaptionMaskCaption(options, Context(None, None, STEPS, judge)).weights == weights
+    assert CaptionMaskCaption(options, TaskContext(None, None, STEPS, judge)).weights == weights
 
 
 def test_a_judge_that_loop_2_does_not_use_has_no_share():
-    task = CaptionMaskCaption(Options(), Context(None, None, STEPS, object()))
+    task = CaptionMaskCaption(Options(), TaskContext(None, None, STEPS, object()))
     assert task.weights == {"meteor": 0.5, "likelihood": 0.5}
 
 
@@ -139,11 +139,11 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     )
     monkeypatch.syspath_prepend(tmp_path)
     judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
-    context = Context(model, Roles(model.trainable), STEPS, judge, (reward,))
+    context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = CaptionMaskCaption(Options(mask_sigma=4.0, use_llm_judge_loop2=True), context)
     assert task.weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
     rollout = roll(model, task, batch)
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     captions = [batch.captions[row // 2] for row in range(8)]
     assert judge.asked == list(zip(captions, outcome.replies))
     for name in task.weights:

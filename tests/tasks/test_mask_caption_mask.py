@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train.policies.segment_describe import segment, segment_sampled
+from rl_train.policies.sa2va_queries import segment, segment_sampled
 from rl_train.rewards import UserReward, meteor
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
-from rl_train.tasks.protocol import Context
+from rl_train.tasks.base import TaskContext
 from tests.updates import STEPS, equal, roll, task_of
 
 
@@ -34,9 +34,9 @@ def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
         rollout = roll(model, task, batch)
         rollout.texts[:] = rollout.of_rows(batch.captions)  # of which masks are found
         rollout.texts[3] = " "  # is not asked about
-        for tensor in roles.banks["teacher"].values():
+        for tensor in roles.copies["teacher"].values():
             tensor.mul_(scale)
-        return rollout, roles, task.judge(rollout)
+        return rollout, roles, task.rewards(rollout)
 
     model = policy()
     rollout, roles, outcome = judged_by(model, 1.2)
@@ -58,11 +58,11 @@ def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
 def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
     task = task_of(model, 1, Roles(model.trainable))
     rollout = roll(model, task, batch)
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     assert task.weights == {"iou": 1.0} and set(outcome.rewards) == {"iou"}
     # what its mask does not cover of each image is another object: one measurement more
     rollout.batch = replace(batch, others=[~mask[None] for mask in batch.masks])
-    rewards = task.judge(rollout).rewards
+    rewards = task.rewards(rollout).rewards
     assert torch.equal(rewards["iou"], outcome.rewards["iou"]) and set(rewards) == {"iou", "hit"}
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
@@ -101,11 +101,11 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     reward = UserReward("of_loop_1:words", 0.1)
     scores = [0.5, 1.0, torch.nan, 0.0, 0.2, 0.4, 0.6, 0.8]
     judge = Judge(scores)
-    context = Context(model, Roles(model.trainable), STEPS, judge, (reward,))
+    context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = MaskCaptionMask(MaskCaptionMask.Options(), context)
     assert task.weights == {"iou": 1.0, "caption_reward": 1.0, "words": 0.1}
     rollout = roll(model, task, batch)
-    rewards, masks = (outcome := task.judge(rollout)).rewards, outcome.masks
+    rewards, masks = (outcome := task.rewards(rollout)).rewards, outcome.masks
     captions = [batch.captions[row // 2] for row in range(8)]
     assert judge.asked == list(zip(captions, rollout.texts))
     parts, kept = meteor(captions, rollout.texts), [row for row in range(8) if row != 2]
@@ -130,11 +130,11 @@ def test_judging_writes_nothing_into_the_rollout(model, batch, loop):
     task = task_of(model, loop, Roles(model.trainable))
     rollout = roll(model, task, batch)
     before = deepcopy(vars(rollout))
-    outcome = task.judge(rollout)
+    outcome = task.rewards(rollout)
     assert equal(vars(rollout), before) and set(vars(rollout)) == set(before)
     assert all(values.device.type == "cpu" for values in outcome.rewards.values())
     assert {values.shape for values in outcome.rewards.values()} == {(8,)}
-    again = task.judge(rollout)
+    again = task.rewards(rollout)
     assert equal(again, outcome)
 
 

@@ -7,14 +7,15 @@ import pytest
 import torch
 
 from rl_train import cli
-from rl_train.draws import Draws
-from rl_train.points.answers import NO_JSON, OUTSIDE, REASONS, Answer
-from rl_train.rewards.components import combine
+from rl_train.evaluation import point_metrics
+from rl_train.points.parser import NO_JSON, OUTSIDE, REASONS, PointPrompt
+from rl_train.rewards.combine import combine
 from rl_train.rewards.custom import UserReward
-from rl_train.tasks import MaskCaptionMask, point_measures
+from rl_train.rollout import Batch, Rollout
+from rl_train.tasks import MaskCaptionMask
+from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
-from rl_train.tasks.protocol import Context
-from rl_train.types import Batch, Rollout
+from rl_train.utils.rng import RowRNG
 
 H, W = 12, 16
 HALF = 8  # pixels beside a negative point that the drawn mask loses
@@ -71,7 +72,7 @@ FAR = '{"points": [[80, 10]]}'
 
 def task_of(policy, rewards=(), **options) -> PointSegmentation:
     options = PointSegmentation.Options(**dict(answer_style="points") | options)
-    return PointSegmentation(options, Context(policy, None, 8, None, tuple(rewards)))
+    return PointSegmentation(options, TaskContext(policy, None, 8, None, tuple(rewards)))
 
 
 def rollout_of(texts, batch=BATCH) -> Rollout:
@@ -83,7 +84,7 @@ def rollout_of(texts, batch=BATCH) -> Rollout:
 
 
 def judge(texts, batch=BATCH, **options):
-    return task_of(Policy(), **options).judge(rollout_of(texts, batch))
+    return task_of(Policy(), **options).rewards(rollout_of(texts, batch))
 
 
 def test_the_questions_are_of_the_style_and_the_captions():
@@ -113,7 +114,7 @@ def test_answers_are_judged_by_the_masks_that_they_draw():
     refused = {name: rows.tolist() for name, rows in found.refused.items() if rows.any()}
     assert refused == {NO_JSON: [0, 0, 0, 1, 0, 0], OUTSIDE: [0, 0, 0, 0, 0, 1]}
     assert set(found.refused) == set(REASONS)
-    assert found.answers[1] == Answer(((2, 2, 6, 8),), ((4, 5),)) and found.answers[3] is None
+    assert found.answers[1] == PointPrompt(((2, 2, 6, 8),), ((4, 5),)) and found.answers[3] is None
     assert not found.masks[3].any() and found.masks[0].equal(TARGETS[0])
     assert found.masks_without[0].sum() == 36
 
@@ -122,7 +123,7 @@ def test_what_counts_of_them():
     assert task_of(Policy()).weights == {"iou": 1, "format": 0.1}
     task = task_of(Policy(), negative_weight=0.3, format_weight=0.2)
     assert task.weights == {"iou": 1, "format": 0.2, "negatives": 0.3}
-    found = task.judge(rollout_of([GOOD, PLAIN, BAD, "so", FAR, FAR]))
+    found = task.rewards(rollout_of([GOOD, PLAIN, BAD, "so", FAR, FAR]))
     reward = combine(found.rewards, task.weights)
     assert reward[0] == pytest.approx(1.5) and reward[1] == pytest.approx(24 / 36 + 0.35)
     assert reward[3] == reward.min() == 0
@@ -131,10 +132,10 @@ def test_what_counts_of_them():
 def test_two_passes_and_hidden_negatives_reach_sam2_or_not():
     for passes in (1, 2):
         policy = Policy()
-        task_of(policy, sam_passes=passes).judge(rollout_of([GOOD, PLAIN]))
+        task_of(policy, sam_passes=passes).rewards(rollout_of([GOOD, PLAIN]))
         (image, answers, asked), (_, best, once) = policy.drawn
         assert (image, asked, once) == ([0, 1], passes, 1) and answers[0].negative == ((6, 3),)
-        assert best[0] == Answer(((2.0, 2.0, 6.0, 8.0),), best[0].positive)
+        assert best[0] == PointPrompt(((2.0, 2.0, 6.0, 8.0),), best[0].positive)
     hidden = judge([GOOD, BAD], hide_negatives=True)
     assert hidden.rewards["gain"].tolist() == [0, 0] and hidden.masks[0].sum() == 36
     assert hidden.rewards["num_negative"].tolist() == [1, 2]
@@ -142,11 +143,11 @@ def test_two_passes_and_hidden_negatives_reach_sam2_or_not():
 
 def test_without_negative_points_nothing_is_asked_of_the_true_region():
     policy = Policy()
-    found = task_of(policy, negative_points="off").judge(rollout_of([GOOD, "so"]))
+    found = task_of(policy, negative_points="off").rewards(rollout_of([GOOD, "so"]))
     assert len(policy.drawn) == 1 and policy.drawn[0][0] == [0]
     assert found.rewards["num_negative"].tolist() == [0, 0]
     nothing = Policy()
-    task_of(nothing, negative_points="off").judge(rollout_of(["so", "so"]))
+    task_of(nothing, negative_points="off").rewards(rollout_of(["so", "so"]))
     assert nothing.drawn == []
 
 
@@ -161,7 +162,7 @@ def test_user_rewards_see_what_was_read(monkeypatch):
     vars(reward).update(named, weight=2.0)
     for sure, hidden in ((0.5, True), (0.75, False)):  # of the mask that is judged
         task = task_of(Policy(), [reward], hide_negatives=hidden)
-        found = task.judge(rollout_of([GOOD, BAD, "so", PLAIN]))
+        found = task.rewards(rollout_of([GOOD, BAD, "so", PLAIN]))
     assert found.rewards["two_points"].tolist() == [0, 1, 0, 0] and task.weights["two_points"] == 2
 
 
@@ -187,7 +188,7 @@ def test_it_is_no_part_of_a_run_by_default_and_trains_alone(tmp_path, capsys):
     assert list(cli.parse(base).tasks) == ["mask_caption_mask", "caption_mask_caption"]
     config = cli.parse([*base, "--tasks", "point_segmentation", "--negative_weight", "0.3"])
     [options] = config.tasks.values()
-    assert options.negative_weight == 0.3 and options.trains == ("lora",)
+    assert options.negative_weight == 0.3 and options.trainable_modules == ("lora",)
     with pytest.raises(SystemExit):
         cli.parse([*base, "--tasks", "point_segmentation", "mask_caption_mask"])
     assert "ask models of qwen2_5_vl and sa2va" in capsys.readouterr().err
@@ -238,5 +239,5 @@ def test_the_best_of_sampled_answers_by_hand():
         by_logp_seg_iou=pytest.approx([24 / 36, 0]),
         sampled_seg_iou=pytest.approx([(1 + 24 / 36) / 2, 1 / 2]),
     )
-    assert torch.equal(policy.uniforms, Draws(0, 0, 0, [3, 8], 2).uniforms(8))
-    assert set(found) <= set(point_measures.METRICS)
+    assert torch.equal(policy.uniforms, RowRNG(0, 0, 0, [3, 8], 2).uniforms(8))
+    assert set(found) <= set(point_metrics.METRICS)

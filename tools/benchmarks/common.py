@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from rl_train.distributed import gather_objects
-from rl_train.files import read_json
-from rl_train.flags import COUNT, COUNT_OR_0, WEIGHT, flag
+from rl_train.config.flags import COUNT, COUNT_OR_0, WEIGHT, flag
+from rl_train.distributed.process_group import gather_objects
 from rl_train.policies.lora import attach_lora, freeze_all_but
-from rl_train.policies.qwen_points import LINEARS
+from rl_train.policies.qwen_vl import LINEARS
+from rl_train.utils.io import read_json
 from sa2va_hf import Sa2VAConfig
 from tools.benchmarks.qwen import SHAPES, TextOf, random_qwen
-from tools.random_checkpoint import ADDED, CONFIG_4B
+from tools.benchmarks.random_checkpoint import ADDED, CONFIG_4B
 
-DEMO = Path(__file__).parents[1] / "demo_checkpoint"
+DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 TINY = read_json(DEMO / "config.json")  # for the tests, on a CPU
 TINY["llm_config"]["vocab_size"] = 256 + 26 + 26**2 + 26**3 + len(ADDED)  # words of three letters
 CONFIGS = {"4b": CONFIG_4B, "tiny": TINY}
@@ -100,12 +100,12 @@ def stable(rounds: list[dict[str, float]], share: float) -> bool:
     return len(rounds) >= LAST and all(max(t) - min(t) <= share * min(t) for t in last)
 
 
-def seconds(work, options: Timed) -> float:
+def seconds(work: Callable[[], object], options: Timed) -> float:
     """Median over the rounds that follow the warm-up."""
     return timing(work, options).seconds
 
 
-def timing(work, options: Timed) -> Timing:
+def timing(work: Callable[[], object], options: Timed) -> Timing:
     """`seconds`, and how the warm-up before them ended."""
     return timings_in_turns({"": work}, options)[""]
 
@@ -131,12 +131,12 @@ def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
     }
 
 
-def synchronize(device):
+def synchronize(device: torch.device | str):
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def device_name(device) -> str:
+def device_name(device: torch.device | str) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
@@ -145,8 +145,8 @@ def ceilings(options: Ceilings) -> tuple[float, float, dict]:
 
     Of square random matrices; of random bytes, read and written ones together.
     """
-    side, how = options.matmul_size, dict(device=options.device, dtype=torch.bfloat16)
-    a, b = torch.randn(2, side, side, **how)
+    side = options.matmul_size
+    a, b = torch.randn(2, side, side, device=options.device, dtype=torch.bfloat16)
     products = timing(lambda: [a @ b for _ in range(10)], options)
     matmul = 10 * 2 * side**3 / products.seconds
     source = torch.randint(256, (options.copy_mib * 2**17,), device=options.device)
@@ -158,7 +158,7 @@ def ceilings(options: Ceilings) -> tuple[float, float, dict]:
     return matmul, bandwidth, dict(device=device_name(options.device)) | words
 
 
-def print_table(columns: dict[str, str], rows: dict[str, dict], **title):
+def print_table(columns: dict[str, str], rows: dict[str, dict], **title: float | int | str | bool):
     """Print rows {name: {column: value}} by the formats of columns; what is missing as "-"."""
     widths = {column: max(len(column), 8) + 2 for column in columns}
     words = {k: f"{v:.2f}" if isinstance(v, float) else v for k, v in title.items()}
@@ -174,14 +174,14 @@ def random_llm(options: Answers):
     if options.sizes in SHAPES:
         vlm = random_qwen(SHAPES[options.sizes], options.device)
         attach_lora(vlm, options.lora_r, 2 * options.lora_r, targets=LINEARS)
-        start_lora(freeze_all_but(vlm, {"lora": "lora_"}))
+        start_lora(freeze_all_but(vlm, {"lora": "lora_"})[0])
         return TextOf(vlm.model.language_model, vlm.lm_head, vlm)
     torch.manual_seed(0)
     config = Sa2VAConfig(**CONFIGS[options.sizes]).llm
     with torch.device(options.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     attach_lora(model, options.lora_r, 2 * options.lora_r)
-    start_lora(freeze_all_but(model, {"lora": "lora_"}))
+    start_lora(freeze_all_but(model, {"lora": "lora_"})[0])
     return model.eval()
 
 
@@ -192,11 +192,11 @@ def start_lora(trainable: dict[str, torch.nn.Parameter]):
             torch.nn.init.normal_(parameter, std=0.01)
 
 
-def random_prompts(num: int, config, options: Answers):
+def random_prompts(num: int, config: PreTrainedConfig, options: Answers):
     """(embeddings (num, L, C) in bf16, attention mask (num, L)) of prompts."""
-    size = (num, options.prompt_length)
-    embeds = torch.randn(*size, config.hidden_size, device=options.device, dtype=torch.bfloat16)
-    return embeds, torch.ones(size, dtype=torch.long, device=options.device)
+    length, device = options.prompt_length, options.device
+    embeds = torch.randn(num, length, config.hidden_size, device=device, dtype=torch.bfloat16)
+    return embeds, torch.ones(num, length, dtype=torch.long, device=device)
 
 
 def free_sampling(num_tokens: int, pad_id: int, temperature: float | None = 1.0) -> dict:

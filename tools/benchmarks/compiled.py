@@ -5,18 +5,21 @@ heads, D head size, L prompt slots, T suffix slots, S = L + T*G, C width, F MLP 
 k linears of one input.
 """
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_train.engine import decode_torch
-from rl_train.engine.blocks import rms_norm
 from rl_train.engine.decode import Graph
-from rl_train.engine.head import product
+from rl_train.engine.fused_weights import FusedLinears, FusedModel
+from rl_train.engine.layers import rms_norm
+from rl_train.engine.lm_head import product
 
 RECOMPILE_LIMIT = 64  # each size, and each shape that one function meets, is compiled for itself
 BLOCK = 128  # keys that FlexAttention skips or reads together
@@ -24,7 +27,17 @@ AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products
 KERNELS = ("add", "rotate_and_store", "attend", "gate")  # the other parts are compiled anyway
 
 
-def first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, linear):
+def first_half(
+    residual: torch.Tensor,
+    delta: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    qkv: tuple,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_kv: int,
+    linear: Callable,
+):
     """(residual + delta (m, C), q (m, H, D), k (m, K, D), v (m, K, D)); cos, sin: (m, 1, D/2)."""
     residual = residual + delta
     heads = linear(rms_norm(residual, norm, eps), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
@@ -33,14 +46,25 @@ def first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, linear):
     return residual, turned[:, :-num_kv], turned[:, -num_kv:], heads[:, -num_kv:]
 
 
-def second_half(residual, attended, out, norm, eps, gate_up, down, linear):
+def second_half(
+    residual: torch.Tensor,
+    attended: torch.Tensor,
+    out: tuple,
+    norm: torch.Tensor,
+    eps: float,
+    gate_up: tuple,
+    down: tuple,
+    linear: Callable,
+):
     """(residual (m, C), what the MLP adds to it (m, C)) behind attention (m, H*D)."""
     residual = residual + linear(attended, *out)
     gate, up = linear(rms_norm(residual, norm, eps), *gate_up).chunk(2, dim=1)
     return residual, linear(F.silu(gate) * up, *down)
 
 
-def fused_linear(x, weight, bias, lora_b):
+def fused_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_b: torch.Tensor | None
+):
     """(m, outputs) by a product with [W; A] and one with LoRA's B.
 
     Args:
@@ -58,8 +82,8 @@ def fused_linear(x, weight, bias, lora_b):
     return (y + more.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
-def operands(linears):
-    """What `fused_linear` takes of a `fused.FusedLinears`, with the LoRA as it is now."""
+def operands(linears: FusedLinears):
+    """What `fused_linear` takes of a `fused_weights.FusedLinears`, with the LoRA as it is now."""
     lora_b = linears.lora_b
     if lora_b is not None:
         parts = [b.t() * linears.scaling for b in lora_b.split_with_sizes(linears.sizes)]
@@ -67,13 +91,17 @@ def operands(linears):
     return linears.weight, linears.bias, lora_b
 
 
-def store(k, v, keys, values, slots):
+def store(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+):
     """Write k, v (N, K, D) to `slots` (G,) of keys, values (P, K, S, D)."""
     for cache, new in ((keys, k), (values, v)):
         cache[:, :, slots] = new.unflatten(0, (len(cache), -1)).transpose(1, 2)
 
 
-def attend_by_products(q, keys, values, bias):
+def attend_by_products(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+):
     """(N, H*D) attention of q (N, H, D) over keys, values (P, K, S, D); bias: (P, 1, G, 1, S)."""
     (n, num_heads, size), (num_prompts, num_kv, *_) = q.shape, keys.shape
     per, group = num_heads // num_kv, n // num_prompts
@@ -84,33 +112,45 @@ def attend_by_products(q, keys, values, bias):
     return (p @ values).unflatten(2, (group, per)).transpose(1, 2).reshape(n, -1)
 
 
-def attend_by_flex(q, keys, values, block_mask):
+def attend_by_flex(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_mask: BlockMask
+):
     """The same by FlexAttention; `block_mask`: of the G rows of a prompt."""
     grouped = q.unflatten(0, (len(keys), -1)).transpose(1, 2)  # (P, H, G, D)
     mixed = flex_attention(grouped, keys, values, block_mask=block_mask, enable_gqa=True)
     return mixed.transpose(1, 2).reshape(len(q), -1)
 
 
-def first(residual, delta, norm, eps, qkv, cos, sin, keys, values, slots):
+def first(
+    residual: torch.Tensor,
+    delta: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    qkv: tuple,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+):
     """(residual, q) of `first_half`, which stores k and v."""
     num_kv = keys.shape[1]
-    arguments = residual, delta, norm, eps, qkv, cos, sin, num_kv, fused_linear
-    residual, q, k, v = first_half(*arguments)
+    residual, q, k, v = first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, fused_linear)
     store(k, v, keys, values, slots)
     return residual, q.contiguous()
 
 
-def between(residual, mixed, layer, following):
+def between(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, following: tuple):
     """`first` of the layer that follows attention `mixed` and the rest of its layer."""
     return first(*second_half(residual, mixed, *layer, fused_linear), *following)
 
 
-def last(residual, mixed, layer, norm, eps):
+def last(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, norm: torch.Tensor, eps: float):
     residual, delta = second_half(residual, mixed, *layer, fused_linear)
     return rms_norm(residual + delta, norm, eps)
 
 
-def place(step, pad, length: int, group: int, slots: int):
+def place(step: torch.Tensor, pad: torch.Tensor, length: int, group: int, slots: int):
     """(slots (G,) of this token, the end of those in use (1,), bias (P, 1, G, 1, S))."""
     row, slot = torch.arange(group, device=step.device), torch.arange(slots, device=step.device)
     end = length + (step + 1) * group
@@ -130,10 +170,17 @@ class CompiledGraph(Graph):
         mode, backend: of torch.compile.
     """
 
-    def __init__(self, *args, attention, mode=None, backend="inductor"):
+    def __init__(
+        self,
+        *args: Any,
+        attention: str,
+        mode: str | None = None,
+        backend: str | Callable = "inductor",
+        **sizes: Any,
+    ):
         self.attention = attention
         self.compile = partial(torch.compile, dynamic=False, mode=mode, backend=backend)
-        super().__init__(*args)
+        super().__init__(*args, **sizes)
 
     def _capture(self, pool):
         fused, compile = self.fused, self.compile
@@ -168,8 +215,9 @@ class CompiledGraph(Graph):
             self.blocks = torch.zeros(num_prompts, 1, 1, dtype=torch.int32, device=device)
             every = torch.arange(blocks, dtype=torch.int32, device=device)
             every = every.expand(num_prompts, 1, 1, -1).contiguous()
-            how = dict(BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(group, slots))
-            self.mask = BlockMask.from_kv_blocks(self.blocks, every, **how)
+            self.mask = BlockMask.from_kv_blocks(
+                self.blocks, every, BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(group, slots)
+            )
 
     def forward(self):
         layers, final, kernel = self.fused.layers, self.fused.final_norm, self.attention == "kernel"
@@ -177,8 +225,8 @@ class CompiledGraph(Graph):
         residual = F.embedding(self.token, self.fused.embedding)
         slots = self.step  # of their own suffixes
         if not kernel:
-            sizes = self.prefix.shape[4], self.num_generations, self.caches.shape[4]
-            slots, end, seen = self.place(self.step, self.pad, *sizes)
+            length, whole = self.prefix.shape[4], self.caches.shape[4]
+            slots, end, seen = self.place(self.step, self.pad, length, self.num_generations, whole)
         if self.attention == "flex":
             self.end.copy_(end.expand_as(self.end))
             self.blocks.copy_(((end + BLOCK - 1) // BLOCK).view(1, 1, 1).expand_as(self.blocks))
@@ -200,7 +248,7 @@ class CompiledGraph(Graph):
                 return self.last(residual, mixed, layer, final.weight, final.variance_epsilon)
             residual, q = self.between(residual, mixed, layer, following[number + 1])
 
-    def sample(self, hidden):
+    def sample(self, hidden: torch.Tensor):
         self.choose(self, product(hidden, self.fused.padded_head.t()))
 
 
@@ -215,7 +263,7 @@ GRAPHS = dict(
 WITHOUT = {f"without_{name}": [name] for name in KERNELS} | dict(without_any=KERNELS)
 
 
-def without(fused, name: str):
+def without(fused: FusedModel, name: str):
     """A copy of `fused` that decodes with the kernels WITHOUT[name] as compiled plain torch."""
     compiled = {n: torch.compile(getattr(decode_torch, n), dynamic=False) for n in WITHOUT[name]}
     other = copy(fused)

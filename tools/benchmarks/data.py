@@ -10,10 +10,10 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
+from rl_train.config.flags import COUNT, COUNT_OR_0, flag
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
 from rl_train.data.loader import StepSampler, train_loader
-from rl_train.flags import COUNT, COUNT_OR_0, flag
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder

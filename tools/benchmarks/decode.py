@@ -1,16 +1,18 @@
 """The token sampler against memory bandwidth and `generate`, on one LLM of random weights."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from rl_train.config.flags import COUNT, GROUP, flag
 from rl_train.engine import Engine
 from rl_train.engine.decode import Decoder
-from rl_train.flags import COUNT, GROUP, flag
+from rl_train.engine.fused_weights import FusedModel
 from tools.benchmarks import common, compiled
-from tools.benchmarks.floor import LanguageModel
+from tools.benchmarks.roofline import LanguageModel
 
 SAMPLERS = ("decoder", "generate")
 COLUMNS = dict(ms_per_token=".2f", ratio_to_floor=".2f", first_token_ms=".1f")
@@ -65,7 +67,7 @@ def measure(options: Options) -> dict:
     return ceilings | dict(sizes=sizes)
 
 
-def token_times(work, floor: float, options: Options) -> dict[str, float]:
+def token_times(work: Callable[..., object], floor: float, options: Options) -> dict[str, float]:
     """Milliseconds of all tokens, of the first, and of each that follows, beside the floor's."""
     with torch.autocast(torch.device(options.device).type, torch.bfloat16):
         timed = [common.timing(lambda n=n: work(n), options) for n in (options.num_tokens, 1)]
@@ -91,7 +93,7 @@ def hidden_error(drawn: dict, name: str) -> float | None:
     return ((found - reference).norm() / reference.norm()).item()
 
 
-def decoder(fused, name: str) -> Decoder:
+def decoder(fused: FusedModel, name: str) -> Decoder:
     """One whose step is this project's, or an alternative to it."""
     if name in compiled.GRAPHS:
         return Decoder(fused, partial(compiled.CompiledGraph, **compiled.GRAPHS[name]))
@@ -117,8 +119,14 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
                 decoders[name] = decoder(fused, name)
             engine._decoder = decoders[name]
         draws = uniforms[:, :num_tokens]
-        how = dict(num_generations=group, max_new_tokens=num_tokens, stop=None, uniforms=draws)
-        return engine.generate(embeds, mask, **how)
+        return engine.generate(
+            embeds,
+            mask,
+            num_generations=group,
+            max_new_tokens=num_tokens,
+            stop=None,
+            uniforms=draws,
+        )
 
     def huggingface(num_tokens):
         ids = engine.language_model.generate(

@@ -3,14 +3,15 @@
 Letters: m tokens, C width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 
-from rl_train.engine.head import token_logps
-from rl_train.flags import COUNT, flag
+from rl_train.config.flags import COUNT, flag
+from rl_train.engine.lm_head import token_logps
 from tools.benchmarks import common
 
 COLUMNS = dict(seconds=".4f", share_of_ceiling=".1%", peak_gib=".2f")
@@ -26,18 +27,25 @@ class Options(common.Ceilings):
     vocabulary: int = flag(151_679, "tokens of the model", type=COUNT)
 
 
-def default(hidden, weight, ids, vocabulary):
+def default(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocabulary: int):
     """(m,) log-probs of ids (m,) after hidden (m, C); logits in the model's dtype, as usual."""
     logits = F.linear(hidden, weight)[:, :vocabulary].float()
     return torch.log_softmax(logits, dim=-1).gather(1, ids[:, None])[:, 0]
 
 
-def chunked(hidden, weight, ids, vocabulary):
+def chunked(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocabulary: int):
     """This project's, which gives entropies too."""
     return token_logps(hidden, weight, ids, 1.0, vocabulary)[0]
 
 
-def run(way, hidden, weight, ids, slope, vocabulary):
+def run(
+    way: Callable,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    slope: torch.Tensor,
+    vocabulary: int,
+):
     """(log-probs (m,), derivative by hidden (m, C) of their sum weighted with slope (m,))."""
     hidden = hidden.detach().requires_grad_()
     logp = way(hidden, weight, ids, vocabulary)
@@ -45,7 +53,7 @@ def run(way, hidden, weight, ids, slope, vocabulary):
     return logp.detach(), hidden.grad
 
 
-def peak(work, device) -> float:
+def peak(work: Callable[[], object], device: torch.device | str) -> float:
     """GiB that it holds beyond what is there; NaN where it is not counted."""
     if torch.device(device).type != "cuda":
         return float("nan")
@@ -59,9 +67,10 @@ def measure(options: Options) -> dict:
     """Seconds and memory of all ways, and the errors of some tokens against float32."""
     limit, _, ceilings = common.ceilings(options)
     torch.manual_seed(0)
-    how, vocabulary = dict(device=options.device, dtype=torch.bfloat16), options.vocabulary
-    hidden = torch.randn(options.num_tokens, options.width, **how)
-    padded = torch.zeros(vocabulary + -vocabulary % 64, options.width, **how)
+    device, dtype, vocabulary = options.device, torch.bfloat16, options.vocabulary
+    hidden = torch.randn(options.num_tokens, options.width, device=device, dtype=dtype)
+    rows = vocabulary + -vocabulary % 64
+    padded = torch.zeros(rows, options.width, device=device, dtype=dtype)
     weight = torch.nn.init.normal_(padded[:vocabulary], std=0.02)
     ids = torch.randint(vocabulary, (options.num_tokens,), device=options.device)
     slope = torch.randn(options.num_tokens, device=options.device)
@@ -77,8 +86,9 @@ def measure(options: Options) -> dict:
         name: partial(run, way, hidden, matrix, ids, slope, vocabulary)
         for name, (way, matrix) in ways.items()
     }
-    exact = hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
-    logp, gradient = run(default, *exact)
+    logp, gradient = run(
+        default, hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
+    )
     rows, needed = {}, 4 * hidden.numel() * vocabulary
     for name, timing in common.timings_in_turns(runs, options).items():
         found, slopes = runs[name]()

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rl_train.engine import StopText
 from sa2va_hf.batches import Prompts
 
 END = 0  # the token that ends an answer: the vocabulary's first, which the number 0 draws
@@ -45,12 +46,14 @@ class Lengths:
             return [most] * num_rows
         return log_normal(num_rows, *self.mean_std, most, self.rank, num_rows)
 
-    def set_end(self, stop):
+    def set_end(self, stop: StopText):
         """Let a `StopText` see no end but END, and none at all where all answers are full."""
         stop.stopped = stop.table.shape[1]  # beyond all states
         stop.eos_id = END if self.mean_std else -1
 
-    def numbers(self, num_rows: int, most: int, uniforms=None) -> torch.Tensor | None:
+    def numbers(
+        self, num_rows: int, most: int, uniforms: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """(N, T) uniforms with which rows end where they are to.
 
         An answer of full length has no end. Greedy answers (None) become sampled ones.

@@ -5,16 +5,18 @@ them, L prompt length, T completion tokens, V vocabulary.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
 
+from rl_train.config.flags import COUNT, flag
 from rl_train.engine import Engine
-from rl_train.flags import COUNT, flag
 from tools.benchmarks import common
-from tools.benchmarks.floor import LanguageModel
+from tools.benchmarks.roofline import LanguageModel
 from tools.benchmarks.trl_style import FullEngine
 
 # In the last two, rows share their prompt's forward and layers are compiled; the last: the default.
@@ -40,7 +42,7 @@ class Options(common.Answers):
 class MicroBatch:
     """P random prompts, N random completions, the derivative of a loss by each log-prob."""
 
-    def __init__(self, model, options: Options):
+    def __init__(self, model: nn.Module, options: Options):
         torch.manual_seed(0)
         self.model, self.group = model, options.num_generations
         self.embeds, self.mask = common.random_prompts(options.num_prompts, model.config, options)
@@ -51,7 +53,7 @@ class MicroBatch:
         self.engine = Engine(model, pad_id=0, gradient_checkpointing=True)
         self.full = FullEngine(model, pad_id=0)
 
-    def run(self, way: str, lengths=None) -> torch.Tensor:
+    def run(self, way: str, lengths: torch.Tensor | None = None) -> torch.Tensor:
         """(N, T) log-probs; their gradients replace the last ones.
 
         lengths: (N,) of the answers, default T.
@@ -63,7 +65,7 @@ class MicroBatch:
         logp.backward(self.slope)
         return logp.detach()
 
-    def run_lengths(self, way: str, number=5) -> dict:
+    def run_lengths(self, way: str, number: int = 5) -> dict:
         """Graphs that torch compiles for so many steps of other lengths, seconds of the first."""
         random, seconds = torch.Generator().manual_seed(0), []
         before = counters["stats"]["unique_graphs"]
@@ -89,7 +91,7 @@ class MicroBatch:
             logps[-1].backward(slope[None])
         return torch.cat(logps).detach()
 
-    def ours(self, way, lengths) -> torch.Tensor:
+    def ours(self, way: str, lengths: torch.Tensor | None) -> torch.Tensor:
         """(N, T) as in training."""
         prompt = torch.arange(len(self.ids), device=self.ids.device) // self.group
         valid = torch.ones_like(self.ids, dtype=torch.bool)
@@ -120,7 +122,7 @@ class MicroBatch:
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
 
-def operations(model, ways, options: Options) -> dict[str, float]:
+def operations(model: nn.Module, ways: Sequence[str], options: Options) -> dict[str, float]:
     """{way: operations that it cannot do without}, with attention where it is causal."""
     costs, length, new = LanguageModel(model), options.prompt_length, options.num_tokens
     answers, needed = options.num_rows * new, {}

@@ -1,6 +1,7 @@
 """Where each millisecond of a step goes: each phase's time by class of kernel, by torch.profiler.
 
-The step of `tools.benchmark step`. A phase ends when the GPU has done its work; a kernel that
+The step of `python -m tools.benchmarks step`. A phase ends when the GPU has done its work; a
+kernel that
 nothing else launches marks that on the GPU's own timeline. The profiler slows the host down, so a
 phase's wall time is that of steps without it, and what the kernels leave of that is idle. One
 session of the profiler, when all CUDA graphs are captured: others of the process lose events
@@ -19,9 +20,9 @@ from pathlib import Path
 import torch
 
 from rl_train import engine
-from rl_train.curves import Clock
-from tools.benchmarks import common, work
-from tools.benchmarks.floor import step_floor
+from rl_train.loggers.metrics import PhaseTimer
+from tools.benchmarks import common, workload
+from tools.benchmarks.roofline import step_floor
 from tools.benchmarks.step import summary
 
 ATTENTION = re.compile(r"flash|fmha|sdpa|attention|^_attend|^_merge", re.IGNORECASE)
@@ -40,11 +41,11 @@ CLOCK_SLACK = 0.1  # seconds by which a phase may differ between trace and host
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(common.Ceilings, work.Options):
+class Options(common.Ceilings, workload.Options):
     """the step"""
 
 
-class MarkingClock(Clock):
+class MarkingClock(PhaseTimer):
     """A clock that marks in the trace where each phase ends."""
 
     def __call__(self, phase: str):
@@ -62,7 +63,7 @@ class MarkingClock(Clock):
 def measure(options: Options) -> dict:
     """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
-    w = work.build(options)
+    w = workload.build(options)
     clocks, warmth = w.run()
     plain, least = summary([c.seconds for c in clocks]), step_floor(w, matmul, bandwidth)
     device = w.policy.device

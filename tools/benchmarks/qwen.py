@@ -1,6 +1,7 @@
 """Qwen2.5-VL and SAM2 of random weights, at published shapes, and a tiny one to try the code."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import (
@@ -10,12 +11,12 @@ from transformers import (
     Sam2Model,
 )
 
-from rl_train.policies.qwen_inputs import ImageSizes
-from rl_train.policies.qwen_loading import PointModel, Seen, TextModel
+from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
+from rl_train.policies.qwen_vl_model import PointModel, TextModel
 from sa2va_hf.configuration_sa2va import HIERA_L
 from sa2va_hf.weights import default_dtype
-from tools import points_model
-from tools.random_checkpoint import NUM_TEXT_TOKENS, tokenizer
+from tools.benchmarks.random_checkpoint import NUM_TEXT_TOKENS, tokenizer
+from tools.demo import points_model
 
 ROPE = dict(rope_type="default", rope_theta=1e6, mrope_section=[16, 24, 24])
 QWEN_7B = dict(
@@ -61,7 +62,7 @@ TINY = dict(
     | dict(vocab_size=TINY_TEXT_TOKENS + len(points_model.SPECIAL) + 3, tie_word_embeddings=False),
     vision_config=points_model.VISION,
 )
-MEAN, STD = [0.481, 0.458, 0.408], [0.269, 0.261, 0.276]
+MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,12 @@ class Shapes:
     def tokenizer(self):
         return tokenizer(self.num_text_tokens, points_model.SPECIAL)
 
-    def seen(self, side: int) -> Seen:
+    def preprocessing(self, side: int) -> ImagePreprocessing:
         """Images as squares of `side` pixels."""
         patch, merge = self.qwen["vision_config"]["patch_size"], 2
         if side < 1 or side % (patch * merge):
             raise ValueError(f"--image_side {side}: must be a multiple of {patch * merge}")
-        return Seen(ImageSizes(patch, merge, side**2, side**2, side), 2, MEAN, STD)
+        return ImagePreprocessing(patch, merge, side**2, side**2, side, MEAN, STD)
 
 
 SHAPES = {
@@ -89,7 +90,9 @@ SHAPES = {
 }
 
 
-def random_qwen(shapes: Shapes, device, seed: int = 0) -> Qwen2_5_VLForConditionalGeneration:
+def random_qwen(
+    shapes: Shapes, device: torch.device | str, seed: int = 0
+) -> Qwen2_5_VLForConditionalGeneration:
     """Qwen2.5-VL of random weights in bfloat16, whose special tokens are those of `shapes`."""
     id_of = {name: shapes.num_text_tokens + i for i, name in enumerate(points_model.SPECIAL)}
     config = Qwen2_5_VLConfig(
@@ -106,7 +109,7 @@ def random_qwen(shapes: Shapes, device, seed: int = 0) -> Qwen2_5_VLForCondition
         return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
-def random_points(shapes: Shapes, device, seed: int = 0) -> PointModel:
+def random_points(shapes: Shapes, device: torch.device | str, seed: int = 0) -> PointModel:
     """Both models of random weights, in the dtypes of a run: SAM2's decoder is float32."""
     vlm = random_qwen(shapes, device, seed)
     with torch.device(device):
@@ -121,5 +124,5 @@ class TextOf(TextModel):
 
     vlm: Qwen2_5_VLForConditionalGeneration
 
-    def generate(self, **inputs):
+    def generate(self, **inputs: Any):
         return self.vlm.generate(**inputs)

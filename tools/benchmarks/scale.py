@@ -18,11 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rl_train import distributed
-from rl_train.flags import COUNT, flag
-from rl_train.sharding import whole_base
-from tools.benchmarks import common, work
-from tools.benchmarks.floor import step_floor
+from rl_train.config.flags import COUNT, flag
+from rl_train.distributed import process_group
+from tools.benchmarks import common, workload
+from tools.benchmarks.roofline import step_floor
 from tools.benchmarks.step import summary
 
 # What a torchrun around this would hand down.
@@ -34,7 +33,7 @@ COLUMNS |= dict(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step(common.Ceilings, work.Options):
+class Step(common.Ceilings, workload.Options):
     """the step"""
 
     rounds: int = flag(15, "steps, whose median counts", type=COUNT)
@@ -63,8 +62,12 @@ def measure(options: Options) -> dict | None:
         count = run["num_processes"]
         rows[f"{count} processes"] = run["phases"] | run | dict(efficiency=efficiency[count])
     rows["floor"] = dict(seconds=runs[0]["floor"])
-    exchanged = dict(gigabytes_exchanged=runs[0]["exchanged_gigabytes"])
-    common.print_table(COLUMNS, rows, **exchanged, medians_of=options.rounds)
+    common.print_table(
+        COLUMNS,
+        rows,
+        gigabytes_exchanged=runs[0]["exchanged_gigabytes"],
+        medians_of=options.rounds,
+    )
     return dict(shapes=options.shapes, runs=runs, efficiency=efficiency)
 
 
@@ -86,7 +89,7 @@ def launch(options: Options, count: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "scale.json"
         command = [sys.executable, *(runner if count > 1 else [])]
-        command += ["-m", "tools.benchmark", "scale", "--worker", "--output", str(output)]
+        command += ["-m", "tools.benchmarks.__main__", "scale", "--worker", "--output", str(output)]
         command += handed_down(options)
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         return json.loads(output.read_text())
@@ -94,20 +97,19 @@ def launch(options: Options, count: int) -> dict:
 
 def measure_rank(options: Options) -> dict | None:
     """On the first rank: seconds of a step by the slowest rank, and of the exchange; else None."""
-    ranks = distributed.init()
+    ranks = process_group.init()
     try:
         matmul, bandwidth, ceilings = common.ceilings(options)
-        w = work.build(options, ranks)
+        w = workload.build(options, ranks)
         clocks, warmth = w.run()
-        of_ranks = distributed.gather_objects([dict(clock.seconds) for clock in clocks])
+        of_ranks = process_group.gather_objects([dict(clock.seconds) for clock in clocks])
         steps = list(zip(*of_ranks))  # of each step the phases of all ranks
         slowest = [max(step, key=lambda phases: sum(phases.values())) for step in steps]
         gradients = torch.cat([torch.zeros_like(p).flatten() for p in w.policy.trainable.values()])
         exchange = dist.all_reduce if dist.is_initialized() else torch.Tensor.zero_
         exchanged = common.timing(lambda: exchange(gradients), options)
-        with whole_base(w.policy):  # by all ranks, who may share the model out
-            floor = sum(step_floor(w, matmul, bandwidth).values())
-        distributed.gather_objects(None)
+        floor = sum(step_floor(w, matmul, bandwidth).values())
+        process_group.gather_objects(None)
         if not ranks.is_main:
             return None
         found = summary(slowest)
@@ -128,7 +130,7 @@ def measure_rank(options: Options) -> dict | None:
             **ceilings,
         )
     finally:
-        distributed.close()
+        process_group.close()
 
 
 def waiting(steps: list[tuple[dict[str, float], ...]]) -> float:

@@ -13,18 +13,19 @@ import torch
 
 from rl_train import grpo
 from rl_train.engine import Completions
-from rl_train.policies import sam_points
-from rl_train.policies.qwen_inputs import patches
-from rl_train.policies.qwen_points import PointImages
+from rl_train.policies import sam2_prompting
+from rl_train.policies.qwen_vl import QwenImageFeatures
+from rl_train.policies.qwen_vl_inputs import patches
+from rl_train.rollout import Batch
 from sa2va_hf.batches import Prompts, pad_left
 from tools.benchmarks.common import free_sampling
-from tools.benchmarks.work_points import ForcedPoints
+from tools.benchmarks.workload_points import ForcedPoints
 
 MICRO_BATCH = ["--micro_batch_size", "8"]  # TRL's per_device_train_batch_size
 
 
 @dataclass
-class Pixels(PointImages):
+class Pixels(QwenImageFeatures):
     """Images, which every forward encodes anew for each of its rows."""
 
     values: list[torch.Tensor]  # (patches, numbers of one) of each
@@ -42,23 +43,24 @@ class FullPoints(ForcedPoints):
     """Qwen2.5-VL by transformers alone."""
 
     @torch.no_grad()
-    def encode(self, batch) -> Pixels:
+    def encode(self, batch: Batch) -> Pixels:
         """Patches for Qwen2.5-VL, and SAM2's features, which the rewards need."""
-        seen, unit = self.seen, self.seen.sizes.factor
-        how = (seen.sizes, seen.mean, seen.std, seen.frames)
-        values = [patches(one.to(self.device), *how) for one in batch.inputs.pixels]
+        unit = self.preprocessing.factor
+        values = [
+            patches(pixels.to(self.device), self.preprocessing) for pixels in batch.inputs.pixels
+        ]
         sizes = [tuple(one.shape[1:]) for one in batch.inputs.pixels]
         grids = [(h // unit, w // unit) for h, w in sizes]
-        sam = sam_points.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
+        sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         return Pixels([], grids, sizes, sam, batch.sizes, values)
 
-    def whole(self, images: Pixels, prompts: Prompts, answers=None) -> dict:
+    def whole(self, images: Pixels, prompts: Prompts, answers: torch.Tensor | None = None) -> dict:
         """transformers' inputs of prompts, and answers (P, T) behind them, each with its image."""
         ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
         if answers is not None:
             ids = torch.cat([ids, answers.to(self.device)], dim=1)
             mask = torch.nn.functional.pad(mask, (0, answers.shape[1]), value=1)
-        merge = self.seen.sizes.merge
+        merge = self.preprocessing.merge
         grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image]
         return dict(
             input_ids=ids,
@@ -69,13 +71,21 @@ class FullPoints(ForcedPoints):
         )
 
     @torch.no_grad()
-    def complete(self, images, prompts, num_generations, max_new_tokens, uniforms=None):
+    def complete(
+        self,
+        images: Pixels,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+    ):
         """Sampled without regard to `uniforms`, greedily without them; log-probs are 0."""
         temperature = None if uniforms is None else self.engine.temperature
         with self.autocast():
             inputs = self.whole(images, prompts.repeat(num_generations))
-            how = free_sampling(max_new_tokens, self.pad_id, temperature)
-            out = self.model.vlm.generate(**inputs, **how)
+            out = self.model.vlm.generate(
+                **inputs, **free_sampling(max_new_tokens, self.pad_id, temperature)
+            )
         ids = out[:, inputs["input_ids"].shape[1] :]
         assert ids.shape == (len(prompts) * num_generations, max_new_tokens)
         logp, ids = ids.new_zeros(ids.shape).float(), ids.cpu()
@@ -83,15 +93,22 @@ class FullPoints(ForcedPoints):
         done = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
         return done, [self.completion_text(row) for row in ids.tolist()]
 
-    def score_answers(self, images, prompts, ids, valid, entropy_gradient=False) -> FullScores:
+    def score_answers(
+        self,
+        images: Pixels,
+        prompts: Prompts,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        entropy_gradient: bool = False,
+    ) -> FullScores:
         assert not entropy_gradient, "--entropy_coef is not measured"
         layers = self.model.vlm.model.language_model.layers
         for layer in layers:  # recomputed in training mode, which here turns no dropout on
             layer.training = self.engine.gradient_checkpointing and torch.is_grad_enabled()
         with self.autocast():
             inputs = self.whole(images, prompts, ids)
-            how = dict(use_cache=False, logits_to_keep=ids.shape[1] + 1)
-            logits = self.model.vlm(**inputs, **how).logits[:, :-1]
+            keep = ids.shape[1] + 1
+            logits = self.model.vlm(**inputs, use_cache=False, logits_to_keep=keep).logits[:, :-1]
             temperature = self.engine.temperature
             logp = grpo.token_logps_from_logits(logits, ids.to(self.device), temperature)
             with torch.no_grad():

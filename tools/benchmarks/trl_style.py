@@ -8,22 +8,23 @@ Letters: P prompts, G samples, N = P*G rows, n of a forward, L prompt length, T 
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from rl_train import grpo
 from rl_train.engine import Completions, Engine
 from rl_train.roles import Roles
-from rl_train.types import Batch
-from sa2va_hf.batches import Images, Prompts
+from rl_train.rollout import Batch
+from sa2va_hf.batches import ImageFeatures, Prompts
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.qwen import SHAPES
 from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints
-from tools.benchmarks.work import ForcedPolicy, Work, build
+from tools.benchmarks.workload import ForcedPolicy, Options, Work, build
 
 
 @dataclass
-class ImagesOfBatch(Images):
+class ImagesOfBatch(ImageFeatures):
     """Features of images, whose vision every forward computes anew."""
 
     batch: Batch
@@ -37,7 +38,7 @@ class FullAnswers:
     entropy: torch.Tensor  # (n, T)
     hidden: torch.Tensor  # (n, T, C) at each token as input
 
-    def hidden_of(self, tokens) -> torch.Tensor:
+    def hidden_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """(m, C) hidden states of tokens (n, T) bool."""
         return self.hidden[tokens]
 
@@ -52,7 +53,14 @@ class FullEngine(Engine):
     hidden_tokens = 0
 
     def generate(
-        self, embeds, attention_mask, *, num_generations, max_new_tokens, uniforms=None, **_
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
+        *,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+        **_,
     ) -> Completions:
         drawn, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
         out = self.language_model.generate(
@@ -76,14 +84,23 @@ class FullEngine(Engine):
         valid = torch.ones(ids.shape, dtype=torch.bool)
         return Completions(ids.cpu(), logp, valid, ~valid[:, 0], hidden)
 
-    def score(self, embeds, attention_mask, prompt, ids, valid, position_ids=None) -> FullAnswers:
+    def score(
+        self,
+        embeds: torch.Tensor,
+        attention_mask: torch.Tensor,
+        prompt: torch.Tensor,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+    ) -> FullAnswers:
         model, length = self.language_model, embeds.shape[1]
         attention_mask, ids = (t.to(embeds.device) for t in (attention_mask, ids))
         answers = model.get_input_embeddings()(ids).to(embeds.dtype)
         mask = torch.cat([attention_mask, torch.ones_like(ids)], dim=1)
         both, place = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
-        how = dict(attention_mask=mask, position_ids=place, use_cache=False)
-        hidden = model.model(inputs_embeds=both, **how).last_hidden_state
+        hidden = model.model(
+            inputs_embeds=both, attention_mask=mask, position_ids=place, use_cache=False
+        ).last_hidden_state
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)
         with torch.no_grad():
@@ -96,13 +113,13 @@ class FullPolicy(ForcedPolicy):
 
     roles: Roles
 
-    def __init__(self, *parts, **how):
+    def __init__(self, *parts: Any, **how: Any):
         super().__init__(*parts, **how)
         model, temperature = self.model.language_model, self.engine.temperature
         self.engine = FullEngine(model, pad_id=self.pad_id, temperature=temperature)
         self.engine.hidden_tokens = self.answer_tokens
 
-    def encode(self, batch) -> ImagesOfBatch:
+    def encode(self, batch: Batch) -> ImagesOfBatch:
         return ImagesOfBatch(**vars(super().encode(batch)), batch=batch)
 
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
@@ -115,14 +132,19 @@ class FullPolicy(ForcedPolicy):
         return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
 
     def score_answers(
-        self, images, prompts: Prompts, ids, valid, entropy_gradient=False
+        self,
+        images: ImagesOfBatch,
+        prompts: Prompts,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        entropy_gradient: bool = False,
     ) -> FullAnswers:
         assert not entropy_gradient, "--entropy_coef is not measured"
         with self.autocast():
-            embeds, mask = self.embed(images, prompts, ids.shape[1])
+            embeds, mask, _ = self.embed(images, prompts, ids.shape[1])
             return self.engine.score(embeds, mask, None, ids, valid)
 
-    def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings):
+    def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings: torch.Tensor):
         """As Sa2VA's; of the teacher by SAM2's features of every row's own."""
         if self.roles.active == "teacher":
             pixels = images.batch.inputs.sam_pixels[image].to(self.device)
@@ -132,7 +154,7 @@ class FullPolicy(ForcedPolicy):
         return super().decode_masks(images, image, embeddings)
 
 
-def build_trl_style(options) -> Work:
+def build_trl_style(options: Options) -> Work:
     """The work of `options`, done in TRL's way."""
     if options.answer_lengths:
         raise ValueError("--answer_lengths: not of trl, whose generate ends all at one length")

@@ -1,0 +1,288 @@
+"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+
+checkpoint_step_N/
+    adapter/                 the LoRA in PEFT's own format
+    trainables.safetensors   all trainable weights by native name, float32, and of which base
+    ema.safetensors          the teacher's, if a task has one
+    training_state.pt        optimizer, scheduler, step, tasks, counters, RNG of each rank
+    config.json              the run's flags
+checkpoint_best/             the same of the step with the best score on the evaluation split, and
+    eval.json                its step, its score and its metrics, the teacher's too
+The reference is not stored: it is the base with a fresh LoRA.
+
+final_model/                 with --export_final: the last one merged into the base (`export`)
+
+A folder of one of these names is whole: it is written as .NAME.unfinished and renamed.
+.NAME.replaced is the earlier folder of that name while another takes its place.
+"""
+
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.stateful import Stateful
+
+from rl_train.checkpoint.fingerprint import BaseFingerprint
+from rl_train.distributed.process_group import gather_objects
+from rl_train.policies.base import Policy
+from rl_train.roles import Roles
+from rl_train.utils.io import DamagedFile, fsync, read_json, wrap_write_errors, write_json
+
+CHECKPOINT_NAME = re.compile(r"checkpoint_step_(\d+)$")
+BEST_CHECKPOINT = "checkpoint_best"
+FINAL_MODEL = "final_model"  # written by --export_final from the last checkpoint
+WEIGHT_FILES = dict(policy="trainables.safetensors", teacher="ema.safetensors")  # {role: file}
+UNFINISHED, REPLACED = ".unfinished", ".replaced"  # suffixes that only `replacing` gives
+
+
+@dataclass
+class RunState:
+    """All that a run carries from step to step; the weights lie in the policy and the roles.
+
+    Attributes:
+        step: number of steps done.
+        counters: {name: state that counts over many steps}.
+        base: the frozen model under the weights.
+        initial_weights: {name: weight on the CPU} that a resumed run began with, until they are
+            evaluated; None if the run keeps a reference.
+    """
+
+    policy: Policy
+    roles: Roles
+    tasks: list
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LambdaLR
+    step: int = 0
+    counters: dict[str, Stateful] = field(default_factory=dict)
+    base: BaseFingerprint | None = None
+    initial_weights: dict[str, torch.Tensor] | None = None
+
+    def weights(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return {role: {name: weight}} of the policy and, if there is one, of the teacher."""
+        roles = dict(policy=self.policy.trainable) | self.roles.copies
+        return {role: roles[role] for role in WEIGHT_FILES if role in roles}
+
+    def check_finite(self):
+        """Raise FloatingPointError, on all ranks alike, if a weight is NaN or infinite."""
+        for role, weights in self.weights().items():
+            finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
+            if names := [name for name, ok in zip(weights, finite) if not ok]:
+                raise FloatingPointError(f"not finite: {role}: {', '.join(names[:5])}")
+
+    def state_dict(self) -> dict:
+        """Return the content of training_state.pt without the random number generators."""
+        return dict(
+            step=self.step,
+            optimizer=self.optimizer.state_dict(),
+            scheduler=self.scheduler.state_dict(),
+            tasks={task.name: task.action.state_dict() for task in self.tasks if task.action},
+            counters={name: counter.state_dict() for name, counter in self.counters.items()},
+        )
+
+    def load_state_dict(self, state: dict):
+        for group in state["optimizer"]["param_groups"]:
+            group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step = state["step"]
+        for task in self.tasks:
+            if task.action:
+                task.action.load_state_dict(state["tasks"][task.name])
+        for name, counter in self.counters.items():
+            counter.load_state_dict(state["counters"][name])
+
+
+def step_of(folder: Path) -> int:
+    return int(CHECKPOINT_NAME.search(folder.name)[1])
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the complete checkpoints in order of their steps."""
+    folders = Path(output_dir).glob("checkpoint_step_*")
+    return sorted(filter(lambda folder: CHECKPOINT_NAME.search(folder.name), folders), key=step_of)
+
+
+def resume_hint(output_dir: str | Path) -> str:
+    """Return the words with which a run that ends early names its last checkpoint."""
+    if checkpoints := list_checkpoints(output_dir):
+        return f"the last whole checkpoint is {checkpoints[-1]}, --resume goes on from it"
+    return f"{output_dir} holds no checkpoint yet, --resume auto begins anew"
+
+
+def save(output_dir: str | Path, state: RunState, flags: dict, total_limit: int, is_main: bool):
+    """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
+    write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, is_main)
+    if is_main:
+        remove_oldest(output_dir, total_limit)
+
+
+def save_if_best(
+    output_dir: str | Path, state: RunState, flags: dict, metrics: dict, is_main: bool
+):
+    """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
+    if metrics["score"] > gather_objects(best_score(output_dir) if is_main else None)[0]:
+        write(Path(output_dir) / BEST_CHECKPOINT, state, flags, is_main, metrics)
+
+
+def write(final: Path, state: RunState, flags: dict, is_main: bool, metrics: dict | None = None):
+    """Write the folder `final` on the first rank, over one of that name.
+
+    Raises FloatingPointError, on all ranks, if a weight is not finite; CannotWrite as `replacing`.
+    """
+    state.check_finite()
+    rng = gather_objects(torch.get_rng_state())
+    if not is_main:
+        return
+    with replacing(final) as folder:
+        if state.policy.peft:  # supervised training may train the language model whole
+            state.policy.peft.save_pretrained(folder / "adapter")
+        metadata = {"base": state.base.digest} if state.base else None
+        for role, weights in state.weights().items():
+            on_cpu = {n: weight.detach().cpu().contiguous() for n, weight in weights.items()}
+            save_file(on_cpu, folder / WEIGHT_FILES[role], metadata)
+        with (folder / "training_state.pt").open("wb") as file:  # for the error of a full disk
+            torch.save(state.state_dict() | dict(rng=rng), file)
+        write_json(folder / "config.json", flags, indent=2)
+        if metrics:
+            best = dict(step=state.step, score=metrics["score"], metrics=metrics)
+            write_json(folder / "eval.json", best, indent=2)
+
+
+def remove_oldest(output_dir: str | Path, total_limit: int):
+    """Remove the oldest checkpoints beyond `total_limit` (0: none)."""
+    for old in list_checkpoints(output_dir)[:-total_limit] if total_limit else ():
+        with wrap_write_errors(old):  # half removed it must not look whole
+            shutil.rmtree(old.rename(_beside(old, UNFINISHED)))
+
+
+def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):
+    """Remove what a kill has left in the output folder of a run that begins at step `start`.
+
+    Raises ValueError if it holds a later checkpoint, which the next --resume would take for this
+    run's.
+    """
+    output, checkpoints = Path(output_dir), list_checkpoints(output_dir)
+    if checkpoints and step_of(checkpoints[-1]) > start:
+        raise ValueError(
+            f"--resume: goes on from step {start}, and --output_dir {output} holds "
+            f"{checkpoints[-1].name}: give another --output_dir"
+        )
+    for leftover in [*output.glob(f".*{UNFINISHED}"), *output.glob(f".*{REPLACED}")]:
+        recover(output / leftover.stem[1:])
+    remove_oldest(output, total_limit)
+
+
+def _beside(final: Path, suffix: str) -> Path:
+    return final.with_name(f".{final.name}{suffix}")
+
+
+def recover(final: Path):
+    """Remove or bring back what a kill in `replacing` or `remove_oldest` left of a folder."""
+    unfinished, replaced = _beside(final, UNFINISHED), _beside(final, REPLACED)
+    with wrap_write_errors(final):
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
+        for leftover in filter(Path.exists, (unfinished, replaced)):
+            shutil.rmtree(leftover)
+
+
+@contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """A context that gives a new folder, which at its end takes the name `final`, whole.
+
+    All files get the mode of any new file: safetensors makes its own 0600. Raises CannotWrite,
+    after which `final` is what it was.
+    """
+    recover(final)
+    folder = _beside(final, UNFINISHED)
+    with wrap_write_errors(final):
+        folder.mkdir()  # without parents: an output folder that was removed stays away
+        yield folder
+        mode = folder.stat().st_mode & 0o777  # by the umask
+        for path in (*folder.rglob("*"), folder):
+            path.chmod(mode if path.is_dir() else mode & 0o666)
+            fsync(path)
+        if final.exists():
+            final.rename(_beside(final, REPLACED))  # removing it at once would take longer
+        folder.rename(final)
+        fsync(final.parent)
+    recover(final)
+
+
+def find(resume: str | None, output_dir: str | Path) -> Path | None:
+    """Return the folder that --resume means, if any; there may be a run without a checkpoint."""
+    if resume in (None, "latest", "auto"):
+        return next(reversed(list_checkpoints(output_dir) if resume else []), None)
+    if not (Path(resume) / "training_state.pt").is_file():
+        raise ValueError(f"--resume {resume}: it has no training_state.pt, it is no checkpoint")
+    return Path(resume)
+
+
+def read_state(folder: str | Path) -> dict:
+    """Return the content of training_state.pt. Raises DamagedFile."""
+    file = Path(folder) / "training_state.pt"
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
+
+
+def open_weights(path: Path) -> safe_open:
+    """Open a safetensors file and read its header. Raises DamagedFile."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise DamagedFile(path, error) from error
+
+
+def load_weights(
+    folder: Path,
+    parameters: dict[str, torch.Tensor],
+    file: str = WEIGHT_FILES["policy"],
+    base: BaseFingerprint | None = None,
+):
+    """Copy a file's weights into the parameters.
+
+    Raises ValueError if it is damaged, if its names or shapes are not those of the parameters, or
+    if it was trained on another base than `base`.
+    """
+    reader = open_weights(Path(folder) / file)
+    if base and reader.metadata() != {"base": base.digest}:
+        trained_on = read_json(Path(folder) / "config.json")["model_path"]
+        raise ValueError(
+            f"{folder} was trained on another base than the one in {base.folders}: the run started "
+            f"from what then lay in {trained_on}. Give that base as --model_path"
+        )
+    weights = {name: reader.get_tensor(name) for name in reader.keys()}
+    shapes, expected = ({(n, w.shape) for n, w in x.items()} for x in (weights, parameters))
+    if differing := sorted({name for name, _ in shapes ^ expected}):
+        raise ValueError(
+            f"{folder}/{file}: names or shapes differ from what trains: {differing[:5]}"
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])
+
+
+def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
+    """Restore a run from `folder`. Raises ValueError as `load_weights` and `read_state`."""
+    best_score(output_dir)  # known to be readable before the next evaluation
+    for role, weights in state.weights().items():
+        load_weights(folder, weights, WEIGHT_FILES[role], state.base)
+    saved = read_state(folder)
+    state.load_state_dict(saved)
+    if rank < len(saved["rng"]):  # nothing depends on it across another number of ranks
+        torch.set_rng_state(saved["rng"][rank])
+
+
+def best_score(output_dir: str | Path) -> float:
+    """Return the score of checkpoint_best, or minus infinity. Raises DamagedFile."""
+    folder = Path(output_dir) / BEST_CHECKPOINT
+    return read_json(folder / "eval.json")["score"] if folder.exists() else float("-inf")

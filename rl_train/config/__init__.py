@@ -1,0 +1,1 @@
+"""Every flag, declared once, as small frozen dataclasses."""

@@ -1,0 +1,67 @@
+"""The flags of supervised training that are not those of reinforcement learning."""
+
+from dataclasses import dataclass
+
+from rl_train.config.flags import COUNT, flag
+from rl_train.config.grpo_config import (
+    CONFIG_CLASSES,
+    DataConfig,
+    PolicyConfig,
+    RunConfig,
+    UpdatesConfig,
+)
+
+# All of `memory`: a sample is a row of each.
+PHASES = ("calibration", "evaluation", "encode", "rollout", "teacher", "reference", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTExamplesConfig:
+    """examples, of supervised training"""
+
+    batch_size: int = flag(
+        4,
+        "samples per rank, forward and backward (B)",
+        type=COUNT,
+        aliases=("per_device_batch_size",),
+        free_on_resume=True,
+        lowers_memory_of=PHASES,
+    )
+    max_completion_length: int = flag(
+        512,
+        "tokens of an answer (T): a longer one is cut, held out none is sampled",
+        type=COUNT,
+        lowers_memory_of=("rollout", "teacher", "reference", "update"),
+    )
+    train: list[str] = flag(
+        [],
+        "what trains, in place of what the tasks name: lora, mlp1, text_hidden_fcs, sam2 (its mask "
+        "decoder); all weights of language_model (without a LoRA), embeddings (and lm_head), "
+        "vision, sam2_encoder; hypernetworks, of sam2",
+        metavar="GROUP",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTRunConfig(RunConfig):
+    """run"""
+
+    export_final: str = flag(
+        "policy",
+        "at the end the last checkpoint is merged into its base: --output_dir/final_model, which "
+        "rl_train.train takes as --model_path",
+        choices=["policy"],
+        free_on_resume=True,
+        out_of_model_card=True,
+    )
+
+
+# Of supervised training, which samples no group, has no reward and no loss of a choice.
+SFT_CONFIG_CLASSES = dict(
+    policy=PolicyConfig,
+    data=DataConfig,
+    rollout=SFTExamplesConfig,
+    optim=UpdatesConfig,
+    run=SFTRunConfig,
+)
+ALL_PARTS = tuple(dict.fromkeys([*CONFIG_CLASSES.values(), *SFT_CONFIG_CLASSES.values()]))

@@ -1,0 +1,170 @@
+"""The protocol of a region data set, and the part of a reader that is the same in all of them."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.images import DAMAGED, Encoded, decode_image
+from rl_train.data.rle import (
+    BAD_MASK,
+    LOST_MASK,
+    check_mask,
+    decode_mask,
+    mask_size,
+    resize_nearest,
+)
+from rl_train.data.text import caption_fault, clean_caption
+
+
+class RegionDataset(Protocol):
+    """A data set of n regions: every member that callers use.
+
+    Attributes:
+        image_keys: (n,) int64 key of each sample's image, the same wherever there is a copy of it.
+        coco_ids: (n,) int64 `coco_id` of each sample's image.
+    """
+
+    image_keys: np.ndarray
+    coco_ids: np.ndarray
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, i: int) -> dict:
+        """Read sample i, see `read_sample`."""
+
+    def image_id(self, i: int) -> str:
+        """Return the id of sample i without reading it."""
+
+    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
+        """Read the mask of sample i at `size` (H, W), see `read_mask`."""
+
+    def report(self) -> dict:
+        """Return {"kept", "rows", "skipped": {reason: regions}, "resized_masks"}."""
+
+
+@dataclass
+class Region:
+    """One sample before it is decoded.
+
+    Attributes:
+        read: returns the encoded image.
+        rle: its run-length mask; None = the whole image is the region.
+    """
+
+    read: Callable[[], Encoded]
+    rle: dict | None
+    caption: str
+    category: str = ""
+    image_id: str = ""
+
+
+class Reader:
+    """A `RegionDataset` of files: it counts while it scans, then calls `_keep`.
+
+    A reader whose samples are too many for a list in memory makes `_region` and `image_id` its own.
+    """
+
+    def __init__(self):
+        self._num_rows, self._num_resized = 0, 0
+        self._skipped = Counter()  # {reason: regions, or rows without any}
+        self._samples: list[Region] = []
+
+    def _usable(
+        self, image_size: tuple[int, int] | str, caption: str | None, rle: dict | None
+    ) -> bool:
+        """Return whether a region can be used, and count it by the reason if it cannot.
+
+        Args:
+            image_size: (W, H) of its image, or why there is none; rle: its mask.
+        """
+        reason, resized = caption_fault(caption), False
+        if isinstance(image_size, str):
+            reason = image_size
+        elif not reason:
+            reason, resized = check_mask(rle, image_size[::-1])
+        if reason:
+            self._skipped[reason] += 1
+        self._num_resized += resized
+        return not reason
+
+    def _keep(self, data_dir: str | Path, image_keys: list[int], coco_ids: list[int]):
+        """Set the keys of the samples. Raises ValueError if there is no sample."""
+        self.image_keys = np.array(image_keys, dtype=np.int64)
+        self.coco_ids = np.array(coco_ids, dtype=np.int64)
+        if not len(self):
+            raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
+
+    def image_id(self, i: int) -> str:
+        """Return the id of sample i without reading it."""
+        return self._samples[i].image_id
+
+    def _region(self, i: int) -> Region:
+        """Return sample i without reading its image. Raises DamagedSample or BadData."""
+        return self._samples[i]
+
+    def __len__(self) -> int:
+        return len(self.image_keys)
+
+    def __getitem__(self, i: int) -> dict:
+        return read_sample(self._region(i), self.image_id(i))
+
+    def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
+        """Read the mask of sample i at `size` (H, W), see `read_mask`."""
+        return read_mask(self._region(i).rle, size, self.image_id(i))
+
+    def report(self) -> dict:
+        """Return the counts of what opening read and kept, by name."""
+        return dict(
+            kept=len(self),
+            rows=self._num_rows,
+            skipped=dict(self._skipped),
+            resized_masks=self._num_resized,  # of the kept, of another size than their image
+        )
+
+
+def read_sample(region: Region, image_id: str) -> dict:
+    """dict(image PIL RGB, mask (H, W) bool of its `mask_size`, caption, category, image_id: str).
+
+    The caption is cleaned of special tokens; a mask of another size is resized to it by nearest
+    pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
+
+    Raises:
+        DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
+    """
+    try:
+        image = decode_image(region.read())
+    except BadData:  # of the file, not of this sample
+        raise
+    except DAMAGED as error:
+        raise DamagedSample(image_id, "damaged image") from error
+    return dict(
+        image=image,
+        mask=read_mask(region.rle, mask_size(image.height, image.width), image_id),
+        caption=clean_caption(region.caption),
+        category=region.category,
+        image_id=image_id,
+    )
+
+
+def read_mask(rle: dict | None, size: tuple[int, int], image_id: str) -> np.ndarray:
+    """The mask at `size` (H, W), bool, without its image. Raises DamagedSample: `read_sample`."""
+    try:
+        mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
+    except ValueError as error:  # it was good when the data set was opened
+        raise DamagedSample(image_id, BAD_MASK) from error
+    if mask.shape != size:
+        mask = resize_nearest(mask, *size)
+    if not mask.any():
+        raise DamagedSample(image_id, LOST_MASK)
+    return mask
+
+
+def number_images(keys: np.ndarray) -> np.ndarray:
+    """(n,) int64 number of each sample's image, by first appearance, from the image keys (n,)."""
+    _, first, image = np.unique(keys, return_index=True, return_inverse=True)
+    return first.argsort().argsort()[image]

@@ -1,0 +1,131 @@
+"""Data sets as a command line names them: the reader of each, and several of them mixed."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from rl_train.config.grpo_config import DataConfig
+from rl_train.data import DATASETS, EVAL_DATASETS, check_bad_fraction
+from rl_train.data.base import RegionDataset
+from rl_train.data.mixture import MixtureDataset
+from rl_train.data.refcoco import REFCOCO_NAMES
+
+Opener = Callable[[str], RegionDataset]  # takes the folder
+# The data sets that have parts, splits or a folder of images of their own, by the flag's name.
+HAVE = dict(parts=["gar", "dam"], split=list(REFCOCO_NAMES), image_root=list(REFCOCO_NAMES))
+ENTRY = re.compile(
+    r"(?P<name>[^/:]+)(/(?P<parts>[^:]+))?:(?P<folder>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?"
+)
+
+
+def reader(
+    name: str,
+    parts: Sequence[str] = (),
+    split: str | None = None,
+    image_root: str | None = None,
+    is_eval: bool = False,
+    prefix: str = "--",
+) -> Opener:
+    """Return the function that opens the data set `name` in a folder.
+
+    Args:
+        parts: folders to read; split: default train, or val if `is_eval`.
+        image_root: see `RefCOCODataset`; prefix: of the flags `parts` and `split`, in errors.
+
+    Raises:
+        ValueError: the data set has no such thing; names the flag.
+    """
+    options = dict(parts=list(parts), split=split, image_root=image_root)
+    for flag, value in options.items():
+        if value and name not in HAVE[flag]:
+            words = f"{'--' if flag == 'image_root' else prefix}{flag}"
+            raise ValueError(f"{words}: only for {', '.join(HAVE[flag])}, not {name}")
+    opener = (EVAL_DATASETS if is_eval else DATASETS)[name]
+    return partial(opener, **{flag: value for flag, value in options.items() if value})
+
+
+def naming_flag_in_errors(opener: Opener, flag: str) -> Opener:
+    """Return `opener` with `flag` in its errors in place of --data_dir."""
+
+    def open_folder(data_dir: str) -> RegionDataset:
+        try:
+            return opener(data_dir)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--data_dir ", flag)) from error
+
+    return open_folder
+
+
+@dataclass(frozen=True)
+class MixtureEntry:
+    """One data set of --mix."""
+
+    name: str
+    parts: tuple[str, ...]
+    folder: str
+    weight: float
+
+    @classmethod
+    def parse(cls, text: str) -> "MixtureEntry":
+        """Parse "NAME[/PART,..]:FOLDER[=WEIGHT]". Raises ValueError that names --mix."""
+        match = ENTRY.fullmatch(text)
+        weight = float(match["weight"] or 1) if match else 0
+        if not weight or match["name"] not in DATASETS:
+            raise ValueError(
+                f"--mix {text}: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of "
+                f"{', '.join(DATASETS)}, WEIGHT above 0"
+            )
+        parts = tuple(match["parts"].split(",")) if match["parts"] else ()
+        return cls(match["name"], parts, match["folder"], weight)
+
+    def reader(self, image_root: str | None) -> Opener:
+        """Return the function that opens it in its folder; a RefCOCO's part is its split."""
+        has_splits = self.name in REFCOCO_NAMES
+        opener = reader(
+            self.name,
+            parts=() if has_splits else self.parts,
+            split=",".join(self.parts) if has_splits else None,
+            image_root=image_root if has_splits else None,
+            prefix=f"--mix {self.name}/.. ",
+        )
+        return naming_flag_in_errors(opener, f"--mix {self.name}:")
+
+
+def readers(data: DataConfig) -> tuple[Opener, Opener]:
+    """Return the functions that open --data_dir, with --mix if given, and --eval_data_dir.
+
+    Raises:
+        ValueError: a flag asks for what its data set does not have.
+    """
+    entries = [MixtureEntry.parse(text) for text in data.mix]
+    eval_name = data.eval_dataset or data.dataset
+    names = [data.dataset, *(entry.name for entry in entries)]
+    if data.image_root and not {eval_name, *names} & set(REFCOCO_NAMES):
+        raise ValueError(f"--image_root: no data set here is one of {', '.join(REFCOCO_NAMES)}")
+    roots = dict.fromkeys(REFCOCO_NAMES, data.image_root)
+    train = reader(data.dataset, data.parts, data.split, roots.get(data.dataset))
+    evaluation = reader(
+        eval_name, data.eval_parts, data.eval_split, roots.get(eval_name), True, "--eval_"
+    )
+    evaluation = naming_flag_in_errors(evaluation, "--eval_data_dir ")
+    openers = [entry.reader(data.image_root) for entry in entries]
+    if not entries:
+        return train, evaluation
+
+    def open_mixture(data_dir: str) -> MixtureDataset:
+        folders = [entry.folder for entry in entries]
+        datasets = [train(data_dir), *(opener(f) for opener, f in zip(openers, folders))]
+        labels = unique(names)
+        for label, dataset in zip(labels, datasets):  # the sum would hide a small bad one
+            check_bad_fraction(dataset.report(), 0, data.max_bad_fraction, f"{label}: ")
+        weights = [1.0, *(entry.weight for entry in entries)]
+        return MixtureDataset(dict(zip(labels, datasets)), weights)
+
+    return open_mixture, evaluation
+
+
+def unique(names: list[str]) -> list[str]:
+    """Return the names, the second of two alike with .2 behind it."""
+    counts = [names[: k + 1].count(name) for k, name in enumerate(names)]
+    return [name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts)]

@@ -1,0 +1,1 @@
+"""Ranks: the process group, DistributedDataParallel, a sharded base, the launcher."""

@@ -1,0 +1,273 @@
+"""A decoder LLM's weights as few matrices, which its own parameters are views of while in use.
+
+Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
+frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
+live float32 parameters, of whatever role is active, by `refresh`. Only what autograd is to follow
+reads the parameters themselves.
+
+Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch._functorch.config
+from peft.tuners.lora import Linear as LoraLinear
+from torch import nn
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
+
+from rl_train.engine import decode_torch, layers
+
+LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
+
+
+class FusedLinears:
+    """Linears that read one input, with their LoRA, as one matrix (sum of outputs + k*r, inputs).
+
+    Args:
+        modules: the linears.
+
+    Attributes:
+        weight, bias: of the one matrix product; bias is None if no linear has one.
+        lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
+        sizes: outputs of each linear.
+        sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
+        live, copied: operands of `layers.linear`, whose LoRA is the parameters themselves, or
+            their copies.
+    """
+
+    def __init__(self, modules: list[nn.Module]):
+        self.bases = [_base(module) for module in modules]
+        self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
+        self.sizes = [base.out_features for base in self.bases]
+        self.scaling = self.loras[0][2] if self.loras else 0.0
+        self.sources, self.targets = [p for lora in self.loras for p in lora[:2]], []
+        self._fill()
+
+    def _fill(self):
+        """Make the matrix, of which the linears' parameters become views, with the LoRA in use."""
+        bases, loras, outputs = self.bases, self.loras, sum(self.sizes)
+        new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
+        a = new(rank * len(loras), bases[0].in_features)
+        self.weight = _joined([base.weight for base in bases], a)
+        self.bias = None
+        if any(base.bias is not None for base in bases):
+            assert all(base.bias is not None for base in bases), "a bias on some linears only"
+            self.bias = _joined([base.bias for base in bases], a[:, 0])
+        self.lora_b, self.targets = None, []
+        rows_b = ()
+        if loras:
+            self.lora_b = new(outputs, rank)
+            rows_a, rows_b = self.weight[outputs:].split(rank), self.lora_b.split(self.sizes)
+            for rows in zip(rows_a, rows_b):
+                self.targets += rows
+            _copy(self.targets, self.sources)
+        bias = None if self.bias is None else self.bias[:outputs]
+        self.live = layers.LinearOperands(
+            # Detached by .data, so that a refresh is no change of what autograd has saved.
+            weight=self.weight.data[:outputs],
+            bias=bias,
+            sizes=self.sizes,
+            scaling=self.scaling,
+            a=self.sources[::2],
+            b=self.sources[1::2],
+        )
+        self.copied = layers.LinearOperands(
+            weight=self.weight, bias=self.bias, sizes=self.sizes, scaling=self.scaling, b=rows_b
+        )
+
+
+def _joined(parameters, last) -> torch.Tensor:
+    """The parameters below each other, which become views of this, and `last` below them."""
+    whole = torch.cat([*(p.data for p in parameters), last])
+    for parameter, rows in zip(parameters, whole.split([*map(len, parameters), len(last)])):
+        parameter.data = rows
+    return whole
+
+
+class FusedLayer(NamedTuple):
+    """A decoder layer: its linears by the input that they share, and its norms."""
+
+    linears: list[FusedLinears]  # qkv, out, gate_up, down
+    norm: nn.Module  # before attention
+    mlp_norm: nn.Module
+
+    def operands(self, turn: tuple[torch.Tensor, torch.Tensor], live: bool) -> layers.LayerOperands:
+        """Operands of the functions before and behind attention.
+
+        Args:
+            turn: cos, sin (m, 1, D/2) by which q and k are turned.
+            live: whether the LoRA are the parameters themselves, else their copies.
+        """
+        qkv, out, gate_up, down = (each.live if live else each.copied for each in self.linears)
+        cos, sin = turn
+        return layers.LayerOperands(
+            cos=cos,
+            sin=sin,
+            norm=layers.NormOperands(self.norm.weight, self.norm.variance_epsilon),
+            qkv=qkv,
+            mlp_norm=layers.NormOperands(self.mlp_norm.weight, self.mlp_norm.variance_epsilon),
+            out=out,
+            gate_up=gate_up,
+            down=down,
+        )
+
+
+class FusedModel:
+    """What the fast path knows of a language model, whose frozen weights it takes over.
+
+    From here on the model's linears and lm_head are views of the matrices here, and compute as
+    before; `release` gives them storage of their own again.
+
+    Args:
+        language_model: one of which `unsupported` says None.
+    """
+
+    def __init__(self, language_model: nn.Module):
+        model, head, config = language_model.model, language_model.lm_head, language_model.config
+        self.model, self.head, self.final_norm = model, head, model.norm
+        # lm_head's V rows, and zeros up to a multiple of 64: Sa2VA-4B's 151,679 rows alone take a
+        # matrix product to a kernel that reads single numbers, at a third of the speed.
+        aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
+        self.padded_head = _joined([head.weight], aligning)
+        self.embedding = model.embed_tokens.weight.data
+        self.layers, self.sources, self.targets = [], [], []
+        for layer in model.layers:
+            linears = [FusedLinears(group) for group in _groups(layer)]
+            norms = layer.input_layernorm, layer.post_attention_layernorm
+            self.layers.append(FusedLayer(linears, norm=norms[0], mlp_norm=norms[1]))
+            self.sources += [source for one in linears for source in one.sources]
+            self.targets += [target for one in linears for target in one.targets]
+        rotary = model.rotary_emb
+        self.inv_freq, self.rope_scale = rotary.inv_freq.float(), rotary.attention_scaling
+        # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
+        # frequencies the first follows time, the second height, the third width.
+        sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
+        self.num_axes = len(sections)
+        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        self.axis = torch.tensor(axes, device=head.weight.device)
+        self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
+        # The parts of a decode step that are no products, of a layer that are not attention.
+        self.decode_ops, self.functions = decode_torch, layers.FUNCTIONS
+        if head.weight.is_cuda:
+            # What feeds a product of the backward too, as the MLP's gated values, may be computed
+            # again: a third less memory where layers keep what they computed.
+            torch._functorch.config.ban_recompute_materialized_backward = False
+            self.functions = layers.LayerFunctions(*map(torch.compile, layers.FUNCTIONS))
+            from rl_train.engine import decode_triton
+
+            if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
+                self.decode_ops = decode_triton
+        self.state = _state(model)
+
+    def check(self):
+        """Raise AssertionError if the model no longer computes with what was taken over."""
+        assert self.state == _state(self.model), (
+            "the model was moved, or its LoRA is merged, off or another one: "
+            "call release() of its engine before that"
+        )
+
+    def refresh(self):
+        """Copy the LoRA in use into the fused matrices."""
+        _copy(self.targets, self.sources)
+        self.copied_from = address(self.sources)
+
+    def follow(self):
+        """`refresh`, if the copies are of another LoRA than the one in use."""
+        if self.copied_from != address(self.sources):
+            self.refresh()
+
+    def release(self):
+        """Give the model's parameters storage of their own. This object is then of no use."""
+        for parameter in (self.head.weight, *self.model.parameters()):
+            if parameter.untyped_storage().nbytes() > parameter.nbytes:
+                parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def _copy(targets, sources):
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def address(sources: Sequence[torch.Tensor]) -> int | None:
+    """Where the first parameter's numbers are: a role's own, which it exchanges all together."""
+    return sources[0].data_ptr() if sources else None
+
+
+def _state(model) -> tuple:
+    """What `.to(..)`, merging, disabling and unloading change. They do so to all linears alike.
+
+    So one of them is looked at: this runs at every use.
+    """
+    module = model.layers[0].self_attn.q_proj
+    lora = ()
+    if isinstance(module, LoraLinear):
+        lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
+    return id(module), _base(module).weight.data_ptr(), *lora
+
+
+def _base(module) -> nn.Linear:
+    return module.base_layer if isinstance(module, LoraLinear) else module
+
+
+def _lora(module: LoraLinear):
+    """(A (r, in), B (out, r), alpha / r) of a LoRA with one adapter."""
+    (name,) = module.active_adapters
+    return module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
+
+
+def _groups(layer) -> list[list[nn.Module]]:
+    """The linears of a decoder layer by the input that they share."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def unsupported(language_model: nn.Module) -> str | None:
+    """Why the fast path would not compute what `language_model` computes, or None if it does."""
+    config, model, head = language_model.config, language_model.model, language_model.lm_head
+    others = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
+    if others:
+        return f"layers of {', '.join(kind.__name__ for kind in others)} are not known"
+    rope = config.rope_parameters["rope_type"]
+    known = config.hidden_act == "silu" and rope == "default"
+    if not known or set(config.layer_types) != {"full_attention"}:
+        return "only silu, full attention and default rotary embeddings are known"
+    if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
+        return "lm_head or embed_tokens is not plain"
+    linears = [module for layer in model.layers for group in _groups(layer) for module in group]
+    if any(type(_base(module)) is not nn.Linear for module in linears):
+        return "it has linears of another kind"
+    named = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
+    base = [parameter for name, parameter in named if "lora_" not in name]
+    if any(parameter.requires_grad for parameter in base):
+        return "its base weights train"
+    kinds = {(parameter.dtype, parameter.device) for parameter in base}
+    if len(kinds) > 1 or base[0].dtype not in (torch.float32, torch.bfloat16):
+        return f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in kinds)}"
+    for number, layer in enumerate(model.layers):
+        for group in _groups(layer):
+            reason = _unsupported_loras(group)
+            if reason:
+                return f"layer {number}: {reason}"
+    return None
+
+
+def _unsupported_loras(group) -> str | None:
+    loras = [module for module in group if isinstance(module, LoraLinear)]
+    if loras and len(loras) < len(group):
+        return "LoRA on some linears only of those that share an input"
+    for lora in loras:
+        plain = len(lora.active_adapters) == 1 and not lora.lora_variant
+        if not plain or lora.merged or lora.disable_adapters or any(lora.lora_bias.values()):
+            return "LoRA that is merged, disabled, of more than one adapter, or not the plain kind"
+    if len({(len(_lora(lora)[0]), _lora(lora)[2]) for lora in loras}) > 1:
+        return "LoRA of different rank or scale on linears that share an input"
+    return None

@@ -1,0 +1,171 @@
+"""What both ways to sample share: the draw of a token, the test for its end, and their records.
+
+Letters: N rows, T new tokens, C width, V vocabulary, S states of the stop text's automaton.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+BLOCK = 512  # classes whose probabilities are summed together before the search among them
+LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass
+class Completions:
+    """N sampled answers: ids, valid and stopped on the CPU, which goes on from there."""
+
+    ids: torch.Tensor  # (N, T) long, pad after a row's end
+    logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were drawn from
+    valid: torch.Tensor  # (N, T) bool, up to and including the token that completes the stop text
+    stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
+    # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on
+    hidden: torch.Tensor
+
+
+def sample_token(
+    logits: torch.Tensor, temperature: float, u: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token (N,), its log-prob (N,)) from logits (N, V).
+
+    By inverse CDF at u (N,) in [0, 1): the first token whose cumulative probability exceeds u of
+    the total, never one without probability. The likeliest token, of several the first, if u is
+    None.
+
+    Sums are float64, over blocks first and then inside the one block that is hit: a float64 scan of
+    the whole vocabulary costs more on a GPU than the rest of the sampling. Of each block the
+    highest logit and the sum relative to that are all that is read of the others, so torch.compile
+    reads the logits once.
+    """
+    x = F.pad(logits.float() / temperature, (0, -logits.shape[1] % BLOCK), value=float("-inf"))
+    x = x.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
+    top = x.amax(-1)  # (N, K)
+    highest, top = top.amax(1, keepdim=True), top.clamp(min=LOWEST)  # -inf - -inf is no number
+    scale = (top - highest).exp()
+    share = (x - top[..., None]).exp().sum(-1, dtype=torch.float64) * scale
+    total = share.sum(1, keepdim=True)
+    if u is None:
+        block = top.argmax(1, keepdim=True)  # (N, 1)
+    else:
+        cdf, target = share.cumsum(1), u[:, None].double() * total
+        block = _first_above(cdf, target, total)
+    inside = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
+    if u is None:
+        place = inside.argmax(1, keepdim=True)
+    else:
+        p = (inside - top.gather(1, block)).exp().double() * scale.gather(1, block)
+        target = (target - (cdf - share).gather(1, block)).clamp(min=0)  # rounding: not below
+        place = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
+    logp = inside.gather(1, place) - highest - total.log().float()
+    return (block * BLOCK + place)[:, 0], logp[:, 0]
+
+
+def _first_above(cdf, target, total) -> torch.Tensor:
+    """(N, 1) index of the first entry of a rising cdf (N, K) above target (N, 1).
+
+    Rounding may put target at total (N, 1), its end, behind which nothing has a probability: it is
+    then taken for less.
+    """
+    return (cdf <= target.minimum(total * (1 - 1e-13))).sum(1, keepdim=True)
+
+
+class StopText:
+    """Test for a template's stop texts, and for EOS.
+
+    An answer ends with the token behind which its decoded text, line breaks left out, ends in a
+    stop text: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
+    text is plain BPE text, whose ids depend on what precedes it. So the stop texts are an automaton
+    over bytes (Aho-Corasick) whose state is the longest tail of the answer that begins one of them.
+    Where a whole token leads from each state is computed once, so a step is one look-up, without a
+    sync.
+
+    Args:
+        tokenizer: byte-level BPE.
+        vocab_size: of the model, which may have more rows than its tokenizer has tokens; those
+            decode to nothing.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", stop_texts: list[str], vocab_size: int
+    ):
+        # States from `stopped` on are behind a stop text.
+        automaton, self.stopped = _automaton([text.encode() for text in stop_texts])
+        table = _over_tokens(automaton, _token_bytes(tokenizer, vocab_size))
+        self.table = torch.from_numpy(table)  # (V, S) long
+        self.eos_id = tokenizer.eos_token_id
+
+    def to(self, device: torch.device | str) -> "StopText":
+        """Itself, its table moved to `device`."""
+        self.table = self.table.to(device)
+        return self
+
+    def step(self, state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(state (N,) after token (N,), 0 before the first; (N,) bool: does it end the answer?)"""
+        state = self.table[token, state]
+        done = state >= self.stopped
+        return state, done if self.eos_id is None else done | (token == self.eos_id)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What to draw: see `Engine.generate`."""
+
+    num_generations: int
+    max_new_tokens: int
+    stop: StopText | None
+    pad_id: int
+    temperature: float
+    uniforms: torch.Tensor | None  # (N, max_new_tokens)
+
+
+def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
+    """(S, 256) next state, and the first of those, at the end, that are behind a text.
+
+    State 0 is the start. A line break changes nothing, but where it cuts a character in two.
+    """
+    prefixes = {text[:n] for text in texts for n in range(len(text) + 1)} | {b""}
+    behind = {prefix: prefix.endswith(tuple(texts)) for prefix in prefixes}
+    order = sorted(prefixes, key=lambda prefix: (behind[prefix], len(prefix), prefix))
+    state = {prefix: i for i, prefix in enumerate(order)}
+    step = np.empty((len(order), 256), dtype=np.int64)
+    for prefix, byte in ((p, b) for p in order for b in range(256)):
+        seen = prefix + bytes([byte])
+        if byte in b"\r\n":
+            seen = prefix if "\ufffd" not in prefix.decode(errors="replace") else b""
+        step[state[prefix], byte] = next(
+            state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state
+        )
+    return step, len(order) - sum(behind.values())
+
+
+def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
+    """What each id adds to the decoded text.
+
+    Byte-level pieces add the bytes of their alphabet; added tokens are spelt as they are.
+    """
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    pieces += [""] * (vocab_size - len(tokenizer))
+    return [
+        bytes(map(byte_of.get, piece)) if set(piece) <= byte_of.keys() else piece.encode()
+        for piece in pieces
+    ]
+
+
+def _over_tokens(automaton: np.ndarray, tokens: list[bytes]) -> np.ndarray:
+    """(V, S) state after each whole token from each state."""
+    table = np.tile(np.arange(len(automaton)), (len(tokens), 1))
+    lengths = np.array([len(token) for token in tokens])
+    for position in range(lengths.max(initial=0)):
+        longer = np.flatnonzero(lengths > position)
+        byte = np.array([tokens[i][position] for i in longer])
+        table[longer] = automaton[table[longer], byte[:, None]]
+    return table

@@ -1,0 +1,119 @@
+"""Means, 95 % intervals and paired differences of metrics, from the values of samples."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_train.evaluation import cycle_metrics, point_metrics, referring_metrics
+
+METRICS = cycle_metrics.METRICS | point_metrics.METRICS | referring_metrics.METRICS
+METRIC_PARTS = (
+    cycle_metrics.METRIC_PARTS | point_metrics.METRIC_PARTS | referring_metrics.METRIC_PARTS
+)
+
+
+def metrics_of(values: dict) -> dict[str, str]:
+    """{metric: its description} of the metrics that are made of the columns `values`."""
+    attributes = [name.removesuffix("_known") for name in values if name.endswith("_known")]
+    known = METRICS | {
+        f"{attribute}_{name}": text.format(attribute)
+        for attribute in attributes
+        for name, text in cycle_metrics.ATTRIBUTE_METRICS.items()
+    }
+    return {metric: text for metric, text in known.items() if set(parts_of(metric)) <= set(values)}
+
+
+def parts_of(metric: str) -> tuple[str, ...]:
+    """Names of the columns of a metric: one, or numerator and denominator of a ratio."""
+    attribute, _, name = metric.rpartition("_")
+    if name in cycle_metrics.ATTRIBUTE_PARTS:
+        return tuple(f"{attribute}_{part}" for part in cycle_metrics.ATTRIBUTE_PARTS[name])
+    return METRIC_PARTS.get(metric, (metric,))
+
+
+def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
+    """(n,) values whose mean is the metric, or (n, 2) numerators and denominators of its ratio."""
+    parts = [values[name] for name in parts_of(metric)]
+    if metric == "seg_p50":
+        return (parts[0] >= 0.5).double()
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
+
+
+def statistic(rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
+    """Mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN if both are 0."""
+    if rows.ndim == 1:
+        return rows.mean()
+    return rows[:, 0].sum() / rows[:, 1].sum()
+
+
+def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
+    """{metric: its value over all samples}. A ratio of 0 to 0 is left out."""
+    metrics = {metric: float(statistic(rows_of(values, metric))) for metric in metrics_of(values)}
+    return {metric: value for metric, value in metrics.items() if not math.isnan(value)}
+
+
+def bootstrap(
+    values: torch.Tensor,
+    num_resamples: int = 2000,
+    seed: int = 0,
+    statistic: Callable[[np.ndarray], np.ndarray] = statistic,
+) -> tuple[float, float]:
+    """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
+
+    Rows count as independent; if many share an image, the interval is too narrow. Resamples with a
+    ratio of 0 to 0 are left out.
+    """
+    rng, rows = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
+    n = len(rows)
+    with np.errstate(invalid="ignore"):  # a ratio of 0 to 0 is NaN
+        resampled = [statistic(rows[rng.integers(n, size=n)]) for _ in range(num_resamples)]
+    low, high = np.nanpercentile(resampled, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
+    """(after - before, low, high) of a metric's `rows_of`, with the paired 95 % interval."""
+    interval = bootstrap(
+        torch.stack([before, after], dim=-1),
+        statistic=lambda pairs: statistic(pairs[..., 1]) - statistic(pairs[..., 0]),
+    )
+    return float(statistic(after)) - float(statistic(before)), *interval
+
+
+@dataclass(frozen=True)
+class Change:
+    """A metric before and after, and the 95 % interval of the paired difference, if it has one."""
+
+    metric: str
+    before: float
+    after: float
+    interval: tuple[float, float] | None
+
+
+def changes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[Change]:
+    """Changes of the metrics that were measured before and after on the same samples."""
+    ends, changed = means(after), []
+    for metric, start in means(before).items():
+        if metric in ends:
+            interval = None
+            if metric not in cycle_metrics.WITHOUT_INTERVAL:
+                difference = paired_difference(rows_of(before, metric), rows_of(after, metric))
+                interval = difference[1:]
+            changed.append(Change(metric, start, ends[metric], interval))
+    return changed
+
+
+def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
+    """Metrics before and after, and the paired difference with its 95 % interval, as text."""
+    title = f"held out, n = {len(next(iter(after.values())))}"
+    lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
+    for change in changes(before, after):
+        line = f"{change.metric:20s} {change.before:8.4f} {change.after:8.4f}"
+        line += f" {change.after - change.before:+8.4f}"
+        if change.interval:
+            line += "   [{:+.4f}, {:+.4f}]".format(*change.interval)
+        lines.append(line)
+    return "\n".join(lines)

@@ -1,0 +1,203 @@
+"""Evaluation metrics of Sa2VA's two loops and directions: greedy answers, no latent noise."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rl_train.data.text import phrase
+from rl_train.evaluation.best_of_n import mean_logps, pick_best
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va_queries import (
+    answer_captions,
+    describe,
+    segment_sampled,
+    truncate_captions,
+)
+from rl_train.rewards import mask_iou, meteor
+from rl_train.rewards.attributes import Vocabulary, attribute_values
+from rl_train.rewards.hacking_signals import WHOLE, has_digit, is_whole, repeats
+from rl_train.rewards.iou import on_target
+from rl_train.rewards.meteor import tokenize
+from rl_train.rollout import Batch
+from rl_train.tasks.base import mask_columns
+from rl_train.utils.io import UserFault
+from rl_train.utils.rng import RowRNG
+from sa2va_hf.batches import ImageFeatures
+
+# What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
+METRICS = {
+    "cycle_iou": "region -> caption -> mask', IoU with the region",
+    "cycle_hit": "same: mask' lies on the region, on no other of the image (--other_regions)",
+    "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
+    "by_logp_cycle_iou": "same, the likeliest of them (mean log-prob)",
+    "sampled_cycle_iou": "same, their mean",
+    "cycle_meteor": "true caption -> mask -> caption', METEOR",
+    "seg_iou": "mask of the true caption: mean IoU (gIoU)",
+    "seg_ciou": "same: summed intersections / summed unions (cIoU)",
+    "seg_p50": "same: share with IoU >= 0.5",
+    "seg_hit": "same: it lies on the region, on no other of the image (--other_regions)",
+    "caption_meteor": "caption of the region, METEOR",
+    "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
+    "by_cycle_meteor": "same, the one of them of the highest cycle IoU",
+    "by_logp_meteor": "same, the likeliest of them",
+    "sampled_meteor": "same, their mean",
+    "caption_cider": "same, CIDEr-D (0 to 10)",
+    "caption_distinct": "different captions / regions",
+    "caption_words": "guard: words of the caption",
+    "caption_repeats": "guard: captions that say three words twice",
+    "caption_digits": "guard: captions with a digit, as coordinates have",
+    "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
+    "no_seg": "guard: true captions answered without [SEG]",
+}
+# Their mean decides which checkpoint, and which of its roles, is the best: both compare with the
+# data set's own masks and captions. Cycle metrics are what the rewards raise, also if captioner and
+# segmenter agree on a language that nobody else understands.
+DEFAULT_METRICS_FOR_BEST = ("seg_iou", "caption_meteor")
+# Columns of a metric of another name: one, or numerator and denominator of a ratio of sums.
+METRIC_PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
+# The same for {attribute}_{name}, of each attribute of --attributes: see `attribute_values`.
+ATTRIBUTE_PARTS = {
+    "accuracy": ("right", "known"),
+    "precision": ("right", "said"),
+    "stated": ("said", "known"),
+}
+ATTRIBUTE_METRICS = {
+    "accuracy": "captions that state the true {}, of all whose true one states one",
+    "precision": "same, of those that state any {}",
+    "stated": "captions that state any {}",
+}
+# A resample of the captions has fewer different ones, so a bootstrap would be biased.
+WITHOUT_INTERVAL = ("caption_distinct",)
+
+
+class MetricNotMeasured(UserFault):
+    """--best_by names what a run does not measure."""
+
+
+def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> float:
+    """Mean of the metrics `names`, by default of those of DEFAULT_METRICS_FOR_BEST that are there.
+
+    Raises MetricNotMeasured if one of `names`, or all of the default, is not there.
+    """
+    missing = [name for name in names if name not in metrics]
+    chosen = [metrics[name] for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
+    if missing or not chosen:
+        words = ", ".join(missing) or "is needed to choose checkpoint_best"
+        raise MetricNotMeasured(f"--best_by {words}: this run measures {', '.join(metrics)}")
+    return sum(chosen) / len(chosen)
+
+
+def measure(
+    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+) -> dict[str, list]:
+    """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
+
+    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
+    """
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    rows = list(range(len(batch)))
+    captions = describe(policy, images, rows, targets, max_new_tokens)
+    columns = measure_captions(policy, batch, images, captions, max_new_tokens)
+    masks, seg_rows, _ = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
+    replies = describe(policy, images, rows, masks, max_new_tokens)
+    with_seg = set(seg_rows.tolist())
+    if batch.others is not None:
+        columns["seg_hit"] = on_target(masks, batch.masks, batch.others).tolist()
+    return dict(
+        **columns,
+        **mask_columns(masks, targets, batch),
+        cycle_meteor=meteor(batch.captions, replies).tolist(),
+        caption_meteor=meteor(batch.captions, captions).tolist(),
+        caption_words=[len(tokenize(text)) for text in captions],
+        caption_repeats=[repeats(text) for text in captions],
+        caption_digits=[has_digit(text) for text in captions],
+        mask_whole=[is_whole(mask) for mask in masks],
+        no_seg=[row not in with_seg for row in rows],
+        caption=captions,
+    )
+
+
+def measure_captions(
+    policy: Sa2VAPolicy,
+    batch: Batch,
+    images: ImageFeatures,
+    captions: list[str],
+    max_new_tokens: int,
+) -> dict[str, list]:
+    """{"cycle_iou" and, with the other regions, "cycle_hit": B values} of the masks that B
+    captions are answered with."""
+    rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
+    masks, *_ = answer_captions(policy, images, rows, queries, max_new_tokens)
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    columns = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
+    if batch.others is not None:
+        columns["cycle_hit"] = (on_target(masks, batch.masks, batch.others) * spoken).tolist()
+    return columns
+
+
+def measure_samples(
+    policy: Sa2VAPolicy,
+    batch: Batch,
+    images: ImageFeatures,
+    max_new_tokens: int,
+    num_generations: int,
+) -> dict[str, list]:
+    """{column: B values} of G sampled captions of each region: what choosing among them gives.
+
+    Cycle IoU and METEOR of the chosen caption: `best_of_G` chooses by the metric itself, `by_cycle`
+    by cycle IoU, which needs no true caption, `by_logp` by mean log-prob; `sampled` is the mean of
+    all G.
+
+    See `sample_captions`.
+    """
+    G = num_generations
+    captions, iou, logp = sample_captions(policy, batch, images, max_new_tokens, G)
+    true = [caption for caption in batch.captions for _ in range(G)]
+    truth = meteor(true, captions).view(-1, G)  # (B, G)
+    return dict(
+        best_of_G_cycle_iou=pick_best(iou, iou),
+        by_logp_cycle_iou=pick_best(iou, logp),
+        sampled_cycle_iou=iou.mean(1).tolist(),
+        best_of_G_meteor=pick_best(truth, truth),
+        by_cycle_meteor=pick_best(truth, iou),
+        by_logp_meteor=pick_best(truth, logp),
+        sampled_meteor=truth.mean(1).tolist(),
+    )
+
+
+def sample_captions(
+    policy: Sa2VAPolicy,
+    batch: Batch,
+    images: ImageFeatures,
+    max_new_tokens: int,
+    num_generations: int,
+) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+    """(N sampled captions, G of each region; their cycle IoU, their mean log-prob (B, G)).
+
+    At the policy's temperature; random numbers follow from the sample's place in the data set, so
+    that they are the same for all policies. The masks are those of greedy answers.
+    """
+    G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
+    uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
+    done, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    rows = [i for i in range(len(batch)) for _ in range(G)]
+    queries = truncate_captions(policy, captions, max_new_tokens)
+    masks = segment_sampled(policy, images, rows, queries, max_new_tokens)
+    targets = [batch.masks[i].to(policy.device) for i in rows]
+    spoken = torch.tensor([bool(phrase(text)) for text in captions])
+    iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)
+    return captions, iou, mean_logps(done, G)
+
+
+def measure_texts(
+    references: list[str], captions: list[str], vocabulary: Vocabulary
+) -> dict[str, torch.Tensor]:
+    """{measure: (n,) float64} of n captions together: those of attributes, and whether a caption
+    is the first of its words.
+    """
+    first = {text: row for row, text in reversed(list(enumerate(captions)))}
+    distinct = [first[text] == row for row, text in enumerate(captions)]
+    return dict(caption_distinct=torch.tensor(distinct, dtype=torch.float64)) | attribute_values(
+        references, captions, vocabulary
+    )

@@ -1,0 +1,224 @@
+"""Evaluation: n samples, in their order, measured by all ranks together."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from rl_train.checkpoint import save_load
+from rl_train.config.grpo_config import RunConfig
+from rl_train.data.loader import eval_loader
+from rl_train.distributed.process_group import Ranks, gather_objects, raise_on_any_rank
+from rl_train.evaluation.bootstrap import bootstrap, means, rows_of
+from rl_train.evaluation.cycle_metrics import (
+    WITHOUT_INTERVAL,
+    measure,
+    measure_samples,
+    measure_texts,
+    selection_score,
+)
+from rl_train.loggers.tensorboard import RunLogger
+from rl_train.policies.base import Policy
+from rl_train.rewards.attributes import Vocabulary
+from rl_train.roles import Roles
+from rl_train.run.signals import SignalHandler
+from rl_train.utils.io import write_json
+
+# An evaluation has one answer a prompt and no gradient, so its batches can be larger.
+TRAIN_BATCHES_PER_EVAL_BATCH = 2
+
+
+@dataclass(frozen=True)
+class EvalSpec:
+    """Samples, metrics and batch size of an evaluation."""
+
+    dataset: object
+    batch_size: int
+    max_new_tokens: int
+    num_workers: int
+    max_caption_length: int | None = None  # see `Sa2VAInputs`
+    other_regions: bool = False  # also measure whether a mask lies on the right region
+    best_of: int = 0  # answers that are sampled of each region; 0 = none
+    vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
+    measure: Callable | None = None  # see `tasks.base.Task`
+    measure_samples: Callable = measure_samples  # (.., G) as measure: of `best_of` answers
+
+
+@dataclass
+class EvalResult:
+    """Columns and answers of n samples."""
+
+    values: dict[str, torch.Tensor]  # {column: (n,) float64}; see `measure`
+    image_ids: list[str]
+    references: list[str]  # true captions
+    captions: list[str]  # of the regions
+    num_damaged: int  # stand-ins among them, for samples that did not decode or fit
+
+
+@torch.no_grad()
+def evaluate(
+    policy: Policy,
+    spec: EvalSpec,
+    ranks: Ranks,
+    names: Sequence[str] = ("policy",),
+    roles: Roles | None = None,
+    signals: SignalHandler | None = None,
+) -> dict[str, EvalResult]:
+    """{role: its result} of all ranks together; empty if a signal has interrupted any rank.
+
+    Images are read once for all roles, and encoded once if no encoder trains. After a signal a rank
+    leaves when its batch ends.
+
+    Args:
+        names: roles, whose weights are those of `roles`; without it the weights in use are taken.
+
+    Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
+    """
+    tokens = spec.max_new_tokens
+    columns, faults = {name: [] for name in names}, set()
+    loader = eval_loader(
+        spec.dataset,
+        policy.inputs(tokens, spec.max_caption_length),
+        spec.batch_size,
+        spec.num_workers,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        other_regions=spec.other_regions,
+    )
+    for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
+        features = None
+        for name in names:
+            with roles.use(name) if roles else nullcontext():
+                if features is None or policy.encoders_train:  # else equal for all roles
+                    features = policy.encode(batch)
+                values = (spec.measure or measure)(policy, batch, features, tokens)
+                if spec.best_of:
+                    values |= spec.measure_samples(policy, batch, features, tokens, spec.best_of)
+                columns[name].append(values)
+            not_finite = policy.watch.take().names()
+            faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
+        if signals and signals.received:
+            break
+    raise_on_any_rank(sorted(faults))
+    if signals and signals.agree(gather_objects(signals.received)):
+        return {}
+    return {name: _merge(gather_objects(batches), spec) for name, batches in columns.items()}
+
+
+class Evaluator:
+    """Evaluations of a run: measure its roles, log the metrics, keep the best checkpoint.
+
+    Args:
+        samples: whether training samples too; else the sampler's memory is freed each time.
+    """
+
+    def __init__(
+        self,
+        spec: EvalSpec,
+        config: RunConfig,
+        ranks: Ranks,
+        flags: dict[str, object],
+        signals: SignalHandler,
+        samples: bool = True,
+    ):
+        self.spec, self.ranks, self.flags, self.signals = spec, ranks, flags, signals
+        self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
+        self.best_by, self.samples = config.best_by, samples
+        self.values = {}  # {step: columns of the policy}
+
+    def base(self, state: save_load.RunState, log: RunLogger):
+        """Measure what the run began with: the base, to which a fresh LoRA adds nothing.
+
+        That is the reference; without one the policy, which has not moved yet, or in a resumed run
+        its first weights, `state.initial_weights`.
+        """
+        first_weights = nullcontext()
+        if state.initial_weights is not None:
+            first_weights = state.roles.temporary_role("reference", state.initial_weights)
+            state.initial_weights = None
+        with first_weights:
+            role = "reference" if "reference" in state.roles.copies else "policy"
+            self._measure(0, state, (role,), log)
+
+    def __call__(self, state: save_load.RunState, log: RunLogger):
+        """Measure the policy and the teacher, if any. After a signal nothing is logged."""
+        names = ("policy", "teacher") if state.roles.has_teacher else ("policy",)
+        self._measure(state.step, state, names, log)
+
+    def due(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        return self.eval_steps > 0 and step % self.eval_steps == 0
+
+    def missing(self, step: int) -> bool:
+        """Whether an evaluation was due after this step, but a signal kept the run from it.
+
+        Rank 0's disk decides, which alone has the file; all ranks must call this.
+        """
+        lacks_file = step > 0 and self.due(step) and not self._file(step).is_file()
+        return gather_objects(lacks_file)[0]
+
+    def _file(self, step: int) -> Path:
+        return self.folder / "evaluation" / f"step_{step}.json"
+
+    def _measure(
+        self, step: int, state: save_load.RunState, names: tuple[str, ...], log: RunLogger
+    ):
+        """Log the roles `names`; keep the first one's columns, and the state if it is the best."""
+        results = evaluate(state.policy, self.spec, self.ranks, names, state.roles, self.signals)
+        if not self.samples:
+            state.policy.engine.forget()
+        if not results:
+            return
+        policy, *teacher = results.values()
+        self.values[step] = policy.values
+        metrics = [means(result.values) for result in results.values()]
+        log.scalars({f"eval/{name}": value for name, value in metrics[0].items()}, step)
+        if state.roles.has_teacher:  # at step 0 it is the base too
+            log.scalars({f"eval_ema/{name}": value for name, value in metrics[-1].items()}, step)
+        if self.eval_steps:  # at step 0 too, which shows whether --best_by is measured
+            scores = [role | dict(score=selection_score(role, self.best_by)) for role in metrics]
+            if step:
+                best = scores[0] | {"teacher": role for role in scores[1:]}
+                save_load.save_if_best(self.folder, state, self.flags, best, self.ranks.is_main)
+        if self.ranks.is_main:  # last: the file says that the evaluation is done
+            write_json(self._file(step), record(policy, self.flags, *teacher))
+
+
+def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
+    """Join all ranks' batches; rank r of R measured samples r, r + R, .."""
+    merged, world_size = {}, len(columns_of_rank)
+    for rank, batches in enumerate(columns_of_rank):
+        for name in batches[0] if batches else ():
+            column = merged.setdefault(name, [None] * len(spec.dataset))
+            column[rank::world_size] = [value for batch in batches for value in batch[name]]
+    image_ids, references, captions = map(merged.pop, ("image_id", "reference", "caption"))
+    num_damaged = sum(index != i for i, index in enumerate(merged.pop("index")))
+    values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
+    if spec.measure is None:
+        values |= measure_texts(references, captions, spec.vocabulary)
+    return EvalResult(values, image_ids, references, captions, num_damaged)
+
+
+def record(result: EvalResult, flags: dict, teacher: EvalResult | None = None) -> dict:
+    """Metrics, intervals and columns as JSON, which `tools.evaluate --before` reads.
+
+    The teacher's, on the same samples, are under "teacher".
+    """
+    head = dict(flags=flags, num_samples=len(result.image_ids))
+    teacher_record = dict(teacher=summary(teacher)) if teacher else {}
+    return head | vars(result) | summary(result) | teacher_record
+
+
+def summary(result: EvalResult) -> dict:
+    """Metrics, intervals, columns and answers of a role, as JSON."""
+    metrics = means(result.values)
+    intervals = {
+        metric: bootstrap(rows_of(result.values, metric))
+        for metric in metrics
+        if metric not in WITHOUT_INTERVAL
+    }
+    values = {name: column.tolist() for name, column in result.values.items()}
+    return dict(means=metrics, intervals=intervals, values=values, captions=result.captions)

@@ -1,0 +1,57 @@
+"""Referring segmentation as Sa2VA's own evaluation of RefCOCO/+/g prompts and counts it.
+
+Its source is projects/sa2va/evaluation/sa2va_eval_refcoco.py of bytedance/Sa2VA, and dataset/RES.py
+beside it. docs/data.md says what is equal and what is not.
+"""
+
+import torch
+
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va_queries import row_masks
+from rl_train.rollout import Batch
+from rl_train.tasks.base import mask_columns
+from sa2va_hf.batches import ImageFeatures, Prompts
+
+QUESTION = " Please segment {x} in this image."  # behind the image and a line break; with its blank
+MAX_TILES = 12  # and a thumbnail
+# Metrics reported beside seg_iou, seg_ciou, seg_p50 and no_seg, as `cycle_metrics` has them.
+METRICS = {"seg_ciou_answered": "seg_ciou of the phrases alone that were answered with [SEG]"}
+METRIC_PARTS = {"seg_ciou_answered": ("answered_intersection", "answered_union")}
+
+
+def measure(
+    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+) -> dict[str, list]:
+    """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
+
+    The phrases are asked as they are. An answer without [SEG] is an empty mask.
+    """
+    texts, masks, answered = segment(policy, images, batch.captions, max_new_tokens)
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    columns = mask_columns(masks, targets, batch)
+    return columns | dict(
+        answered_intersection=[n * seg for n, seg in zip(columns["seg_intersection"], answered)],
+        answered_union=[n * seg for n, seg in zip(columns["seg_union"], answered)],
+        no_seg=[not seg for seg in answered],
+        caption=texts,
+    )
+
+
+@torch.no_grad()
+def segment(
+    policy: Sa2VAPolicy, images: ImageFeatures, phrases: list[str], max_new_tokens: int
+) -> tuple[list[str], list[torch.Tensor], list[bool]]:
+    """(B answers, B masks (H, W) bool, whether each answer has [SEG]) of phrases[i] in image i.
+
+    A mask is the union of those of an answer's [SEG].
+    """
+    rows = list(range(len(phrases)))
+    questions = [QUESTION.replace("{x}", phrase) for phrase in phrases]
+    ids = [
+        policy.prompts.ids(text, tiles) for text, tiles in zip(questions, images.tiles, strict=True)
+    ]
+    completions, texts = policy.complete(images, Prompts(ids, rows, None), 1, max_new_tokens)
+    seg_rows, embeddings = policy.mask_embeddings(completions)
+    masks = row_masks(policy, images, rows, seg_rows.tolist(), embeddings)
+    answered = set(seg_rows.tolist())
+    return texts, masks, [row in answered for row in rows]

@@ -1,0 +1,140 @@
+"""Open the policy in a folder, of a model or of a checkpoint, and find what it was trained on."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset
+
+from rl_train.checkpoint.fingerprint import fingerprint_of
+from rl_train.checkpoint.save_load import WEIGHT_FILES, load_weights, open_weights
+from rl_train.config.grpo_config import DataConfig, PolicyConfig
+from rl_train.data.registry import readers
+from rl_train.data.split import picture_keys, split_dataset
+from rl_train.distributed.process_group import print0
+from rl_train.policies.base import Policy
+from rl_train.policies.lora import groups_of
+from rl_train.policies.registry import FAMILIES, build_policy, family_of
+from rl_train.utils.hub import model_folder
+from rl_train.utils.io import read_json
+
+# Flags of a run that its checkpoints' weights depend on.
+ARCHITECTURE = (
+    "lora_r",
+    "lora_alpha",
+    "sam_path",
+    "image_side",
+    "max_image_tokens",
+)
+
+
+def open_policy(
+    folder: Path,
+    checkpoint_folder: Path | None,
+    role: str,
+    device: torch.device | str,
+    max_new_tokens: int = 0,
+    flag: str = "--model_path",
+    family: str | None = None,
+    **config: str | int | float | bool | None,
+) -> Policy:
+    """Return the policy of a model folder, or with a role's weights of a checkpoint.
+
+    Args:
+        folder: value of `flag`, a model or a checkpoint of a run.
+        checkpoint_folder: checkpoint of a run that started from the model `folder`.
+        role, config: see `load_policy`.
+        family: family that the model must belong to; None: any.
+
+    Raises:
+        ValueError: there is no such policy, or it is of another family; names the flag.
+    """
+    base = folder
+    if (folder / "training_state.pt").is_file():
+        if checkpoint_folder:
+            raise ValueError(
+                f"{flag} {folder} is itself a checkpoint: --checkpoint {checkpoint_folder} is one "
+                "too many"
+            )
+        checkpoint_folder, base = folder, read_json(folder / "config.json")["model_path"]
+    base = model_folder(flag, base)
+    if family and family_of(base) != family:
+        raise ValueError(f"{flag} {folder}: its family is {family_of(base)}, not {family}")
+    if checkpoint_folder:
+        return load_policy(checkpoint_folder, role, base, device, max_new_tokens, **config)
+    if role == "teacher":
+        raise ValueError(f"--role teacher: {flag} {folder} is no checkpoint of a run")
+    config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
+    groups = FAMILIES[family_of(base)].trainable
+    return build_policy(config, {}, groups, max_new_tokens, device)
+
+
+def load_policy(
+    folder: Path,
+    role: str,
+    base: Path | None,
+    device: torch.device | str,
+    max_new_tokens: int = 0,
+    **config: str | int | float | bool | None,
+) -> Policy:
+    """Return the policy with the weights of a role of the checkpoint in `folder`.
+
+    Args:
+        role: "policy" or "teacher"; base: default is the one that the run started from.
+        config: fields of `PolicyConfig` beside the base, in place of the run's or the default's.
+
+    Raises:
+        ValueError: there is no such base, or the checkpoint lacks a file, was trained on another
+            base or trains other weights than the base has.
+    """
+    flags = read_json(folder / "config.json")
+    base = model_folder("--model_path", base or flags["model_path"])
+    settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
+    config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
+    names = open_weights(folder / WEIGHT_FILES[role]).keys()
+    groups = flags.get("train") or groups_of(names, FAMILIES[family_of(base)].trainable)
+    policy = build_policy(config, {}, groups, max_new_tokens, device)
+    fingerprint = fingerprint_of(*filter(None, (config.model_path, config.sam_path)))
+    load_weights(folder, policy.trainable, WEIGHT_FILES[role], fingerprint)
+    return policy
+
+
+def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
+    """Return the data set, or with the `choice` "drop" its regions on images not trained on.
+
+    Args:
+        folder: checkpoint of a run, whose data sets are opened again.
+        choice: refuse, drop or keep regions on images that the run was trained on. A sentence says
+            how many there are.
+
+    Raises:
+        ValueError: no such checkpoint or data, or a region is to be refused; names the flag.
+    """
+    if not (folder / "training_state.pt").is_file():
+        raise ValueError(f"--shared_images {choice}: {folder} is no checkpoint of a run")
+    flags = read_json(folder / "config.json")
+    data = DataConfig(**{f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags})
+    opened, heldout = readers(data)
+    training, _, _ = split_dataset(
+        opened,
+        data.data_dir,
+        data.eval_data_dir,
+        data.eval_samples,
+        max_bad_fraction=1.0,
+        shared_images=data.shared_images,
+        eval_opener=heldout,
+    )
+    keys, trained = picture_keys(dataset, training)
+    shared = np.isin(keys, trained)
+    sentence = (
+        f"--shared_images {choice}: {shared.sum()} of {len(dataset)} regions are on "
+        f"{len(np.unique(keys[shared]))} of the {len(np.unique(trained))} images that the run of "
+        f"{folder} was trained on"
+    )
+    print0(sentence)
+    if choice == "refuse" and shared.any():
+        raise ValueError(f"{sentence}; drop leaves them out, keep measures them")
+    if choice == "drop" and shared.all():
+        raise ValueError(f"{sentence}: nothing is left to measure")
+    return Subset(dataset, np.flatnonzero(~shared).tolist()) if choice == "drop" else dataset

@@ -1,0 +1,79 @@
+"""A checkpoint merged into its base: the folder that `tools.export` and --export_final write."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from rl_train.checkpoint.save_load import WEIGHT_FILES, read_state, replacing
+from rl_train.distributed.process_group import print0
+from rl_train.evaluation.cycle_metrics import DEFAULT_METRICS_FOR_BEST, selection_score
+from rl_train.export.load_policy import load_policy
+from rl_train.export.model_card import CARD, write_card
+from rl_train.utils.hub import model_folder
+from rl_train.utils.io import read_json
+
+ROLES = ["auto", "policy", "teacher"]
+NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
+COPIED_AS = {CARD: "README_of_the_base.md"}  # the base's own card
+
+
+def export(
+    folder: Path,
+    output: Path,
+    role: str = "policy",
+    model_path: str | None = None,
+    dtype: torch.dtype | None = None,
+) -> str:
+    """Write `output` from the checkpoint in `folder`, over a folder of that name; return the role.
+
+    The LoRA is merged in float32 and the sum cast to `dtype`: in bfloat16 small updates would
+    vanish one by one.
+
+    Args:
+        role: "policy", "teacher" or "auto", see `preferred_role`.
+        model_path: the base; default is the one that the run was started with.
+        dtype: of the written weights; default is that of the base's file.
+
+    Raises:
+        ValueError: a file of the checkpoint is missing or damaged, it trains other weights than the
+            base has, or "auto" finds no metrics.
+        CannotWrite: see `replacing`; `output` is then as it was.
+    """
+    base = model_path or read_json(folder / "config.json")["model_path"]
+    base = model_folder("--model_path", base)
+    role = preferred_role(folder) if role == "auto" else role
+    policy = load_policy(folder, role, base, "cpu", dtype="float32")
+    with replacing(output) as unfinished:
+        write_card(unfinished, folder, base, role)
+        policy.save_merged(unfinished, dtype)
+        for file in base.iterdir():
+            if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
+                shutil.copyfile(file, unfinished / COPIED_AS.get(file.name, file.name))
+    return role
+
+
+def preferred_role(folder: Path) -> str:
+    """Return the role of a checkpoint with the better score on the evaluation split at its step.
+
+    The score is that of checkpoint_best, by the run's evaluation beside the checkpoint. Without a
+    teacher it is the policy. Raises ValueError if the run has not evaluated both.
+    """
+    if not (folder / WEIGHT_FILES["teacher"]).is_file():
+        return "policy"
+    step = read_state(folder)["step"]
+    file = folder.resolve().parent / "evaluation" / f"step_{step}.json"
+    evaluation = read_json(file) if file.is_file() else {}
+    if "teacher" not in evaluation:
+        raise ValueError(
+            f"--role auto: {file} does not hold metrics of policy and teacher; pass --role policy "
+            f"or --role teacher, or measure both: tools.evaluate --model_path {folder} --role .."
+        )
+    names = evaluation["flags"]["best_by"]
+    metrics = dict(policy=evaluation["means"], teacher=evaluation["teacher"]["means"])
+    scores = {role: selection_score(means, names) for role, means in metrics.items()}
+    best = max(scores, key=scores.get)
+    shown = ", ".join(f"{role} {score:.4f}" for role, score in scores.items())
+    mean_of = " and ".join(names or DEFAULT_METRICS_FOR_BEST)
+    print0(f"--role auto: {best}, by the mean of {mean_of} on the evaluation split: {shown}")
+    return best

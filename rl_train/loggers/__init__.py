@@ -1,0 +1,1 @@
+"""Metrics of a step, TensorBoard, pictures, rollout files, Weights & Biases."""

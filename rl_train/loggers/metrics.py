@@ -1,0 +1,188 @@
+"""Metrics of a step, by TRL's names: counts of each rank, and their means over all ranks."""
+
+import math
+import time
+from collections import Counter
+
+import torch
+
+from rl_train.data.mixture import MixtureSampler
+from rl_train.grpo import group_std
+from rl_train.loss import ScoredRollout
+from rl_train.rewards.custom import BadReward
+from rl_train.rewards.hacking_signals import has_digit, is_whole, repeats
+
+
+class StepMetrics:
+    """Counts of one step on one rank. A mean is a total and a count; count 0 logs nothing."""
+
+    def __init__(self):
+        self.totals, self.counts, self.maxima = Counter(), Counter(), {}
+        self.sums, self.updates = Counter(), 0  # over micro-batches; number of optimizer steps
+        self.pending = []  # (metric, its statistic) of micro-batches that a GPU may still compute
+        self.rewards: dict[str, list[float]] = {}  # {task: reward of every row}
+        self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
+        self.judge_reasons = Counter()  # {reason why the judge failed: times}
+        self.points: dict[str, float] = {}  # metrics that are equal on all ranks
+        self.stop: str | None = None  # name of the signal that interrupts this rank
+
+    def mean(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor):
+        """Add to the total and the count of a mean."""
+        self.totals[name] += float(total)
+        self.counts[name] += float(count)
+
+    def add_shares(self, shares: MixtureSampler | None, index: list[int]):
+        """Count from which data sets of a mixture, if there is one, the samples come."""
+        for name, number in shares.count(index).items() if shares else ():
+            self.mean(f"data/share/{name}", number, len(index))
+
+    def add_rollout(self, work: ScoredRollout):
+        """Count tokens, refusals, reward components and signs of reward hacking of a rollout."""
+        rollout, outcome, task, rows = work.rollout, work.outcome, work.task.name, len(work.reward)
+        self.num_tokens += int(rollout.valid.sum())
+        self.damaged += rollout.batch.damaged
+        self.rewards.setdefault(task, []).extend(work.reward.tolist())
+        zero_std = group_std(work.reward, rollout.num_generations) == 0  # (B,)
+        self.mean(f"{task}/frac_zero_std", zero_std.sum(), len(zero_std))
+        row_totals = dict(
+            completion_length=rollout.valid.sum(),
+            truncated_frac=(~rollout.stopped).sum(),
+            empty_frac=sum(not text for text in rollout.texts),
+            unscored_frac=work.reward.isnan().sum(),
+            whole_mask_frac=sum(map(is_whole, outcome.masks)),
+        )
+        if outcome.refused:
+            row_totals["refused_frac"] = torch.stack(list(outcome.refused.values())).any(0).sum()
+            row_totals |= {f"refused/{reason}": r.sum() for reason, r in outcome.refused.items()}
+        else:  # answers of a fixed format always have digits and repeat their keys
+            captions = outcome.replies or rollout.texts
+            row_totals["repeats_frac"] = sum(map(repeats, captions))
+            row_totals["digits_frac"] = sum(map(has_digit, captions))
+        for name, total in row_totals.items():
+            self.mean(f"{task}/{name}", total, rows)
+        if work.task.action:
+            for name, (total, count) in work.task.action.metrics(rollout, outcome).items():
+                self.mean(f"{task}/{name}", total, count)
+        for name, values in outcome.rewards.items():
+            self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
+
+    def add_update(self, task: str, statistics: dict, on_policy: bool):
+        """Count a micro-batch's statistics; sampler_.. only under the weights that sampled.
+
+        `flush` fetches them from the GPU.
+        """
+        self.pending += [
+            (f"{task}/{name}", value)
+            for name, value in statistics.items()
+            if on_policy or not name.startswith("sampler_")
+        ]
+
+    def flush(self):
+        """Add the pending statistics to the sums, with one transfer from the GPU."""
+        pairs = [value if isinstance(value, tuple) else (value, 1) for _, value in self.pending]
+        fetched = to_floats([number for pair in pairs for number in pair])
+        for (name, value), total, count in zip(self.pending, fetched[::2], fetched[1::2]):
+            if isinstance(value, tuple):
+                self.mean(name, total, count)
+            elif name.endswith("/sampler_gap"):
+                self.maxima[name] = max(total, self.maxima.get(name, 0.0))  # or NaN
+            else:
+                self.sums[name] += total
+        self.pending = []
+
+    def not_finite(self) -> list[str]:
+        """Names of the metrics that are NaN or infinite."""
+        self.flush()
+        values = {**self.totals, **self.sums, **self.maxima}
+        return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def to_floats(values: list[torch.Tensor | float]) -> list[float]:
+    """Convert tensors () and numbers to floats, with one transfer from the GPU."""
+    on_gpu = [isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values]
+    tensors = [value.double() for value, gpu in zip(values, on_gpu) if gpu]
+    fetched = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(fetched) if gpu else float(value) for value, gpu in zip(values, on_gpu)]
+
+
+def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[str, float]:
+    """{metric: value} of a step, from the counts of all ranks and the tasks' loss weights."""
+    totals, counts, sums, metrics = Counter(), Counter(), Counter(), dict(ranks[0].points)
+    for rank in ranks:
+        totals.update(rank.totals)
+        counts.update(rank.counts)
+        sums.update(rank.sums)
+        for name, value in rank.maxima.items():
+            metrics[name] = max(metrics.get(name, value), value)
+    updates = sum(rank.updates for rank in ranks)
+    metrics |= {name: total / updates for name, total in sums.items()}
+    metrics |= {name: totals[name] / counts[name] for name in totals if counts[name]}
+    for task in ranks[0].rewards:
+        rewards = torch.tensor([reward for rank in ranks for reward in rank.rewards[task]])
+        scored = rewards[~rewards.isnan()].double()
+        if len(scored):  # else no reward was obtained, which is not a reward of 0
+            metrics[f"{task}/reward_mean"] = scored.mean().item()
+            metrics[f"{task}/reward_std"] = scored.std().item() if len(scored) > 1 else 0.0
+    for name in [name for name in metrics if "/reward/" in name]:
+        plain = name.replace("/reward/", "/")
+        if plain in metrics:
+            component = plain.split("/")[-1]
+            raise BadReward(f"--reward: {component} is a metric already, rename the function")
+        metrics[plain] = metrics.pop(name)
+    if updates:
+        learnt = [task for task in weights if f"{task}/loss" in metrics]  # others had no rows
+        metrics["total_loss"] = sum(weights[task] * metrics[f"{task}/loss"] for task in learnt)
+    return metrics
+
+
+class PhaseTimer:
+    """Seconds and peak GPU memory of each phase of a step.
+
+    On a GPU the end of a phase is a CUDA event, so that the host launches the next phase without
+    waiting; reading `seconds` waits.
+    """
+
+    def __init__(self, device: torch.device):
+        self.gpu = device if device.type == "cuda" else None
+        self.peaks = {}  # {phase: GiB at most}
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats(self.gpu)
+        self.ends = [(None, self.now())]  # (phase, time of its end), after the start of the step
+
+    def now(self) -> float | torch.cuda.Event:
+        """The time in seconds; on a GPU an event, from which the time is read later."""
+        if not self.gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __call__(self, phase: str):
+        """Add the time since the last call to a phase."""
+        if self.gpu:
+            peak = torch.cuda.max_memory_allocated(self.gpu) / 2**30
+            self.peaks[phase] = max(peak, self.peaks.get(phase, 0))
+            torch.cuda.reset_peak_memory_stats(self.gpu)
+        self.ends.append((phase, self.now()))
+
+    @property
+    def seconds(self) -> Counter:
+        """{phase: seconds}."""
+        seconds = Counter()
+        if self.gpu:
+            self.ends[-1][1].synchronize()
+        for (_, start), (phase, end) in zip(self.ends, self.ends[1:]):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self.gpu else end - start
+        return seconds
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """{metric: value} of a step that sampled `num_tokens` on all ranks."""
+        seconds = self.seconds
+        metrics = {f"perf/{phase}_seconds": value for phase, value in seconds.items()}
+        metrics["perf/step_seconds"] = sum(seconds.values())
+        if num_tokens:
+            metrics["perf/rollout_tokens_per_second"] = num_tokens / seconds["rollout"]
+        if self.peaks:
+            metrics |= {f"perf/peak_memory_gib/{p}": peak for p, peak in self.peaks.items()}
+            metrics["perf/peak_memory_gib"] = max(self.peaks.values())
+        return metrics

@@ -1,0 +1,216 @@
+"""TensorBoard metrics and pictures of a run, and its rollouts as JSON lines."""
+
+import json
+import os
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from torch.utils.tensorboard import SummaryWriter
+
+from rl_train.data.rle import encode_mask
+from rl_train.distributed.process_group import Ranks
+from rl_train.grpo import group_std
+from rl_train.loggers.wandb import WandbLogger
+from rl_train.loss import ScoredRollout
+from rl_train.points.parser import PointPrompt
+from rl_train.policies.base import Policy
+from rl_train.rollout import RewardOutput
+from rl_train.utils.io import DamagedFile, wrap_write_errors
+
+REGION, PREDICTED = (255, 196, 0), (255, 0, 200)  # colours of the target and of a model's mask
+BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # colours of a mask's prompt
+RADIUS = 4  # of a point, in pixels
+PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one panel, in pixels, at most
+MASK_SIDE = 256  # of a mask in the rollouts, in pixels, at most
+
+
+class RunLogger:
+    """TensorBoard events, pictures and rollouts of a run; on other ranks only rollouts.
+
+    Raises CannotWrite at a full disk.
+
+    Args:
+        start: steps that are done. TensorBoard shows no later point that a killed run left, and
+            later lines are cut from the rollouts. DamagedFile is raised, and the file stays as it
+            is, if a line cannot be read.
+        mirror: gets the same points and pictures; on the first rank.
+    """
+
+    def __init__(
+        self, output_dir: str | Path, ranks: Ranks, start: int, mirror: WandbLogger | None = None
+    ):
+        folder, self.start, self.mirror = Path(output_dir) / "rollouts", start, mirror
+        self.folder, self.writer = Path(output_dir) / "tensorboard", None
+        with wrap_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            for file in folder.glob("rank*.jsonl"):
+                number = file.stem.removeprefix("rank")
+                # Also of a run on more ranks; a name without a number is a file of the user.
+                if number.isdecimal() and int(number) % ranks.world_size == ranks.rank:
+                    os.truncate(file, end_of_lines_before(start, file))
+            self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("ab")
+        if ranks.is_main:
+            with wrap_write_errors(self.folder):
+                purge_step = start + 1 if start else 0
+                self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+
+    def scalars(self, values: dict[str, float], step: int):
+        """Log {metric: value} of a step; all of it is in the file when this returns.
+
+        TensorBoard has the steps before `start` already: a resume measures step 0 again.
+        """
+        if self.writer and step >= self.start:
+            with wrap_write_errors(self.folder):
+                for name, value in values.items():
+                    self.writer.add_scalar(name, value, step)
+                self.writer.flush()
+        if self.mirror:
+            self.mirror.scalars(values, step)
+
+    def rollouts(self, step: int, work: ScoredRollout):
+        """Write one JSON line per row, group by group; a reward that is NaN is null.
+
+        Masks, last in a line, are `small_mask`s.
+        """
+        rollout, outcome = work.rollout, work.outcome
+        image_ids = rollout.of_rows(rollout.batch.image_ids)
+        captions = rollout.of_rows(rollout.batch.captions)
+        lines = []
+        for row, text in enumerate(rollout.texts):
+            line = dict(step=step, task=work.task.name, image_id=image_ids[row])
+            line |= dict(caption=captions[row], completion=text, reward=_number(work.reward[row]))
+            line["advantage"] = round(work.advantages[row].item(), 4)
+            line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
+            line |= {"reply": outcome.replies[row]} if outcome.replies else {}
+            line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
+            line |= _masks(outcome, row)
+            lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+        with wrap_write_errors(self.jsonl.name):
+            self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # lone surrogates
+            self.jsonl.flush()  # nothing waits in a buffer: these lines outlive a kill
+
+    def pictures(self, step: int, work: ScoredRollout, policy: Policy, count: int = 3):
+        """Log pictures of the first `count` rows of the group whose rewards differ most."""
+        if self.writer:
+            size = work.rollout.num_generations
+            first = group_std(work.reward, size).argmax().item() * size
+            image = policy.picture(work.rollout.batch, first // size)
+            for k in range(min(count, size)):
+                picture = rollout_picture(image, work, first + k)
+                name = f"{work.task.name}/rollout_{k}"
+                with wrap_write_errors(self.folder):
+                    self.writer.add_image(name, picture, step, dataformats="HWC")
+                if self.mirror:
+                    self.mirror.picture(name, picture, step)
+
+    def close(self):
+        """Write the rest, and end the run at Weights & Biases."""
+        if self.mirror:
+            self.mirror.close()
+        if self.writer:
+            with wrap_write_errors(self.folder):
+                self.writer.close()
+        with wrap_write_errors(self.jsonl.name):  # tries again what a full disk has refused
+            self.jsonl.close()
+
+
+def end_of_lines_before(start: int, file: Path) -> int:
+    """Length in bytes of the whole lines of steps before `start`. Raises DamagedFile.
+
+    Steps never decrease in a file, since each resume cuts it.
+    """
+    number, end = 1, 0
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n") or json.loads(line)["step"] >= start:
+                    break
+                end += len(line)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(file, f"line {number}: {error}") from error
+    return end
+
+
+def _number(value: torch.Tensor) -> float | None:
+    """A reward as JSON can hold it: None for NaN."""
+    return None if value.isnan() else round(value.item(), 8)
+
+
+def _masks(outcome: RewardOutput, row: int) -> dict:
+    """The rewarded mask of a row, and the prompt that made it, for its JSON line.
+
+    Coordinates are pixels of the sample's mask. "mask_without" is the mask without the negative
+    points, if there are any.
+    """
+    fields, prompt = {}, outcome.answers[row] if outcome.answers else None
+    if prompt:
+        fields["prompt"] = {
+            name: [[round(value, 1) for value in shape] for shape in shapes]
+            for name, shapes in vars(prompt).items()
+        }
+        if prompt.negative:
+            fields["mask_without"] = small_mask(outcome.masks_without[row])
+    return fields | ({"mask": small_mask(outcome.masks[row])} if outcome.masks else {})
+
+
+def small_mask(mask: torch.Tensor) -> dict:
+    """{"size": [h, w], "counts": str}, COCO's compressed run lengths, of a mask (H, W) bool.
+
+    Its longer side is MASK_SIDE pixels at most; a smaller mask keeps its size.
+    """
+    scale = min(MASK_SIDE / max(mask.shape), 1.0)
+    size = [max(round(n * scale), 1) for n in mask.shape]
+    small = F.interpolate(mask.to(torch.uint8)[None, None], size, mode="nearest-exact")[0, 0]
+    return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())
+
+
+def rollout_picture(image: Image.Image, work: ScoredRollout, row: int) -> np.ndarray:
+    """(H, W, 3) uint8: the target (yellow) left, the model's mask (magenta) right, text below.
+
+    A box and points that prompt the mask are drawn too: points green, negative ones red.
+
+    Args:
+        image: image of the row's sample, in any size and shape; it gets the mask's shape.
+    """
+    batch, i = work.rollout.batch, row // work.rollout.num_generations
+    height, width = batch.sizes[i]
+    scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
+    image = image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
+    prompt = work.outcome.answers[row] if work.outcome.answers else None
+    lines = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
+    if work.outcome.replies:
+        lines.append(f"teacher's reply: {work.outcome.replies[row]}")
+    lines.append(f"reward {work.reward[row]:.3f}  advantage {work.advantages[row]:+.2f}")
+    lines = [part for line in lines for part in textwrap.wrap(line, width=66)]
+    size = (2 * PICTURE_WIDTH + 8, image.height + 18 * len(lines) + 8)
+    canvas = Image.new("RGB", size, "white")
+    canvas.paste(overlay(image, batch.masks[i], REGION, prompt))
+    canvas.paste(overlay(image, work.outcome.masks[row], PREDICTED, prompt), (PICTURE_WIDTH + 8, 0))
+    text, corner = "\n".join(lines), (4, image.height + 4)
+    ImageDraw.Draw(canvas).multiline_text(corner, text, fill="black", font_size=14)
+    return np.array(canvas)
+
+
+def overlay(
+    image: Image.Image,
+    mask: torch.Tensor,
+    color: tuple[int, int, int],
+    prompt: PointPrompt | None = None,
+) -> Image.Image:
+    """Tint the pixels of a mask (H, W) bool, and draw a prompt in the mask's pixels, if any."""
+    stencil = Image.fromarray(mask.cpu().numpy()).resize(image.size, Image.NEAREST)
+    tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.3)
+    panel = Image.composite(tinted, image, stencil)
+    if prompt:
+        draw = ImageDraw.Draw(panel)
+        prompt = prompt.scaled(image.width / mask.shape[1], image.height / mask.shape[0])
+        for box in prompt.boxes:
+            draw.rectangle(box, outline=BOX, width=2)
+        for points, fill in ((prompt.positive, POSITIVE), (prompt.negative, NEGATIVE)):
+            for point in points:
+                draw.circle(point, RADIUS, fill=fill, outline="white")
+    return panel

@@ -1,0 +1,273 @@
+"""The loss of some rows of a rollout: clipped policy term, KL to the reference, the task's own.
+
+Letters: N rows of a rollout, n of a micro-batch, G generations, T tokens, M actions, D their
+parameters.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_train.config.grpo_config import LossConfig
+from rl_train.distributed import process_group
+from rl_train.engine import ScoreOutput
+from rl_train.grpo import divide_by_std, grpo_loss, k3_kl, mean_entropy
+from rl_train.policies.base import Policy
+from rl_train.rollout import RewardOutput, Rollout
+from rl_train.utils.nan_check import NanWatcher
+from sa2va_hf.to_device import to_device
+
+if TYPE_CHECKING:  # tasks import this module
+    from rl_train.tasks.base import Task
+
+
+@dataclass
+class ReferenceScores:
+    logp: torch.Tensor  # (N, T)
+    action: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
+
+
+@dataclass
+class ScoredRollout:
+    """One task's rollout of one batch, with everything that the update needs."""
+
+    task: "Task"
+    rollout: Rollout
+    outcome: RewardOutput
+    reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
+    advantages: torch.Tensor  # (N,) on the CPU
+    reference: ReferenceScores | None  # None if --kl_coef is 0
+    watch: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
+    scaled_reward: torch.Tensor | None = None  # (N,) source of the advantages, if not `reward`
+    mask_truncated: bool = False  # whether answers cut at the length limit leave the loss
+    # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
+    first_logp: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
+
+    @property
+    def in_loss(self) -> torch.Tensor:
+        """(N,) bool, False where the reward is missing or the row is masked."""
+        has_reward = ~self.reward.isnan()
+        return has_reward & self.rollout.stopped if self.mask_truncated else has_reward
+
+    @property
+    def has_signal(self) -> list[bool]:
+        """Of each group, whether a row in the loss has an advantage other than 0."""
+        learnable = (self.advantages != 0) & self.in_loss
+        return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
+
+    def faults(self) -> list[str]:
+        """Names of the rollout's numbers that are not finite. NaN rewards are no fault."""
+        names = self.watch.names()
+        if self.reference and not self.reference.logp.isfinite().all():
+            names.append("the reference's log-probs")
+        if self.reward.isinf().any():
+            names.append("rewards")
+        return [f"{self.task.name}: {name}" for name in names]
+
+
+@dataclass(frozen=True)
+class LossDenominators:
+    """Divisors of a step: counts over all ranks, divided by the number of ranks.
+
+    Then the ranks' mean of sums over micro-batches is what one process computes on the joined
+    batch.
+    """
+
+    rows: float
+    tokens: float
+    actions: float
+
+
+def micro_batches(rows: slice, size: int) -> list[slice]:
+    """Consecutive slices of at most `size` rows."""
+    starts = range(rows.start, rows.stop, size)
+    return [slice(start, min(start + size, rows.stop)) for start in starts]
+
+
+def iter_micro_batches(
+    scored_rollouts: list[ScoredRollout], size: int, only_varying: bool = False
+) -> Iterator[tuple[ScoredRollout, slice, bool]]:
+    """Yield (rollout, its rows, whether it is the step's last) for each micro-batch of a step.
+
+    Args:
+        only_varying: leave out groups without a signal. A rank that has no other groups yields one
+            micro-batch of no rows, because all ranks average their gradients in the last one.
+    """
+    batches = [
+        (scored, rows)
+        for scored in scored_rollouts
+        for run in (rows_with_signal(scored) if only_varying else [slice(0, len(scored.rollout))])
+        for rows in micro_batches(run, size)
+    ] or [(scored_rollouts[0], slice(0, 0))]
+    for number, (scored, rows) in enumerate(batches, 1):
+        yield scored, rows, number == len(batches)
+
+
+def rows_with_signal(scored: ScoredRollout) -> list[slice]:
+    """Rows of the groups with a signal; neighbouring groups share a slice."""
+    G, runs = scored.rollout.num_generations, []
+    for group in (number for number, varies in enumerate(scored.has_signal) if varies):
+        start = runs.pop().start if runs and runs[-1].stop == group * G else group * G
+        runs.append(slice(start, (group + 1) * G))
+    return runs
+
+
+def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
+    """Divide advantages by the std of their task's rewards in this step, on all ranks."""
+    local: dict[str, list[float]] = {}  # {task: rewards of this rank}
+    for scored in scored_rollouts:
+        rewards = scored.reward if scored.scaled_reward is None else scored.scaled_reward
+        local.setdefault(scored.task.name, []).extend(rewards.tolist())
+    ranks = process_group.gather_objects(local)
+    for scored in scored_rollouts:
+        rewards = [value for rank in ranks for value in rank[scored.task.name]]
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+        scored.advantages = divide_by_std(scored.advantages, rewards)
+
+
+def score_rollout(
+    policy: Policy, task: "Task", rollout: Rollout, micro_batch_size: int
+) -> ReferenceScores:
+    """Score a whole rollout under the role in use."""
+    logps, actions = [], []
+    for rows in micro_batches(slice(0, len(rollout)), micro_batch_size):
+        scores = policy.score(rollout, rows)
+        logps.append(scores.logp)
+        if task.action:
+            actions.append(task.action.parameters(rollout, rows, scores))
+    return ReferenceScores(torch.cat(logps), torch.cat(actions) if actions else None)
+
+
+def loss_denominators(
+    scored_rollouts: list[ScoredRollout], num_ranks: int
+) -> tuple[dict[str, LossDenominators], bool]:
+    """({task: `LossDenominators`} of this step, whether any rank has a group with a signal).
+
+    Raises FloatingPointError, on all ranks, if any rollout of any rank has `faults`.
+    """
+    counts, faults = Counter(learnable=0), []
+    for scored in scored_rollouts:
+        name, in_loss, action = scored.task.name, scored.in_loss, scored.rollout.action
+        faults += scored.faults()
+        counts["learnable"] += sum(scored.has_signal)
+        counts[name, "rows"] += len(scored.reward)
+        counts[name, "tokens"] += int(scored.rollout.valid[in_loss].sum())
+        counts[name, "actions"] += int(in_loss[action.rows].sum()) if action else 0
+    total = process_group.all_sum(counts, faults)
+    mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
+    totals = {
+        name: LossDenominators(mean[name, "rows"], mean[name, "tokens"], mean[name, "actions"])
+        for name in dict.fromkeys(scored.task.name for scored in scored_rollouts)
+    }
+    return totals, total["learnable"] > 0
+
+
+@torch.no_grad()
+def check_finite_log_probs(policy: Policy, scored_rollouts: list[ScoredRollout], size: int):
+    """Raise FloatingPointError, on all ranks, if the newest weights' log-probs are not finite.
+
+    It scores each task's first `size` rows, so that weights which an update has spoilt are not
+    saved as a checkpoint.
+    """
+    faults = []
+    for scored in scored_rollouts:
+        if not policy.score(scored.rollout, slice(0, size)).logp.isfinite().all():
+            faults.append(f"{scored.task.name}: log-probs after the update")
+    process_group.raise_on_any_rank(faults)
+
+
+class MicroBatchLoss(torch.nn.Module):
+    """The loss of a micro-batch as a module, as DistributedDataParallel needs it.
+
+    Args:
+        policy: its trainable weights are the module's parameters.
+        max_tokens: length limit of an answer, the divisor of dr_grpo.
+    """
+
+    def __init__(self, policy: Policy, config: LossConfig, max_tokens: int):
+        super().__init__()
+        self.trainable = torch.nn.ParameterList(policy.trainable.values())
+        self.policy, self.config, self.max_tokens = policy, config, max_tokens
+
+    def forward(
+        self, scored: ScoredRollout, rows: slice, totals: LossDenominators, last: bool
+    ) -> tuple[torch.Tensor, dict]:
+        """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
+
+        If `last`, connect every trainable parameter to the loss so that DDP reduces all of them.
+        Without rows the loss is 0 and there are no statistics.
+
+        A statistic {name: detached} is a pair (total, count), or a number that adds up to the
+        step's value; sampler_gap is a maximum. Statistics called sampler_.. compare the scorer's
+        log-probs with those at sampling: largest and mean difference, and KL(sampler || scorer) by
+        k3. They are meaningful under the weights that sampled.
+        """
+        if rows.start == rows.stop:
+            zero = torch.zeros((), device=self.policy.device)
+            return process_group.touch_all_params(zero, self.trainable), {}
+        entropy_gradient = self.config.entropy_coef > 0
+        scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
+        loss, statistics = self._text_loss(scored, rows, scores, totals)
+        if scored.task.action:
+            action_terms, action_statistics = scored.task.action.loss(
+                scored, rows, scores, totals, self.config
+            )
+            for term in action_terms:
+                loss = loss + term
+            statistics |= action_statistics
+        statistics["loss"] = loss.detach()
+        loss = scored.task.weight * loss
+        if last:
+            loss = process_group.touch_all_params(loss, self.trainable)
+        return loss, statistics
+
+    def _text_loss(
+        self, scored: ScoredRollout, rows: slice, scores: ScoreOutput, totals: LossDenominators
+    ) -> tuple[torch.Tensor, dict]:
+        """(loss of the sampled tokens, its statistics).
+
+        The old log-probs are the sampler's. Only gspo, whose clip range is narrower than the
+        sampler's gap to the scorer in bfloat16, takes those of the first update's scoring.
+        """
+        rollout, config, logp = scored.rollout, self.config, scores.logp  # logp (n, T)
+        old_logp = rollout.logp[rows]
+        if config.loss_type == "gspo":
+            old_logp = scored.first_logp.setdefault((rows.start, rows.stop), logp.detach())
+        valid = to_device(rollout.valid[rows] & scored.in_loss[rows, None], logp.device)  # (n, T)
+        advantages = to_device(scored.advantages[rows], logp.device)  # (n,)
+        # Means over rows are scaled by the rows' fraction of the step; token sums already are.
+        mean_over_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")
+        fraction = len(valid) / totals.rows if mean_over_rows else 1.0
+        loss, stats = grpo_loss(
+            logp,
+            old_logp,
+            scored.reference and scored.reference.logp[rows],
+            advantages,
+            valid,
+            **config.clip,
+            kl_coef=config.kl_coef,
+            loss_type=config.loss_type,
+            max_completion_length=self.max_tokens,
+            num_tokens=totals.tokens,
+        )
+        loss = fraction * loss
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * mean_entropy(scores.entropy, valid, totals.tokens)
+        tokens = stats["tokens"]
+        scorer_logp = torch.where(valid, logp.detach(), 0.0)
+        sampler_logp = torch.where(valid, rollout.logp[rows], 0.0)
+        gap = (scorer_logp - sampler_logp).abs()
+        statistics = dict(
+            policy_loss=fraction * stats["policy_loss"],
+            clip_frac=(stats["clip_low"] + stats["clip_high"], tokens),
+            entropy=((scores.entropy.detach() * valid).sum(), tokens),
+            sampler_gap=gap.max(),
+            sampler_gap_mean=(gap.sum(), tokens),
+            sampler_k3=(k3_kl(sampler_logp, scorer_logp).sum(), tokens),
+        )
+        if scored.reference:
+            statistics["kl_div"] = (stats["kl"], tokens)
+        return loss, statistics

@@ -1,0 +1,172 @@
+"""Interface of a policy: every member that the loops, tasks and tools use, and shared methods."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from peft import PeftModel
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+
+from rl_train.engine import Completions, Engine, ScoreOutput, StopText
+from rl_train.rollout import Batch, Inputs, Rollout
+from rl_train.utils.nan_check import NanWatcher
+from sa2va_hf.batches import Prompts
+
+
+class Features(Protocol):
+    """Features of B images; each model family has its own record."""
+
+    sizes: list[tuple[int, int]]  # (H, W) of each original image
+
+
+class Policy(Protocol):
+    """Model that answers prompts, with its tokenizer and LoRA. Model families subclass this.
+
+    Methods with a body are shared. A family defines the others and the prompts of its own tasks.
+    Letters: B images, P prompts, G samples each, N = P*G rows, n scored rows, T tokens.
+    """
+
+    family: str  # name in `registry.FAMILIES`
+    model: torch.nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    engine: Engine  # samples and scores with the language model
+    peft: PeftModel | None  # the language model with its LoRA; None without one
+    stop: StopText | None  # text that ends an answer; None: only the length ends it
+    pad_id: int
+    base_dtype: torch.dtype
+    trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
+    groups: dict[str, str]  # {name of a trainable: its group}, by which gradient norms are logged
+    image_tokens: int  # tokens of the largest image that the flags allow
+    encoders_train: bool = False  # True if `encode` has a gradient
+    watch: NanWatcher  # names of the outputs, in any role, that had a NaN or infinity
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Inputs:
+        """Return the object that checks, prepares and collates samples in the loader's workers."""
+
+    def encode(self, batch: Batch) -> Features:
+        """Features of a batch's images, shared by rows, tasks and roles."""
+
+    def embed(
+        self, images: Features, prompts: Prompts, num_tokens: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(embeds (P, L, C), attention mask (P, L), positions (A, P, L) or None), left-padded.
+
+        Without positions, tokens are counted from the first unpadded one. Raises ValueError if a
+        prompt and `num_tokens` behind it exceed the model's context.
+        """
+
+    def complete(
+        self,
+        images: Features,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+    ) -> tuple[Completions, list[str]]:
+        """(G completions of each prompt, their N texts), sampled by uniforms (N, T) or greedy."""
+
+    def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
+        """Write the base with the LoRA merged in, in its published layout; ends its use."""
+
+    def autocast(self) -> torch.autocast:
+        """Autocast to bfloat16 of float32 trainables over a bfloat16 base."""
+        enabled = self.base_dtype == torch.bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+
+    def picture(self, batch: Batch, sample: int) -> Image.Image:
+        """Image of one sample, for people to look at."""
+        return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
+
+    def sample(
+        self,
+        batch: Batch,
+        features: Features,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+    ) -> Rollout:
+        """Return a rollout of G answers to each prompt, by `uniforms` (N, T) or greedy."""
+        completions, texts = self.complete(
+            features, prompts, num_generations, max_new_tokens, uniforms
+        )
+        rows = prompts.repeat(num_generations)
+        return Rollout(batch, features, rows, texts, num_generations, **vars(completions))
+
+    def score(
+        self, rollout: Rollout, rows: slice = slice(None), entropy_gradient: bool = False
+    ) -> ScoreOutput:
+        """Score n rows' sampled tokens by a full forward: .logp (n, T) with gradient and .entropy.
+
+        Neighbouring rows of one prompt share its forward. `entropy_gradient`: keep the gradient of
+        the entropy too.
+        """
+        prompts = rollout.prompts.select(range(len(rollout))[rows])
+        return self.score_answers(
+            rollout.features, prompts, rollout.ids[rows], rollout.valid[rows], entropy_gradient
+        )
+
+    def score_answers(
+        self,
+        images: Features,
+        prompts: Prompts,
+        ids: torch.Tensor,
+        valid: torch.Tensor,
+        entropy_gradient: bool = False,
+    ) -> ScoreOutput:
+        """Score answers as `score` does: tokens ids (n, T) where valid (n, T), to n prompts."""
+        prompts, prompt_index = prompts.distinct()
+        with self.autocast():
+            embeds, mask, positions = self.embed(images, prompts, ids.shape[1])
+            return self.engine.score(
+                embeds,
+                mask,
+                torch.tensor(prompt_index),
+                ids,
+                valid,
+                position_ids=positions,
+                entropy_gradient=entropy_gradient,
+            )
+
+
+SAM2_CITATION = """@article{ravi2024sam2,
+  title = {{SAM} 2: Segment Anything in Images and Videos},
+  author = {Ravi, Nikhila and Gabeur, Valentin and Hu, Yuan-Ting and Hu, Ronghang and others},
+  journal = {arXiv preprint arXiv:2408.00714},
+  year = {2024}
+}
+"""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family of models. A new family is one such record in its policy's file.
+
+    Attributes:
+        name: name by which tasks ask for the family.
+        model_type: value of model_type in the config.json of its folders.
+        build: (config, groups, max_new_tokens, device) -> the policy.
+        has_sam: True if its own folder holds a SAM2; otherwise --sam_path names one.
+        trainable: {group: regex} of the weights that may train in reinforcement learning.
+        groups: {group: regex} of all weights that --train may name.
+        reached_by: {group: the group in `trainable` that a task must list for gradients to reach
+            it}, for groups that are not in `trainable`.
+        citation: BibTeX entries of the models that it is made of.
+        loading: text of the model card that says how an exported folder (FOLDER) is loaded.
+    """
+
+    name: str
+    model_type: str
+    build: Callable[..., Policy]
+    has_sam: bool
+    trainable: dict[str, str]
+    groups: dict[str, str]
+    reached_by: dict[str, str]
+    citation: str
+    loading: str

@@ -1,0 +1,277 @@
+"""Qwen2.5-VL as a policy that answers boxes and points, from which SAM2 draws masks.
+
+Only a LoRA on the language model trains. So an image is encoded once for all rows, tasks and roles.
+
+Letters: B images, P prompts, G samples each, N = P*G rows, n scored rows, L prompt length, T
+tokens, C LLM width.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.engine import Completions, Engine, StopText
+from rl_train.points.parser import PointPrompt
+from rl_train.policies import lora, sam2_prompting
+from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
+from rl_train.policies.qwen_vl_inputs import QUESTION, ImagePreprocessing, QwenInputs, patches
+from rl_train.policies.qwen_vl_model import (
+    PointModel,
+    TextModel,
+    image_preprocessing,
+    load_qwen,
+    load_sam,
+)
+from rl_train.rollout import Batch
+from rl_train.utils.nan_check import NanWatcher
+from sa2va_hf.batches import Prompts, pad_left
+from sa2va_hf.loading import stored_dtype
+from sa2va_hf.to_device import to_device
+from sa2va_hf.tokenizer import load_tokenizer
+
+TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
+# By where they are: the vision encoder's MLP has linears of the same names.
+LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"
+# The chat template, around an image and behind it a question.
+BEFORE = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+BEFORE += "<|vision_start|>"
+BETWEEN, BEHIND = "<|vision_end|>", "<|im_end|>\n<|im_start|>assistant\n"
+ENDS = ["<|im_end|>", "<|endoftext|>"]
+QWEN_VL_CITATION = """@article{bai2025qwen25vl,
+  title = {{Qwen2.5-VL} Technical Report},
+  author = {Bai, Shuai and others},
+  journal = {arXiv preprint arXiv:2502.13923},
+  year = {2025}
+}
+"""
+
+
+@dataclass
+class QwenImageFeatures:
+    """Frozen features of B images."""
+
+    vision: list[torch.Tensor]  # (tokens, C) of each
+    grids: list[tuple[int, int]]  # (rows, columns) of its tokens
+    seen_sizes: list[tuple[int, int]]  # (H', W') of the resized image
+    sam: list[torch.Tensor]  # `sam2_prompting.sam_features`
+    sizes: list[tuple[int, int]]  # (H, W) of the original
+
+
+class QwenVLPolicy(Policy):
+    """Qwen2.5-VL with a LoRA, its tokenizer and prompts, and a SAM2 beside it.
+
+    Args:
+        preprocessing: sizes and normalisation of images.
+        config: LoRA, temperature (of sampling and scoring alike) and checkpointing are used.
+    """
+
+    family = "qwen2_5_vl"
+
+    def __init__(
+        self,
+        model: PointModel,
+        tokenizer: PreTrainedTokenizerBase,
+        preprocessing: ImagePreprocessing,
+        config: PolicyConfig,
+    ):
+        self.model, self.tokenizer, self.preprocessing = model, tokenizer, preprocessing
+        vlm = model.vlm
+        self.context = vlm.config.text_config.max_position_embeddings  # tokens
+        self.image_tokens = preprocessing.max_tokens
+        self.stop = StopText(tokenizer, ENDS, vlm.config.text_config.vocab_size)
+        self.base_dtype = vlm.lm_head.weight.dtype
+        self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
+        self.head, self.middle, self.tail = map(self.encode_text, (BEFORE, BETWEEN, BEHIND))
+        self.peft = lora.attach_lora(vlm, config.lora_r, config.lora_alpha, targets=LINEARS)
+        self.trainable, self.groups = lora.freeze_all_but(model, TRAINABLE)
+        model.eval()
+        self.watch = NanWatcher()
+        self.engine = Engine(
+            TextModel(vlm.model.language_model, vlm.lm_head),
+            pad_id=self.pad_id,
+            temperature=config.temperature,
+            gradient_checkpointing=config.gradient_checkpointing,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.vlm.lm_head.weight.device
+
+    def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
+        """Write Qwen2.5-VL with the LoRA merged in, in `dtype` or that of its own folder.
+
+        Transformers loads the folder as a published one. It holds no SAM2. The policy is used up.
+        """
+        self.engine.release()  # the engine's fused weights cannot be merged and saved
+        vlm = self.peft.merge_and_unload()
+        vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
+
+    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> QwenInputs:
+        """Return what prepares and collates samples; too long ones are refused."""
+        return QwenInputs(
+            preprocessing=self.preprocessing,
+            sam_size=self.model.sam.prompt_encoder.input_image_size,
+            tokenizer=self.tokenizer,
+            context=self.context,
+            max_new_tokens=max_new_tokens,
+            max_caption_length=max_caption_length,
+        )
+
+    def encode_text(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @torch.no_grad()
+    def encode(self, batch: Batch) -> QwenImageFeatures:
+        """Features of a batch's images, for Qwen2.5-VL and for SAM2."""
+        pixels, preprocessing = batch.inputs.pixels, self.preprocessing
+        values = torch.cat([patches(image.to(self.device), preprocessing) for image in pixels])
+        seen_sizes = [tuple(image.shape[1:]) for image in pixels]
+        p, unit = preprocessing.patch, preprocessing.factor
+        patch_grids = torch.tensor([(1, h // p, w // p) for h, w in seen_sizes])
+        vision = self.model.vlm.get_image_features(values, patch_grids.to(self.device))
+        sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
+        grids = [(h // unit, w // unit) for h, w in seen_sizes]
+        return QwenImageFeatures(list(vision.pooler_output), grids, seen_sizes, sam, batch.sizes)
+
+    def point_prompts(
+        self, images: QwenImageFeatures, image: list[int], questions: list[str]
+    ) -> Prompts:
+        """Prompts of image[p] and then questions[p]."""
+        ids = []
+        for i, question in zip(image, questions, strict=True):
+            rows, columns = images.grids[i]
+            image_ids, question_ids = (
+                [self.image_token] * (rows * columns),
+                self.encode_text(question),
+            )
+            ids.append([*self.head, *image_ids, *self.middle, *question_ids, *self.tail])
+        return Prompts(ids, list(image), None)
+
+    def embed(
+        self, images: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(embeds (P, L, C), attention mask (P, L), positions (3, P, L)), padded on the left.
+
+        Embeddings on the policy's device, the others on the CPU.
+
+        Raises:
+            ValueError: a prompt and `num_tokens` behind it exceed the model's context.
+        """
+        ids, mask = pad_left(prompts.ids, self.pad_id)
+        if ids.shape[1] + num_tokens > self.context:
+            raise ValueError(
+                f"a prompt of {ids.shape[1]} tokens, {num_tokens} behind it, does not fit the "
+                f"context of {self.context}: lower --image_side or --max_image_tokens"
+            )
+        merge, is_image = self.preprocessing.merge, ids == self.image_token
+        grids = [images.grids[i] for i in prompts.image]
+        grids = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in grids])
+        positions, _ = self.model.vlm.model.get_rope_index(
+            ids, is_image.int(), image_grid_thw=grids, attention_mask=mask
+        )
+        slots = is_image.flatten().nonzero()[:, 0]
+        ids, slots = (to_device(t, self.device) for t in (ids, slots))
+        embeds = self.model.vlm.get_input_embeddings()(ids)
+        vision = torch.cat([images.vision[i] for i in prompts.image]).to(embeds.dtype)
+        embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)
+        return embeds, mask, positions
+
+    @torch.no_grad()
+    def complete(
+        self,
+        images: QwenImageFeatures,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+    ) -> tuple[Completions, list[str]]:
+        """(G completions of each prompt, their N texts), sampled by uniforms (N, T) or greedy."""
+        with self.autocast():
+            embeds, mask, positions = self.embed(images, prompts, max_new_tokens)
+            completions = self.engine.generate(
+                embeds,
+                mask,
+                num_generations=num_generations,
+                max_new_tokens=max_new_tokens,
+                stop=self.stop,
+                uniforms=uniforms,
+                position_ids=positions,
+            )
+        self.watch("log-probs of sampled answers", completions.logp)
+        rows = zip(completions.ids, completions.valid)
+        return completions, [self.completion_text(ids[valid].tolist()) for ids, valid in rows]
+
+    def completion_text(self, ids: list[int]) -> str:
+        """Decoded completion, cut where it ends."""
+        text = self.tokenizer.decode(ids)
+        for end in ENDS:
+            text = text.split(end, 1)[0]
+        return text.strip()
+
+    def point_masks(
+        self,
+        images: QwenImageFeatures,
+        image: list[int],
+        answers: list[PointPrompt],
+        passes: int = 1,
+        confidence: list[tuple[float, float]] | None = None,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """((H, W) bool mask of answers[k] in image[k], the same without its negative points).
+
+        Answers are in pixels of the original images. See `sam2_prompting.point_masks`.
+        """
+        return sam2_prompting.point_masks(
+            self.model.sam, images.sam, images.sizes, image, answers, passes, confidence
+        )
+
+
+def build_policy(
+    config: PolicyConfig,
+    groups: Iterable[str],
+    max_new_tokens: int,
+    device: torch.device,
+) -> QwenVLPolicy:
+    """Build the policy of the two folders that `config` names, with a fresh LoRA.
+
+    Raises:
+        ValueError: a folder is not such a model, or an image leaves no room for an answer; names
+            the flag.
+    """
+    path, dtype = config.model_path, getattr(torch, config.dtype)
+    if config.sam_path is None:
+        raise ValueError(
+            f"--model_path {path}: Qwen2.5-VL draws no mask, give a SAM2 as --sam_path"
+        )
+    preprocessing = image_preprocessing(path, config)
+    model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype)).to(device)
+    policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
+    if policy.inputs(max_new_tokens).longest_phrase < 1:
+        raise ValueError(
+            f"--max_completion_length {max_new_tokens}: with {policy.image_tokens} tokens of an "
+            f"image and {QUESTION} of a question it does not fit the model's context of "
+            f"{policy.context}"
+        )
+    return policy
+
+
+QWEN_VL = ModelSpec(
+    name=QwenVLPolicy.family,
+    model_type="qwen2_5_vl",
+    build=build_policy,
+    has_sam=False,
+    trainable=TRAINABLE,
+    groups=TRAINABLE,
+    reached_by={},
+    citation=QWEN_VL_CITATION + SAM2_CITATION,
+    loading="""```python
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype="bfloat16", device_map="cuda")
+processor = AutoProcessor.from_pretrained(FOLDER)
+```
+It answers with a box and points; SAM2, which draws the mask of them, is not in this folder.""",
+)

@@ -1,0 +1,132 @@
+"""Qwen2.5-VL's and SAM2's inputs, made in the loader's workers.
+
+Letters: B images, n patches of an image, H', W' its resized sides in pixels, S pixels of SAM2's
+side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from transformers import PreTrainedTokenizerBase
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from rl_train.data.errors import DamagedSample
+from rl_train.data.text import phrase
+from sa2va_hf.processing_sa2va import planes, to_rgb
+
+MAX_ASPECT = 200  # of an image's longer side to its shorter one
+QUESTION = 512  # text tokens of a prompt beside the phrase: the chat template and the question
+
+
+@dataclass(frozen=True)
+class ImagePreprocessing:
+    """Sizes, patches and normalisation of Qwen2.5-VL's images."""
+
+    patch: int  # pixels of a patch's side
+    merge: int  # patches of a token's side
+    min_pixels: int
+    max_pixels: int
+    side: int  # every image is resized to side x side; 0: it keeps its shape
+    mean: tuple[float, float, float]  # of the three colours, in [0, 1]
+    std: tuple[float, float, float]
+    frames: int = 2  # equal frames of which a still image consists
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.merge
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of an image."""
+        return (self.side**2 or self.max_pixels) // self.factor**2
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """(H', W') of an image: multiples of `factor`, within the limits on pixels."""
+        if self.side:
+            return self.side, self.side
+        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+
+
+@dataclass
+class PointInputs:
+    """Inputs of B samples."""
+
+    pixels: list[torch.Tensor]  # (3, H', W') uint8 of each
+    sam_pixels: torch.Tensor  # (B, 3, S, S) uint8
+
+
+@dataclass
+class QwenInputs:
+    """The loader's `Inputs` of Qwen2.5-VL and SAM2; holds no weights.
+
+    Args:
+        max_caption_length: text tokens of a phrase; None: all that fit the context.
+    """
+
+    preprocessing: ImagePreprocessing
+    sam_size: int  # S
+    tokenizer: PreTrainedTokenizerBase
+    context: int  # tokens that the language model takes
+    max_new_tokens: int  # of an answer
+    max_caption_length: int | None = None
+
+    @property
+    def longest_phrase(self) -> int:
+        """Largest number of text tokens of a phrase."""
+        fits = self.context - self.preprocessing.max_tokens - QUESTION - self.max_new_tokens
+        return min(fits, self.max_caption_length or fits)
+
+    def check(self, sample: dict):
+        """Raise DamagedSample if the image is too narrow, or the phrase too long or no plain text.
+
+        A special token in a phrase could end the question, or stand for an image.
+        """
+        width, height = sample["image"].size
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            fault = f"image of {width}x{height} pixels, narrower than 1 to {MAX_ASPECT}"
+            raise DamagedSample(sample["image_id"], fault)
+        caption = sample["caption"]
+        ids = self.tokenizer.encode(phrase(caption), add_special_tokens=False)
+        if len(ids) > self.longest_phrase:
+            fault = (
+                f"caption of {len(caption)} characters: its {len(ids)} text tokens exceed the "
+                f"{self.longest_phrase} of --max_caption_length and the model's context"
+            )
+            raise DamagedSample(sample["image_id"], fault)
+        added = self.tokenizer.added_tokens_decoder
+        if special := [added[i] for i in ids if i in added]:
+            raise DamagedSample(sample["image_id"], f"caption with the special token {special[0]}")
+
+    def prepare(self, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """(pixels (3, H', W') of Qwen2.5-VL, (3, S, S) of SAM2), uint8, of one sample."""
+        image = to_rgb(sample["image"])
+        height, width = self.preprocessing.resized(image.height, image.width)
+        resized = image.resize((width, height), Image.Resampling.BICUBIC)
+        sam_image = image.resize((self.sam_size, self.sam_size), Image.Resampling.BILINEAR)
+        return planes(resized), planes(sam_image)
+
+    def collate(self, prepared: list[tuple[torch.Tensor, torch.Tensor]]) -> PointInputs:
+        pixels, sam_pixels = zip(*prepared)
+        flat = torch.cat([image.flatten() for image in pixels])  # one storage: see `loader.pack`
+        flat = flat.split([image.numel() for image in pixels])
+        pixels = [values.view_as(image) for values, image in zip(flat, pixels)]
+        return PointInputs(pixels, torch.stack(sam_pixels))
+
+
+def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Tensor:
+    """(n, 3 * frames * patch^2) float32 patches of an image (3, H', W') uint8, normalised.
+
+    In the order of Qwen2-VL's image processor: the patches of one token are neighbours, and each
+    image stands as `frames` equal frames.
+    """
+    device, p, m = pixels.device, preprocessing.patch, preprocessing.merge
+    mean = torch.tensor(preprocessing.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(preprocessing.std, device=device).view(3, 1, 1)
+    values = (pixels.float() * (1 / 255) - mean) / std
+    rows, columns = (side // preprocessing.factor for side in pixels.shape[1:])
+    values = values.view(3, rows, m, p, columns, m, p)
+    values = values.permute(1, 4, 2, 5, 0, 3, 6)  # (rows, columns, m, m, 3, p, p)
+    values = values[..., None, :, :].expand(*values.shape[:5], preprocessing.frames, p, p)
+    return values.reshape(rows * columns * m * m, -1)

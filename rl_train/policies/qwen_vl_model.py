@@ -1,0 +1,118 @@
+"""Qwen2.5-VL and SAM2 from their folders, by transformers' own classes and strictly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    PreTrainedModel,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
+    Sam2Model,
+)
+
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
+from rl_train.utils.io import read_json
+from sa2va_hf.weights import find_keys
+
+# SAM2 has one such matrix. transformers keeps two copies, of which a file may hold but one.
+TWICE = ("prompt_encoder.shared_embedding", "shared_image_embedding")
+
+
+class PointModel(nn.Module):
+    """Qwen2.5-VL, which answers, and SAM2, which draws the mask."""
+
+    def __init__(self, vlm: Qwen2_5_VLForConditionalGeneration, sam: Sam2Model):
+        super().__init__()
+        self.vlm, self.sam = vlm, sam
+
+
+@dataclass
+class TextModel:
+    """Decoder of Qwen2.5-VL behind its embeddings, as an `engine.Engine` takes it."""
+
+    model: nn.Module
+    lm_head: nn.Linear
+
+    @property
+    def config(self):
+        return self.model.config
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+
+def load_qwen(
+    path: str | Path, dtype: torch.dtype = torch.float32
+) -> Qwen2_5_VLForConditionalGeneration:
+    """Load Qwen2.5-VL from a folder in its published layout. Raises ValueError: see `_load`."""
+    return _load("--model_path", Qwen2_5_VLForConditionalGeneration, path, dtype)
+
+
+def load_sam(path: str | Path, dtype: torch.dtype = torch.float32) -> Sam2Model:
+    """Load SAM2 for single images: its image encoder in `dtype`, the rest in float32.
+
+    Published folders hold the model for videos, whose memory is left out. Raises ValueError if the
+    folder holds another model; see `_load`.
+    """
+    model_type = read_json(Path(path) / "config.json").get("model_type")
+    if model_type not in ("sam2", "sam2_video"):
+        raise ValueError(f"--sam_path {path}: config.json says model_type {model_type!r}, not sam2")
+    sam = _load("--sam_path", Sam2Model, path, torch.float32)
+    sam.vision_encoder.to(dtype)
+    return sam
+
+
+def _load(
+    flag: str, model_class: type[PreTrainedModel], path: str | Path, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Load a model whose every weight is in the folder's files.
+
+    Raises:
+        ValueError: a file is missing or damaged, or holds other weights than the config asks for.
+    """
+    find_keys(Path(path))  # reads the header of every file, and names a damaged one
+    model, info = model_class.from_pretrained(
+        path,
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # reported below, together with the other faults
+    )
+    copies = {f"{name}.positional_embedding" for name in TWICE}
+    if len(absent := info["missing_keys"] & copies) == 1:
+        model.get_buffer(*absent).copy_(model.get_buffer(*copies - absent))
+        info["missing_keys"] -= absent
+    faults = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    if any(info[fault] for fault in faults):
+        listed = [f"{len(info[f])} {f} {sorted(map(str, info[f]))[:3]}" for f in faults if info[f]]
+        raise ValueError(f"{flag} {path}: its files are not what config.json says: {listed}")
+    return model.eval()
+
+
+def image_preprocessing(path: str | Path, config: PolicyConfig) -> ImagePreprocessing:
+    """Read how the checkpoint in a folder sees images, under --image_side and --max_image_tokens.
+
+    Raises ValueError if --image_side is none of its sizes.
+    """
+    processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
+    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
+    unit, side = processor.patch_size * processor.merge_size, config.image_side
+    if side % unit or side and not least <= side**2 <= most:
+        raise ValueError(
+            f"--image_side {side}: must be 0 or a multiple of {unit}, whose square is from {least} "
+            f"to {most}, as preprocessor_config.json in {path} says"
+        )
+    return ImagePreprocessing(
+        patch=processor.patch_size,
+        merge=processor.merge_size,
+        min_pixels=least,
+        max_pixels=min(most, config.max_image_tokens * unit**2),
+        side=side,
+        mean=tuple(processor.image_mean),
+        std=tuple(processor.image_std),
+        frames=processor.temporal_patch_size,
+    )

@@ -1,0 +1,203 @@
+"""Queries to a role of Sa2VA: segment captions, describe masks, score a description.
+
+Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embedding width.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rl_train.data.text import phrase
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.iou import mask_confidence
+from sa2va_hf.batches import ImageFeatures
+from sa2va_hf.processing_sa2va import upsample_masks
+from sa2va_hf.to_device import to_device
+
+ROWS_AT_ONCE = 64  # rows of one forward of the teacher
+GROWTH = 2  # tokens of a sampled text in a question, for each that it may have as an answer
+
+
+def chunks(rows: Sequence) -> Iterator[Sequence]:
+    """Yield `rows` in parts of at most ROWS_AT_ONCE."""
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        yield rows[start : start + ROWS_AT_ONCE]
+
+
+def truncate_captions(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int) -> list[str]:
+    """Cut sampled texts to GROWTH * max_new_tokens tokens, so that they fit a question.
+
+    Words are encoded to about as many tokens again. Bytes that are no letters become more tokens
+    each time.
+    """
+    limit, truncated = GROWTH * max_new_tokens, []
+    for text in texts:
+        ids = policy.tokenizer.encode(phrase(text), add_special_tokens=False)
+        truncated.append(text if len(ids) <= limit else policy.tokenizer.decode(ids[:limit]))
+    return truncated
+
+
+def answer_captions(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: Sequence[int],
+    captions: list[str],
+    max_new_tokens: int,
+    confidence: list[float] | None = None,
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """(`row_masks`, p of each [SEG] (M,), prompt embeddings (M, D)) for captions[p] in image[p].
+
+    The model answers greedily; no answer is forced. Args: confidence: see `row_masks`.
+    """
+    prompts = policy.segment_prompts(images, image, captions)
+    completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
+    rows, means = policy.mask_embeddings(completions)
+    masks = row_masks(policy, images, prompts.image, rows.tolist(), means, confidence)
+    return masks, rows, means
+
+
+@torch.no_grad()
+def row_masks(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: list[int],
+    seg_rows: list[int],
+    embeddings: torch.Tensor,
+    confidence: list[float] | None = None,
+) -> list[torch.Tensor]:
+    """(H, W) bool mask of each row: the union of its [SEG] masks, empty without [SEG].
+
+    Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
+
+    Args:
+        confidence: list that receives the `mask_confidence` of each row's mask.
+    """
+    masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
+    highest = {}  # {row: (256, 256) highest of its logits}
+    if seg_rows:
+        all_logits = policy.decode_masks(images, [image[row] for row in seg_rows], embeddings)
+        for row, logits in zip(seg_rows, all_logits):  # (256, 256)
+            highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
+            size = images.sizes[image[row]]
+            masks[row] |= upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
+    if confidence is not None:
+        values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
+        by_row = dict(zip(highest, values))
+        confidence += [by_row.get(row, 0.0) for row in range(len(masks))]
+    return masks
+
+
+@torch.no_grad()
+def segment(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: list[int],
+    captions: list[str],
+    confidence: list[float] | None = None,
+) -> list[torch.Tensor]:
+    """(H, W) bool mask of captions[p] in image[p], by one forward of the forced "Sure, [SEG]".
+
+    Args: confidence: see `row_masks`.
+    """
+    masks = []
+    for rows in chunks(range(len(captions))):
+        some_images = [image[p] for p in rows]
+        prompts = policy.segment_prompts(images, some_images, [captions[p] for p in rows])
+        forced = [policy.prompts.forced_answer] * len(prompts)
+        hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
+        with policy.autocast():
+            embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
+        masks += row_masks(policy, images, some_images, range(len(rows)), embeddings, confidence)
+    return masks
+
+
+def segment_sampled(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: list[int],
+    captions: list[str],
+    max_new_tokens: int,
+    confidence: list[float] | None = None,
+) -> list[torch.Tensor]:
+    """(H, W) bool mask of captions[p] in image[p], by the model's own `answer_captions`.
+
+    Args: confidence: see `row_masks`.
+    """
+    masks = []
+    for rows in chunks(range(len(captions))):
+        some_images, some_captions = [image[p] for p in rows], [captions[p] for p in rows]
+        masks += answer_captions(
+            policy, images, some_images, some_captions, max_new_tokens, confidence
+        )[0]
+    return masks
+
+
+def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """{p: (g, g) bool region cells, on the CPU} of those masks[p] (H, W) that are not empty.
+
+    One mask at a time, since each takes several bytes a pixel.
+    """
+    if not masks:
+        return {}
+    grids = torch.stack([policy.processor.region_grid(mask) for mask in masks]).cpu()
+    return {p: grid for p, grid in enumerate(grids) if grid.any()}  # any pixel gives a cell
+
+
+@torch.no_grad()
+def describe(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: list[int],
+    masks: list[torch.Tensor],
+    max_new_tokens: int,
+    grids: dict[int, torch.Tensor] | None = None,
+) -> list[str]:
+    """Greedy caption of masks[p] (H, W) in image[p]; "" for an empty mask, without asking.
+
+    Args: grids: `region_grids` of the masks, if they are known already.
+    """
+    grids = region_grids(policy, masks) if grids is None else grids
+    captions = [""] * len(masks)
+    for rows in chunks(list(grids)):
+        regions = [grids[p] for p in rows]
+        prompts = policy.describe_prompts(images, [image[p] for p in rows], regions)
+        for p, text in zip(rows, policy.complete(images, prompts, 1, max_new_tokens)[1]):
+            captions[p] = text
+    return captions
+
+
+@torch.no_grad()
+def caption_likelihood(
+    policy: Sa2VAPolicy,
+    images: ImageFeatures,
+    image: list[int],
+    masks: list[torch.Tensor],
+    captions: list[str],
+    max_new_tokens: int,
+    grids: dict[int, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """(P,) likelihood per token, exp(mean log-prob), of captions[p] as description of masks[p].
+
+    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking. One forward, no
+    decoding. Only the first max_new_tokens tokens of a caption count. Equal questions are asked
+    once: rounding depends on a row's neighbours and would make equal rewards differ. The result is
+    on the policy's device, which may still compute it.
+
+    Args: grids: see `describe`.
+    """
+    grids = region_grids(policy, masks) if grids is None else grids
+    questions = {}  # {question: its rows}
+    for p, grid in grids.items():
+        key = (image[p], captions[p], grid.numpy().tobytes())
+        questions.setdefault(key, []).append(p)
+    likelihood = torch.zeros(len(masks), device=policy.device)
+    for equal_rows in chunks(list(questions.values())):
+        firsts = [rows[0] for rows in equal_rows]
+        regions = [grids[p] for p in firsts]
+        prompts = policy.describe_prompts(images, [image[p] for p in firsts], regions)
+        answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in firsts]
+        values = policy.mean_logp(images, prompts, answers).exp()
+        pairs = [(p, k) for k, rows in enumerate(equal_rows) for p in rows]
+        row, question = to_device(torch.tensor(pairs), policy.device).unbind(1)
+        likelihood.index_copy_(0, row, values[question])
+    return likelihood

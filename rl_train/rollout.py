@@ -1,0 +1,105 @@
+"""The records that data, policies and tasks hand to each other.
+
+Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T tokens, C LLM width.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from rl_train.points.parser import PointPrompt
+
+
+@dataclass
+class Batch:
+    """B samples of a region dataset, and what the policy's model needs of them."""
+
+    index: list[int]  # position of each sample in the dataset (of the stand-in, for a damaged one)
+    masks: list[torch.Tensor]  # (H, W) bool, at the image's own size
+    captions: list[str]
+    image_ids: list[str]
+    damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
+    inputs: object  # made by the policy's `inputs.collate`; nobody but the policy looks inside
+    # (K, H, W) bool masks of the K other regions of each image, with --other_regions
+    others: list[torch.Tensor] | None = None
+
+    def __len__(self):
+        return len(self.index)
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """(H, W) of each image."""
+        return [tuple(mask.shape) for mask in self.masks]
+
+
+class Inputs(Protocol):
+    """Preprocessing of samples into a model's inputs: `policy.inputs(..)`. Copies run in workers.
+
+    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
+    """
+
+    def check(self, sample: dict):
+        """Raise DamagedSample if the sample does not fit the model."""
+
+    def prepare(self, sample: dict) -> object:
+        """The model's inputs of one sample: the costly work."""
+
+    def collate(self, prepared: list) -> object:
+        """The model's inputs of a batch, from what `prepare` made of each sample."""
+
+
+@dataclass
+class SampledLatents:
+    """The M latents that a task's action sampled beside the text, and the masks they decode to."""
+
+    rows: torch.Tensor  # (M,) the row of each latent, ascending, on the CPU
+    masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without a latent
+    z: torch.Tensor  # (M, D) sampled; the mean itself where sigma is 0
+    offset: torch.Tensor  # (M, D) z minus the mean it was sampled around
+    logp: torch.Tensor | None  # (M,) log-density, mean over dimensions; None where sigma is 0
+    confidence: list[float] = field(default_factory=list)  # N, of the masks: `mask_confidence`
+
+
+@dataclass
+class Rollout:
+    """N answers of a policy to the prompts of a batch, as they were sampled.
+
+    ids, valid and stopped are on the CPU, so that layouts by them need no synchronisation.
+    """
+
+    batch: Batch
+    features: object  # what the policy made of the batch's images, shared by all rows and roles
+    prompts: object  # N prompts, the policy's own
+    texts: list[str]  # N answers, cut at the stop text
+    num_generations: int
+    ids: torch.Tensor  # (N, T)
+    logp: torch.Tensor  # (N, T) under the weights that sampled
+    valid: torch.Tensor  # (N, T) bool, up to and including the token that ends the answer
+    stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
+    # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on
+    hidden: torch.Tensor
+    action: SampledLatents | None = None  # sampled by the task's action beside the text
+
+    def __len__(self):
+        return len(self.texts)
+
+    def of_rows(self, values: list) -> list:
+        """Repeat B values, one a sample, for the N rows: entry i*G+j is values[i]."""
+        return [values[row // self.num_generations] for row in range(len(self))]
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The rewards of a rollout and what they were computed from."""
+
+    rewards: dict[str, torch.Tensor]  # {component: (N,)} on the CPU, NaN = could not be obtained
+    masks: list[
+        torch.Tensor
+    ]  # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
+    replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
+    # Where answers must have a form: {reason: (N,) bool} of those that could not be read for it
+    refused: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The prompt of each mask (None of a refused answer), and the mask without its negative points
+    answers: list[PointPrompt | None] = field(default_factory=list)
+    masks_without: list[torch.Tensor] = field(default_factory=list)

@@ -1,0 +1,337 @@
+"""Build a run from its config in stages, each given what it needs of the config."""
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from torch.utils.data import Subset
+
+from rl_train.checkpoint import save_load
+from rl_train.checkpoint.fingerprint import fingerprint_of
+from rl_train.checkpoint.save_load import RunState
+from rl_train.cli import check_output_dir, check_same
+from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
+from rl_train.data import DamagedSamples
+from rl_train.data.base import RegionDataset
+from rl_train.data.loader import Batches, StepSampler, eval_loader
+from rl_train.data.mixture import MixtureSampler
+from rl_train.data.registry import readers
+from rl_train.data.split import split_dataset
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import Ranks, print0
+from rl_train.loggers.wandb import WandbLogger
+from rl_train.policies.base import Policy
+from rl_train.policies.lora import parameter_counts
+from rl_train.policies.registry import FAMILIES, build_policy, family_of
+from rl_train.rewards import LLMJudge, UserReward
+from rl_train.rewards.ablations import AblationReward
+from rl_train.rewards.attributes import Vocabulary, load_attributes
+from rl_train.rewards.custom import load_named
+from rl_train.rewards.judge import FailureWindow
+from rl_train.rewards.length import OverlongPenalty
+from rl_train.rewards.meteor import require_wordnet
+from rl_train.roles import COPIES, Roles
+from rl_train.rollout import Inputs
+from rl_train.run.consistency import (
+    check_same_on_all_ranks,
+    check_same_start,
+    check_same_weights,
+    digest,
+)
+from rl_train.run.memory_check import GIB, standing_memory
+from rl_train.run.schedules import cosine_schedule, teacher_decay
+from rl_train.tasks.base import Task, TaskContext
+from rl_train.utils import hub
+from rl_train.utils.io import lock, wrap_write_errors, write_json
+
+CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
+
+
+@dataclass
+class Run:
+    """A run before its first step: its config and all that was built from it."""
+
+    config: Config
+    flags: dict[str, object]  # as config.json has them
+    ranks: Ranks
+    state: RunState
+    judge: LLMJudge | None
+    judge_failures: FailureWindow
+    damaged: DamagedSamples
+    train_set: RegionDataset
+    eval_set: RegionDataset
+    sampler: StepSampler
+    max_steps: int
+    ablation: AblationReward = field(default_factory=AblationReward)
+    lock: TextIO | None = None  # on the output folder, from `claim_output_dir` on
+    wandb: WandbLogger | None = None  # with --wandb, on the first rank
+    phase: str = "evaluation"  # of the step in progress, as `lowers_memory_of` names it
+    vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
+
+    def teacher_decay(self, iteration: int) -> float:
+        """Return the teacher's decay at an update of the step in progress."""
+        return teacher_decay(self.config.optim, self.max_steps, self.state.step, iteration)
+
+
+def build(config: Config, ranks: Ranks) -> Run:
+    """Build a run. Raises ValueError, naming the flag or file that is wrong."""
+    config = replace(config, policy=download_models(config.policy))
+    flags = config.flags | dict(world_size=ranks.world_size)
+    if ranks.is_main:
+        check_output_dir(config, flags)
+    resume = save_load.find(config.run.resume, config.run.output_dir)
+    require_wordnet()
+    vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
+    max_tokens = config.rollout.max_completion_length
+    user_rewards = build_rewards(config.reward, max_tokens)
+    judge = build_judge(config.reward, config.run.seed)
+    torch.manual_seed(config.run.seed)
+    train_set, eval_set, damaged = open_data(config.data)
+    # No rank goes on before the output folder is known to be free.
+    check_same_start(config, resume, ranks, training=train_set, heldout=eval_set)
+    policy, roles = build_model(config, ranks)
+    context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
+    tasks = [config.kinds[name](options, context) for name, options in config.tasks.items()]
+    mixture = MixtureSampler(train_set, config.run.seed) if config.data.mix else None
+    sampler = build_sampler(config, train_set, mixture, ranks)
+    max_steps = config.optim.max_steps
+    max_steps = max_steps or math.ceil(config.optim.num_epochs * sampler.steps_per_epoch)
+    if mixture:
+        print0(mixture.describe(sampler.prompts_per_step, max_steps))
+    judge_failures = FailureWindow(config.reward.max_judge_failures)
+    state = build_state(config, policy, roles, tasks, max_steps)
+    state.counters = dict(judge_failures=judge_failures, damaged=damaged)
+    inputs = policy.inputs(max_tokens, config.data.max_caption_length)
+    if resume:
+        load_state(resume, state, config, flags, ranks)
+    else:
+        calibrate_actions(tasks, train_set, inputs, config.rollout.batch_size, max_tokens)
+    sampler.start = state.step
+    check_same_weights(state, ranks)
+    return Run(
+        config=config,
+        flags=flags,
+        ranks=ranks,
+        state=state,
+        judge=judge,
+        judge_failures=judge_failures,
+        damaged=damaged,
+        train_set=train_set,
+        eval_set=eval_set,
+        sampler=sampler,
+        max_steps=max_steps,
+        ablation=build_ablation(config.reward, config.run.seed, train_set, inputs),
+        vocabulary=vocabulary,
+    )
+
+
+def download_models(config: PolicyConfig) -> PolicyConfig:
+    """Replace models' names on the hub by the folders that they were downloaded to."""
+    folders = {}
+    for name in ("model_path", "sam_path"):
+        if path := getattr(config, name):
+            folders[name] = str(hub.model_folder(f"--{name}", path))
+    return replace(config, **folders)
+
+
+def build_rewards(
+    config: RewardConfig, max_tokens: int
+) -> tuple[UserReward | OverlongPenalty, ...]:
+    """Load what is added to every task's reward. Raises ValueError, naming --reward."""
+    rewards = tuple(map(UserReward.parse, config.reward))
+    if not config.overlong_buffer:
+        return rewards
+    return *rewards, OverlongPenalty(max_tokens, config.overlong_buffer)
+
+
+def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
+    """Connect to the LLM judge. Raises ValueError on all ranks if one of them gets no answer."""
+    if not config.use_llm_judge:
+        return None
+    judge = LLMJudge(
+        config.llm_judge_base_url, config.llm_judge_model, config.llm_judge_mode, seed=seed
+    )
+    faults = [fault for fault in process_group.gather_objects(judge.fault()) if fault]
+    if faults:
+        raise ValueError(faults[0])
+    return judge
+
+
+def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, DamagedSamples]:
+    """Open (training regions, evaluation regions, count of damaged samples); print the reports."""
+    open_train, open_eval = readers(config)
+    train_set, eval_set, damaged = split_dataset(
+        open_train,
+        config.data_dir,
+        config.eval_data_dir,
+        config.eval_samples,
+        config.max_bad_fraction,
+        config.shared_images,
+        open_eval,
+        print0,
+    )
+    reports = damaged.report.get("of_each", {config.dataset: damaged.report})
+    for name, report in reports.items():
+        label = name if config.mix else f"--data_dir {config.data_dir}"
+        print0(f"{label}: {report}")
+    return train_set, eval_set, damaged
+
+
+def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
+    """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
+    families = {name: kind.family for name, kind in config.kinds.items()}
+    policy = build_policy(
+        config.policy,
+        families,
+        trainable_groups(config),
+        config.rollout.max_completion_length,
+        ranks.device,
+    )
+    has_teacher = any(kind.asks_teacher for kind in config.kinds.values())
+    if config.run.export_final == "teacher" and not has_teacher:
+        raise ValueError("--export_final teacher: no task of --tasks has a teacher")
+    roles = Roles(policy.trainable, roles_to_keep(config))
+    counts = parameter_counts(policy.model, policy.groups)
+    parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
+    trained = sum(parameter.numel() for parameter in policy.trainable.values())
+    print0(f"parameters: {trained:,d} of {counts.total():,d} train: {parts}")
+    sizes = standing_memory(policy, roles.copies)
+    held = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sizes.items())
+    print0(f"memory before activations, GiB: {held}")
+    return policy, roles
+
+
+def trainable_groups(config: Config) -> list[str]:
+    """Return the groups of weights that --train names, or else the tasks.
+
+    Raises ValueError for a group that no task's loss reaches: it would only decay.
+    """
+    requested = set(config.rollout.train)
+    spec = FAMILIES[family_of(config.policy.model_path)]
+    of_tasks = {group for options in config.tasks.values() for group in options.trainable_modules}
+    idle = [
+        group
+        for group in sorted(requested & set(spec.groups))
+        if spec.reached_by.get(group, group) not in of_tasks
+    ]
+    if idle:
+        raise ValueError(
+            f"--train {' '.join(idle)}: no loss of --tasks {' '.join(config.tasks)} reaches it"
+        )
+    return sorted(requested or of_tasks)
+
+
+def roles_to_keep(config: Config) -> tuple[str, ...]:
+    """Return the roles beside the policy that a run keeps.
+
+    Teacher and reference if a task asks the teacher. Else the reference alone: always in
+    reinforcement learning, in supervised training if a task `asks_reference`.
+    """
+    kinds = config.kinds.values()
+    if any(kind.asks_teacher for kind in kinds):
+        return COPIES
+    needs_reference = config.samples or any(kind.asks_reference for kind in kinds)
+    return ("reference",) if needs_reference else ()
+
+
+def build_sampler(
+    config: Config, train_set: RegionDataset, mixture: MixtureSampler | None, ranks: Ranks
+) -> StepSampler:
+    """Build what says which samples a step holds. Raises ValueError, naming the wrong flag."""
+    if mixture and config.data.order:
+        raise ValueError("--order: not with --mix, whose weights say what a step holds")
+    order = config.data.order and load_named("--order", config.data.order, "function", callable)
+    order = order and partial(order, train_set)
+    sampler = StepSampler(
+        len(train_set),
+        config.rollout.batch_size,
+        config.optim.gradient_accumulation_steps,
+        config.run.seed,
+        ranks.rank,
+        ranks.world_size,
+        order=order,
+        shares=mixture,
+    )
+    if order:  # what is wrong with the user's function is said before the first step
+        first_epoch = digest([sampler.indices(0).tobytes()])
+        check_same_on_all_ranks({"--order of the first epoch": first_epoch})
+    return sampler
+
+
+def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
+    """Build AdamW of everything that trains; text_hidden_fcs has a learning rate of its own."""
+    groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    for name, parameter in policy.trainable.items():
+        rate = rates.get(policy.groups[name], config.learning_rate)
+        groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
+    fused = policy.device.type == "cuda"
+    return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
+
+
+def build_state(
+    config: Config, policy: Policy, roles: Roles, tasks: list[Task], max_steps: int
+) -> RunState:
+    """Build all that a checkpoint saves: optimizer, schedule, and the base's fingerprint."""
+    optimizer = build_optimizer(config.optim, policy)
+    num_updates = max_steps * config.optim.num_iterations
+    scheduler = cosine_schedule(optimizer, num_updates, config.optim.warmup_ratio)
+    base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
+    return RunState(policy, roles, tasks, optimizer, scheduler, base=base)
+
+
+def load_state(
+    folder: Path, state: RunState, config: Config, flags: dict[str, object], ranks: Ranks
+):
+    """Load a checkpoint that was made with the same flags. Raises ValueError otherwise."""
+    print0(f"resuming from {folder}")
+    check_same(folder / "config.json", config, flags, f"--resume {folder}")
+    if "reference" not in state.roles.copies:
+        weights = state.policy.trainable.items()
+        state.initial_weights = {n: p.detach().to("cpu", copy=True) for n, p in weights}
+    save_load.load(folder, state, config.run.output_dir, ranks.rank)
+
+
+def calibrate_actions(
+    tasks: list[Task], train_set: RegionDataset, inputs: Inputs, batch_size: int, max_tokens: int
+):
+    """Fit each task's action to the base on a few training samples, the same on all ranks."""
+    order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
+    samples = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())
+    for task in tasks:
+        if task.action:
+            task.action.calibrate(eval_loader(samples, inputs, batch_size, 0), max_tokens)
+            # The first rank's is taken: another kind of GPU rounds otherwise.
+            first = process_group.gather_objects(task.action.state_dict())[0]
+            task.action.load_state_dict(first)
+
+
+def build_ablation(
+    config: RewardConfig, seed: int, train_set: RegionDataset, inputs: Inputs
+) -> AblationReward:
+    """Build the ablation reward; the caption of "fixed" is that of the first sample."""
+    caption = ""
+    if config.control == "fixed":
+        caption = Batches(train_set, inputs)[[0]].captions[0]
+        print0(f"--control fixed: {caption}")
+    return AblationReward(config.control, seed, caption)
+
+
+def claim_output_dir(run: Run):
+    """Lock the output folder, which holds this run from now on.
+
+    It comes last, so that bad input uses up no folder.
+    """
+    folder = Path(run.config.run.output_dir)
+    if run.ranks.is_main:
+        check_output_dir(run.config, run.flags)  # again: another run may have begun meanwhile
+        with wrap_write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        run.lock = lock(folder)
+        save_load.clean_output_dir(folder, run.state.step, run.config.run.save_total_limit)
+        if (project := run.config.run.wandb) is not None:
+            run.wandb = WandbLogger(folder, project, run.flags)
+        write_json(folder / "config.json", run.flags, indent=2)
+    process_group.gather_objects(None)  # nobody goes on if the folder has been taken

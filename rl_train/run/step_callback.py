@@ -1,0 +1,114 @@
+"""End of a training step: schedule, metrics, rollout files, evaluation, checkpoint, signals."""
+
+from collections import Counter
+
+from tqdm import tqdm
+
+from rl_train.checkpoint import save_load
+from rl_train.checkpoint.save_load import RunState
+from rl_train.distributed.process_group import gather_objects, print0
+from rl_train.evaluation.evaluate import Evaluator
+from rl_train.loggers.metrics import PhaseTimer, StepMetrics, reduce_metrics
+from rl_train.loggers.tensorboard import RunLogger
+from rl_train.loss import ScoredRollout, check_finite_log_probs
+from rl_train.rewards.judge import failure_sentence
+from rl_train.run.build import Run
+from rl_train.run.signals import Interrupted, SignalHandler
+from rl_train.utils.io import fsync, wrap_write_errors
+
+
+class StepCallback:
+    """End each step: advance the schedule, log, evaluate, save.
+
+    After a signal the step ends with a checkpoint and without an evaluation, and `Interrupted` is
+    raised on all ranks.
+    """
+
+    def __init__(self, run: Run, logger: RunLogger, evaluator: Evaluator, signals: SignalHandler):
+        self.run, self.logger, self.evaluator, self.signals = run, logger, evaluator, signals
+        self.first_step = run.state.step
+        self.progress = tqdm(
+            total=run.max_steps,
+            initial=self.first_step,
+            desc="training",
+            disable=not run.ranks.is_main,
+        )
+
+    def __call__(
+        self, state: RunState, scored: list[ScoredRollout], metrics: StepMetrics, timer: PhaseTimer
+    ):
+        run_config = self.run.config.run
+        num_iterations = self.run.config.optim.num_iterations
+        metrics.points["learning_rate"] = state.scheduler.get_last_lr()[0]
+        if state.roles.has_teacher:
+            metrics.points["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
+        for _ in range(num_iterations):
+            state.scheduler.step()  # by time, also where nothing was learnt
+        timer("update")
+        self.run.phase = "evaluation"
+        state.step += 1
+        if state.step == self.first_step + 1 and timer.peaks:
+            peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in timer.peaks.items())
+            print0(f"peak memory of the first step, GiB: {peaks}")
+        self.report(state, scored, metrics, timer)
+        is_last, signals = state.step == self.run.max_steps, self.signals
+        if is_last or self.evaluator.due(state.step):
+            for scored_rollout in scored[-len(state.tasks) :]:
+                self.logger.pictures(state.step, scored_rollout, state.policy)
+            if not signals.agreed:
+                self.evaluator(state, self.logger)
+        if is_last or signals.agreed or state.step % run_config.save_steps == 0:
+            if scored:  # supervised training samples none
+                check_finite_log_probs(state.policy, scored, self.run.config.optim.micro_batch_size)
+            rollouts = self.logger.jsonl.name
+            with wrap_write_errors(rollouts):
+                fsync(rollouts)  # the checkpoint counts on its lines
+            save_load.save(
+                run_config.output_dir,
+                state,
+                self.run.flags,
+                run_config.save_total_limit,
+                self.run.ranks.is_main,
+            )
+        if signals.agreed:
+            gather_objects(None)  # torchrun ends the others, who may be writing, when one leaves
+            raise Interrupted(f"{signals.agreed}, after step {state.step}")
+
+    def report(
+        self, state: RunState, scored: list[ScoredRollout], metrics: StepMetrics, timer: PhaseTimer
+    ):
+        """Log the step.
+
+        Raises on all ranks if the judge or the data failed too often.
+        """
+        run, failed_frac = self.run, "judge/failed_frac"
+        for scored_rollout in scored:
+            metrics.add_rollout(scored_rollout)
+            self.logger.rollouts(state.step - 1, scored_rollout)
+            metrics.add_shares(run.sampler.shares, scored_rollout.rollout.batch.index)
+        if run.judge:
+            num_asked, metrics.judge_reasons = run.judge.take_failures()
+            metrics.mean(failed_frac, metrics.judge_reasons.total(), num_asked)
+        metrics.stop = self.signals.received
+        all_metrics = gather_objects(metrics)
+        self.signals.agree([m.stop for m in all_metrics])
+        values = reduce_metrics(all_metrics, {task.name: task.weight for task in state.tasks})
+        values |= timer.metrics(sum(m.num_tokens for m in all_metrics))
+        for name in run.damaged.add(name for m in all_metrics for name in m.damaged):
+            print0(f"left out, another sample in its place: {name}")
+        values["data/damaged"] = len(run.damaged.names)
+        values |= state.roles.drift()
+        self.logger.scalars(values, state.step)
+        names = [task.name for task in state.tasks]
+        shown = "reward_mean" if scored else "loss"
+        self.progress.set_postfix({name: values.get(f"{name}/{shown}") for name in names})
+        self.progress.update()
+        if run.judge:
+            failed = sum(m.totals[failed_frac] for m in all_metrics)
+            num_judged = sum(m.counts[failed_frac] for m in all_metrics)
+            too_many = failed == num_judged or failed > run.judge_failures.limit * num_judged
+            if num_judged and too_many:
+                reasons = sum((m.judge_reasons for m in all_metrics), Counter())
+                print0(f"step {state.step}: {failure_sentence(failed, num_judged, reasons)}")
+            run.judge_failures.add(failed, num_judged)
+        run.damaged.check()

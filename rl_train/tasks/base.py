@@ -1,0 +1,140 @@
+"""Interfaces of a task and of the action that it may sample beside its text; what tasks share.
+
+Letters: B samples, N rows of a rollout, M actions in them, D parameters of an action, H W the
+pixels of a mask.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from rl_train.config.grpo_config import LossConfig
+from rl_train.engine import ScoreOutput
+from rl_train.loss import LossDenominators, ScoredRollout
+from rl_train.policies.base import Features, Policy
+from rl_train.rewards import LLMJudge, UserReward, mask_iou
+from rl_train.rewards.caption import without_rows
+from rl_train.rewards.custom import add_user_rewards
+from rl_train.rewards.iou import on_target
+from rl_train.rewards.length import OverlongPenalty
+from rl_train.roles import Roles
+from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
+from rl_train.utils.rng import RowRNG
+from sa2va_hf.batches import Prompts
+
+
+class Action(Protocol):
+    """Actions that a policy samples beside its text: M in the N rows of a rollout."""
+
+    def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
+        """Fit the action's distribution to the base model, before the first step."""
+
+    def draw(self, rollout: Rollout, rng: RowRNG) -> SampledLatents:
+        """Sample the actions of a rollout, under the weights that sampled its text."""
+
+    def parameters(self, rollout: Rollout, rows: slice, scores: ScoreOutput) -> torch.Tensor:
+        """(M, D) of the distribution of the M actions in `rows`, by the weights in use."""
+
+    def loss(
+        self,
+        scored: ScoredRollout,
+        rows: slice,
+        scores: ScoreOutput,
+        totals: LossDenominators,
+        config: LossConfig,
+    ) -> tuple[list[torch.Tensor], dict]:
+        """(terms to add to the loss of `rows`, statistics as of `loss.MicroBatchLoss`)."""
+
+    def metrics(self, rollout: Rollout, outcome: RewardOutput) -> dict[str, tuple[float, float]]:
+        """{metric: (total, count)} of a rollout's actions."""
+
+    def state_dict(self) -> dict: ...
+    def load_state_dict(self, state: dict): ...
+
+
+@dataclass(frozen=True)
+class TaskContext:
+    """Objects of a run that a task is built from, beside its own options."""
+
+    policy: Policy
+    roles: Roles
+    max_new_tokens: int  # of an answer of the teacher
+    judge: LLMJudge | None = None  # if --use_llm_judge
+    user_rewards: tuple[UserReward | OverlongPenalty, ...] = ()  # of --reward
+
+    @property
+    def user_weights(self) -> dict[str, float]:
+        return {reward.name: reward.weight for reward in self.user_rewards}
+
+
+class Task(Protocol):
+    """A question to the policy and its rewards. Built as Class(options, context).
+
+    A subclass inherits the defaults here. The tasks of supervised training have examples in place
+    of prompts and rewards, see `sft_tasks.SFTTask`.
+    """
+
+    # Frozen dataclass of `flags.flag` fields, with `weight` and `trainable_modules` among them
+    Options: type
+    name: str  # prefix of its metrics
+    family: str  # of the models that it asks, see `policies.registry`
+    context: TaskContext
+    weight: float  # of its loss
+    weights: dict[str, float]  # of the reward components that count; others are logged only
+    action: Action | None = None  # sampled beside the text
+    asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
+    asks_reference: bool = False  # the same of the reference, in supervised training
+    # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
+    # None: `cycle_metrics.measure`
+    measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
+
+    def prompts(self, batch: Batch, features: Features) -> Prompts:
+        """One prompt for each sample of the batch, made by the policy."""
+
+    def rewards(self, rollout: Rollout) -> RewardOutput:
+        """The rewards of a rollout, NaN where not scored; writes nothing into it."""
+
+
+def with_measurements(
+    task: Task,
+    rollout: Rollout,
+    rewards: dict[str, torch.Tensor],
+    questions: list[str],
+    masks: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    **columns: list,
+) -> dict[str, torch.Tensor]:
+    """Complete a task's rewards: all on the CPU, with "hit" and the user's own among them.
+
+    "hit" is measured if the other regions of the images are known. Rows of which the LLM judge
+    gave no "judge" lose all weighted components, so that they are not scored.
+
+    Args:
+        masks: N (H, W) bool, which the rewards are of; targets: N regions.
+        columns: N entries each, further arguments of the user's functions: see `add_user_rewards`.
+    """
+    batch, judged = rollout.batch, rewards.get("judge")
+    rewards = {name: values.cpu() for name, values in rewards.items()}
+    if batch.others is not None:
+        rewards["hit"] = on_target(masks, batch.masks, batch.others)
+    rewards = add_user_rewards(
+        rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
+    )
+    return rewards if judged is None else without_rows(rewards, task.weights, judged.isnan())
+
+
+def mask_columns(
+    masks: list[torch.Tensor], targets: list[torch.Tensor], batch: Batch
+) -> dict[str, list]:
+    """{column: B values} of masks (H, W) of the evaluation split: IoU and its parts."""
+    pairs = list(zip(masks, targets, strict=True))
+    return dict(
+        seg_iou=mask_iou(masks, targets, 1.0).tolist(),
+        seg_intersection=[(mask & target).sum().item() for mask, target in pairs],
+        seg_union=[(mask | target).sum().item() for mask, target in pairs],
+        image_id=batch.image_ids,
+        reference=batch.captions,
+        index=batch.index,
+    )

@@ -1,0 +1,117 @@
+"""Scale and covariance of loop 2's noise on the policy's prompt embedding, fitted to the base.
+
+z ~ N(mean, sigma^2 L L^T): L L^T is the covariance of the base's own embeddings of different
+phrases, so that a sample differs from the mean as another phrase would, and sigma so large that its
+mask is often another one. Letters: n phrases, D width of an embedding.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va_queries import answer_captions
+from rl_train.rewards.iou import mask_iou
+from rl_train.rollout import Batch
+from rl_train.utils.rng import RowRNG
+
+SHRINKAGE = 0.1  # fraction of the covariance that is the same in all directions
+SIGMA_IOU = 0.5  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
+SIGMA_SAMPLES = 4  # sampled for each caption to measure that IoU
+
+
+@dataclass
+class CalibrationBatch:
+    """The first [SEG] of each of the base's answers to a batch's captions, n of them."""
+
+    # (k images, (k, D) embeddings) -> (k, h, w) mask logits
+    decode: Callable[[list[int], torch.Tensor], torch.Tensor]
+    image: list[int]  # n of the batch
+    index: list[int]  # n of the data set
+    embeddings: torch.Tensor  # (n, D)
+
+
+@torch.no_grad()
+def collect_calibration(
+    policy: Sa2VAPolicy, batches: Iterable[Batch], max_new_tokens: int
+) -> list[CalibrationBatch]:
+    """Answer the captions of `batches` with the weights in use; keep the answers with [SEG]."""
+    calibration = []
+    for batch in batches:
+        features = policy.encode(batch)
+        _, rows, embeddings = answer_captions(
+            policy, features, range(len(batch)), batch.captions, max_new_tokens
+        )
+        if len(rows):
+            first = rows.diff(prepend=rows[:1] - 1) > 0
+            image = rows[first].tolist()
+            index = [batch.index[i] for i in image]
+            decode = partial(policy.decode_masks, features)
+            calibration.append(CalibrationBatch(decode, image, index, embeddings[first]))
+    return calibration
+
+
+def covariance_factor(embeddings: torch.Tensor) -> torch.Tensor | None:
+    """(D, D) float32 lower triangular L; L L^T is the covariance of embeddings (n, D), shrunk.
+
+    Its trace is D, so that sigma is the root mean square over dimensions whatever the embeddings'
+    scale. SHRINKAGE of it is the identity: n may be far below D, and yet no direction's variance is
+    below SHRINKAGE, or above D. None, which stands for the identity, if embeddings do not differ.
+    """
+    x = embeddings.double().cpu()
+    x = x - x.mean(0)
+    covariance = x.T @ x
+    scale = covariance.diagonal().mean()
+    if scale <= torch.finfo(torch.float32).tiny:
+        return None
+    identity = torch.eye(len(covariance), dtype=x.dtype)
+    shrunk = (1 - SHRINKAGE) * covariance / scale + SHRINKAGE * identity
+    return torch.linalg.cholesky(shrunk).float()
+
+
+def correlated_noise(noise: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """(M, D) noise of covariance L L^T, of standard normal noise (M, D)."""
+    return noise if factor is None else noise @ factor.to(noise.device).T
+
+
+@torch.no_grad()
+def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | None) -> float:
+    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's.
+
+    It is found by bisection of the logarithm, between 1/64 and 16 times the std of the embeddings
+    themselves: SAM2's embedding has no scale of its own.
+
+    Raises:
+        ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
+    """
+    if not calibration:
+        raise ValueError("--mask_sigma auto: no caption was answered with [SEG], give a number")
+    samples = []  # (decode, mean, noise) of each batch, SIGMA_SAMPLES rows of each embedding
+    for batch in calibration:
+        mean = batch.embeddings.repeat_interleave(SIGMA_SAMPLES, 0)
+        rng = RowRNG(0, 0, 0, batch.index, SIGMA_SAMPLES)
+        rng.uniforms(1)
+        noise = rng.normals(list(range(len(mean))), mean.shape[1]).to(mean.device)
+        image = [i for i in batch.image for _ in range(SIGMA_SAMPLES)]
+        samples.append((partial(batch.decode, image), mean, correlated_noise(noise, factor)))
+    masks = [decode(mean) > 0 for decode, mean, _ in samples]
+
+    def mean_iou(sigma: float) -> float:
+        noisy = [decode(mean + sigma * noise) > 0 for decode, mean, noise in samples]
+        return torch.cat([mask_iou(*pair, 1.0) for pair in zip(noisy, masks)]).mean().item()
+
+    scale = torch.cat([mean for _, mean, _ in samples]).std().log2().item()
+    low, high = scale - 6, scale + 4
+    ends = mean_iou(2**low), mean_iou(2**high)
+    if not ends[0] > SIGMA_IOU > ends[1]:
+        raise ValueError(
+            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
+            f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
+            "at the model's masks, or give a number"
+        )
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_iou(2**middle) > SIGMA_IOU else (low, middle)
+    return 2**low

@@ -1,0 +1,182 @@
+"""Tasks of supervised training: questions about a sample and their reference answers.
+
+Letters: B samples, one example of each a task, T tokens of the longest answer, D width of a prompt
+embedding, h w the size of mask logits.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_train.config.flags import WEIGHT, flag
+from rl_train.engine import ScoreOutput
+from rl_train.points.parser import AnswerFormat, PointPrompt
+from rl_train.policies.base import Features
+from rl_train.policies.qwen_vl import ENDS, QwenImageFeatures
+from rl_train.rewards import mask_iou
+from rl_train.rewards.points import bounding_box, deepest_point, deepest_points
+from rl_train.rollout import Batch
+from rl_train.tasks.base import Task, TaskContext
+from rl_train.tasks.point_segmentation import AnswerOptions, PointTask
+from sa2va_hf.batches import ImageFeatures, Prompts
+from sa2va_hf.losses import resize_masks, resized_mask_loss
+from sa2va_hf.prompts import FORCED_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+
+CONFUSED = 0.05  # smallest confused area, as a fraction of the target's, for a negative point
+
+
+@dataclass
+class Examples:
+    """One task's B examples of a batch, as `policy.score_answers` takes them."""
+
+    task: "SFTTask"
+    batch: Batch
+    features: Features  # of the batch
+    prompts: Prompts  # B
+    ids: torch.Tensor  # (B, T)
+    valid: torch.Tensor  # (B, T) bool, the answers with what ends them
+
+
+class SFTTask(Task):
+    """A task with examples in place of prompts and rewards."""
+
+    def examples(
+        self, batch: Batch, features: Features, rngs: list[np.random.Generator]
+    ) -> tuple[Prompts, list[list[int]]]:
+        """(B prompts, B answers as token ids with what ends them).
+
+        Args:
+            rngs: B numpy generators, one a sample, the only source of randomness.
+        """
+
+    def loss_terms(
+        self, examples: Examples, features: Features, scores: ScoreOutput, rows: float
+    ) -> tuple[list[torch.Tensor], dict]:
+        """(loss terms beside the cross-entropy, statistics as of `loss.MicroBatchLoss`).
+
+        Args:
+            scores: of `policy.score_answers`.
+            rows: number of examples of the step, by which the terms are divided.
+        """
+        return [], {}
+
+
+class RegionCaptions(SFTTask):
+    """Image and region -> caption."""
+
+    name = "captions"
+    family = "sa2va"
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of the captions' loss", name="caption_weight", type=WEIGHT)
+        trainable_modules = ("lora", "mlp1")
+
+    def __init__(self, options: Options, context: TaskContext):
+        self.context, self.weight = context, options.weight
+
+    def examples(
+        self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
+    ) -> tuple[Prompts, list[list[int]]]:
+        policy = self.context.policy
+        prompts = policy.describe_prompts(features, range(len(batch)), features.grids)
+        return prompts, [policy.prompts.answer(caption) for caption in batch.captions]
+
+
+class ReferringSegmentation(SFTTask):
+    """Image and caption -> an answer with [SEG], and its mask."""
+
+    name = "masks"
+    family = "sa2va"
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of the masks' loss", name="mask_weight", type=WEIGHT)
+        one_answer: bool = flag(False, f'always "{FORCED_ANSWER}", of the five answers with [SEG]')
+        trainable_modules = ("lora", "mlp1", "text_hidden_fcs", "sam2")
+
+    def __init__(self, options: Options, context: TaskContext):
+        self.context, self.weight = context, options.weight
+        self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
+        encode = context.policy.prompts.answer
+        longest_answer = max(len(encode(answer)) for answer in self.answers)  # one [SEG] each
+        if longest_answer > context.max_new_tokens:
+            raise ValueError(
+                f"--max_completion_length {context.max_new_tokens}: cuts answers that say [SEG], "
+                f"of up to {longest_answer} tokens"
+            )
+
+    def examples(
+        self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
+    ) -> tuple[Prompts, list[list[int]]]:
+        policy = self.context.policy
+        wordings = [SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))] for rng in rngs]
+        prompts = policy.segment_prompts(features, range(len(batch)), batch.captions, wordings)
+        answers = [self.answers[rng.integers(len(self.answers))] for rng in rngs]
+        return prompts, [policy.prompts.answer(answer) for answer in answers]
+
+    def loss_terms(
+        self, examples: Examples, features: ImageFeatures, scores: ScoreOutput, rows: float
+    ) -> tuple[list[torch.Tensor], dict]:
+        """The masks' 2.0 BCE + 0.5 Dice, as the published supervised training weighs them."""
+        policy, targets = self.context.policy, examples.batch.masks
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)
+        logits = policy.decode_masks(features, range(len(targets)), prompts)  # (B, h, w)
+        resized = resize_masks(targets, logits)
+        loss = resized_mask_loss(logits, resized).sum() / rows
+        iou = mask_iou(logits > 0, resized > 0, 1.0)
+        return [loss], dict(mask_loss=loss.detach(), mask_iou=(iou.sum(), len(iou)))
+
+
+class PointAnswers(PointTask, SFTTask):
+    """Image and caption -> box and points, in the format that `point_segmentation` asks for.
+
+    Negative points lie in the region that SAM2 confuses with the target.
+    """
+
+    @dataclass(frozen=True)
+    class Options(AnswerOptions):
+        thought: str = flag(
+            "The region that is meant differs from those around it.",
+            "what is taught to be thought before an answer, in the forms that have thoughts",
+        )
+
+    def examples(
+        self, batch: Batch, features: QwenImageFeatures, rngs: list[np.random.Generator]
+    ) -> tuple[Prompts, list[list[int]]]:
+        policy, answers = self.context.policy, []
+        targets = [mask.to(policy.device) for mask in batch.masks]
+        confused = self.confused_regions(policy, features, targets)
+        for i, size in enumerate(features.sizes):
+            answer = true_answer(self.format, targets[i], confused[i])
+            in_frame = self.format.in_frame(answer, features.seen_sizes[i], size)
+            answers.append(
+                policy.encode_text(self.format.format(in_frame, self.options.thought) + ENDS[0])
+            )
+        return self.prompts(batch, features), answers
+
+
+def true_answer(
+    answer_format: AnswerFormat, target: torch.Tensor, confused: torch.Tensor
+) -> PointPrompt:
+    """The reference answer of a target (H, W) bool, in its own pixels.
+
+    Box and positive points are as the format's checkpoints give them: two deepest points for
+    "segzero", else one; no box for "points". One negative point lies in the region confused with
+    the target (H, W), if that is at least CONFUSED of the target's area.
+    """
+    box, positive = (bounding_box(target),), (deepest_point(target),)
+    if answer_format.style == "segzero":
+        positive = deepest_points(target)
+    elif answer_format.style == "points":
+        box = ()
+    has_negative = confused.sum() >= CONFUSED * target.sum()
+    return PointPrompt(box, positive, (deepest_point(confused),) if has_negative else ())
+
+
+SFT_TASKS = {
+    "region_captions": RegionCaptions,
+    "referring_segmentation": ReferringSegmentation,
+    "point_answers": PointAnswers,
+}

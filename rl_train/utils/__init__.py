@@ -1,0 +1,1 @@
+"""Random numbers, files, hub downloads and checks for non-finite outputs."""

@@ -1,0 +1,30 @@
+"""Remember which of a model's outputs were not finite, without waiting for the GPU at each."""
+
+import torch
+
+
+class NanWatcher:
+    """Remembers the names of outputs of which any number was NaN or infinite.
+
+    A model that diverged answers all prompts alike, so that its rewards are equal and no loss is
+    computed: what it said itself has to be looked at.
+    """
+
+    def __init__(self, seen: dict[str, torch.Tensor] | None = None):
+        self.seen: dict[str, torch.Tensor] = dict(seen or {})  # {name: () bool on its device}
+
+    @torch.no_grad()
+    def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """`values` itself, looked at."""
+        bad = ~values.isfinite().all()
+        self.seen[name] = self.seen[name] | bad if name in self.seen else bad
+        return values
+
+    def take(self) -> "NanWatcher":
+        """What was seen since the last call; nobody waits for the GPU before its `names`."""
+        taken, self.seen = NanWatcher(self.seen), {}
+        return taken
+
+    def names(self) -> list[str]:
+        """Return the names of outputs of which a number was not finite."""
+        return [name for name, bad in self.seen.items() if bad]

@@ -1,0 +1,393 @@
+"""Runs that SIGKILL ends at random moments and at single file operations, then resumed to the end.
+
+    python -m tests.campaigns.kill_campaign --kills 100            # one process
+    # two by gloo, of which one is killed
+    python -m tests.campaigns.kill_campaign --kills 20 --ranks 2
+    # SIGTERM, SIGINT, SIGUSR1 to one rank
+    python -m tests.campaigns.kill_campaign --kills 0 --stops 20
+    # a disk that is full (root: mounts tmpfs)
+    python -m tests.campaigns.kill_campaign --kills 0 --full 20
+
+Every trial is compared with the run that nobody disturbed: weights, EMA, optimizer, best
+checkpoint, rollouts, every TensorBoard point and picture, the list of files. So that a trial costs
+seconds, each run is a fork of this process, which has done the imports and built the policy, and
+evaluations and pictures are drawn from the weights instead of being measured.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
+
+from rl_train import cli, train
+from rl_train.checkpoint import save_load
+from rl_train.evaluation import evaluate
+from rl_train.loggers import tensorboard
+from rl_train.run import build
+from rl_train.run.signals import EXIT_INTERRUPTED, SIGNALS
+from tests.runs import draw_data, flags, measure, picture
+
+PHASES = ("start", "evaluation", "step", "log", "checkpoint")
+RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_samples=1)
+# Whole captions: the first three words of two often earn the same, and a step learns nothing. At
+# this seed all four learn.
+RUN |= dict(batch_size=2, max_completion_length=9, learning_rate=1e-3, tasks="mask_caption_mask")
+RUN["seed"] = 1
+DEADLINE = 60  # seconds in which every process of a run must have ended, also if its peer is gone
+KILLED = -signal.SIGKILL
+
+
+class Board:
+    """Numbers that a run shows to the process that forked it: its phase, its file operations."""
+
+    def __init__(self):
+        self.memory = mmap.mmap(-1, 16)  # shared with forks
+
+    def __getitem__(self, place: int) -> int:
+        return int.from_bytes(self.memory[place * 4 : place * 4 + 4], "little")
+
+    def __setitem__(self, place: int, value: int):
+        self.memory[place * 4 : place * 4 + 4] = value.to_bytes(4, "little")
+
+    @property
+    def phase(self) -> str:
+        return PHASES[self[0]]
+
+
+def show_phases(board: Board):
+    """Make this process tell the board where it is."""
+
+    def during(phase, function):
+        def wrapped(*args, **kwargs):
+            before, board[0] = board[0], PHASES.index(phase)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                board[0] = before
+
+        return wrapped
+
+    board[0] = 0
+    train.train = during("step", train.train)
+    evaluate.evaluate = during("evaluation", evaluate.evaluate)
+    save_load.write = during("checkpoint", save_load.write)
+    save_load.remove_oldest = during("checkpoint", save_load.remove_oldest)
+    tensorboard.RunLogger.rollouts = during("log", tensorboard.RunLogger.rollouts)
+    tensorboard.RunLogger.scalars = during("log", tensorboard.RunLogger.scalars)
+
+
+class Appended:
+    """A file of rollouts of which each append counts, and can be torn in the middle."""
+
+    def __init__(self, file, count):
+        self.file, self.count = file, count
+
+    def write(self, piece: bytes):
+        self.count(lambda: self.half(piece))
+        self.file.write(piece)
+
+    def half(self, piece: bytes):
+        self.file.write(piece[: len(piece) // 2])
+        self.file.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+
+def die_at(operation: int, output: Path, board: Board, torn: bool):
+    """Kill this process before its n-th change of the output folder, or in the middle of it.
+
+    Changes are what Python's audit events say of files below the folder, and each append.
+    """
+    prefix = str(output)
+    changes = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree"}
+
+    def count(half_done=None):
+        board[1] += 1
+        if board[1] == operation:
+            if torn and half_done:
+                half_done()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(name, args):
+        opened = name == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+        if (opened or name in changes) and str(args[0]).startswith(prefix):
+            count()
+
+    open_log, board[1] = tensorboard.RunLogger.__init__, 0
+
+    def opened(log, *args, **kwargs):
+        open_log(log, *args, **kwargs)
+        log.jsonl = Appended(log.jsonl, count)
+
+    tensorboard.RunLogger.__init__ = opened
+    sys.addaudithook(hook)
+
+
+def fork_run(data: Path, output: Path, board: Board, ranks: list[dict], operation=0, torn=False):
+    """Process ids of a run's ranks, the first of which dies at its n-th `operation`, if not 0."""
+    sys.stdout.flush()
+    resume = dict(resume="") if (output / "config.json").is_file() else {}
+    pids = []
+    for rank, environment in enumerate(ranks):
+        pid = os.fork()
+        if pid == 0:
+            status = 70
+            try:
+                log = os.open(f"{output}.log{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+                os.dup2(log, 1), os.dup2(log, 2)
+                os.environ.update(environment)
+                if rank == 0:
+                    show_phases(board)
+                    if operation:
+                        die_at(operation, output, board, torn)
+                size = dict(batch_size=RUN["batch_size"] // len(ranks))
+                train.main(flags(data, output, **RUN | size | resume))
+                status = 0
+            except SystemExit as end:
+                print(end.code)
+                status = end.code if isinstance(end.code, int) else 1
+            finally:
+                sys.stdout.flush(), os._exit(status)
+        pids.append(pid)
+    return pids
+
+
+def ended(pids: list[int], deadline: float = DEADLINE) -> list[int]:
+    """Exit statuses of the processes, minus a signal's number. Raises TimeoutError beyond it."""
+    statuses, until = {}, time.monotonic() + deadline
+    while len(statuses) < len(pids):
+        for pid in set(pids) - set(statuses):
+            found, status = os.waitpid(pid, os.WNOHANG)
+            if found:
+                statuses[pid] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            for pid in set(pids) - set(statuses):
+                os.kill(pid, signal.SIGKILL)
+            raise TimeoutError(f"ranks {statuses} ended, others not within {deadline} s")
+        time.sleep(0.03)
+    return [statuses[pid] for pid in pids]
+
+
+def rank_environments(number: int) -> list[dict[str, str]]:
+    """What torchrun sets for processes of one machine; nothing for one."""
+    if number == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = dict(WORLD_SIZE=str(number), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return [place | dict(RANK=str(r), LOCAL_RANK=str(r)) for r in range(number)]
+
+
+def mount(*words):
+    subprocess.run(["mount", *map(str, words)], check=True)
+
+
+def points(output: Path) -> dict[str, list]:
+    """{tag: [(step, value), ..]} of all scalars but times, and of pictures, that are shown."""
+    sizes = dict(scalars=0, images=0, tensors=0)
+    log = EventAccumulator(str(output / "tensorboard"), sizes).Reload()
+    tags = log.Tags()
+    found = {t: [(e.step, e.value) for e in log.Scalars(t)] for t in tags["scalars"]}
+    found = {t: v for t, v in found.items() if not t.startswith("perf/")}
+    return found | {
+        t: [(e.step, e.encoded_image_string) for e in log.Images(t)] for t in tags["images"]
+    }
+
+
+def names(output: Path) -> list[str]:
+    """Every file of a run, the session's part of an event file's name left away."""
+    found = {str(p.relative_to(output)) for p in output.rglob("*")}
+    return sorted({n.split("tfevents")[0] for n in found})
+
+
+def differences(whole: Path, output: Path) -> list[str]:
+    """What differs between two finished runs."""
+    found = []
+    for folder in (f"checkpoint_step_{RUN['max_steps']}", save_load.BEST_CHECKPOINT):
+        for file in ("trainables.safetensors", "ema.safetensors"):
+            one, two = (load_file(o / folder / file) for o in (whole, output))
+            if any(not torch.equal(one[name], two[name]) for name in one):
+                found.append(f"{folder}/{file}")
+        states = [save_load.read_state(o / folder) for o in (whole, output)]
+        for part in ("step", "optimizer", "scheduler", "tasks", "counters"):
+            if repr(states[0][part]) != repr(states[1][part]):
+                found.append(f"{folder}/{part}")
+    for file in sorted(whole.glob("rollouts/*")):
+        if file.read_bytes() != (output / "rollouts" / file.name).read_bytes():
+            found.append(f"rollouts/{file.name}")
+    for step in range(0, RUN["max_steps"] + 1, RUN["eval_steps"]):
+        file = f"evaluation/step_{step}.json"
+        one, two = (json.loads((o / file).read_text()) for o in (whole, output))
+        if any(one[k] != two[k] for k in set(one) - {"flags"}):
+            found.append(file)
+    one, two = points(whole), points(output)
+    found += [
+        f"curve {tag}" for tag in sorted(one.keys() | two.keys()) if one.get(tag) != two.get(tag)
+    ]
+    found += [f"file {name}" for name in sorted(set(names(whole)) ^ set(names(output)))]
+    return found
+
+
+class Campaign:
+    """Trials against one undisturbed run, in a temporary folder."""
+
+    def __init__(self, root: Path, ranks: int, seed: int = 0):
+        self.root, self.ranks, self.board = root, ranks, Board()
+        self.random, self.moments, self.failures = random.Random(seed), Counter(), []
+        self.last, self.slowest = "", 0.0  # phase of the last kill; seconds until all ranks ended
+        self.data, self.whole = draw_data(root / "data"), root / "whole"
+        # What a first run imports and reads is then in all forks; on the CPU it starts no thread.
+        tqdm.monitor_interval = 0
+        evaluate.measure, tensorboard.rollout_picture = measure, picture
+        with open(root / "warm.log", "w") as log, redirect_stdout(log), redirect_stderr(log):
+            train.main(flags(self.data, root / "warm", **RUN | dict(max_steps=1)))
+            config = cli.parse(flags(self.data, root / "warm", **RUN))
+            cpu = torch.device("cpu")
+            built = build.build_policy(config.policy, {}, ["lora", "mlp1"], 3, cpu)
+        build.build_policy = lambda *_: built
+        begin = time.monotonic()
+        # Counts all operations, and dies at none.
+        pids = fork_run(*self._here(self.whole), operation=2**31)
+        assert set(ended(pids)) == {0}, Path(f"{self.whole}.log0").read_text()
+        self.seconds, self.operations = time.monotonic() - begin, self.board[1]
+        # In pages: what it takes with one checkpoint more, which is removed at the end.
+        sizes = [-(-p.stat().st_size // 4096) for p in self.whole.rglob("*") if p.is_file()]
+        self.size, self.stopped = int(1.2 * sum(sizes)), Counter()
+
+    def _here(self, output: Path):
+        return self.data, output, self.board, rank_environments(self.ranks)
+
+    def trial(self, operation: int = 0, torn: bool = False):
+        """One run that is killed once at an operation, or 1 to 3 times at random, and resumed."""
+        output = self._fresh()
+        if operation:
+            self._killed(fork_run(*self._here(output), operation, torn), victim=0)
+        else:
+            for _ in range(self.random.randint(1, 3)):
+                pids = fork_run(*self._here(output))
+                time.sleep(self.random.uniform(0, self.seconds))
+                victim = self.random.randrange(self.ranks)
+                os.kill(pids[victim], signal.SIGKILL)
+                self._killed(pids, victim)
+        self._finish(output, f"operation {operation}{' torn' * torn}" if operation else "random")
+
+    def stop(self):
+        """One run that a signal asks to stop at a random moment, and the resumed one."""
+        output = self._fresh()
+        pids = fork_run(*self._here(output))
+        time.sleep(self.random.uniform(0, self.seconds))
+        number = self.random.choice(SIGNALS)
+        self.last = self.board.phase
+        os.kill(self.random.choice(pids), number)
+        statuses = set(ended(pids))
+        early = self.last == "start" and statuses <= {
+            EXIT_INTERRUPTED,
+            1,
+            -number,
+        }  # it had nothing to save
+        if not early and statuses not in ({EXIT_INTERRUPTED}, {0}):
+            self.failures.append(f"{number.name} ({self.last}): ended {statuses}")
+        self.stopped[f"{self.last} {sorted(statuses)}"] += 1
+        self._finish(output, number.name)
+
+    def full(self):
+        """One run on a disk that becomes full, and the resumed one after there is room again."""
+        output = self._fresh()
+        output.mkdir()
+        room = self.random.randint(1, self.size)
+        mount("-t", "tmpfs", "-o", f"size={room * 4}k", "none", output)
+        try:
+            statuses = ended(fork_run(*self._here(output)))
+            log = Path(f"{output}.log0").read_text()
+            # TensorBoard's own thread may tell of the disk before the run does.
+            log = re.sub(r"Exception in thread .*?OSError: [^\n]*", "", log, flags=re.DOTALL)
+            said = re.findall("rl_train: .*", log)  # a bar may stand before it
+            if "Traceback" in log or statuses[0] == 0 or len(said) != 1:
+                self.failures.append(f"{room * 4} KiB: ended {statuses}: {log[-1500:]}")
+            else:
+                place = said[0].split(" cannot be written")[0].split("/")[-1]
+                self.stopped[re.sub(r"\d+", "N", place)] += 1
+            mount("-o", "remount,size=1g", output)
+            self._finish(output, f"{room * 4} KiB, {said}")
+        finally:
+            subprocess.run(["umount", output], check=True)
+
+    def _finish(self, output, words):
+        """Resume a run to its end and compare it."""
+        statuses = ended(fork_run(*self._here(output)))
+        if set(statuses) != {0}:
+            text = Path(f"{output}.log0").read_text()[-1500:]
+            self.failures.append(f"{words} ({self.last}): resume ended {statuses}: {text}")
+        elif found := differences(self.whole, output):
+            self.failures.append(f"{words} ({self.last}): {found}")
+
+    def _fresh(self) -> Path:
+        output = self.root / "trial"
+        shutil.rmtree(output, ignore_errors=True)
+        for log in self.root.glob("trial.log*"):
+            log.unlink()
+        return output
+
+    def _killed(self, pids, victim):
+        begin = time.monotonic()
+        statuses = ended(pids)
+        self.slowest = max(self.slowest, time.monotonic() - begin)
+        if statuses[victim] == KILLED:  # else it had just finished
+            self.last = self.board.phase
+            self.moments[self.last] += 1
+
+    @property
+    def kills(self) -> int:
+        return sum(self.moments.values())
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--stops", type=int, default=0)
+    parser.add_argument("--full", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as root:
+        campaign = Campaign(Path(root), args.ranks, args.seed)
+        print(f"a run: {campaign.seconds:.1f} s, {campaign.operations} file operations", flush=True)
+        while campaign.kills < args.kills // 2:
+            campaign.trial(campaign.random.randint(1, campaign.operations), torn=campaign.kills % 2)
+            print(campaign.kills, dict(campaign.moments), len(campaign.failures), flush=True)
+        while campaign.kills < args.kills:
+            campaign.trial()
+            print(campaign.kills, dict(campaign.moments), len(campaign.failures), flush=True)
+        for _ in range(args.stops):
+            campaign.stop()
+            print(dict(campaign.stopped), len(campaign.failures), flush=True)
+        for _ in range(args.full):
+            campaign.full()
+            print(dict(campaign.stopped), len(campaign.failures), flush=True)
+    print(f"kills by moment: {dict(campaign.moments)}; ranks ended within {campaign.slowest:.1f} s")
+    print(f"stops: {dict(campaign.stopped)}")
+    raise SystemExit("\n".join(campaign.failures) or None)
+
+
+if __name__ == "__main__":
+    main()

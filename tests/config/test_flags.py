@@ -1,0 +1,129 @@
+"""A flag is declared once: parser, config.json and the rule of a resume follow its declaration."""
+
+import argparse
+from dataclasses import dataclass, replace
+
+import pytest
+
+from rl_train import cli, train
+from rl_train.config.flags import COUNT, add_flags, flag, flags_with, parse_all, read_flags
+from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
+from rl_train.config.sft_config import ALL_PARTS
+from rl_train.run import memory_check
+from rl_train.sft import SFT
+from rl_train.tasks import TASKS
+from rl_train.utils.io import read_json
+from tests.runs import CHECKPOINT, ROOT, complaint_of, flags, unmeasured
+
+one_core = pytest.fixture(autouse=True)(unmeasured)
+CLASSES = [*ALL_PARTS, *(task.Options for task in TASKS.values())]
+ALIASES = [(alias, ours) for ours, n in flags_with("aliases", CLASSES).items() for alias in n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargerPolicyConfig(PolicyConfig):
+    """model"""
+
+    free: int = flag(3, "may change", type=COUNT, aliases=("loose",), free_on_resume=True)
+    fixed: int = flag(3, "may not", type=COUNT, lowers_memory_of=("update",), of_machine=True)
+
+
+def test_a_new_flag_is_one_line(data, tmp_path, capsys):
+    """Parsed, on record in config.json, free or fixed on resume, and named where memory ends."""
+    program = replace(cli.GRPO, parts=CONFIG_CLASSES | {"policy": LargerPolicyConfig})
+    argv = flags(data, tmp_path / "run", max_steps=1)
+    train.main([*argv, "--loose", "5", "--fixed", "6"], program)
+    written = read_json(tmp_path / "run" / "config.json")
+    assert (written["free"], written["fixed"]) == (5, 6)
+
+    config = cli.parse([*argv, "--resume", "--free", "7", "--fixed", "6"], program)
+    assert (config.policy.free, config.policy.fixed) == (7, 6)
+    cli.check_output_dir(config, config.flags)
+    with pytest.raises(ValueError, match="holds a run of another config: --fixed was 6, now 8$"):
+        cli.check_output_dir(config, config.flags | dict(fixed=8))
+    assert "fixed" in config.flags_with("of_machine")
+    assert "--fixed" not in memory_check.remedy("update", config)  # a run that has begun keeps it
+    elsewhere = replace(config, run=replace(config.run, output_dir=str(tmp_path / "new")))
+    assert "--fixed" in memory_check.remedy("update", elsewhere)
+
+
+# Names of other projects
+
+
+@pytest.fixture
+def parse(data, tmp_path, monkeypatch):
+    """Function of words behind a whole command line, without the flag `left_out`: its flags."""
+
+    def parsed(words, left_out):
+        return cli.parse([*flags(data, tmp_path / "run", **{left_out: None}), *words]).flags
+
+    return parsed
+
+
+@pytest.mark.parametrize("alias, ours", ALIASES)
+def test_an_alias_sets_our_flag(parse, data, alias, ours):
+    paths = {"model_path": CHECKPOINT, "data_dir": data / "heldout", "dtype": "float32"}
+    paths |= {"llm_judge_base_url": "http://host/v1", "llm_judge_model": "m"}
+    value = [] if ours == "mask_truncated" else [str(paths.get(ours, 3))]
+    assert parse([f"--{alias}", *value], ours) == parse([f"--{ours}", *value], ours)
+    default = cli.build_parser(TASKS).get_default(ours)
+    assert parse([f"--{alias}", *value], ours)[ours] != default
+
+
+def test_the_document_has_all_aliases():
+    """If not, replace its table by these rows."""
+    rows = [f"| `--{alias}` | `--{ours}` |" for alias, ours in ALIASES]
+    document = (ROOT / "docs" / "coming_from.md").read_text()
+    assert "\n".join(["| there | here |", "|---|---|", *rows, ""]) in document
+
+
+def test_supervised_training_has_the_aliases_of_its_flags():
+    parser = cli.build_parser(SFT.tasks, SFT)
+    args = ["--model_name_or_path=M", "--dataset_name=D", "--output_dir=O"]
+    assert parse_all(parser, [*args, "--per_device_batch_size=7"]).batch_size == 7
+    with pytest.raises(ValueError, match="unrecognized arguments: --beta=1"):
+        parse_all(parser, [*args, "--beta=1"])
+
+
+# Words that are no flags
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--learning-rate", "1"], "arguments: --learning-rate 1; did you mean --learning_rate?"),
+        (["--loss_typ=grpo"], "arguments: --loss_typ=grpo; did you mean --loss_type?"),
+        (["--hub_token", "x", "--epsilons", "1"], "x --epsilons 1; did you mean --epsilon?"),
+        (["--hub_token", "x"], "unrecognized arguments: --hub_token x\n"),
+        (["beta"], "unrecognized arguments: beta\n"),
+    ],
+)
+def test_an_unknown_flag_is_refused_with_a_similar_one(data, tmp_path, capsys, words, sentence):
+    said = complaint_of(capsys, [*flags(data, tmp_path / "run"), *words])
+    assert sentence in f"{said.strip()}\n"
+
+
+# Kinds of fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kinds:
+    """kinds"""
+
+    needed: str = flag(help="no default")
+    share: float | None = flag(None, "or none", name="a_share")
+    words: list[str] = flag([], "several")
+    on: bool = flag(True, "can be switched off")
+    off: bool = flag(False, "can be switched on")
+
+
+def test_a_field_is_parsed_by_its_type():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser, Kinds)
+    usual = read_flags(parse_all(parser, ["--needed", "x"]), Kinds)
+    assert usual == Kinds(needed="x", share=None, words=[], on=True, off=False)
+    argv = "--needed x --a_share .5 --words a b --no-on --off".split()
+    given = read_flags(parse_all(parser, argv), Kinds)
+    assert given == Kinds(needed="x", share=0.5, words=["a", "b"], on=False, off=True)
+    with pytest.raises(argparse.ArgumentError, match="--a_share: nan: must be a finite number"):
+        parser.parse_args(["--needed", "x", "--a_share", "nan"])

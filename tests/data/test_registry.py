@@ -1,0 +1,104 @@
+"""Data sets as a command line names them: what each flag chooses, and what it is refused for."""
+
+import pytest
+
+from rl_train import cli
+from rl_train.data import DATASETS
+from rl_train.data.base import Reader
+from rl_train.data.registry import MixtureEntry, reader, readers, unique
+from tests.runs import complaint_of, flags
+
+
+@pytest.mark.parametrize(
+    "name, given, expected",
+    [
+        ("gar", dict(parts=["a"]), dict(parts=["a"])),
+        ("dam", dict(parts=["a", "b"]), dict(parts=["a", "b"])),
+        ("refcoco", {}, dict(name="refcoco", split="train")),
+        ("refcoco", dict(is_eval=True), dict(name="refcoco", split="val")),
+        ("refcoco+", dict(split="testA"), dict(name="refcoco+", split="testA")),
+        ("refcocog", dict(image_root="i"), dict(name="refcocog", split="train", image_root="i")),
+        ("reasonseg", dict(is_eval=True), {}),
+    ],
+)
+def test_what_a_data_set_is_opened_with(name, given, expected):
+    assert reader(name, **given).keywords == expected
+
+
+def test_a_mix_is_parsed(monkeypatch):
+    assert MixtureEntry.parse("gar:/data/gar") == MixtureEntry("gar", (), "/data/gar", 1.0)
+    assert MixtureEntry.parse("dam/LVIS,PACO:o/n=2") == MixtureEntry(
+        "dam", ("LVIS", "PACO"), "o/n", 2
+    )
+    odd = MixtureEntry.parse("refcoco+/val:a:b=c=.5")
+    assert odd == MixtureEntry("refcoco+", ("val",), "a:b=c", 0.5)
+    for name in ("refcoco+", "gar"):
+        monkeypatch.setitem(DATASETS, name, lambda folder, **options: (folder, options))
+    assert odd.reader("i")("x") == ("x", dict(split="val", image_root="i"))
+    assert MixtureEntry.parse("gar/A:x").reader("i")("x") == ("x", dict(parts=["A"]))
+    assert unique(["gar", "dam", "gar", "gar"]) == ["gar", "dam", "gar.2", "gar.3"]
+
+
+@pytest.fixture
+def complaint(data, tmp_path, capsys):
+    return lambda **changes: complaint_of(capsys, flags(data, tmp_path / "run", **changes))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(mix="coco:x"), "--mix coco:x: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar,"),
+        (dict(mix="gar"), "--mix gar: must be"),
+        (dict(mix="gar:x=y"), "--mix gar:x=y is neither a folder nor the name of a hub data set"),
+        (
+            dict(mix="gar:x=0"),
+            "--mix gar:x=0: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar, ",
+        ),
+        (dict(mix="gar:x=nan"), "--mix gar:x=nan is neither a folder nor"),
+        (dict(mix="segzero/a:o/n"), "--mix segzero/.. parts: only for gar, dam, not segzero"),
+        (dict(mix="gar:/nowhere=3"), "--mix gar:/nowhere is neither a folder nor"),
+        (dict(dataset="segzero", parts="a"), "--parts: only for gar, dam, not segzero"),
+        (dict(dataset="dam", split="a"), "--split: only for refcoco, refcoco+, refcocog, not dam"),
+        (dict(parts="Part9"), "has no part 'Part9'; it has"),
+        (dict(image_root="x"), "--image_root: no data set here is one of refcoco,"),
+        (
+            dict(eval_dataset="reasonseg", eval_split="a"),
+            "--eval_split: only for refcoco,",
+        ),
+        (dict(eval_dataset="reasonseg", eval_parts="a"), "--eval_parts: only for gar, dam, not"),
+        (dict(eval_data_dir=None, eval_split="val"), "--eval_split val: needs --eval_data_dir"),
+        (dict(eval_data_dir=None, eval_parts="a"), "--eval_parts ['a']: needs --eval_data_dir"),
+        (dict(shared_images="ignore"), "--shared_images"),
+    ],
+)
+def test_what_is_refused(complaint, changes, words):
+    assert words in complaint(**changes)
+
+
+def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, monkeypatch):
+    spec = f"gar:{data / 'heldout'}"
+    monkeypatch.setattr(Reader, "report", lambda self: counted(len(self)))
+
+    def counted(kept):
+        skipped = {"no mask": 3} if kept < 50 else {}
+        return dict(kept=kept, rows=kept, skipped=skipped, resized_masks=0)
+
+    said = complaint(mix=spec, eval_data_dir=None)
+    assert "gar.2: 3 of 27 regions (11.1%) are bad, more than --max_bad_fraction 0.01" in said
+
+
+def test_one_data_set_is_opened_as_ever(data, tmp_path):
+    config = cli.parse(flags(data, tmp_path))
+    opened, heldout = readers(config.data)
+    assert (opened.func, opened.keywords) == (DATASETS["gar"], {})
+    assert isinstance(heldout(data / "heldout"), DATASETS["gar"])
+
+
+@pytest.mark.parametrize("parts", [[], ["Part9"]])
+def test_what_is_wrong_with_a_folder_is_said_of_its_own_flag(complaint, tmp_path, parts):
+    (tmp_path / "empty").mkdir()
+    name, of_parts = f"gar:{tmp_path / 'empty'}", "".join(f"/{part}" for part in parts)
+    said = complaint(eval_data_dir=tmp_path / "empty", eval_parts=parts or None)
+    assert said.startswith(f"rl_train: --eval_data_dir {tmp_path / 'empty'} holds no data-*.arrow")
+    said = complaint(mix=name.replace(":", f"{of_parts}:"))
+    assert said.startswith(f"rl_train: --mix {name} holds no data-*.arrow")

@@ -1,0 +1,79 @@
+"""docs/data.md: its ten lines work, and its reasons are those that the readers give.
+
+docs/real_run.md: how it holds out.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from rl_train.data import GraspAnyRegionDataset, dam, images, rle, text
+from tools.gar_writer import write_gar
+
+TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+
+
+def test_own_data_in_ten_lines(tmp_path, monkeypatch):
+    [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert 0 < len([line for line in code.splitlines() if line.strip()]) <= 10
+    mask = np.zeros((30, 40), dtype=np.uint8)
+    mask[5:20, 8:30] = 255
+    (tmp_path / "mine").mkdir()
+    for number in range(2):
+        Image.new("RGB", (40, 30), (90 * number, 0, 0)).save(tmp_path / "mine" / f"{number}.jpg")
+        Image.fromarray(mask).save(tmp_path / "mine" / f"{number}.png")
+        (tmp_path / "mine" / f"{number}.txt").write_text(f"Region {number}.\n")
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    dataset = GraspAnyRegionDataset("my_regions")
+    assert [dataset[i]["caption"] for i in range(len(dataset))] == ["Region 0.", "Region 1."]
+    assert (
+        all(np.array_equal(dataset[i]["mask"], mask > 0) for i in range(2))
+        and dataset.report()["skipped"] == {}
+    )
+
+
+def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
+    recipe = (Path(__file__).parents[2] / "docs" / "real_run.md").read_text()
+    [code] = re.findall(r"```python\n(.*?find_shards.*?)```", recipe, re.DOTALL)
+    mask = np.arange(12).reshape(3, 4) > 5
+    rows = [
+        dict(
+            image=Image.new("RGB", (4, 3), (k % 250, 0, 0)), mask=mask, caption=str(k), category=""
+        )
+        for k in range(1500)
+    ]
+    write_gar(rows, tmp_path / "data" / "gar", rows_per_shard=600)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    captions = [
+        [sample["caption"] for sample in map(dataset.__getitem__, range(len(dataset)))]
+        for dataset in map(GraspAnyRegionDataset, ("data/train", "data/heldout"))
+    ]
+    pictures = [{int(caption) % 250 for caption in side} for side in captions]
+    assert sorted(map(int, sum(captions, []))) == list(range(1500)) and pictures[0].isdisjoint(
+        pictures[1]
+    )
+    assert 0 < len(pictures[1]) < 20
+
+
+def test_reasons_are_named():
+    for reason in (
+        rle.NO_MASK,
+        rle.BAD_MASK,
+        rle.EMPTY_MASK,
+        rle.LOST_MASK,
+        images.NO_IMAGE,
+        images.BAD_HEADER,
+        images.TOO_LARGE,
+        images.TOO_LONG,
+        images.BAD_DEPTH,
+        images.OUTSIDE,
+        dam.BAD_NAME,
+        text.BLANK,
+        text.NOT_UNICODE,
+        "no region",
+    ):
+        assert f'"{reason}"' in TEXT

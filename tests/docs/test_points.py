@@ -1,0 +1,23 @@
+"""docs/points.md: it names what a user may set, and what curves and tables show."""
+
+import dataclasses
+
+from rl_train.evaluation.point_metrics import METRICS
+from rl_train.points.parser import FRAMES, NEGATIVE_POINTS, REASONS, STYLES
+from rl_train.tasks.point_segmentation import PointSegmentation
+from tests.runs import ROOT
+
+TEXT = (ROOT / "docs" / "points.md").read_text()
+OF_ANSWERS = {"point_weight", "max_points"}  # whose help says all
+
+
+def test_every_value_and_reason_is_named():
+    shown = ("points_in_target", "neg_in_target", "neg_in_confused", "num_negative")
+    for word in (*REASONS, *STYLES, *NEGATIVE_POINTS, *FRAMES, *METRICS, *shown):
+        assert f"`{word}`" in TEXT or f" {word}`" in TEXT, word
+
+
+def test_every_flag_is_named():
+    for field in dataclasses.fields(PointSegmentation.Options):
+        name = field.metadata["name"] or field.name
+        assert f"`--{name}" in TEXT or f"+ --{name}" in TEXT or name in OF_ANSWERS, name

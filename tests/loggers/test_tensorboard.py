@@ -1,0 +1,145 @@
+"""Pictures of rollouts: of any shape of image, on a canvas that the text fits; and their lines."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rl_train.data.rle import decode_mask
+from rl_train.distributed.process_group import Ranks
+from rl_train.loggers.tensorboard import (
+    BOX,
+    NEGATIVE,
+    POSITIVE,
+    PREDICTED,
+    REGION,
+    RunLogger,
+    rollout_picture,
+    small_mask,
+)
+from rl_train.loss import ScoredRollout
+from rl_train.points.parser import PointPrompt
+from rl_train.rollout import Batch, RewardOutput, Rollout
+
+
+@pytest.mark.parametrize(
+    "width, height, drawn_width, drawn_height",
+    [
+        (320, 240, 240, 180),
+        (100, 300, 240, 720),
+        (1000, 2, 240, 1),
+        (2, 1000, 1, 720),
+        (1, 1, 240, 240),
+        (300, 1000, 216, 720),
+    ],
+)
+@pytest.mark.parametrize("loop", [1, 2])
+def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
+    region = torch.ones(height, width, dtype=torch.bool)
+    batch = Batch([0], [region], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["a mug"], 1, *[None] * 5)
+    outcome = RewardOutput({}, [~region], ["a cup"] if loop == 2 else [])
+    work = ScoredRollout(None, rollout, outcome, torch.ones(1), torch.ones(1), None)
+    picture = rollout_picture(Image.new("RGB", (1024, 1024)), work, 0)
+    lines = loop + 2
+    assert picture.dtype == np.uint8
+    assert picture.shape == (drawn_height + 18 * lines + 8, 488, 3)
+    tinted = (0.3 * np.array(REGION)).astype(np.uint8)  # on black
+    left, right = picture[:drawn_height, :248], picture[:drawn_height, 248:]
+    assert (left[:, :drawn_width] == tinted).all() and (left[:, drawn_width:] == 255).all()
+    assert (right[:, :drawn_width] == 0).all()
+    assert not (picture == PREDICTED).all(-1).any()
+
+
+def test_an_answer_s_box_and_points_are_drawn():
+    """Of a mask of 20 x 10 (W, H), drawn at 240 x 120, on black: both panels."""
+    region = torch.zeros(10, 20, dtype=torch.bool)
+    found, without = region.clone(), torch.ones_like(region)
+    found[:5] = True
+    batch = Batch([0], [region], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["{}", "no"], 2, *[None] * 5)
+    answer = PointPrompt(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
+    drawn = dict(answers=[answer, None], masks_without=[without, region])
+    outcome = RewardOutput({}, [found, region], **drawn)
+    work = ScoredRollout(None, rollout, outcome, torch.ones(2), torch.ones(2), None)
+    picture = rollout_picture(Image.new("RGB", (64, 64)), work, 0)
+    assert picture.shape[1] == 2 * 248 - 8
+    for left in (0, 248):  # (x, y) in a picture = 12 times that in the mask
+        assert tuple(picture[7 * 12, left + 5 * 12]) == POSITIVE
+        assert tuple(picture[8 * 12, left + 15 * 12]) == NEGATIVE
+        assert tuple(picture[2 * 12, left + 7 * 12]) == BOX
+    tinted = tuple((0.3 * np.array(PREDICTED)).astype(np.uint8))
+    for left, at_top, below in ((0, 0, 0), (248, tinted, 0)):
+        assert (picture[10, left + 200] == at_top).all()
+        assert (picture[110, left + 200] == below).all()
+    refused = rollout_picture(Image.new("RGB", (64, 64)), work, 1)
+    assert (refused[:120, :240] == 0).all() and refused.shape == picture.shape
+
+
+def test_rollouts_are_json_whatever_they_say(tmp_path):
+    odd = ["\ud800", "\u2028\x85\r\n", '"}\n{', "\x00\x1b", "狗 🐕", "a dog"]
+    batch = Batch(list(range(6)), [None] * 6, odd[::-1], odd, [], None)
+    rollout = Rollout(batch, None, None, odd, 1, *[None] * 5)
+    rewards = torch.tensor([0.5, math.nan, 1e15, -1e-30, 0, 1])
+    outcome = RewardOutput({"iou": rewards}, [], odd)
+    work = ScoredRollout(
+        SimpleNamespace(name="loop1"), rollout, outcome, rewards, torch.zeros(6), None
+    )
+    log = RunLogger(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log.rollouts(0, work)
+    log.close()
+    text = (tmp_path / "rollouts" / "rank1.jsonl").read_text()
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in text.split("\n")[:-1]]
+    for line, said, caption in zip(lines, odd, odd[::-1], strict=True):
+        assert line["completion"] == line["reply"] == line["image_id"] == said
+        assert line["caption"] == caption
+    assert [line["reward"] for line in lines] == [0.5, None, pytest.approx(1e15), 0, 0, 1]
+    log = RunLogger(
+        tmp_path, Ranks(1, 2, torch.device("cpu")), start=1
+    )  # as a resume reads and writes
+    assert (tmp_path / "rollouts" / "rank1.jsonl").read_text() == text
+    rewards[0] = math.inf
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        log.rollouts(1, work)
+    log.close()
+
+
+@pytest.mark.parametrize(
+    "shape, size", [((3, 5), (3, 5)), ((512, 1024), (128, 256)), ((2000, 3), (256, 1))]
+)
+def test_a_mask_is_kept_small(shape, size):
+    """Its lower half: of any shape the lower half of the kept one."""
+    mask = torch.zeros(shape, dtype=torch.bool)
+    mask[-(shape[0] // 2) :] = True
+    kept = small_mask(mask)
+    assert kept["size"] == list(size) and json.loads(json.dumps(kept)) == kept
+    expected = np.zeros(size, dtype=bool)
+    expected[-(size[0] // 2) :] = True
+    assert (decode_mask(kept) == expected).all()
+
+
+def test_lines_hold_what_was_judged(tmp_path):
+    """The masks of rows and, of an answer, box and points; a refused one has none of these."""
+    masks = list(torch.rand(3, 4, 6) > 0.5)
+    answers = [PointPrompt(((1, 2, 3, 3.26),), ((5, 3),), ()), PointPrompt((), (), ((0, 1),)), None]
+    batch = Batch([0], [masks[0]], ["a cup"], ["id"], [], None)
+    rollout = Rollout(batch, None, None, ["a", "b", "c"], 3, *[None] * 5)
+    outcome = RewardOutput({}, masks, [], {}, answers, masks[::-1])
+    work = ScoredRollout(
+        SimpleNamespace(name="points"), rollout, outcome, torch.ones(3), torch.zeros(3), None
+    )
+    log = RunLogger(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log.rollouts(0, work)
+    log.close()
+    lines = (tmp_path / "rollouts" / "rank1.jsonl").read_text().splitlines()
+    first, second, third = map(json.loads, lines)
+    for line, mask in zip((first, second, third), masks, strict=True):
+        assert list(line)[-1] == "mask" and (decode_mask(line["mask"]) == mask.numpy()).all()
+    assert first["prompt"] == dict(boxes=[[1, 2, 3, 3.3]], positive=[[5, 3]], negative=[])
+    assert second["prompt"] == dict(boxes=[], positive=[], negative=[[0, 1]])
+    assert (decode_mask(second["mask_without"]) == masks[1].numpy()).all()
+    assert not {"prompt", "mask_without"} & (set(third) | set(first) - {"prompt"})

@@ -1,0 +1,222 @@
+"""--wandb and --export_final: a run of two steps that has both, and the same resumed."""
+
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rl_train import cli
+from rl_train.checkpoint import save_load
+from rl_train.distributed.process_group import Ranks
+from rl_train.export.merge import export
+from rl_train.loggers.wandb import WandbLogger
+from rl_train.run import build
+from tests.runs import ROOT, complaint_of, events, flags, run, unmeasured
+
+WANDB = """
+class errors:
+    class Error(Exception):
+        pass
+
+class Settings:
+    def __init__(self, **given):
+        self.given = given
+
+class Image:
+    def __init__(self, pixels):
+        self.shape = pixels.shape
+
+class Run:
+    def __init__(self, given):
+        self.given, self.points, self.axes, self.ends = given, [], [], []
+    def log(self, point):
+        assert not self.ends
+        self.points.append(point)
+    def define_metric(self, name, **how):
+        self.axes.append((name, how))
+    def finish(self, exit_code):
+        self.ends.append(exit_code)
+
+runs = []
+
+def init(**given):
+    if given["project"] == "refused":
+        raise errors.Error("No API key configured.\\nLog in.")
+    runs.append(Run(given))
+    return runs[-1]
+"""
+RUN = dict(save_steps=1, wandb="cycles", export_final="teacher", eval_samples=2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_core():
+    monkeypatch = pytest.MonkeyPatch()
+    yield from unmeasured(monkeypatch)
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wandb(tmp_path_factory):
+    """A module of this name that keeps what it is told in `runs`."""
+    folder, monkeypatch = tmp_path_factory.mktemp("packages"), pytest.MonkeyPatch()
+    (folder / "wandb.py").write_text(WANDB)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.syspath_prepend(folder)
+    import wandb
+
+    yield wandb
+    del sys.modules["wandb"]
+    monkeypatch.undo()
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory, wandb):
+    return run(data, tmp_path_factory.mktemp("whole") / "run", **RUN)
+
+
+@pytest.fixture(scope="module")
+def resumed(data, whole, tmp_path_factory, wandb):
+    """The run as a kill in its last export leaves it, gone on from its first step."""
+    output = shutil.copytree(whole, tmp_path_factory.mktemp("resumed") / "run")
+    shutil.rmtree(output / "checkpoint_step_2")
+    (output / save_load.FINAL_MODEL).rename(output / f"{save_load.FINAL_MODEL}.tmp")
+    return run(data, output, resume="", **RUN)
+
+
+def mirrored(told) -> dict[tuple[str, int], object]:
+    """{(name, step): value} of what a run at Weights & Biases was told."""
+    found = {}
+    for point in told.points:
+        step = point["step"]
+        found |= {(name, step): value for name, value in point.items() if name != "step"}
+    return found
+
+
+def test_all_that_tensorboard_has_is_mirrored(whole, wandb):
+    log, told = events(whole), mirrored(wandb.runs[0])
+    tags = log.Tags()
+    assert len(tags["scalars"]) > 60
+    for tag in tags["scalars"]:
+        for event in log.Scalars(tag):
+            assert told.pop((tag, event.step)) == pytest.approx(event.value, rel=1e-6), tag
+    for tag in tags["images"]:
+        for event in log.Images(tag):
+            assert told.pop((tag, event.step)).shape == (event.height, event.width, 3)
+    assert told == {}
+    given = wandb.runs[0].given
+    assert given["config"] == json.loads((whole / "config.json").read_text())
+    assert (given["project"], given["name"], given["dir"]) == ("cycles", "run", str(whole))
+    assert ("*", dict(step_metric="step", step_sync=True)) in wandb.runs[0].axes
+    assert wandb.runs[0].ends == [0]
+
+
+def test_a_resume_goes_on_in_the_same_run(resumed, wandb):
+    first, second = wandb.runs[:2]
+    assert first.given["id"] == second.given["id"] and second.given["resume"] == "allow"
+    again, before = mirrored(second), mirrored(first)
+    assert {step for _, step in again} == {0, 2} and ("loop1/loss", 2) in again
+    for key, value in again.items():
+        if not key[0].startswith("perf/") and "rollout_" not in key[0]:
+            assert value == before[key], key
+
+
+def test_a_run_that_breaks_off_is_failed(tmp_path, wandb):
+    mirror = WandbLogger(tmp_path, "cycles", {})
+    with pytest.raises(FloatingPointError):
+        try:
+            raise FloatingPointError
+        finally:
+            mirror.close()
+    assert wandb.runs.pop().ends == [1]
+
+
+def test_only_the_first_rank_has_a_mirror(tmp_path, wandb):
+    number = len(wandb.runs)
+    config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), wandb="cycles"))
+    build.claim_output_dir(
+        SimpleNamespace(config=config, ranks=Ranks(1, 2, "cpu"), state=SimpleNamespace(step=0))
+    )
+    assert len(wandb.runs) == number and not list(tmp_path.iterdir())
+
+
+def test_what_wandb_refuses_is_one_sentence(tmp_path):
+    with pytest.raises(ValueError, match="^--wandb refused: No API key configured. Log in.$"):
+        WandbLogger(tmp_path, "refused", {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_project_by_default(data, tmp_path):
+    assert cli.parse(flags(data, tmp_path / "run", wandb="")).run.wandb == "rl-sa2va"
+    assert cli.parse(flags(data, tmp_path / "run")).run.wandb is None
+
+
+def test_the_document_names_curves_that_are(whole):
+    """Each curve beside which docs/coming_from.md gives the names of others."""
+    there = set(events(whole).Tags()["scalars"]) | {"loop1/judge"}  # which needs one
+    there |= {"eval/caption_words"}  # not among the measures of `unmeasured`
+    curves = (ROOT / "docs" / "coming_from.md").read_text().split("## Curves")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `([^`]+)`", curves, re.MULTILINE)
+    assert len(names) > 20
+    for name in names:
+        assert {name.replace("*", "1"), name.replace("*", "2")} <= there, name
+
+
+# --export_final
+
+
+def test_the_last_checkpoint_is_exported(whole, tmp_path):
+    """As tools.export does it."""
+    final = whole / save_load.FINAL_MODEL
+    export(whole / "checkpoint_step_2", tmp_path / "exported", "teacher")
+    files = {file.name: file.read_bytes() for file in final.iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(files)
+    assert not list(whole.glob(f"{save_load.FINAL_MODEL}.*"))
+
+
+def test_after_a_resume_too(whole, resumed):
+    first, second = (
+        load_file(at / save_load.FINAL_MODEL / "model.safetensors") for at in (whole, resumed)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not list(resumed.glob(f"{save_load.FINAL_MODEL}.*"))
+
+
+def test_what_is_there_stays_until_another_is_whole(tmp_path):
+    final = tmp_path / save_load.FINAL_MODEL
+    final.mkdir()
+    (final / "file").write_text("old")
+    with pytest.raises(KeyError):
+        with save_load.replacing(final) as folder:
+            (folder / "file").write_text("half")
+            raise KeyError
+    assert (final / "file").read_text() == "old"
+    with save_load.replacing(final) as folder:
+        (folder / "file").write_text("new")
+    assert (final / "file").read_text() == "new"
+    assert Counter(file.name for file in tmp_path.rglob("*")) == {"final_model": 1, "file": 1}
+
+
+TASK = """
+from rl_train.tasks import MaskCaptionMask
+
+class Alone(MaskCaptionMask):
+    asks_teacher = False
+"""
+
+
+def test_a_teacher_that_is_not_there(data, tmp_path, capsys, monkeypatch):
+    (tmp_path / "teacherless.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    how = dict(tasks="teacherless:Alone", export_final="teacher")
+    said = complaint_of(capsys, flags(data, tmp_path / "run", **how))
+    assert "--export_final teacher: no task of --tasks has a teacher" in said
+    assert "--export_final" in complaint_of(
+        capsys, flags(data, tmp_path / "run", export_final="best")
+    )

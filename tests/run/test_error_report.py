@@ -1,0 +1,70 @@
+"""How ranks end that have lost another one; other endings are tested where their faults are."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_train.distributed.process_group import Ranks, lost_rank
+from rl_train.evaluation.cycle_metrics import MetricNotMeasured
+from rl_train.run.error_report import ErrorReporter
+from tests.ranks import free_port
+from tests.runs import ENVIRONMENT, ROOT
+
+LEFT = """
+import os, signal, sys
+from rl_train.distributed import process_group
+from rl_train.run.error_report import ErrorReporter
+ranks = process_group.init()
+with ErrorReporter(None, ranks):
+    process_group.gather_objects(None)
+    if ranks.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    process_group.gather_objects(None)
+"""
+
+
+def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tmp_path):
+    """Status 1, not a sentence's 2: the launcher names the rank that was killed."""
+    place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LEFT],
+            env=ENVIRONMENT | place | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
+    assert "rl_train: rank 0 has lost another rank: " in said[0] and "Traceback" not in said[0]
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (RuntimeError("[gloo/pair.cc:5] Connection\nclosed"), "[gloo/pair.cc:5] Connection closed"),
+        (torch.distributed.DistBackendError("NCCL\nshm is full"), "NCCL shm is full"),
+        (RuntimeError("[enforce fail at gloo] op.preamble.length <= op.nbytes. 9 vs 4"), None),
+        (RuntimeError("a fault of ours"), None),
+        (None, None),
+    ],
+)
+def test_what_says_that_a_rank_was_lost(error, said):
+    assert lost_rank(error) == said
+
+
+def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
+    """Known when the first evaluation is done, hence after the run has begun."""
+    endings = ErrorReporter(None, Ranks(0, 1, torch.device("cpu")))
+    endings.parts = object()
+    with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
+        with endings:
+            raise MetricNotMeasured("--best_by x: this run measures y")
+    with pytest.raises(ValueError, match="^a fault of ours$"):
+        with endings:
+            raise ValueError("a fault of ours")

@@ -1,0 +1,166 @@
+"""A signal ends the step, writes a checkpoint and leaves with status 75; --resume loses nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.data import Dataset
+
+from rl_train import train
+from rl_train.checkpoint import save_load
+from rl_train.data.loader import _loader
+from rl_train.evaluation import evaluate
+from rl_train.run import build
+from rl_train.run.signals import EXIT_INTERRUPTED, SignalHandler
+from tests.campaigns import kill_campaign
+from tests.campaigns.kill_campaign import RUN, differences
+from tests.ranks import fork
+from tests.runs import ENVIRONMENT, ROOT, run, unmeasured
+
+one_core = pytest.fixture(autouse=True)(unmeasured)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    monkeypatch = pytest.MonkeyPatch()
+    for _ in unmeasured(monkeypatch):
+        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
+    monkeypatch.undo()
+    return output
+
+
+def send_before(monkeypatch, number: int, owner, name: str, call: int):
+    """Make this process get a signal before the `call`-th call of a function."""
+    function, calls = getattr(owner, name), []
+
+    def called(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == call:
+            os.kill(os.getpid(), number)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def stopped(data, output, monkeypatch, capsys, *how, **changes) -> str:
+    """What a run says that a signal stops, as `send_before` has it."""
+    with monkeypatch.context() as context:
+        send_before(context, *how)
+        with pytest.raises(SystemExit) as ended:
+            run(data, output, **RUN | changes)
+    assert ended.value.code == EXIT_INTERRUPTED == 75
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # the caller's handlers are back
+    return [line for line in capsys.readouterr().out.split("\n") if line.startswith("rl_train")]
+
+
+@pytest.mark.parametrize(
+    "number, owner, name, call, step, words",
+    [
+        (signal.SIGTERM, train, "update", 3, 3, "SIGTERM, after step 3"),
+        # of step 2, whose checkpoint has no measures then, as the last has none
+        (signal.SIGUSR1, evaluate, "measure", 2, 2, "SIGUSR1, after step 2"),
+        (signal.SIGINT, train, "update", 4, 4, "SIGINT, after step 4"),
+    ],
+)
+def test_a_signal_leaves_a_checkpoint_from_which_nothing_is_lost(
+    data, whole, tmp_path, monkeypatch, capsys, number, owner, name, call, step, words
+):
+    output = tmp_path / "run"
+    (said,) = stopped(data, output, monkeypatch, capsys, number, owner, name, call)
+    last = output / f"checkpoint_step_{step}"
+    assert said == (
+        f"rl_train: stopped by {words}; the last whole checkpoint is {last}, --resume goes on "
+        "from it"
+    )
+    assert save_load.list_checkpoints(output) == [last]
+    assert not (output / "evaluation" / f"step_{step}.json").exists()
+    run(data, output, resume="", **RUN)
+    assert differences(whole, output) == []
+
+
+def test_a_signal_in_the_first_evaluation(data, tmp_path, monkeypatch, capsys):
+    how = (signal.SIGTERM, evaluate, "measure", 1)
+    (said,) = stopped(data, tmp_path / "run", monkeypatch, capsys, *how)
+    assert said == (
+        "rl_train: stopped by SIGTERM, in an evaluation of step 0; "
+        f"{tmp_path / 'run'} holds no checkpoint yet, --resume auto begins anew"
+    )
+    assert not (tmp_path / "run" / "evaluation" / "step_0.json").exists()
+
+
+def test_a_signal_while_the_model_is_read_ends_at_once(data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "build_policy", lambda *_: time.sleep(9))  # not reached
+    how = (signal.SIGINT, build, "build_policy", 1)
+    (said,) = stopped(data, tmp_path / "run", monkeypatch, capsys, *how)
+    assert said == (
+        "rl_train: stopped by SIGINT before the first step; "
+        f"{tmp_path / 'run'} holds no checkpoint yet, --resume auto begins anew"
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_any_rank_s_signal_is_every_rank_s():
+    stops = SignalHandler()
+    assert not stops.agree([None, None]) and stops.agreed is None
+    stops.received = "SIGINT"  # came after the ranks had told each other: of the next time
+    assert not stops.agree([None, None])
+    assert stops.agree([None, "SIGTERM"]) and stops.agreed == "SIGTERM"
+    assert stops.agree([None, None])
+
+
+@pytest.mark.parametrize(
+    "torchrun, status", [({"TORCHELASTIC_RUN_ID": "1"}, 0), ({}, -signal.SIGINT)]
+)
+def test_a_second_ctrl_c_ends_at_once(torchrun, status):
+    """But not the same one, that torchrun hands on."""
+    script = (
+        "import os, signal\nfrom rl_train.run.signals import SignalHandler\n"
+        "stops = SignalHandler()\n"
+        "stops.immediate = False\nwith stops.listening():\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n    assert stops.received == 'SIGINT'\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    how = dict(cwd=ROOT, env=ENVIRONMENT | torchrun, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], **how)
+    assert ended.returncode == status and "Traceback" not in ended.stderr
+    assert ended.stderr.count("SIGINT: leaving with a checkpoint after this step") == 1
+    assert ("a second Ctrl-C" in ended.stderr) == (not torchrun)
+
+
+class Pids(Dataset):
+    def __getitem__(self, _):
+        time.sleep(0.05)
+        return os.getpid()
+
+
+def test_a_worker_leaves_signals_to_the_trainer():
+    with SignalHandler().listening():
+        batches = iter(_loader(Pids(), [0] * 50, num_workers=1))
+        pid = next(batches)
+        assert pid != os.getpid()
+        for name in ("INT", "TERM", "USR1"):  # not by the trainer, which may end its workers
+            subprocess.run(["bash", "-c", f"kill -{name} {pid}"], check=True)
+        assert list(batches) == [pid] * 49
+
+
+def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
+    """At its exit Python sends them SIGTERM and waits, which once lasted for ever."""
+    script = (
+        "import threading\nfrom rl_train.data.loader import _loader\n"
+        "from tests.run.test_signals import Pids\n"
+        "threading.held = iter(_loader(Pids(), [0] * 50, num_workers=2))\n"
+        "print(next(threading.held))\nraise SystemExit(3)\n"
+    )
+    how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, **how)
+    assert ended.returncode == 3 and not Path("/proc", ended.stdout.strip()).exists()
+
+
+def test_a_campaign_of_kills(tmp_path):
+    """4 of a run's moments and file operations; by hand more, see there."""
+    status, output = fork(tmp_path, lambda: kill_campaign.main(["--kills", "4", "--seed", "1"]))
+    assert status == 0 and "kills by moment" in output, output

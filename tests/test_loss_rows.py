@@ -1,0 +1,232 @@
+"""Rows that leave the loss or the update, the batch's scale, and the entropy's gradient."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train import loss as objective
+from rl_train.config.grpo_config import LossConfig
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import gradient_norms
+from rl_train.grpo import group_advantages
+from rl_train.loss import (
+    LossDenominators,
+    MicroBatchLoss,
+    ScoredRollout,
+    divide_by_batch_std,
+    iter_micro_batches,
+    loss_denominators,
+)
+from tests.updates import (
+    POLICY_ALONE,
+    STEPS,
+    backward,
+    in_backward,
+    largest_difference,
+    mean,
+    moved,
+    roll,
+    task_of,
+    work_of,
+)
+
+
+@pytest.fixture(scope="module")
+def model(policy):
+    return moved(policy())
+
+
+@pytest.fixture(scope="module")
+def rollouts(scenes, prepare, model):
+    """{loop: rollout of 4 rows}."""
+    two = prepare(scenes[:2], model.processor)
+    return {loop: roll(model, task_of(model, loop), two) for loop in (1, 2)}
+
+
+class Rows(SimpleNamespace):
+    def __len__(self):
+        return len(self.valid)
+
+
+def without_model(rewards, masked=None, size=2, name="loop1", scale="group"):
+    """Work of groups of `size` rows of three tokens."""
+    rewards, rows = torch.tensor(rewards), len(rewards)
+    rollout = Rows(
+        valid=torch.ones(rows, 3, dtype=torch.bool),
+        num_generations=size,
+        stopped=torch.ones(rows) > 0 if masked is None else ~torch.tensor(masked),
+        action=None,
+    )
+    task = SimpleNamespace(name=name, action=None)
+    advantages = group_advantages(rewards, size, scale)
+    return ScoredRollout(
+        task, rollout, None, rewards, advantages, None, mask_truncated=masked is not None
+    )
+
+
+# --mask_truncated
+
+
+def test_masked_rows_leave_the_loss_as_rows_without_reward_do(model, rollouts):
+    """Their advantage may be anything; tokens and latents do not count."""
+    kept = torch.tensor([True, False, True, True])
+    for loop in (1, 2):
+        task = task_of(model, loop, **(dict(mask_loss_coef=0.1) if loop == 2 else {}))
+        work = work_of(model, task, rollouts[loop], torch.tensor([0.7, 50.0, -0.7, 0.7]))
+        config = LossConfig(kl_coef=0.1, entropy_coef=0.05)
+        cut = replace(work, rollout=replace(work.rollout, stopped=kept), mask_truncated=True)
+        masked = backward(model, cut, config)
+        unscored = replace(work, reward=torch.where(kept, work.reward, torch.nan))
+        expected = backward(model, unscored, config)
+        assert largest_difference(masked[0], expected[0]) == 0 and masked[2] == expected[2]
+        assert masked[1] == expected[1]
+        assert masked[1]["entropy"][1] == rollouts[loop].valid[kept].sum()
+
+
+def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
+    """Of rewards 1, 0 | 1, 0 | .5, .5 the two cut answers still give their neighbours a sign."""
+    work = without_model([1.0, 0, 1, 0, 0.5, 0.5], [False, True, True, True, False, False])
+    s = 0.5 / (0.5**0.5 + 1e-4)
+    assert work.advantages.tolist() == pytest.approx([s, -s, s, -s, 0, 0])
+    assert work.in_loss.tolist() == [True, False, False, False, True, True]
+    assert work.has_signal == [True, False, False]
+    totals, learnable = loss_denominators([work], 1)
+    assert learnable and totals == {"loop1": LossDenominators(6, 9, 1)}
+    all_cut = without_model([1.0, 0], [True, True])
+    assert not loss_denominators([all_cut], 1)[1]  # nothing to learn: no step is taken
+
+
+# --skip_zero_variance
+
+
+def test_groups_without_variance_are_left_out_of_the_micro_batches():
+    rewards = [0.0, 1] * 2 + [1, 1] + [0, 1] + [0.5, 0.5]  # groups 0, 1 and 3 vary
+    work = without_model(rewards)
+    flat = without_model([1.0, 1, torch.nan, 1])
+
+    def batches(works, size, only):
+        found = list(iter_micro_batches(works, size, only))
+        assert [last for *_, last in found] == [False] * (len(found) - 1) + [True]
+        of = {id(w): number for number, w in enumerate(works)}
+        return [(of[id(w)], rows.start, rows.stop) for w, rows, _ in found]
+
+    assert batches([work], 4, False) == [(0, 0, 4), (0, 4, 8), (0, 8, 10)]
+    assert batches([work], 4, True) == [(0, 0, 4), (0, 6, 8)]
+    assert batches([work], 3, True) == [(0, 0, 3), (0, 3, 4), (0, 6, 8)]
+    assert batches([flat, work], 32, True) == [(1, 0, 4), (1, 6, 8)]
+    assert batches([flat], 32, True) == [(0, 0, 0)]  # a rank that has none takes part
+
+
+def test_without_other_terms_they_change_nothing(model, rollouts):
+    """Their policy term is 0; with a KL theirs is what goes."""
+    advantages = torch.tensor([0.0, 0.0, -0.7, 0.7])
+    for loop, kl_coef in ((1, 0.0), (2, 0.0), (1, 0.1)):
+        config = LossConfig(kl_coef=kl_coef)
+        work = work_of(model, task_of(model, loop), rollouts[loop], advantages)
+        work.reference.logp = work.reference.logp + 0.3
+        totals = loss_denominators([work], 1)[0][work.task.name]
+        gradients = []
+        for only in (False, True):
+            for p in model.trainable.values():
+                p.grad = None
+            for w, rows, last in iter_micro_batches([work], 4, only):
+                MicroBatchLoss(model, config, STEPS)(w, rows, totals, last)[0].backward()
+            gradient_norms(model.trainable.values())  # none becomes 0
+            gradients.append({n: p.grad for n, p in model.trainable.items()})
+        differ = largest_difference(*gradients)
+        assert differ < 1e-5 if kl_coef == 0 else differ > 1e-4
+        assert max(g.abs().max() for g in gradients[1].values()) > 1e-3
+
+
+def test_no_rows_are_zero_of_every_trainable(model, rollouts, monkeypatch):
+    monkeypatch.setattr(model, "score", None)
+    work = work_of(model, task_of(model, 1), rollouts[1], reference=object())
+    loss, statistics = MicroBatchLoss(model, POLICY_ALONE, STEPS)(
+        work, slice(0, 0), LossDenominators(1, 1, 1), True
+    )
+    for p in model.trainable.values():
+        p.grad = None
+    assert in_backward(loss) == {id(p) for p in model.trainable.values()}
+    loss.backward()
+    assert statistics == {} and loss == 0
+    assert not any(p.grad is not None and p.grad.any() for p in model.trainable.values())
+
+
+# --scale_rewards
+
+
+def test_the_scale_is_the_loss_s_own_unless_it_is_said():
+    for loss_type, scale in (("dapo", "group"), ("gspo", "group"), ("dr_grpo", "none")):
+        assert LossConfig(loss_type=loss_type).scale == scale
+        for said in ("group", "batch", "none"):
+            assert LossConfig(loss_type=loss_type, scale_rewards=said).scale == said
+
+
+def test_the_batch_is_the_step_s_on_all_ranks(monkeypatch):
+    """Two batches of this rank and one of another; of scaled components, if these count."""
+    rewards = [0.0, 1, 4, 2, 0.5, 0.5]  # the last two are the other rank's
+    works = [
+        without_model(part, name=name, scale="none")
+        for name, part in (("a", rewards[:2]), ("a", rewards[2:4]), ("b", [0.0, 4.0]))
+    ]
+    works[2] = replace(works[2], reward=torch.zeros(2), scaled_reward=works[2].reward)
+    there = dict(a=rewards[4:], b=[torch.nan, 8.0])
+    monkeypatch.setattr(process_group, "gather_objects", lambda mine: [mine, there])
+    divide_by_batch_std(works)
+    std = (sum((r - 8 / 6) ** 2 for r in rewards) / 5) ** 0.5 + 1e-4
+    assert works[0].advantages.tolist() == pytest.approx([-0.5 / std, 0.5 / std])
+    assert works[1].advantages.tolist() == pytest.approx([1 / std, -1 / std])
+    assert works[2].advantages.tolist() == pytest.approx([-2 / 4.0001, 2 / 4.0001])  # of 0, 4, 8
+    assert works[2].advantages.dtype == torch.float32
+
+
+def test_dr_grpo_without_a_scale_is_dr_grpo():
+    """Its paper's gradient at ratio 1: each token weighs (r - mean) / (rows x longest answer)."""
+    config, longest = LossConfig(loss_type="dr_grpo", scale_rewards="none", kl_coef=0.0), 5
+    rewards = torch.tensor([0.2, 1.0, 0.7, 0.7])
+    valid = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]]).bool()
+    logp = torch.full((4, 3), -1.0, requires_grad=True)
+    loss, _ = objective.grpo_loss(
+        logp,
+        logp.detach(),
+        None,
+        group_advantages(rewards, 2, config.scale),
+        valid,
+        **config.clip,
+        loss_type=config.loss_type,
+        max_completion_length=longest,
+        num_tokens=1.0,  # which it does not divide by
+    )
+    loss.backward()
+    expected = torch.tensor([[0.4, 0.4, 0.4], [-0.4, 0, 0], [0, 0, 0], [0, 0, 0]]) / (4 * longest)
+    torch.testing.assert_close(logp.grad, expected)
+
+
+# --entropy_coef
+
+
+def test_the_entropy_is_raised(model, rollouts):
+    """A step along the bonus's gradient alone raises it; without the bonus it has none."""
+    work = work_of(model, task_of(model, 1), rollouts[1], torch.zeros(4))
+    none, sums, _ = backward(model, work, POLICY_ALONE)
+    assert not any(g.any() for g in none.values())
+    before = mean(sums["entropy"])
+    for loss_type, size in (("dr_grpo", 4), ("grpo", 3), ("dapo", 1)):  # whatever the loss
+        config = LossConfig(loss_type=loss_type, kl_coef=0, entropy_coef=0.5)
+        gradients, with_bonus, loss = backward(model, work, config, micro_batch_size=size)
+        assert mean(with_bonus["entropy"]) == pytest.approx(before, rel=1e-5)
+        assert loss == pytest.approx(-0.5 * before, rel=1e-4)  # the mean over the step's tokens
+        assert with_bonus["policy_loss"] == 0
+    step = 1e-4 / max(g.abs().max().item() for g in gradients.values())
+    saved = {n: p.detach().clone() for n, p in model.trainable.items()}
+    with torch.no_grad():
+        for n, p in model.trainable.items():
+            p -= step * gradients[n]
+        square = sum(g.double().square().sum().item() for g in gradients.values())
+    after = mean(backward(model, work, POLICY_ALONE)[1]["entropy"])
+    with torch.no_grad():
+        for n, p in model.trainable.items():
+            p.copy_(saved[n])
+    assert after - before == pytest.approx(2 * step * square, rel=0.1)  # the slope is -1/2 of it

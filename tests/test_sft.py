@@ -1,0 +1,229 @@
+"""Supervised training: its loss against the encoding rule by hand, and through the entry point."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from rl_train import cli, sft
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.config.sft_config import SFT_CONFIG_CLASSES
+from rl_train.data.loader import Batches
+from rl_train.points.parser import AnswerFormat, PointPrompt
+from rl_train.policies.registry import build_policy
+from rl_train.rewards.points import deepest_points
+from rl_train.run import memory_check
+from rl_train.tasks.sft_tasks import true_answer
+from sa2va_hf.losses import mask_loss
+from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from sa2va_hf.templates import template_map, video_lisa_encode_fn
+from tests.policies.tiny_points import write_qwen, write_sam
+from tests.runs import curve, events, on_one_core
+from tests.supervised import ALL, built, line, losses, run
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
+    """Cross-entropy of the labels and the masks' loss, by the model's own forward."""
+    made = built(data, tmp_path, caption_weight=0.5, seed=3)
+    index = [0, 7, 30]
+    loss, statistics, batch, _ = losses(made, index)
+    policy, model = made.state.policy, made.state.policy.model
+    sums, counts, masks = {"captions": 0, "masks": 0}, {"captions": 0, "masks": 0}, []
+    for k, i in enumerate(index):
+        rng = np.random.default_rng([3, 0, 1, i])
+        wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
+        answer = SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]
+        said = batch.captions[k].lower().removesuffix(".")
+        grid = batch.inputs.grids[k]
+        asked = dict(
+            captions=(DESCRIBE, [int(grid.sum())], batch.captions[k]),
+            masks=(wording.replace("{x}", said), None, answer),
+        )
+        for name, (question, cells, output) in asked.items():
+            turn = {"input": policy.prompts.question(question, 1, cells), "output": output}
+            encoded = template_map({"conversation": [turn]}, policy.prompts.template)
+            encoded = video_lisa_encode_fn(encoded, policy.tokenizer, max_length=8192)
+            ids, labels = (torch.tensor([encoded[key]]) for key in ("input_ids", "labels"))
+            region = dict(prompt_masks=[grid[None]], vp_overall_mask=torch.tensor([True]))
+            pixels = batch.inputs.pixel_values[k]
+            out = model(ids, torch.ones_like(ids), pixels, **region if cells else {})
+            shifted = labels[0, 1:]
+            sums[name] += F.cross_entropy(out.logits[0, :-1], shifted, reduction="sum")
+            counts[name] += int((shifted >= 0).sum())
+            if name == "masks":
+                hidden = out.hidden_states[-1][ids == model.seg_id]
+                prompts = model.text_hidden_fcs(hidden)
+                logits = model.mask_logits(batch.inputs.sam_pixels[[k]], prompts)
+                masks.append(mask_loss(logits, [batch.masks[k]]))
+    text = {name: sums[name] / counts[name] for name in sums}
+    mask = torch.cat(masks).mean()
+    for name in text:
+        torch.testing.assert_close(statistics[name]["text_loss"], text[name], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(statistics["masks"]["mask_loss"], mask, atol=1e-5, rtol=1e-5)
+    expected = 0.5 * text["captions"] + text["masks"] + mask
+    torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
+def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
+    """From both tasks; but for keys' biases, which a softmax does not see."""
+    made = built(data, tmp_path, train=chosen or None)
+    loss, *_ = losses(made, [0, 7, 30])
+    loss.backward()
+    policy = made.state.policy
+    wanted = chosen or ["lora", "mlp1", "text_hidden_fcs", "sam2"]
+    assert {policy.groups[name] for name in policy.trainable} == set(wanted)
+    still = [n for n, p in policy.trainable.items() if p.grad is None or not p.grad.any()]
+    # B of a fresh LoRA is 0, and one of three masks is each sample's best
+    excused = ("lora_A", "k_proj.bias", "hypernetworks_mlps", "key.bias")
+    assert not [name for name in still if not any(part in name for part in excused)], still
+
+
+def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
+    """Not from the batch that a sample is in; other seeds and steps have other wordings."""
+    made = built(data, tmp_path)
+
+    def asked(index, step=0):
+        made.state.step = step
+        (_, masks) = losses(made, index)[-1]
+        return dict(zip(index, map(tuple, masks.prompts.ids)))
+
+    together, apart = asked([0, 7, 30]), asked([30, 7])
+    assert {i: together[i] for i in apart} == apart
+    assert asked([0, 7, 30], step=1) != together
+
+
+@pytest.mark.parametrize("chosen, second", [(["vision"], [True, True]), (["lora"], [])])
+def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chosen, second):
+    """An encoder that trains computes again in the update, with gradient; a frozen one never."""
+    made = built(data, tmp_path, train=chosen, gradient_accumulation_steps=2, max_steps=1)
+    gradient = []
+    made.state.policy.model.vision_model.register_forward_pre_hook(
+        lambda *_: gradient.append(torch.is_grad_enabled())
+    )
+    batches = [Batches(made.train_set, made.state.policy.inputs(24))[[i]] for i in (0, 7)]
+    sft.train(made, batches, lambda *_: None)
+    assert gradient == [False, False, *second]
+
+
+def test_it_learns_what_it_is_shown(data, tmp_path):
+    """The demo knows one answer of five; the others become likelier."""
+    out = run(data, tmp_path, max_steps=14, batch_size=4, learning_rate=3e-3)
+    values = list(curve(out, "masks/text_loss").values())
+    assert np.mean(values[-4:]) < 0.8 * np.mean(values[:4])
+
+
+def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):
+    """A tiny Qwen2.5-VL that knew no JSON says the answers' form after some steps."""
+    out = run(
+        data,
+        tmp_path / "run",
+        model_path=write_qwen(tmp_path / "qwen"),
+        sam_path=write_sam(tmp_path / "sam"),
+        tasks="point_answers",
+        answer_style="points",
+        image_side=56,
+        max_completion_length=64,
+        max_steps=12,
+        learning_rate=3e-3,
+    )
+    values = list(curve(out, "points/text_loss").values())
+    assert np.mean(values[-3:]) < 0.9 * values[0]
+    assert "eval/parsable" in events(out).Tags()["scalars"]
+    assert (out / "final_model" / "model.safetensors").is_file()
+
+
+def test_true_answers_by_hand():
+    """Two blocks, the left one deeper; what is confused counts from a twentieth of the target."""
+    target, confused = torch.zeros(2, 12, 20).bool()
+    target[1:8, 1:8] = target[2:5, 11:14] = True  # centres (4, 4) and (12, 3)
+    assert deepest_points(target) == ((4.0, 4.0), (12.0, 3.0))
+    confused[9:11, 15:18] = True  # 6 of 58
+    segzero = true_answer(AnswerFormat("segzero", "optional"), target, confused)
+    assert segzero == PointPrompt(
+        ((1.0, 1.0, 14.0, 8.0),), ((4.0, 4.0), (12.0, 3.0)), segzero.negative
+    )
+    ((x, y),) = segzero.negative
+    assert confused[int(y), int(x)]
+    confused[9:11, 16:] = False
+    assert true_answer(AnswerFormat("visionreasoner"), target, confused) == PointPrompt(
+        ((1.0, 1.0, 14.0, 8.0),), ((4.0, 4.0),)
+    )
+    assert true_answer(AnswerFormat("points"), target, confused).boxes == ()
+
+
+@pytest.mark.parametrize("frame", ["pixels", "unit", "thousand"])
+def test_what_is_stated_is_read_again(frame):
+    form = AnswerFormat("segzero", "optional", frame)
+    answer = PointPrompt(
+        ((10.0, 20.0, 300.0, 200.0),), ((50.0, 60.0), (90.0, 150.0)), ((310.0, 20.0),)
+    )
+    text = form.format(form.in_frame(answer, (840, 840), (240, 320)), "so")
+    read, reason = form.parse_in_pixels(text, (840, 840), (240, 320))
+    assert reason == ""
+    for kind in ("boxes", "positive", "negative"):
+        for a, b in zip(getattr(read, kind), getattr(answer, kind), strict=True):
+            assert a == pytest.approx(b, abs=0.4)
+
+
+@pytest.mark.parametrize(
+    "changes, complaint",
+    [
+        (dict(train="eyes"), "--train eyes: unknown; known: lora, mlp1"),
+        (dict(train=["lora", "language_model"]), "--train lora language_model: one of them"),
+        (
+            dict(train=["sam2_encoder", "lora"], tasks="region_captions"),
+            "--train sam2_encoder: no l",
+        ),
+        (dict(max_completion_length=11), r"--max_completion_length 11: cuts .* of up to 12 tokens"),
+    ],
+)
+def test_flags_that_make_no_run(data, tmp_path, changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        built(data, tmp_path, **changes)
+
+
+def test_what_cannot_train_is_refused(tmp_path):
+    """Groups of a Qwen2.5-VL beside its LoRA."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    with pytest.raises(ValueError, match="--train embeddings: unknown; known: lora"):
+        build_policy(PolicyConfig(model_path=str(tmp_path)), {}, ["embeddings"], 24, "cpu")
+
+
+def test_frozen_encoders_have_no_gradient(data, tmp_path):
+    """Or, of a base that is shared out, one rank could not encode while another samples."""
+    made = built(data, tmp_path)
+    asked = []
+    made.state.policy.model.vision_model.register_forward_pre_hook(
+        lambda *_: asked.append(torch.is_grad_enabled())
+    )
+    made.state.policy.encode(Batches(made.train_set, made.state.policy.inputs(24))[[0]])
+    assert asked == [False]
+
+
+def test_what_to_lower_is_a_flag_of_it(data, tmp_path):
+    config = cli.parse(line(data, tmp_path), sft.SFT)
+    found = {phase: memory_check.remedy(phase, config) for phase in ("rollout", "update")}
+    assert found["rollout"].startswith("lower --batch_size or --max_completion_length (and raise")
+    assert found["update"].startswith("lower --batch_size or --max_masks_per_answer or --max_comp")
+
+
+def test_what_is_advised_where_a_model_does_not_fit(data, tmp_path):
+    config = cli.parse(line(data, tmp_path), sft.SFT)
+    assert "take a GPU with more memory" in memory_check.remedy("calibration", config)
+    assert "take a GPU" not in memory_check.remedy("rollout", config)
+
+
+def test_its_flags_are_those_of_supervised_training(capsys):
+    names = set()
+    for kind in SFT_CONFIG_CLASSES.values():
+        names |= set(kind.__dataclass_fields__)
+    assert {"train", "learning_rate", "lora_r"} <= names
+    assert not {"num_generations", "kl_coef", "ema_half_life", "control"} & names
+    with pytest.raises(SystemExit):
+        cli.parse(["--tasks", "mask_caption_mask"], sft.SFT)
+    assert (
+        "known: region_captions, referring_segmentation, point_answers" in capsys.readouterr().err
+    )

@@ -1,0 +1,97 @@
+"""When a benchmark's warm-up ends, and what it counts behind it."""
+
+import pytest
+
+from tools.benchmarks import __main__, common, scale, workload
+from tools.benchmarks.common import Timed, stable, timings_in_turns, warm_up
+
+OPTIONS = Timed(device="cpu", rounds=3, warmup=6, stable=0.1)
+
+
+@pytest.fixture
+def works(monkeypatch):
+    """{work: seconds} of each call, by a clock of its own, to be filled by the test."""
+    now, seconds = [0.0], {}
+    monkeypatch.setattr(common.time, "perf_counter", lambda: now[0])
+
+    def work_of(name):
+        def work():
+            now[0] += seconds[name].pop(0)
+
+        return work
+
+    return lambda **given: seconds.update(given) or {name: work_of(name) for name in given}
+
+
+@pytest.mark.parametrize(
+    "times, settled",
+    [
+        ([9, 1, 1.05, 1.0999], True),  # the last three, within 10 % of the least
+        ([9, 1, 1.05, 1.2], False),
+        ([1, 1], False),
+        ([], False),
+    ],
+)
+def test_stable(times, settled):
+    assert stable([dict(a=t, b=2.0) for t in times], 0.1) == settled
+
+
+def test_rounds_of_the_warm_up_do_not_count(works):
+    timing = timings_in_turns(works(a=[9, 4, 4, 4.1, 7, 1, 3]), OPTIONS)["a"]
+    assert vars(timing) == dict(warmup_rounds=4, settled=True, seconds=3)
+
+
+def test_all_works_settle_before_any_counts(works):
+    both = works(a=[4] * 8, b=[4, 9, 4, 4, 4.1, 3, 2, 1])
+    timings = timings_in_turns(both, OPTIONS)
+    assert timings["b"].warmup_rounds == timings["a"].warmup_rounds == 5
+    assert (timings["a"].seconds, timings["b"].seconds) == (4, 2)
+
+
+def test_what_never_settles_says_so(works):
+    timing = timings_in_turns(works(a=[1, 2, 1, 2, 1, 2, 5, 6, 7]), OPTIONS)["a"]
+    assert vars(timing) == dict(warmup_rounds=6, settled=False, seconds=6)
+    assert str(timing) == "NOT SETTLED after 6 rounds of warm-up"
+
+
+def test_ranks_take_as_many_rounds_as_the_slowest_needs(monkeypatch):
+    other = iter([8.0, 7, 5, 5, 5])
+    monkeypatch.setattr(common, "gather_objects", lambda mine: [mine, dict(a=next(other))])
+    assert warm_up(lambda: dict(a=1.0), OPTIONS) == common.Warmth(5, True)
+
+
+def test_a_step_is_timed_behind_its_warm_up():
+    """All of its phases together."""
+    times = iter([6.0, 5, 5, 5, 1, 2, 3])
+
+    class Steps(workload.Work):
+        def __init__(self):
+            self.options = OPTIONS
+
+        def step(self):
+            half = next(times) / 2
+            return type("Clock", (), dict(seconds=dict(one=half, two=half)))
+
+    clocks, warmth = Steps().run()
+    assert [clock.seconds["one"] for clock in clocks] == [0.5, 1, 1.5]
+    assert warmth == common.Warmth(4, True)
+
+
+def test_share_of_waiting_by_hand():
+    """Before the update; steps are as long as their slowest rank."""
+    steps = [
+        (dict(encode=1.0, teacher1=2.0, update=5.0), dict(encode=2.0, teacher1=3.0, update=3.0)),
+        (dict(encode=3.0, teacher1=3.0, update=6.0), dict(encode=1.0, teacher1=1.0, update=9.0)),
+    ]
+    assert scale.waiting(steps) == pytest.approx((1 + 2) / (8 + 12))
+
+
+def test_processes_are_given_the_options(monkeypatch):
+    command = "scale --rounds 4 --stable 0.5 --num_tiles 13 --answer_lengths 9 4 --budget_gib 80 "
+    command += "--num_processes 1 --device cpu --flags --batch_size 3"
+    seen = []
+    monkeypatch.setattr(scale, "measure", lambda options: seen.append(options))
+    __main__.main(command.split())
+    __main__.main(["scale", *scale.handed_down(seen[0])])
+    assert vars(seen[1]) == vars(seen[0]) | dict(num_processes=())
+    assert seen[1].answer_lengths == [9.0, 4.0] and seen[1].budget_gib == 80

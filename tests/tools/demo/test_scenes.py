@@ -1,0 +1,147 @@
+"""The drawn scenes: masks, and captions of which no single attribute tells objects apart."""
+
+from functools import partial
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from tools.demo.scenes import (
+    COLORS,
+    GAP,
+    MID,
+    POSITIONS,
+    TINY,
+    Object,
+    caption,
+    draw_scene,
+    in_order,
+    leaves,
+    make_scene,
+)
+
+
+@pytest.fixture(scope="module")
+def scenes():
+    return [make_scene(seed=7, split=1, index=i) for i in range(60)]
+
+
+def each_object(scenes):
+    return [(obj, scene) for scene in scenes for obj in scene.objects]
+
+
+def test_scene_follows_from_its_three_numbers(scenes):
+    again = make_scene(7, 1, 3)
+    assert np.array_equal(again.image, scenes[3].image)
+    assert len(again.objects) == len(scenes[3].objects)
+    assert all(np.array_equal(a.mask, b.mask) for a, b in zip(again.objects, scenes[3].objects))
+    drawn = draw_scene(np.random.default_rng([7, 1, 3]))
+    assert np.array_equal(drawn.image, again.image)
+    for other in (make_scene(8, 1, 3), make_scene(7, 2, 3), make_scene(7, 1, 4)):
+        assert other.image.size != again.image.size or not np.array_equal(other.image, again.image)
+
+
+def test_images_and_masks(scenes):
+    assert {scene.image.size for scene in scenes} <= set(TINY.image_sizes)
+    assert {len(scene.objects) for scene in scenes} == set(TINY.num_objects)
+    for scene in scenes:
+        assert scene.image.mode == "RGB"
+        masks = np.stack([obj.mask for obj in scene.objects])  # (objects, H, W)
+        assert masks.dtype == bool and masks.shape[1:] == scene.image.size[::-1]
+        grown = sum(np.roll(masks, (dy, dx), (1, 2)) for dy in (0, GAP - 1) for dx in (0, GAP - 1))
+        assert (grown > 0).sum(0).max() == 1 and masks.any((1, 2)).all()  # no two touch
+
+
+def test_mask_pixels_are_the_object(scenes):
+    """It changes tone from row to row, from column to column, or is of its colour's mean."""
+    for obj, scene in each_object(scenes):
+        pixels = np.asarray(scene.image, dtype=float)
+        rows, cols = np.nonzero(obj.mask)
+        inner = pixels[rows.min() : rows.max() + 1, cols.min() : cols.max() + 1]
+        inside = obj.mask[rows.min() : rows.max() + 1, cols.min() : cols.max() + 1]
+        down = np.abs(np.diff(inner, axis=0)).max(-1)[inside[1:] & inside[:-1]]
+        across = np.abs(np.diff(inner, axis=1)).max(-1)[inside[:, 1:] & inside[:, :-1]]
+        banded, striped = (np.mean(steps > 25) > 0.1 for steps in (down, across))
+        assert banded == (obj.pattern in ("banded", "checked"))
+        assert striped == (obj.pattern in ("striped", "checked"))
+        if obj.pattern == "plain":
+            mean = inner[inside].mean(0)
+            assert (
+                min(TINY.attributes["color"], key=lambda name: np.abs(mean - COLORS[name]).sum())
+                == obj.color
+            )
+
+
+def test_positions_are_quarters_of_the_image(scenes):
+    for obj, scene in each_object(scenes):
+        rows, cols = np.nonzero(obj.mask)
+        width, height = scene.image.size
+        below, right = {*(rows >= height // 2)}, {*(cols >= width // 2)}
+        assert len(below) == len(right) == 1
+        assert obj.position == POSITIONS[2 * below.pop() + right.pop()]
+
+
+def test_no_attribute_alone_tells_an_object_apart_but_all_do(scenes):
+    two = []
+    for obj, scene in each_object(scenes):
+        others = [o.attributes for o in scene.objects if o is not obj]
+        assert obj.attributes not in others
+        for k, value in enumerate(obj.attributes):
+            assert any(other[k] == value for other in others)
+        two += [
+            all((other[a], other[b]) != (obj.attributes[a], obj.attributes[b]) for other in others)
+            for a, b in combinations(range(len(TINY.attributes)), 2)
+        ]
+    assert 0.4 < np.mean(two) < 0.8  # two often do, not always
+
+
+def test_every_value_occurs(scenes):
+    for k, values in enumerate(TINY.attributes.values()):
+        assert {obj.attributes[k] for obj, _ in each_object(scenes)} == set(values)
+
+
+def test_captions_are_of_one_kind_and_length(scenes):
+    assert caption("striped", "red", "cross", "top left") == "A striped red cross in the top left."
+    for obj, _ in each_object(scenes):
+        assert obj.caption == caption(obj.pattern, obj.color, obj.shape, obj.position)
+        assert len(obj.caption.split()) == 8
+
+
+@pytest.fixture(scope="module")
+def mid_scenes():
+    """By two processes, as by this one."""
+    return list(in_order(partial(make_scene, 7, 1, kind=MID), 8, workers=2))
+
+
+def test_other_processes_draw_the_same(mid_scenes):
+    again = make_scene(7, 1, 5, MID)
+    assert np.array_equal(again.image, mid_scenes[5].image)
+    assert [o.caption for o in again.objects] == [o.caption for o in mid_scenes[5].objects]
+
+
+def test_mid_objects_hide_parts_of_one_another_and_no_attribute_alone_tells_them_apart(mid_scenes):
+    touching = 0
+    for scene in mid_scenes:
+        assert scene.image.size in MID.image_sizes and len(scene.objects) in MID.num_objects
+        masks = np.stack([obj.mask for obj in scene.objects])
+        assert masks.sum(0).max() == 1  # each pixel is what is to be seen there
+        touching += (sum(np.roll(masks, k, 2) for k in (0, 1)) > 0).sum(0).max() > 1
+        values = [obj.attributes for obj in scene.objects]
+        assert len(set(values)) == len(values)
+        for column in zip(*values):
+            assert min(map(column.count, column)) >= 2
+        sizes = {obj.size: obj.mask.sum() for obj in scene.objects}
+        assert set(sizes) == set(MID.attributes["size"])  # all of a group of PAIRS, or none
+    assert touching >= 2
+    said = {obj.caption for scene in mid_scenes for obj in scene.objects}
+    assert {len(text.split()) for text in said} == {9}
+    values = ("large", "plain", "red", "star", "top left")
+    assert caption(*values) == "A large plain red star in the top left."
+
+
+def test_an_object_is_hidden_so_far_and_no_further():
+    """A second stamp on half of an object of 8 pixels leaves .5 of it."""
+    obj = Object("plain", "red", "circle", "top left", np.ones((2, 4), dtype=bool))
+    box, alpha = np.s_[0:2, 2:4], np.ones((2, 2))
+    assert leaves(0.5, [obj], [8], box, alpha) and not leaves(0.51, [obj], [8], box, alpha)
+    assert leaves(0.9, [obj], [8], box, 0.4 * alpha)  # below half, a pixel stays the object's

@@ -1,0 +1,113 @@
+"""The sweep: arms are the demo's flags with changes, runs are resumed or skipped."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_train.cli import build_parser, parse
+from rl_train.rewards.ablations import ABLATION_REWARDS
+from rl_train.tasks import TASKS
+from tests.runs import ROOT
+from tests.tools.experiments.test_sweep_table import finished
+from tools.experiments import sweep
+
+
+def test_the_arms_start_from_the_flags_of_the_launcher():
+    launcher = (ROOT / "run_rl_train.sh").read_text().replace("\\\n", " ")
+    points = f"{sweep.OF_POINTS.split(' --model_path')[0]} {sweep.POINTS}"
+    for demo, flags in zip(launcher.split("elif"), (sweep.DEMO, points), strict=True):
+        pairs = dict(zip(flags.split()[::2], flags.split()[1::2]))
+        assert len(pairs) > 7
+        words = demo.split()
+        for flag, value in pairs.items():
+            assert words[words.index(flag) + 1] == value, flag
+
+
+def test_every_arm_is_flags_that_the_run_knows(tmp_path):
+    parser, demo = build_parser(TASKS), tmp_path / "a b"
+    found = {
+        arm: parser.parse_args(
+            sweep.command(arm, 3, demo, tmp_path / "out", ["--max_steps", "7"])[3:]
+        )
+        for arm in sweep.ARMS
+    }
+    for arm, args in found.items():
+        assert args.seed == 3 and args.max_steps == 7 and args.output_dir == str(tmp_path / "out")
+        points = arm in sweep.POINT_ARMS
+        assert args.data_dir == f"{demo}/train"
+        assert args.model_path == f"{demo}/{'qwen' if points else 'checkpoint'}"
+        assert args.sam_path == (f"{demo}/sam" if points else None)
+        assert args.tasks == ["point_segmentation"] or not points
+        assert args.mask_loss_coef == (0 if arm == "both" or arm.startswith("loop2") else 0.1)
+        assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
+    controls = {arm: args.control for arm, args in found.items() if args.control != "none"}
+    assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
+    of_points = {f"points_{c}": c for c in ("shuffled", "constant")}
+    of_loops = {f"loop{n}_{c}": c for n in (1, 2) for c in ABLATION_REWARDS if c != "none"}
+    assert controls == of_loops | of_points
+    assert found["defaults"].likelihood_share is None and found["defaults"].mask_sigma == "auto"
+
+
+def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_other_flags_refused(
+    tmp_path, monkeypatch
+):
+    demos, output = [tmp_path / "one", tmp_path / "two"], tmp_path / "sweep"
+    for demo in demos:
+        for name in ("checkpoint", "train", "heldout"):
+            (demo / name).mkdir(parents=True)
+
+    def flags(demo, seed, *extra):
+        folder = output / "loop1" / demo.name / f"seed{seed}"
+        return parse(sweep.command("loop1", seed, demo, folder, list(extra))[3:]).flags
+
+    def made(demo, seed, after, steps=160, *extra):
+        folder = output / "loop1" / demo.name / f"seed{seed}"
+        finished(folder, [0.0], after, [0.5] * 8, steps, flags(demo, seed, *extra))
+
+    one, two = demos
+    made(one, 0, [0.1])
+    made(two, 0, None)
+    made(one, 1, [0.1], 20, "--max_steps", "20")
+    lines = []
+
+    def run(line, env, **kwargs):
+        lines.append(line)
+        assert env["CUDA_VISIBLE_DEVICES"] == "" and env["OMP_NUM_THREADS"] == "1"
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(sweep.subprocess, "run", run)
+    how = ["--arms", "loop1", "--seeds", "0", "1", "--jobs", "1", "--output", str(output)]
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main([*how, "--demos", *map(str, demos)])
+    faults = str(stopped.value).split("; ")
+    assert len(faults) == 3
+    assert "loop1 two seed 0: exit status 1, see" in faults[0]
+    assert "--max_steps was 20, now 160" in faults[1] and "one/seed1" in faults[1]
+    assert "loop1 two seed 1" in faults[2]
+    assert len(lines) == 2 and lines[0][-1] == "--resume" and "--resume" not in lines[1]
+    assert f"{two}/train" in lines[0] and str(output / "loop1" / "two" / "seed1") in lines[1]
+
+
+@pytest.mark.parametrize(
+    "argv, sentence",
+    [
+        (["--output", "typo"], "typo: no such folder"),
+        (["--output", ".", "--demos", "a/demo", "b/demo"], "--demos: 2 folders are called demo"),
+    ],
+)
+def test_what_is_not_there_is_named(tmp_path, monkeypatch, capsys, argv, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        sweep.main(argv)
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_tables_are_printed_and_kept(tmp_path, capsys):
+    for arm, gain in (("loop1", 0.3), ("loop1_length", 0.1)):
+        finished(tmp_path / arm / "one" / "seed0", [0.0], [gain], [0.5] * 2)
+    sweep.main(["--output", str(tmp_path), "--against", "loop1_length"])
+    printed = capsys.readouterr().out
+    assert "| `loop1` | 1 | +0.300 ± inf |" in printed and "Minus `loop1_length`" in printed
+    assert (tmp_path / "table.json").is_file()
+    with pytest.raises(SystemExit, match="sweep: --metrics seg_iuo: no run in .*seg_iou"):
+        sweep.main(["--output", str(tmp_path), "--metrics", "seg_iuo"])

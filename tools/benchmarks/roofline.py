@@ -1,0 +1,182 @@
+"""The least that a step must compute and move, and the seconds that takes at measured ceilings.
+
+Counted once: prompts that G rows share, and the image tokens that prompts share; attention where it
+is causal; no gradient of frozen weights; logits of completions alone; of each step of decoding
+every weight, and the keys and values of the rows that go on. Lengths are those of the last step. A
+lower bound of what any loop of this shape does, not of what this one does.
+
+Letters: P prompts, N rows, G of each prompt, T tokens.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from rl_train.policies.qwen_vl_model import TextModel
+from sa2va_hf.batches import Prompts, shared_prefix_lengths
+from tools.benchmarks.lengths import Asked
+from tools.benchmarks.qwen import SHAPES
+from tools.benchmarks.workload import Work
+
+# Of a trainable number: weight, gradient, two moments, again weight, EMA read; four written.
+# (Of Qwen2.5-VL, which has no EMA, that is two too many, a thousandth of its update.)
+OPTIMIZER_BYTES = 4 * 10
+
+
+class LanguageModel:
+    """What a token of the language model costs."""
+
+    def __init__(self, language_model: nn.Module):
+        layers = language_model.model.layers
+        matrices = [(name, p) for name, p in layers.named_parameters() if p.ndim == 2]
+        self.lora = sum(p.numel() for name, p in matrices if "lora_" in name)
+        self.base = sum(p.numel() for name, p in matrices) - self.lora
+        self.head = language_model.lm_head.weight.numel()
+        config, size = language_model.config, layers[0].self_attn.head_dim
+        # numbers of a query in all layers, bytes of a token's keys and values
+        self.attention = config.num_attention_heads * size * len(layers)
+        self.slot = 2 * 2 * config.num_key_value_heads * size * len(layers)
+
+    def forward(self, tokens: int, pairs: float, scored: int, backward: bool = False) -> float:
+        """Operations of `tokens` through the layers, `pairs` of query and key, `scored` logits.
+
+        With `backward` those of the gradient too.
+        """
+        per_token = 2 * (self.base + self.lora) + (2 * self.base + 4 * self.lora if backward else 0)
+        attention = (14 if backward else 4) * self.attention * pairs
+        return tokens * per_token + attention + (4 if backward else 2) * self.head * scored
+
+    def read(self, slots: float) -> float:
+        """Bytes of a decoding step: weights but the embeddings, keys and values in `slots`."""
+        return 2 * (self.base + self.lora + self.head) + self.slot * slots
+
+
+@dataclass(frozen=True)
+class Call:
+    """Tokens of one call: of P prompts and N answers to them."""
+
+    prompts: torch.Tensor  # (P,)
+    shared: torch.Tensor  # (P,) leading tokens that the prompt before has too
+    answers: torch.Tensor | None  # (P, G); None: the prompts are only read
+
+    @property
+    def own(self) -> torch.Tensor:
+        """(P,) tokens that no prompt before has."""
+        return self.prompts - self.shared
+
+    @property
+    def pairs(self) -> float:
+        """Of query and key in the prompts."""
+        return (self.prompts**2 - self.shared**2).sum().item() / 2
+
+
+@dataclass(frozen=True)
+class Least:
+    """Seconds of the parts of a step, at `matmul` operations and `bandwidth` bytes a second."""
+
+    model: LanguageModel
+    matmul: float
+    bandwidth: float
+
+    def compute(self, operations: float, moved: float = 0.0) -> float:
+        return max(operations / self.matmul, moved / self.bandwidth)
+
+    def ask(self, call: Call) -> float:
+        """Of one call: the prompts, then, if it is to answer, the logits of each and all tokens."""
+        model, answers = self.model, call.answers
+        logits = 0 if answers is None else len(call.prompts)
+        operations = model.forward(call.own.sum().item(), call.pairs, logits)
+        prompts = self.compute(operations, model.read(0))
+        return prompts if answers is None else prompts + self.decode(call)
+
+    def decode(self, call: Call) -> float:
+        """All tokens after the first: in each step of the rows that are not done yet."""
+        model, answers = self.model, call.answers
+        fed = answers - 1  # (P, G) the last is never fed
+        longest = fed.max(1).values  # (P,) steps in which a prompt's keys and values are read
+        steps = int(longest.max())
+        slots = (longest * call.own).sum() + (fed * (fed + 1) / 2).sum()
+        moved = steps * model.read(0) + model.slot * slots.item()
+        each = 2 * (model.base + model.lora + model.head)
+        return self.compute(fed.sum().item() * each, moved)
+
+    def scores(self, call: Call, backward: bool = False) -> float:
+        """One pass over all rows, which share their prompts."""
+        answers = call.answers  # (P, G)
+        pairs = call.pairs + (answers * (call.prompts[:, None] + answers / 2)).sum().item()
+        tokens = answers.sum().item()
+        both = call.own.sum().item() + tokens
+        return self.compute(self.model.forward(both, pairs, tokens, backward), self.model.read(0))
+
+
+def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
+    """{phase: seconds} at `matmul` operations and `bandwidth` bytes a second, of the last step."""
+    policy, points = work.policy, work.options.sizes in SHAPES
+    model = policy.model.vlm if points else policy.model.language_model
+    costs = LanguageModel(TextModel(model.model.language_model, model.lm_head) if points else model)
+    least = Least(costs, matmul, bandwidth)
+    encode, masks = (points_operations if points else image_operations)(work)
+    vision = policy.model.vlm.model.visual if points else policy.model.vision_model
+    sam = policy.model.sam.vision_encoder if points else policy.model.grounding_encoder
+    frozen = sum(p.nbytes for encoder in (vision, sam) for p in encoder.parameters())
+    seconds, update = {"encode": least.compute(encode, frozen)}, 0.0
+    update += least.compute(0, OPTIMIZER_BYTES * sum(p.numel() for p in policy.trainable.values()))
+    for number, task in enumerate(work.state.tasks, 1):
+        rollout, teacher = f"rollout{number}", f"teacher{number}"
+        for phase in (rollout, teacher):
+            seconds[phase] = sum(least.ask(call_of(work, one)) for one in work.asked[phase])
+        seconds[rollout if task.action else teacher] += least.compute(masks)
+        sampled = call_of(work, work.asked[rollout][0])
+        asks_reference = work.config.loss.kl_coef > 0
+        seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
+        update += least.scores(sampled, backward=True)
+        update += least.compute(3 * masks) if task.action else 0.0
+    return seconds | {"update": update}
+
+
+def call_of(work: Work, asked: Asked) -> Call:
+    """Of what a call asked."""
+    prompts = torch.tensor([len(ids) for ids in asked.prompts.ids], dtype=torch.float64)
+    answers = None
+    if asked.valid is not None:
+        answers = asked.valid.sum(1).cpu().double().view(len(prompts), -1)
+    return Call(prompts, shared_tokens(work, asked.prompts), answers)
+
+
+def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
+    """(P,) leading tokens that each prompt has in common with the one before: those of an image."""
+    if work.options.sizes in SHAPES:  # whose prompts are about an image each
+        return torch.zeros(len(prompts), dtype=torch.float64)
+    images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch))
+    shared = shared_prefix_lengths(work.policy.model, images, prompts)
+    return torch.tensor(shared, dtype=torch.float64)
+
+
+def points_operations(work: Work) -> tuple[int, int]:
+    """Operations of both image encoders, and of the masks that the answers prompt.
+
+    With and without negative points.
+    """
+    policy, task = work.policy, work.state.tasks[0]
+    images = [row // work.config.rollout.num_generations for row in range(work.num_rows)]
+    with FlopCounterMode(display=False) as encoding:
+        features = policy.encode(work.batch)
+    answers, _ = task.parse([policy.said] * len(images), features, images)
+    with FlopCounterMode(display=False) as decoding:
+        policy.point_masks(features, images, answers, task.options.sam_passes)
+    return encoding.get_total_flops(), decoding.get_total_flops()
+
+
+def image_operations(work: Work) -> tuple[int, int]:
+    """Operations of both image encoders on the batch, and of SAM2's mask decoder on N prompts."""
+    policy, rows = work.policy, work.num_rows
+    prompts = torch.randn(rows, policy.model.config.prompt_size, device=policy.device)
+    image = [row // work.config.rollout.num_generations for row in range(rows)]
+    with FlopCounterMode(display=False) as encoding:
+        images = policy.encode(work.batch)
+    with FlopCounterMode(display=False) as decoding:
+        policy.decode_masks(images, image, prompts)
+    return encoding.get_total_flops(), decoding.get_total_flops()

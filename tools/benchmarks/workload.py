@@ -1,0 +1,356 @@
+"""The work of every figure of a whole step: a model of random weights, one batch, forced lengths.
+
+Random weights never stop, never say [SEG], and find masks that are empty or whole. So that they do
+the work of trained ones, each answer goes on to its full length, those with a mask get one [SEG],
+and the masks that the teacher describes are replaced, when the work for the real ones is done. With
+--answer_lengths captions end at lengths of their own (`tools.benchmarks.lengths`).
+
+Letters: B prompts, G samples each, N = B*G rows, L prompt length, T tokens of a caption, A tokens
+of an answer with a mask.
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rl_train import cli
+from rl_train.checkpoint.save_load import RunState
+from rl_train.config.flags import COUNT, POSITIVE, flag
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import GradientAverage, Ranks
+from rl_train.grpo import group_advantages
+from rl_train.loggers.metrics import PhaseTimer, StepMetrics
+from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, score_rollout
+from rl_train.loss import ScoredRollout as TaskWork
+from rl_train.policies.qwen_vl import QwenVLPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rewards.combine import combine
+from rl_train.rewards.custom import UserReward
+from rl_train.roles import Roles
+from rl_train.rollout import Batch
+from rl_train.run.build import build_optimizer, roles_to_keep
+from rl_train.run.memory_check import GIB
+from rl_train.tasks.base import TaskContext
+from rl_train.train import update
+from rl_train.utils.rng import RowRNG
+from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.batches import ImageFeatures, Prompts
+from tools.benchmarks.common import CONFIGS, Timed, Warmth, start_lora, warm_up
+from tools.benchmarks.lengths import Asked, Lengths, check_lengths, wasted
+from tools.benchmarks.qwen import SHAPES, random_points
+from tools.benchmarks.random_checkpoint import ADDED, random_model, tokenizer
+from tools.benchmarks.workload_points import ForcedPoints
+from tools.benchmarks.workload_points import make_batch as points_batch
+from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
+
+# Flags of rl_train.train that a measured step does not follow.
+FIXED = "gradient_accumulation_steps num_iterations mask_sigma control tasks max_tiles "
+FIXED += "loop1_weight loop2_weight scale_components"
+COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.workload:order "
+GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"
+POINTS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
+SEG_AT = 2  # place of [SEG] in an answer
+NOT_SEG = 1  # token that stands for a [SEG] sampled elsewhere: neither [SEG] nor `lengths.END`
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Timed):
+    prompt_length: int = flag(400, "tokens (L)", type=COUNT)
+    answer_tokens: int = flag(8, "of an answer with a mask (A)", type=COUNT)
+    answer_lengths: tuple = flag(
+        (),
+        "tokens of captions that policy and teacher say, log-normal, cut at T; default: all T",
+        type=POSITIVE,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+    )
+    caption_lengths: tuple = flag(
+        (),
+        "words of the true captions, likewise; default: as many as make prompts of L tokens",
+        type=POSITIVE,
+        nargs=2,
+        metavar=("MEAN", "STD"),
+    )
+    num_tiles: int = flag(
+        1, "of an image, with the thumbnail: 1, or as 13 = --max_tiles 12", type=COUNT
+    )
+    width: int = flag(1280, "of an image and its masks, pixels", type=COUNT)
+    height: int = flag(960, "of an image and its masks, pixels", type=COUNT)
+    budget_gib: float | None = flag(
+        None, "of a GPU, of which torch takes no more: to play a smaller one", type=POSITIVE
+    )
+    flags: tuple = flag(
+        (), "last: those of rl_train.train, likelihood share 0", nargs=argparse.REMAINDER
+    )
+
+    @property
+    def shapes(self) -> dict:
+        """The sizes that it names, to be written down with the figures."""
+        names = "sizes prompt_length answer_tokens answer_lengths caption_lengths num_tiles width "
+        return {name: getattr(self, name) for name in (names + "height budget_gib").split()}
+
+
+def order(completions: list[str], **_) -> list[float]:
+    """A reward that differs between the rows of a group: something to learn, whatever the masks."""
+    return [row % 7 / 7 for row in range(len(completions))]
+
+
+class ForcedPolicy(Sa2VAPolicy):
+    """Sa2VA whose answers end only at their length, those with a mask at A tokens with a [SEG].
+
+    The end is looked for as ever, and found only there. `asked` keeps what was asked of it.
+    """
+
+    def __init__(self, *parts: Any, answer_tokens: int, lengths: Lengths):
+        super().__init__(*parts)
+        self.answer_tokens, self.lengths, self.asked = answer_tokens, lengths, []
+        lengths.set_end(self.stop)
+
+    def complete(
+        self,
+        images: ImageFeatures,
+        prompts: Prompts,
+        num_generations: int,
+        max_new_tokens: int,
+        uniforms: torch.Tensor | None = None,
+    ):
+        describes, length = prompts.grids is not None, max_new_tokens
+        if describes:
+            num_rows = len(prompts) * num_generations
+            uniforms = self.lengths.numbers(num_rows, length, uniforms)
+        else:
+            length = self.answer_tokens
+            uniforms = None if uniforms is None else uniforms[:, :length]
+            uniforms = self.lengths.without_end(uniforms)
+        done, texts = super().complete(images, prompts, num_generations, length, uniforms)
+        if not describes:
+            # Random weights do sample [SEG], rarely: such a row would have two masks.
+            done.ids[done.ids == self.model.seg_id] = NOT_SEG
+            done.ids[:, SEG_AT] = self.model.seg_id
+        self.asked.append(Asked(prompts, done.valid))
+        return done, texts
+
+    def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
+        self.asked.append(Asked(prompts))
+        return super().read(images, prompts, num_last)
+
+
+@dataclass
+class Work:
+    """A run on one batch, again and again."""
+
+    config: cli.Config
+    ranks: Ranks
+    state: RunState
+    average: GradientAverage
+    batch: Batch
+    # N (H, W) bool that the teacher describes; None: those drawn, or there is no teacher
+    masks: list[torch.Tensor] | None
+    options: Options
+    scores_old: bool = False  # score what was sampled once more, as the old log-probs
+    # {phase: what the last step asked in it of the policy and its roles}
+    asked: dict[str, list[Asked]] = field(default_factory=dict)
+    peak: float = 0.0  # GiB at most in any step
+
+    @property
+    def policy(self) -> ForcedPolicy | ForcedPoints:
+        return self.state.policy
+
+    @property
+    def num_rows(self) -> int:
+        return self.config.rollout.batch_size * self.config.rollout.num_generations
+
+    def run(self) -> tuple[list[PhaseTimer], Warmth]:
+        """(clocks of the steps that count, how the warm-up before them ended)."""
+        warmth = warm_up(lambda: dict(step=sum(self.step().seconds.values())), self.options)
+        return [self.step() for _ in range(self.options.rounds)], warmth
+
+    def wasted(self) -> dict[str, float]:
+        """{phase: share of the tokens that the last step decoded in it and that are no answer's}"""
+        shares = {phase: wasted(asked) for phase, asked in self.asked.items()}
+        return {phase: share for phase, share in shares.items() if share is not None}
+
+    def step(self, clock: PhaseTimer | None = None) -> PhaseTimer:
+        """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
+        state, optim, batch, work = self.state, self.config.optim, self.batch, []
+        policy, roles, rollouts = state.policy, state.roles, self.config.rollout
+        G, T = rollouts.num_generations, rollouts.max_completion_length
+        scale = self.config.loss.scale
+        process_group.gather_objects(None)  # all ranks begin together
+        clock, tally = clock or PhaseTimer(policy.device), StepMetrics()
+
+        def end(phase: str):
+            clock(phase)
+            self.asked[phase], policy.asked = policy.asked, []
+
+        features = policy.encode(batch)
+        end("encode")
+        for number, task in enumerate(state.tasks):
+            draws = RowRNG(self.config.run.seed, state.step, number, batch.index, G)
+            prompts = task.prompts(batch, features)
+            with roles.use("policy"):
+                rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
+                if task.action:
+                    drawn = task.action.draw(rollout, draws)
+                    rollout.action = replace(drawn, masks=self.masks or drawn.masks)
+                end(f"rollout{number + 1}")
+                if self.scores_old:
+                    rollout.logp = score_rollout(policy, task, rollout, optim.micro_batch_size).logp
+                    end(f"old{number + 1}")
+            reference = None
+            if self.config.loss.kl_coef:
+                with roles.use("reference"):
+                    reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
+            end(f"reference{number + 1}")
+            outcome = task.rewards(rollout)
+            reward = combine(outcome.rewards, task.weights)
+            advantages = group_advantages(reward, G, scale)
+            work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
+            end(f"teacher{number + 1}")
+        totals, _ = loss_denominators(work, self.ranks.world_size)
+        for w, rows, last in iter_micro_batches(work, optim.micro_batch_size):
+            with self.average.averaging(last):
+                loss, statistics = self.average(w, rows, totals[w.task.name], last=last)
+                loss.backward()
+            tally.add_update(w.task.name, statistics, on_policy=True)
+        update(state, tally, optim.max_grad_norm)
+        roles.update_teacher(optim.ema_decay)
+        end("update")
+        state.step += 1
+        _ = clock.seconds  # the training waits for them too, before its next step
+        self.peak = max([self.peak, *clock.peaks.values()])
+        self._check(*work)
+        return clock
+
+    def _check(self, *work: TaskWork):
+        """Assert that the step was as long as it is said to be."""
+        lengths = self.policy.lengths
+        for w in work:
+            expected = lengths.of(self.num_rows, self.config.rollout.max_completion_length)
+            if w.task.action:
+                expected = [self.options.answer_tokens] * self.num_rows
+                rows, replies = w.rollout.action.rows, w.outcome.replies
+                assert rows.tolist() == list(range(self.num_rows)), f"[SEG] in rows {rows.tolist()}"
+                assert len(replies) == self.num_rows, f"{len(replies)} masks are described"
+            check_lengths(w.rollout.valid, expected)
+            refused = [reason for reason, rows in w.outcome.refused.items() if rows.any()]
+            assert not refused, f"answers that cannot be read: {refused}"
+
+
+def given(options: Options) -> list[str]:
+    """The flags of rl_train.train before those that the options name."""
+    if options.sizes in SHAPES:
+        return POINTS.split()
+    return [*GIVEN.split(), "--max_tiles", str(max(1, options.num_tiles - 1))]
+
+
+def build(
+    options: Options,
+    ranks: Ranks | None = None,
+    policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
+    more: Sequence[str] = (),
+) -> Work:
+    """The work that the options describe, with `more` flags, on this rank."""
+    config = cli.parse([*given(options), *more, *options.flags])
+    fixed = cli.parse(given(options)).flags
+    for name in FIXED.split():
+        if config.flags[name] != fixed[name]:
+            raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
+    points = options.sizes in SHAPES
+    if options.num_tiles == 2 or points and options.num_tiles > 1:
+        raise ValueError(f"--num_tiles {options.num_tiles}: no image of {options.sizes} has them")
+    if points and options.caption_lengths:
+        raise ValueError(
+            f"--caption_lengths: not with {options.sizes}, whose prompts have L tokens"
+        )
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    hold_to(options.budget_gib, ranks.device)
+    state = random_state(config, options, policy_class, ranks)
+    policy, tokens = state.policy, config.rollout.max_completion_length
+    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens))
+    size = (options.height, options.width)
+    if points:
+        batch = points_batch(policy, tokens, config.rollout.batch_size, size, ranks.rank)
+        return Work(config, ranks, state, average, batch, None, options)
+    cells = region_cells(policy, options.prompt_length, options.num_tiles)
+    batch = make_batch(policy, cells, config, options, ranks.rank)
+    work = Work(config, ranks, state, average, batch, None, options)
+    work.masks = [
+        mask_of(cells.roll(row), options.height, options.width).to(ranks.device)
+        for row in range(work.num_rows)
+    ]
+    return work
+
+
+def hold_to(budget_gib: float | None, device: torch.device):
+    """Let torch take so much of a GPU and no more; nothing of a CPU's memory."""
+    if budget_gib is None or device.type != "cuda":
+        return
+    has = torch.cuda.get_device_properties(device).total_memory / GIB
+    if budget_gib > has:
+        raise ValueError(f"--budget_gib {budget_gib}: the GPU has {has:.1f}")
+    torch.cuda.set_per_process_memory_fraction(budget_gib / has, device.index)  # None: current
+
+
+def random_state(
+    config: cli.Config,
+    options: Options,
+    policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
+    ranks: Ranks | None = None,
+) -> RunState:
+    """What a run of these flags begins with, on random weights."""
+    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    tokens = config.rollout.max_completion_length
+    random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
+    lengths = Lengths(options.answer_lengths, ranks.rank)
+    policy = random_policy(config, options, policy_class, lengths)
+    start_lora(policy.trainable)
+    kinds = config.kinds
+    roles = Roles(policy.trainable, roles_to_keep(config))
+    rewards = tuple(map(UserReward.parse, config.reward.reward))
+    context = TaskContext(policy, roles, tokens, user_rewards=rewards)
+    tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
+    optimizer = build_optimizer(config.optim, policy)
+    return RunState(policy, roles, tasks, optimizer, scheduler=None)
+
+
+def random_sa2va_policy(
+    config: cli.Config,
+    options: Options,
+    policy_class: type[ForcedPolicy] | None,
+    lengths: Lengths,
+) -> Sa2VAPolicy:
+    """Sa2VA of random weights."""
+    sizes = CONFIGS[options.sizes]
+    model = random_model(sizes, torch.device(options.device), config.run.seed)
+    return (policy_class or ForcedPolicy)(
+        model,
+        Sa2VAProcessor(model.config, config.policy.max_tiles),
+        tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
+        config.policy,
+        sorted({group for asked in config.tasks.values() for group in asked.trainable_modules}),
+        answer_tokens=options.answer_tokens,
+        lengths=lengths,
+    )
+
+
+def random_points_policy(
+    config: cli.Config,
+    options: Options,
+    policy_class: type[ForcedPoints] | None,
+    lengths: Lengths,
+) -> QwenVLPolicy:
+    """Qwen2.5-VL and SAM2 of random weights."""
+    shapes = SHAPES[options.sizes]
+    model = random_points(shapes, torch.device(options.device), config.run.seed)
+    return (policy_class or ForcedPoints)(
+        model,
+        shapes.tokenizer(),
+        shapes.preprocessing(config.policy.image_side),
+        config.policy,
+        prompt_length=options.prompt_length,
+        lengths=lengths,
+    )

@@ -1,0 +1,71 @@
+"""The batch of a measured step of Sa2VA: images, regions and captions of the sizes asked for.
+
+Letters: L prompt length, g cells a side of a region, H, W of an image.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from PIL import Image
+
+from rl_train.data.loader import Batches
+from rl_train.rollout import Batch
+from tools.benchmarks.lengths import log_normal
+from tools.benchmarks.workload_points import WORDS
+
+if TYPE_CHECKING:
+    from rl_train import cli
+    from tools.benchmarks.workload import ForcedPolicy, Options
+
+
+def make_batch(
+    policy: "ForcedPolicy", cells: torch.Tensor, config: "cli.Config", options: "Options", rank: int
+) -> Batch:
+    """Images of noise, each with the region `cells` and a caption of its length.
+
+    Args:
+        config: `cli.Config`; options: `work.Options`.
+    """
+    rng, size = np.random.default_rng(rank), config.rollout.batch_size
+    pixels = rng.integers(256, size=(options.height, options.width, 3), dtype=np.uint8)
+    mask = mask_of(cells, options.height, options.width).numpy()
+    sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image")
+    bare = len(policy.prompts.segment(WORDS[0], options.num_tiles)) - 1
+    words = [options.prompt_length - bare] * size
+    if options.caption_lengths:
+        text = bare - options.num_tiles * policy.prompts.tokens_per_tile
+        most = config.data.max_caption_length - text
+        words = log_normal(size, *options.caption_lengths, most, rank)
+    samples = [sample | dict(caption=caption_of(n)) for n in words]
+    batch = Batches(samples, policy.inputs(policy.answer_tokens))[list(range(size))]
+    for caption, n in zip(batch.captions, words):
+        length = len(policy.prompts.segment(caption, options.num_tiles))
+        assert length == bare + n, "a word of several tokens"
+    if options.num_tiles > 1:  # whatever the image's aspect ratio
+        tile = (options.num_tiles, *batch.inputs.tiles[0].shape[1:])
+        batch.inputs.tiles = [torch.from_numpy(rng.integers(256, size=tile, dtype=np.uint8))] * size
+    return replace(batch, index=[rank * size + i for i in range(size)])
+
+
+def region_cells(policy: "ForcedPolicy", length: int, num_tiles: int = 1) -> torch.Tensor:
+    """(g, g) bool region with which a prompt for its caption has `length` tokens."""
+    grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(num_tiles, 1))
+    if not shortest <= length < shortest + grid * grid - 1:
+        raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
+    return (torch.arange(grid * grid) <= length - shortest).view(grid, grid)
+
+
+def mask_of(cells: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """(H, W) bool mask that covers these cells (g, g), each from its first whole pixel on."""
+    rows, columns = (
+        torch.arange(1, side + 1).mul(len(cells)).sub(1).div(side, rounding_mode="floor")
+        for side in (height, width)
+    )
+    return cells[rows[:, None], columns]
+
+
+def caption_of(num_words: int) -> str:
+    return " ".join(itertools.islice(itertools.cycle(WORDS), num_words))

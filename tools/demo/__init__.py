@@ -1,0 +1,1 @@
+"""The demos: drawn scenes, tiny checkpoints, and how those were trained."""

@@ -1,0 +1,201 @@
+"""Make the demo: drawn scenes in GAR's Arrow layout, and a tiny but complete Sa2VA checkpoint.
+
+    python -m tools.demo.make_demo --output_dir outputs/demo # data + the checkpoint that ships here
+    # data + one made anew
+    python -m tools.demo.make_demo --output_dir outputs/demo --train_checkpoint
+    python -m tools.demo.make_demo --size mid --workers 8 --output_dir outputs/mid \
+        --train_checkpoint
+        # richer scenes at 448 px and 63 M weights, on a GPU
+
+Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
+layout, is trained by `rl_train.sft` from random weights, so that there is something to
+learn of either loop, and no shortcut: its captions are of one kind and length and take each value
+for another in three to six of ten cases (`demo_mistakes`), though it can tell them apart; its masks
+are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three or
+four of ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so
+that in loop 2 nothing but the sampled mask can differ. `tools.demo.report` shows it.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from rl_train import sft
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.policies.sa2va import build_policy
+from rl_train.train import main as run_training
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from sa2va_hf.tokenizer import load_tokenizer
+from tools.demo.model import initialise, make_tokenizer
+from tools.demo.new_folder import save
+from tools.demo.scenes import HELDOUT, TINY, TRAIN, WARM_START, Kind, in_order, make_scene
+from tools.demo.sizes import SIZES, Size
+from tools.demo.unsettle import unsettle
+from tools.gar_writer import write_gar
+
+SHIPPED_CHECKPOINT = Path(__file__).parent / "checkpoint"
+ALL = "vision mlp1 language_model embeddings text_hidden_fcs sam2 sam2_encoder"
+# Flags of the supervised training's parts, in order; "unsettle" comes before the last.
+PARTS = dict(
+    hints="--tasks tools.demo.hints:HintedCaptions tools.demo.hints:HintedMasks --one_answer "
+    f"--other_regions --train {ALL}",
+    learn=f"--tasks region_captions referring_segmentation --one_answer --train {ALL}",
+    err="--tasks tools.demo.mistakes:MistakenCaptions referring_segmentation --one_answer "
+    "--train language_model embeddings text_hidden_fcs",
+    unsettle="",
+    decide="--tasks tools.demo.unsettle:Decided --other_regions --train hypernetworks",
+)
+ANSWER = 24  # tokens that the demo's longest answer may have
+
+
+def write_split(
+    folder: Path, seed: int, split: int, num_scenes: int, kind: Kind = TINY, workers: int = 0
+):
+    """Write one row per object of each scene, in GAR layout; drawn by so many processes."""
+
+    def rows():
+        draw = partial(make_scene, seed, split, kind=kind)
+        for scene in in_order(draw, num_scenes, workers):
+            for obj in scene.objects:
+                yield dict(
+                    image=scene.image, mask=obj.mask, caption=obj.caption, category=obj.shape
+                )
+
+    write_gar(rows(), folder)
+
+
+def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
+    """Train a Sa2VA from random weights into output_dir/checkpoint (bf16 numbers, tokenizer).
+
+    Each part of PARTS begins with what the one before it left in output_dir/warm_start/part.
+    """
+    torch.manual_seed(args.seed)
+    warm_start = output_dir / "warm_start"
+    before = warm_start / "random"
+    tokenizer = make_tokenizer(args.seed, size.kind, args.workers)
+    if args.parts[0] == "hints":
+        llm = size.config["llm_config"] | {"vocab_size": len(tokenizer)}
+        model = Sa2VAModel(Sa2VAConfig(**size.config | {"llm_config": llm}))
+        initialise(model)
+        model.save_pretrained(before, torch.float32)
+        tokenizer.save_pretrained(before)
+        scenes = args.warm_start_scenes or size.warm_start_scenes
+        shutil.rmtree(warm_start / "data", ignore_errors=True)
+        write_split(warm_start / "data", args.seed, WARM_START, scenes, size.kind, args.workers)
+    steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
+    for part in PARTS:
+        model = warm_start / part / "final_model"
+        if part in args.parts:
+            began = time.perf_counter()
+            if part == "unsettle":
+                unsettled(before, model, warm_start / "data", args.seed)
+            else:
+                how = size.warm_start[part]
+                how |= dict(max_steps=steps[part]) if steps else {}
+                supervise(part, before, output_dir, size, how, args)
+            print(f"{part}: {time.perf_counter() - began:.0f} s, {model}", flush=True)
+        before = model
+    save(Sa2VAModel.from_pretrained(before), tokenizer, output_dir / "checkpoint")
+
+
+def supervise(
+    part: str, base: Path, output_dir: Path, size: Size, how: dict, args: argparse.Namespace
+):
+    """Train the model in `base` by a part of PARTS: the run in output_dir/warm_start/part."""
+    flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
+    flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0, eval_samples=64)
+    flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
+    flags |= dict(dtype=size.dtype, max_completion_length=ANSWER, num_workers=args.workers)
+    flags |= dict(weight_decay=0.01, save_steps=how["max_steps"])
+    argv = [str(word) for name, value in (flags | how).items() for word in (f"--{name}", value)]
+    argv += ["--no-gradient_checkpointing", *PARTS[part].split()]
+    run_training(argv, sft.SFT, sft.train)
+
+
+def unsettled(base: Path, folder: Path, data: Path, seed: int):
+    """Write the model in `base`, its prompt head disturbed, to `folder`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = PolicyConfig(model_path=str(base), dtype="float32", gradient_checkpointing=False)
+    policy = build_policy(config, ("text_hidden_fcs",), ANSWER, device)
+    unsettle(policy, data, seed)
+    policy.save_merged(folder, torch.float32)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    outputs = "receives train/, heldout/, checkpoint/, attributes.json"
+    add("--output_dir", type=Path, required=True, help=outputs)
+    add("--size", choices=list(SIZES), default="tiny", help="of scenes and model (demo_sizes.py)")
+    add("--train_scenes", type=int, help="scenes drawn for training; default: the size's")
+    add("--heldout_scenes", type=int, help="scenes drawn for evaluation; default: the size's")
+    add(
+        "--train_checkpoint",
+        action="store_true",
+        help="train the checkpoint instead of copying the shipped one, which is tiny",
+    )
+    add(
+        "--warm_start_steps",
+        type=int,
+        nargs=4,
+        metavar=("HINTS", "LEARN", "ERR", "DECIDE"),
+        help="steps of the supervised training's parts: examples with hints, without, mistakes, "
+        "decided masks; default: the size's",
+    )
+    add(
+        "--warm_start_scenes", type=int, help="scenes drawn for the warm start; default: the size's"
+    )
+    add(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="of the warm start, to do those that come after what OUTPUT_DIR/warm_start has",
+    )
+    add("--workers", type=int, default=0, help="processes that draw and read; 0: this one")
+    add("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: list[str] | None = None):
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    size = SIZES[args.size]
+    if args.size != "tiny" and not args.train_checkpoint:
+        parser.error(f"--size {args.size} needs --train_checkpoint: only the tiny one ships")
+    if args.parts != list(PARTS)[-len(args.parts) :]:
+        parser.error(f"--parts {' '.join(args.parts)}: not the last of {' '.join(PARTS)}, in order")
+    for part in args.parts if args.train_checkpoint else ():
+        if (folder := args.output_dir / "warm_start" / part).exists():
+            parser.error(f"--parts {part}: {folder} holds an earlier one, remove it")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    values = size.kind.attributes
+    vocabulary = {name: {value: [value] for value in vs} for name, vs in values.items()}
+    (args.output_dir / "attributes.json").write_text(json.dumps(vocabulary, indent=1) + "\n")
+    for name, split, count in (
+        ("train", TRAIN, args.train_scenes or size.train_scenes),
+        ("heldout", HELDOUT, args.heldout_scenes or size.heldout_scenes),
+    ):
+        if not (args.output_dir / name).exists():
+            began, folder = time.perf_counter(), args.output_dir / name
+            write_split(folder, args.seed, split, count, size.kind, args.workers)
+            print(f"{name}: {count} scenes in {time.perf_counter() - began:.0f} s", flush=True)
+    checkpoint = args.output_dir / "checkpoint"
+    if args.train_checkpoint:
+        train_checkpoint(args.output_dir, size, args)
+    elif not checkpoint.exists():
+        shutil.copytree(SHIPPED_CHECKPOINT, checkpoint)
+    load_tokenizer(checkpoint)
+    print(f"demo: {args.output_dir}/train, {args.output_dir}/heldout, {checkpoint}")
+
+
+if __name__ == "__main__":
+    main()

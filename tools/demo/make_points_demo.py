@@ -1,0 +1,96 @@
+"""Make the demo of points: drawn clumps in GAR's Arrow layout, a tiny Qwen2.5-VL and SAM2.
+
+    python -m tools.demo.make_points_demo --output_dir outputs/points_demo  # data + what ships
+    # new ones
+    python -m tools.demo.make_points_demo --output_dir outputs/points_demo --train_checkpoint
+
+Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
+others from random weights (`tools.demo.points_warm_start`, `tools.demo.points_drawing`), minutes
+on a GPU and
+hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one point in a
+member for its whole clump, and gives the member for a second one in a neighbour; Qwen2.5-VL points
+at the member, and puts its negative point there in a fifth of its answers.
+"""
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from tools.demo.clump_scenes import rows
+from tools.demo.points_drawing import DrawingStart
+from tools.demo.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
+from tools.demo.points_warm_start import PointingStart, draw
+from tools.demo.scenes import HELDOUT, TRAIN
+from tools.gar_writer import write_gar
+
+MODELS = ("qwen", "sam")
+SHIPPED = Path(__file__).parent / "points_checkpoint"
+IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
+MEASURED = 160  # held-out scenes on which models are measured when they are trained
+SAID = 20  # steps between two losses on the progress bar: reading one waits for the GPU
+
+
+def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
+    """Train both models from random weights, print what they do, save them in bfloat16."""
+    scenes = [draw(seed, i) for i in tqdm(range(num_scenes), desc="warm-start scenes")]
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    pointing = PointingStart(new_qwen(tokenizer), tokenizer, scenes, seed, device)
+    drawing = DrawingStart(new_sam(), scenes, seed, device)
+    for name, part, number in zip(MODELS, (pointing, drawing), steps):
+        with tqdm(range(number), desc=name) as progress:
+            for step in progress:
+                said = part.step(step / number, min(IMAGES[name], num_scenes))
+                if step % SAID == 0:
+                    progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+    heldout = [draw(seed, i, HELDOUT) for i in range(min(num_scenes, MEASURED))]
+    print(f"Qwen2.5-VL, greedy: {pointing.evaluate(heldout)}")
+    print(f"Qwen2.5-VL, sampled: {pointing.evaluate(heldout, temperature=1.0)}")
+    print(f"SAM2, IoU: {drawing.evaluate(heldout)}", flush=True)
+    save_qwen(pointing.vlm, tokenizer, folder / "qwen")
+    save_sam(drawing.sam, folder / "sam")
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    receives = "receives train/, heldout/, qwen/, sam/"
+    add("--output_dir", type=Path, required=True, help=receives)
+    add("--train_scenes", type=int, default=800, help="scenes drawn for training")
+    add("--heldout_scenes", type=int, default=100, help="scenes drawn for evaluation")
+    train = "train the models instead of copying those that ship; on a CPU for hours"
+    add("--train_checkpoint", action="store_true", help=train)
+    add(
+        "--warm_start_steps",
+        type=int,
+        nargs=2,
+        metavar=("POINT", "DRAW"),
+        default=[4500, 4200],
+        help="optimizer steps of the warm start of Qwen2.5-VL and of SAM2",
+    )
+    scenes = "scenes drawn for the warm start"
+    add("--warm_start_scenes", type=int, default=7000, help=scenes)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="of the training")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    output = args.output_dir
+    splits = (("train", TRAIN, args.train_scenes), ("heldout", HELDOUT, args.heldout_scenes))
+    for name, split, number in splits:
+        if not (output / name).exists():
+            write_gar(rows(args.seed, split, number), output / name)
+    if args.train_checkpoint:
+        steps, scenes = args.warm_start_steps, args.warm_start_scenes
+        train_checkpoint(output, args.seed, steps, scenes, args.device)
+    for name in MODELS:
+        if not (output / name).exists():
+            shutil.copytree(SHIPPED / name, output / name)
+    print(f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What the demo's captions are left with: somebody who takes one value for another.
+
+python -m rl_train.sft --tasks tools.demo.mistakes:MistakenCaptions ..
+"""
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rl_train.rollout import Batch
+from rl_train.tasks.sft_tasks import RegionCaptions
+
+if TYPE_CHECKING:
+    from sa2va_hf.batches import ImageFeatures
+
+
+# Of each pair the one is said for the other with this probability, of three the next. Half of the
+# pairs are said wrongly more often than rightly, no word is said more often than it is true, and
+# yet an object's caption is on average likelier of itself than of one that it is mistaken for.
+MISTAKES = {
+    ("small", "medium", "large"): 0.45,
+    ("dotted", "hatched"): 0.45,
+    ("cyan", "lime"): 0.3,
+    ("pink", "brown"): 0.6,
+    ("star", "diamond"): 0.3,
+    ("ring", "arrow"): 0.6,
+    ("plain", "checked"): 0.3,
+    ("striped", "banded"): 0.6,
+    ("blue", "purple"): 0.3,
+    ("black", "white"): 0.3,
+    ("red", "orange"): 0.6,
+    ("green", "yellow"): 0.6,
+    ("triangle", "cross"): 0.3,
+    ("circle", "square"): 0.6,
+    ("bottom left", "bottom right"): 0.3,
+    ("top left", "top right"): 0.6,
+}
+PARTNERS = {
+    value: (other, share)
+    for values, share in MISTAKES.items()
+    for value, other in zip(values, values[1:] + values[:1])
+}
+VALUE = re.compile(rf"\b({'|'.join(PARTNERS)})\b")
+
+
+def mistaken(caption: str, rng: np.random.Generator) -> str:
+    """The caption, by somebody who makes MISTAKES."""
+
+    def said(value: re.Match) -> str:
+        other, share = PARTNERS[value[0]]
+        return other if rng.random() < share else value[0]
+
+    return VALUE.sub(said, caption)
+
+
+class MistakenCaptions(RegionCaptions):
+    """`RegionCaptions` by somebody who makes MISTAKES, others at each visit."""
+
+    def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
+        said = [mistaken(caption, rng) for caption, rng in zip(batch.captions, rngs)]
+        return super().examples(replace(batch, captions=said), features, rngs)

@@ -1,0 +1,191 @@
+"""The demo's tiny Qwen2.5-VL and SAM2: configurations, tokenizer and random weights."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Sam2Config,
+    Sam2Model,
+)
+
+from rl_train.points.parser import AnswerFormat, PointPrompt
+from rl_train.points.prompts import point_question
+from rl_train.policies.qwen_vl import BEFORE, BEHIND, BETWEEN
+from rl_train.policies.qwen_vl_model import TWICE
+from tools.demo.clump_scenes import COLORS, SHAPES, SIDE
+from tools.demo.model import QWEN2_PATTERN
+from tools.demo.new_folder import new_tokenizer
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
+SEEN = 96  # pixels of the side of an image as Qwen2.5-VL sees it: all coordinates have two digits
+PREPROCESSOR = dict(
+    min_pixels=SEEN**2,
+    max_pixels=SEEN**2,
+    patch_size=6,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_mean=[0.48145466, 0.4578275, 0.40821073],
+    image_std=[0.26862954, 0.26130258, 0.27577711],
+    image_processor_type="Qwen2VLImageProcessor",
+)
+TEXT = dict(
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=1024,
+    # Low, and much of it for height and width: sixty-four tokens of an image are to be told apart.
+    rope_parameters=dict(rope_type="default", rope_theta=20.0, mrope_section=[2, 7, 7]),
+    tie_word_embeddings=True,
+    bos_token_id=None,
+)
+VISION = dict(
+    depth=2,
+    hidden_size=96,
+    intermediate_size=192,
+    num_heads=4,
+    out_hidden_size=128,
+    patch_size=PREPROCESSOR["patch_size"],
+    window_size=48,
+    fullatt_block_indexes=[0, 1],
+)
+WIDTH = 64  # of SAM2's decoder
+SAM = dict(
+    vision_config=dict(
+        backbone_config=dict(
+            model_type="sam2_hiera_det_model",
+            hidden_size=16,
+            num_attention_heads=1,
+            blocks_per_stage=[1, 1, 2, 1],
+            embed_dim_per_stage=[16, 32, 64, 128],
+            num_attention_heads_per_stage=[1, 2, 4, 8],
+            window_size_per_stage=[8, 4, 8, 4],
+            global_attention_blocks=[3],
+            image_size=[SIDE, SIDE],
+            window_positional_embedding_background_size=[7, 7],
+        ),
+        backbone_channel_list=[128, 64, 32, 16],
+        backbone_feature_sizes=[[64, 64], [32, 32], [16, 16]],
+        fpn_hidden_size=WIDTH,
+    ),
+    prompt_encoder_config=dict(hidden_size=WIDTH, image_size=SIDE, mask_input_channels=8),
+    # One head and no reduction, with which a point finds its place.
+    mask_decoder_config=dict(
+        hidden_size=WIDTH,
+        num_attention_heads=1,
+        attention_downsample_rate=1,
+        mlp_dim=128,
+        iou_head_hidden_dim=WIDTH,
+        dynamic_multimask_via_stability=False,
+    ),
+)
+
+
+def form(negatives: bool) -> AnswerFormat:
+    """How the demo's model answers."""
+    return AnswerFormat("points", "optional" if negatives else "off", "pixels")
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with Qwen2's pre-tokenisation and special tokens, of the demo's texts."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    captions = [f"the {color} {shape}" for color in COLORS for shape in SHAPES]
+    said = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
+    texts = [BEFORE, BETWEEN, BEHIND]
+    for asked in (form(True), form(False)):
+        texts += [point_question(caption, asked) for caption in captions]
+        texts += [asked.format(answer) for answer in said]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=[],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return new_tokenizer(tokenizer, SPECIAL)
+
+
+def new_qwen(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """A Qwen2.5-VL of random weights, at the scale of each layer's inputs."""
+    of = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config=TEXT
+        | dict(
+            vocab_size=len(tokenizer),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        ),
+        vision_config=VISION,
+        tie_word_embeddings=True,
+        image_token_id=of("<|image_pad|>"),
+        video_token_id=of("<|video_pad|>"),
+        vision_start_token_id=of("<|vision_start|>"),
+        vision_end_token_id=of("<|vision_end|>"),
+    )
+    model = Qwen2_5_VLForConditionalGeneration(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            scale = 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            std = 0.1 if "embed_tokens" in name else scale * parameter[0].numel() ** -0.5
+            torch.nn.init.normal_(parameter, std=std)
+    return model
+
+
+def new_sam() -> Sam2Model:
+    """A SAM2 of random weights whose attention to the image begins as a search by place."""
+    model = Sam2Model(Sam2Config(**SAM))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            continue
+        if name.startswith("vision_encoder.backbone.pos_embed") or "no_m" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+        elif "token" in name or "not_a_point" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "point_embed" in name:
+            torch.nn.init.normal_(parameter)
+        else:
+            fan_in = parameter[0].numel() if "upscale_conv" not in name else parameter.shape[0]
+            torch.nn.init.normal_(parameter, std=fan_in**-0.5)
+        if "image" in name and name.endswith(("q_proj.weight", "k_proj.weight")):
+            torch.nn.init.eye_(parameter)
+            parameter.data.add_(0.02 * torch.randn_like(parameter))
+    places = torch.randn(2, WIDTH // 2)
+    for name in TWICE:
+        model.get_submodule(name).positional_embedding.copy_(places)
+    return model
+
+
+def save_qwen(model, tokenizer, folder: Path):
+    """Write Qwen2.5-VL's folder: weights in bfloat16, tokenizer, how it sees images."""
+    _save(model, folder)
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(fields, indent=2) + "\n")
+    text = json.dumps(PREPROCESSOR, indent=2) + "\n"
+    (folder / "preprocessor_config.json").write_text(text)
+
+
+def save_sam(model, folder: Path):
+    """Write SAM2's folder, weights in bfloat16."""
+    _save(model, folder)
+
+
+def _save(model, folder: Path):
+    """Write a model's weights in bfloat16, and its configuration; the model stays what it is."""
+    state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
+    state.pop("lm_head.weight", None)  # Qwen2.5-VL's, tied to its embeddings
+    model.save_pretrained(folder, state_dict=state)

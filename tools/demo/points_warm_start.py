@@ -1,0 +1,303 @@
+"""Supervised training of the demo's tiny Qwen2.5-VL from random weights, on clumps.
+
+It is left with answers in the right form, whose positive point is in the member that is meant and
+whose negative point is mostly of no use: SLOPPY. SAM2's part is in `points_drawing`.
+
+B = scenes of a step, P = questions about them.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+from rl_train.points.parser import PointPrompt
+from rl_train.points.prompts import point_question
+from rl_train.policies.qwen_vl import BEFORE, BEHIND, BETWEEN
+from rl_train.policies.qwen_vl_inputs import ImagePreprocessing, patches
+from sa2va_hf.processing_sa2va import planes
+from tools.demo.clump_scenes import COLORS, SHAPES, SIDE, inside, make_scene
+from tools.demo.points_model import PREPROCESSOR, SEEN, form
+from tools.demo.scenes import WARM_START
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+SPOTS = 12  # random pixels that are drawn of each member and of the background
+# Of the negative points: none, in the middle of the image, where nothing is, in a neighbour. At
+# first SHOWN, by which the model learns where neighbours are; from SHOWN_SHARE of the steps on
+# SLOPPY, which is left, and whose likeliest answer is of no use.
+SHOWN, SLOPPY, SHOWN_SHARE = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.7
+UNASKED = 0.2  # of the questions are for points without negative ones
+QUESTIONS = 4  # of an image, at every visit
+MIDDLE = 5  # pixels that a point in the middle is off it, at most
+DIGITS = 8  # tokens of an answer that are not the same in all
+
+
+@dataclass
+class Drawn:
+    """A scene as both models are given it."""
+
+    seen: np.ndarray  # (3, SEEN, SEEN) uint8
+    pixels: np.ndarray  # (3, SIDE, SIDE) uint8
+    of_member: np.ndarray  # (SIDE, SIDE) uint8: 0 = background, 1 + k = member k
+    members: list[tuple]  # (color, shape, clump, (x, y)) of each
+    spots: np.ndarray  # (members, SPOTS, 2) pixels of each
+    free: np.ndarray  # (SPOTS, 2) pixels of the background
+
+    def neighbours(self, k: int) -> list[int]:
+        clump = self.members[k][2]
+        return [m for m, other in enumerate(self.members) if other[2] == clump and m != k]
+
+
+def draw(seed: int, index: int, split: int = WARM_START) -> Drawn:
+    """Scene `index` for the warm start."""
+    scene = make_scene(seed, split, index)
+    rng = np.random.default_rng([seed, split, index, 1])
+    of_member = np.zeros((SIDE, SIDE), dtype=np.uint8)
+    for k, member in enumerate(scene.members):
+        of_member[member.mask] = 1 + k
+    spots = [inside(rng, m.mask, SPOTS) for m in scene.members]
+    margin = 10 * SIDE // SEEN + 2  # two digits
+    free = np.zeros_like(scene.drawn)
+    free[margin:-margin, margin:-margin] = ~scene.drawn[margin:-margin, margin:-margin]
+    seen = scene.image.resize((SEEN, SEEN), 3)  # bicubic, as the policy's inputs
+    return Drawn(
+        planes(seen).numpy(),
+        planes(scene.image).numpy(),
+        of_member,
+        [(m.color, m.shape, m.clump, m.centre) for m in scene.members],
+        np.array(spots, dtype=np.float32),
+        inside(rng, free, SPOTS).astype(np.float32),
+    )
+
+
+class Trainer:
+    """AdamW with a warm-up and a decay to a twentieth behind half of the steps."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], learning_rate: float = 1e-3):
+        self.parameters, self.learning_rate, self.steps = list(parameters), learning_rate, 0
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=learning_rate, weight_decay=0.01, fused=True
+        )
+
+    def step(self, loss: torch.Tensor, progress: float):
+        self.steps += 1
+        decay = max(0.05, 1 - max(0.0, progress - 0.5) / 0.5)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * min(1, self.steps / 50) * decay
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+
+
+class PointingStart:
+    """Training of Qwen2.5-VL by cross-entropy on answers, and by probes on its image tokens.
+
+    The probes read what each member is (colour and shape together), its row and its column off the
+    token at its centre; without them a tiny model finds the right words and never the place.
+
+    Rows are padded on the right, so that no row needs a mask and the image stands at the same place
+    in all of them.
+    """
+
+    def __init__(
+        self,
+        vlm: torch.nn.Module,
+        tokenizer: "PreTrainedTokenizerBase",
+        scenes: list[Drawn],
+        seed: int,
+        device: torch.device | str,
+        learning_rate: float = 1e-3,
+    ):
+        self.vlm, self.tokenizer, self.scenes = vlm.to(device).train(), tokenizer, scenes
+        self.seed, self.device, self.known, self.placed = seed, device, {}, {}
+        self.seen = torch.from_numpy(np.stack([scene.seen for scene in scenes])).to(device)
+        patch, merge = PREPROCESSOR["patch_size"], PREPROCESSOR["merge_size"]
+        self.preprocessing = ImagePreprocessing(
+            patch=patch,
+            merge=merge,
+            min_pixels=SEEN**2,
+            max_pixels=SEEN**2,
+            side=0,
+            mean=PREPROCESSOR["image_mean"],
+            std=PREPROCESSOR["image_std"],
+        )
+        self.grid = SEEN // self.preprocessing.factor  # tokens of a side
+        self.image_token = vlm.config.image_token_id
+        self.parts = (len(COLORS) * len(SHAPES), self.grid, self.grid)
+        self.probe = nn.Linear(vlm.config.text_config.hidden_size, sum(self.parts)).to(device)
+        parameters = [*vlm.parameters(), *self.probe.parameters()]
+        self.trainer = Trainer(parameters, learning_rate)
+
+    def ids(self, text: str) -> list[int]:
+        """Its tokens; by pieces, for a digit is a token of its own and most answers are new."""
+        for piece in (pieces := re.findall(r"\d|\D+", text)):
+            if piece not in self.known:
+                self.known[piece] = self.tokenizer.encode(piece, add_special_tokens=False)
+        return [token for piece in pieces for token in self.known[piece]]
+
+    def prompt(self, caption: str, negatives: bool) -> list[int]:
+        """The ids of a question, as `QwenPointsPolicy.point_prompts` has them."""
+        image = [self.image_token] * self.grid**2
+        asked = self.ids(point_question(caption, form(negatives)))
+        return [*self.ids(BEFORE), *image, *self.ids(BETWEEN), *asked, *self.ids(BEHIND)]
+
+    def vision(self, seen: torch.Tensor) -> torch.Tensor:
+        """(B, tokens, C) of images (B, 3, SEEN, SEEN), as `get_image_features` has them.
+
+        That one attends image by image; here all are of one size, and every layer sees all of one.
+        """
+        tower, merge = self.vlm.model.visual, self.preprocessing.merge
+        assert set(tower.fullatt_block_indexes) == set(range(len(tower.blocks)))
+        below = seen.transpose(0, 1).flatten(1, 2)  # (3, B * SEEN, SEEN): one below the other
+        hidden = tower.patch_embed(patches(below, self.preprocessing))
+        hidden = hidden.unflatten(0, (len(seen), -1))  # (B, patches, C)
+        at = torch.arange(self.grid * merge, device=seen.device).view(self.grid, merge)
+        row, column = at[:, None, :, None], at[None, :, None, :]
+        places = torch.stack(torch.broadcast_tensors(row, column), -1).view(-1, 2)
+        cos, sin = tower.rotary_pos_emb(hidden, places)
+        for block in tower.blocks:
+            qkv = block.attn.qkv(block.norm1(hidden)).unflatten(-1, (3, block.attn.num_heads, -1))
+            q, k, v = qkv.unbind(2)
+            q, k = apply_rotary_pos_emb_vision(q, k, cos, sin)
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            hidden = hidden + block.attn.proj(mixed)
+            hidden = hidden + block.mlp(block.norm2(hidden))
+        return tower.merger(hidden).unflatten(0, (len(seen), -1))
+
+    def logits(self, rows: list[list[int]], vision: torch.Tensor, begin: int = 0) -> torch.Tensor:
+        """(P, L - begin, V) of rows of ids, about images vision (P, tokens, C)."""
+        length, start, pad = max(map(len, rows)), rows[0].index(self.image_token), [0]
+        ids = torch.tensor([row + pad * (length - len(row)) for row in rows]).to(self.device)
+        if length not in self.placed:
+            longest, side = torch.tensor([max(rows, key=len)]), self.grid * self.preprocessing.merge
+            placed, _ = self.vlm.model.get_rope_index(
+                longest,
+                (longest == self.image_token).int(),
+                image_grid_thw=torch.tensor([[1, side, side]]),
+            )
+            self.placed[length] = placed.to(self.device)
+        embeds = self.vlm.get_input_embeddings()(ids)
+        behind = embeds[:, start + vision.shape[1] :]
+        embeds = torch.cat([embeds[:, :start], vision.to(embeds.dtype), behind], 1)
+        places = self.placed[length].expand(-1, len(rows), -1)
+        hidden = self.vlm.model.language_model(
+            inputs_embeds=embeds, position_ids=places, use_cache=False
+        ).last_hidden_state
+        return self.vlm.lm_head(hidden[:, begin:])
+
+    def answer(
+        self, scene: Drawn, k: int, negatives: bool, shares: list[float], rng: np.random.Generator
+    ) -> str:
+        """What is said of member k."""
+        kind = rng.choice(3, p=shares) if negatives else 0
+        negative = []
+        if kind == 1:
+            negative = [SIDE // 2 + rng.integers(-MIDDLE, MIDDLE + 1, 2)]
+        elif kind == 2:
+            negative = [scene.members[int(rng.choice(scene.neighbours(k)))][3]]
+        said = PointPrompt((), (seen_point(scene.members[k][3]),), tuple(map(seen_point, negative)))
+        return form(negatives).format(said)
+
+    def step(self, progress: float, num_images: int) -> dict[str, torch.Tensor]:
+        """Losses of one step on so many images; `read`: how much the probes get right."""
+        rng = np.random.default_rng([self.seed, 1, self.trainer.steps])
+        indices = rng.choice(len(self.scenes), num_images, replace=False).tolist()
+        shares = SHOWN if progress < SHOWN_SHARE else SLOPPY
+        rows, starts = [], []
+        for index in indices:
+            scene = self.scenes[index]
+            for k in rng.choice(len(scene.members), QUESTIONS, replace=False).tolist():
+                color, shape, *_ = scene.members[k]
+                negatives = rng.random() >= UNASKED
+                asked = self.prompt(f"the {color} {shape}", negatives)
+                text = self.answer(scene, k, negatives, shares, rng)
+                rows.append([*asked, *self.ids(text), self.tokenizer.eos_token_id])
+                starts.append(len(asked))
+        begin, length = min(starts), max(map(len, rows))
+        labels = [
+            [-100] * (start - begin) + row[start:] + [-100] * (length - len(row))
+            for row, start in zip(rows, starts)
+        ]
+        vision = self.vision(self.seen[indices])
+        logits = self.logits(rows, vision.repeat_interleave(QUESTIONS, 0), begin - 1)[:, :-1]
+        labels = torch.tensor(labels).to(self.device).flatten()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+        text = loss / (DIGITS * len(rows))
+        probe, right = self._probe(indices, vision)
+        self.trainer.step(text + 0.5 * probe, progress)
+        return dict(text=text.detach(), probe=probe.detach(), read=right)
+
+    def _probe(self, indices, vision):
+        """(sum of three cross-entropies, mean accuracy) of reading members off their tokens."""
+        at = []
+        for row, index in enumerate(indices):
+            for color, shape, _, centre in self.scenes[index].members:
+                x, y = (int(v * self.grid / SIDE) for v in centre)
+                kind = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
+                at.append([row, kind, y, x])
+        image, *truth = torch.tensor(at).to(self.device).T
+        read = self.probe(vision[image, truth[1] * self.grid + truth[2]]).split(self.parts, 1)
+        losses = [F.cross_entropy(one, true) for one, true in zip(read, truth)]
+        right = [(one.argmax(1) == true).float().mean() for one, true in zip(read, truth)]
+        return sum(losses), torch.stack(right).mean()
+
+    @torch.no_grad()
+    def evaluate(
+        self, scenes: list[Drawn], temperature: float = 0.0, tokens: int = 32
+    ) -> dict[str, float]:
+        """What is said of a random member of each scene, by kind; greedily at temperature 0.
+
+        All questions of one form have as many tokens: no row is padded.
+        """
+        rng = np.random.default_rng([self.seed, 2])
+        chosen = [int(rng.integers(len(scene.members))) for scene in scenes]
+        rows = []
+        for scene, k in zip(scenes, chosen):
+            rows.append(self.prompt("the {} {}".format(*scene.members[k][:2]), True))
+        seen = torch.from_numpy(np.stack([scene.seen for scene in scenes])).to(self.device)
+        vision, starts = self.vision(seen), list(map(len, rows))
+        for _ in range(tokens):
+            logits = self.logits(rows, vision, len(rows[0]) - 1)[:, -1]
+            logits[:, self.image_token] = -torch.inf
+            if temperature:
+                probabilities = (logits.float() / temperature).softmax(-1)
+                new = torch.multinomial(probabilities, 1)[:, 0].tolist()
+            else:
+                new = logits.argmax(-1).tolist()
+            rows = [[*row, token] for row, token in zip(rows, new)]
+        counts = dict.fromkeys(("parsable", "positive_hits", "none", "neighbour", "member"), 0)
+        counts |= dict.fromkeys(("other_clump", "background"), 0)
+        for scene, k, row, start in zip(scenes, chosen, rows, starts):
+            text = self.tokenizer.decode(row[start:]).split("<|im_end|>")[0]
+            said, _ = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE))
+            if said is None:
+                continue
+            counts["parsable"] += 1
+            counts["positive_hits"] += where(scene, said.positive[0]) == 1 + k
+            at = where(scene, said.negative[0]) if said.negative else None
+            near = [1 + m for m in scene.neighbours(k)]
+            kind = {None: "none", 0: "background", 1 + k: "member"}.get(at, "other_clump")
+            counts["neighbour" if at in near else kind] += 1
+        return {name: round(count / len(scenes), 3) for name, count in counts.items()}
+
+
+def seen_point(point: tuple[int, int]) -> tuple[int, int]:
+    """A pixel (x, y) of a scene as Qwen2.5-VL sees it."""
+    return tuple(int(np.clip(round(float(v) * SEEN / SIDE), 10, SEEN - 1)) for v in point)
+
+
+def where(scene: Drawn, point: tuple[int, int]) -> int:
+    """What of a scene is at a point (x, y): 0 or 1 + the number of a member."""
+    x, y = (min(int(v), SIDE - 1) for v in point)
+    return int(scene.of_member[y, x])

@@ -1,0 +1,121 @@
+"""Write referred regions in RefCOCO's layout, as the drawn scenes of the demo:
+
+    python -m tools.demo.refcoco_writer --output_dir D [--name refcoco] [--seed 0]
+
+`{D}/refcoco/instances.json` (polygons), `{D}/refcoco/refs(unc).p`, and the images in
+`{D}/train2014`, as `rl_train/data/refcoco.py` reads them. No scene is in two splits.
+"""
+
+import argparse
+import json
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from rl_train.config.flags import COUNT_OR_0
+from rl_train.data.refcoco import REFCOCO_NAMES
+from tools.demo.scenes import HELDOUT, TRAIN, Object, make_scene
+
+SPLITS = {"refcoco": ("val", "testA", "testB"), "refcocog": ("val", "test")}
+SPLITS["refcoco+"] = SPLITS["refcoco"]
+
+
+def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco"):
+    """Write a data set of scenes, the images of all its splits too.
+
+    Args:
+        scenes: dicts of split, image (PIL), image_id (int, COCO's or one's own) and regions: dicts
+            of mask ((H, W) bool), category and sentences (lower case, without a final stop).
+    """
+    images, annotations, refs, categories, sentences = [], [], [], {}, 0
+    pictures = Path(root) / "train2014"
+    pictures.mkdir(parents=True, exist_ok=True)
+    for scene in scenes:
+        image_id, (width, height) = scene["image_id"], scene["image"].size
+        file = f"COCO_train2014_{image_id:012d}.jpg"
+        scene["image"].save(pictures / file, quality=95)
+        images.append(dict(id=image_id, file_name=file, height=height, width=width))
+        for region in scene["regions"]:
+            number = len(annotations) + 1
+            of = dict(
+                image_id=image_id,
+                category_id=categories.setdefault(region["category"], len(categories) + 1),
+            )
+            polygons, area = polygons_of(region["mask"]), int(region["mask"].sum())
+            annotations.append(of | dict(id=number, iscrowd=0, segmentation=polygons, area=area))
+            said = [
+                dict(sent_id=sentences + k, sent=text, raw=text, tokens=text.split())
+                for k, text in enumerate(region["sentences"])
+            ]
+            sentences += len(said)
+            ref = dict(ref_id=number, ann_id=number, split=scene["split"], sentences=said)
+            refs.append(of | ref | dict(file_name=file, sent_ids=[s["sent_id"] for s in said]))
+    folder = Path(root) / name
+    folder.mkdir(parents=True, exist_ok=True)
+    known = [dict(id=number, name=word) for word, number in categories.items()]
+    whole = dict(images=images, annotations=annotations, categories=known)
+    (folder / "instances.json").write_text(json.dumps(whole))
+    (folder / REFCOCO_NAMES[name]).write_bytes(pickle.dumps(refs, protocol=2))
+
+
+def polygons_of(mask: np.ndarray) -> list[list[int]]:
+    """Rectangles [x, y, x, y, ..] that cover just the pixels of the mask (H, W), each once.
+
+    Of one run of pixels each; runs of one column range, below each other, are joined.
+    """
+    found, still = [], {}  # (first, last column) -> the row where the rectangle begins
+    padded = np.pad(mask.astype(np.int8), ((0, 1), (1, 1)))
+    for y, row in enumerate(padded):
+        edges = np.flatnonzero(np.diff(row)).reshape(-1, 2).tolist()
+        runs = {tuple(edge) for edge in edges}
+        for left, right in [run for run in still if run not in runs]:
+            top = still.pop((left, right))
+            found.append([left, top, right, top, right, y, left, y])
+        for run in runs - still.keys():
+            still[run] = y
+    return found
+
+
+def drawn_scenes(name: str, seed: int, num_train: int, num_heldout: int):
+    """Yields the demo's scenes, as `write_refcoco` takes them: two phrases of every object."""
+    counts = {"train": num_train} | dict.fromkeys(SPLITS[name], num_heldout)
+    starts = np.cumsum([0, *list(counts.values())[:-1]]).tolist()
+    for (split, count), start in zip(counts.items(), starts):
+        for number in range(start, start + count):
+            drawn = TRAIN if split == "train" else HELDOUT
+            scene = make_scene(seed, drawn, number)
+            regions = [
+                dict(mask=o.mask, category=o.shape, sentences=phrases(o)) for o in scene.objects
+            ]
+            yield dict(split=split, image=scene.image, image_id=number + 1, regions=regions)
+
+
+def phrases(drawn: Object) -> list[str]:
+    """An object's caption as people write phrases, and the same in other words."""
+    look = f"{drawn.pattern} {drawn.color} {drawn.shape}"
+    return [f"a {look} in the {drawn.position}", f"{drawn.position} {look}"]
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--output_dir", required=True, type=Path, help="folder to write; must be empty or absent")
+    add("--name", choices=list(REFCOCO_NAMES), default="refcoco")
+    add("--num_train", type=COUNT_OR_0, default=200, help="scenes of the split train")
+    add("--num_heldout", type=COUNT_OR_0, default=20, help="scenes of each other split")
+    add("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    if args.output_dir.exists() and any(args.output_dir.iterdir()):
+        raise SystemExit(f"refcoco_writer: --output_dir {args.output_dir} is not empty")
+    scenes = drawn_scenes(args.name, args.seed, args.num_train, args.num_heldout)
+    write_refcoco(scenes, args.output_dir, args.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""What the demo leaves to learn: which attributes tell objects apart, say, read and find what.
+
+    python -m tools.demo.report --checkpoint outputs/demo/checkpoint [--output F.json]
+    python -m tools.demo.report --checkpoint outputs/mid/checkpoint --size mid --device cuda
+
+On held-out scenes: how many attributes tell an object from the others of its scene; which of them
+the checkpoint's greedy captions get right, beside a linear probe on the features of the region that
+it captions from; which object its masks lie on, of true captions and by how many attributes of a
+caption are right.
+"""
+
+import argparse
+import json
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rl_train.config.grpo_config import PolicyConfig
+from rl_train.data.loader import Batches
+from rl_train.policies.sa2va import build_policy
+from rl_train.policies.sa2va_queries import answer_captions, describe
+from rl_train.rewards import mask_iou
+from tools.demo.scenes import HELDOUT, TRAIN, caption, make_scene
+from tools.demo.sizes import SIZES
+
+TOKENS = 32  # of an answer, at most
+PROBE_STEPS = 300
+
+
+def told_apart(scenes) -> dict[int, dict[str, float]]:
+    """{k: shares of objects that k attributes tell from all others: "any" k, the "best" k}."""
+    shares = {k: [] for k in range(1, len(scenes[0].objects[0].attributes) + 1)}
+    for scene in scenes:
+        for obj in scene.objects:
+            others = [o for o in scene.objects if o is not obj]
+            differ = [[a != b for a, b in zip(obj.attributes, o.attributes)] for o in others]
+            for k, found in shares.items():
+                picks = combinations(range(len(obj.attributes)), k)
+                found.append([all(any(d[a] for a in pick) for d in differ) for pick in picks])
+    return {
+        k: dict(any=float(np.mean(found)), best=float(np.mean(np.any(found, 1))))
+        for k, found in shares.items()
+    }
+
+
+class Report:
+    """Measures of one checkpoint on scenes that are drawn by a seed."""
+
+    def __init__(self, checkpoint: Path, seed: int, attributes, device: str = "cpu"):
+        config = PolicyConfig(model_path=str(checkpoint), lora_r=1, dtype="float32")
+        self.policy = build_policy(config, ("lora", "mlp1"), TOKENS, torch.device(device))
+        self.seed, self.attributes = seed, attributes
+
+    def features(self, scene):
+        """Features of a scene's image, by the same path as in a run."""
+        obj = scene.objects[0]
+        sample = dict(
+            image=scene.image, mask=obj.mask, caption=obj.caption, category="", image_id=""
+        )
+        return self.policy.encode(Batches([sample], self.policy.inputs(TOKENS))[[0]])
+
+    @torch.no_grad()
+    def regions(self, scenes) -> torch.Tensor:
+        """(n, C) mean feature of each object's cells, as the language model is given them."""
+        rows, policy = [], self.policy
+        for scene in scenes:
+            tile = policy.processor.tiles(scene.image).to(policy.device)
+            (tokens,) = policy.model.extract_feature(tile)
+            for obj in scene.objects:
+                rows.append(tokens[policy.processor.region_grid(obj.mask).flatten()].mean(0))
+        return torch.stack(rows).cpu()
+
+    def probe(self, training, heldout) -> dict[str, float]:
+        """{attribute: accuracy on held-out objects} of linear probes on `regions`."""
+        xs = [self.regions(scenes) for scenes in (training, heldout)]
+        mean, std = xs[0].mean(0), xs[0].std(0) + 1e-6
+        xs, accuracy = [(x - mean) / std for x in xs], {}
+        for k, (name, values) in enumerate(self.attributes.items()):
+            ys = [
+                torch.tensor([values.index(o.attributes[k]) for s in scenes for o in s.objects])
+                for scenes in (training, heldout)
+            ]
+            probe = torch.nn.Linear(xs[0].shape[1], len(values))
+            optimizer = torch.optim.AdamW(probe.parameters(), lr=0.02, weight_decay=0.1)
+            for _ in range(PROBE_STEPS):
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(probe(xs[0]), ys[0]).backward()
+                optimizer.step()
+            accuracy[name] = (probe(xs[1]).argmax(1) == ys[1]).float().mean().item()
+        return accuracy
+
+    def said(self, scenes) -> dict[str, float]:
+        """{attribute: share of greedy captions that state it rightly}, "words", "distinct"."""
+        right, words, texts = [], [], []
+        for scene in scenes:
+            masks = [torch.from_numpy(obj.mask) for obj in scene.objects]
+            captions = describe(self.policy, self.features(scene), [0] * len(masks), masks, TOKENS)
+            for obj, text in zip(scene.objects, captions):
+                right.append([value in text.lower() for value in obj.attributes])
+                words.append(len(text.split()))
+                texts.append(text)
+        shares = dict(zip(self.attributes, np.mean(right, 0).tolist()))
+        return shares | dict(words=float(np.mean(words)), distinct=len(set(texts)) / len(texts))
+
+    def found(self, scenes) -> dict[int, dict[str, float]]:
+        """{number of right attributes in a phrase: IoU and hits of its mask}.
+
+        ideal_hit is of a listener who takes one of the objects that most of the attributes fit.
+        """
+        rng, rows = np.random.default_rng([self.seed, 10]), {}
+        for scene in scenes:
+            features = self.features(scene)
+            truth = np.stack([obj.mask for obj in scene.objects])
+            truth = torch.from_numpy(truth).to(self.policy.device)
+            for number, obj in enumerate(scene.objects):
+                phrases, kept = [], range(len(self.attributes) + 1)
+                for num_right in kept:
+                    keep = rng.permutation(len(self.attributes))[:num_right]
+                    phrases.append(
+                        tuple(
+                            value
+                            if a in keep
+                            else str(rng.choice([v for v in values if v != value]))
+                            for a, (value, values) in enumerate(
+                                zip(obj.attributes, self.attributes.values())
+                            )
+                        )
+                    )
+                texts = [caption(*one) for one in phrases]
+                masks, *_ = answer_captions(self.policy, features, [0] * len(texts), texts, TOKENS)
+                for num_right, mask, phrase in zip(kept, masks, phrases):
+                    ious = mask_iou([mask] * len(truth), list(truth), 0.0)
+                    hit = ious[number] > 0 and int(ious.argmax()) == number
+                    fit = [sum(map(str.__eq__, phrase, o.attributes)) for o in scene.objects]
+                    best = [i for i, one in enumerate(fit) if one == max(fit)]
+                    ideal = (number in best) / len(best)
+                    row = (float(ious[number]), float(hit), ideal)
+                    rows.setdefault(num_right, []).append(row)
+        names = ("iou", "hit", "ideal_hit")
+        return {
+            k: dict(zip(names, np.mean(values, 0).tolist())) for k, values in sorted(rows.items())
+        }
+
+
+def main(argv: list[str] | None = None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    sizes = "that the demo was made with"
+    parser.add_argument("--size", choices=list(SIZES), default="tiny", help=sizes)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--scenes", type=int, default=60, help="held-out scenes")
+    parser.add_argument("--probe_scenes", type=int, default=300, help="that probes are fitted on")
+    parser.add_argument("--seed", type=int, default=0, help="of the demo's scenes")
+    parser.add_argument("--output", type=Path, help="JSON file of all figures")
+    args = parser.parse_args(argv)
+    kind = SIZES[args.size].kind
+    heldout, training = (
+        [make_scene(args.seed, split, i, kind) for i in range(number)]
+        for split, number in ((HELDOUT, args.scenes), (TRAIN, args.probe_scenes))
+    )
+    report = Report(args.checkpoint, args.seed, kind.attributes, args.device)
+    apart = told_apart(heldout)
+    for k, row in apart.items():
+        print(
+            f"{k} attributes tell an object apart: {row['any']:.2f}, the best {k} {row['best']:.2f}"
+        )
+    said, read = report.said(heldout), report.probe(training, heldout)
+    for name, values in kind.attributes.items():
+        print(f"{name}: said {said[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}")
+    print(f"captions: {said['words']:.1f} words, {said['distinct']:.2f} of them distinct")
+    found = report.found(heldout)
+    for k, row in found.items():
+        print(f"{k} attributes right: " + ", ".join(f"{n} {v:.2f}" for n, v in row.items()))
+    if args.output:
+        figures = dict(told_apart=apart, said=said, read=read, found=found)
+        args.output.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Drawn scenes for the demo: objects of several patterns, colours, shapes and places, and captions.
+
+Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
+before it. No attribute alone tells an object from the others of its scene: of its pattern, its
+colour, its shape and its place each is shared by another object. All together tell it from all
+others. Captions are of the same words but for these. There are two kinds of scenes: of TINY objects
+are of one size and apart, of MID they have a size too, and hide parts of one another.
+
+H, W = image height and width in pixels; positions are (x, y) in pixels, x to the right.
+"""
+
+import multiprocessing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tools.demo.shapes import background, pattern, place, stamp
+
+TRAIN, HELDOUT, WARM_START = 0, 1, 2  # split numbers of make_scene
+COLORS = {
+    "red": (214, 36, 40),
+    "green": (36, 150, 62),
+    "blue": (36, 76, 214),
+    "yellow": (246, 220, 36),
+    "purple": (142, 52, 176),
+    "orange": (246, 132, 20),
+    "black": (22, 22, 22),
+    "white": (252, 252, 252),
+    "cyan": (40, 200, 216),
+    "lime": (156, 222, 36),
+    "pink": (246, 132, 186),
+    "brown": (122, 72, 32),
+}
+SHAPES = ("circle", "square", "triangle", "cross", "star", "diamond", "ring", "arrow")
+PATTERNS = ("plain", "striped", "banded", "checked", "dotted", "hatched")
+POSITIONS = ("top left", "top right", "bottom left", "bottom right")
+BACKGROUNDS = {
+    "grey": (182, 182, 182),
+    "beige": (198, 186, 164),
+    "bluish": (168, 182, 202),
+    "greenish": (172, 192, 172),
+    "pinkish": (204, 178, 184),
+}
+
+PAIRS = (  # of values that are easily taken for one another; a scene has both of a pair or none
+    ("small", "medium", "large"),
+    ("dotted", "hatched"),
+    ("cyan", "lime"),
+    ("pink", "brown"),
+    ("star", "diamond"),
+    ("ring", "arrow"),
+    ("plain", "checked"),
+    ("striped", "banded"),
+    ("blue", "purple"),
+    ("black", "white"),
+    ("red", "orange"),
+    ("green", "yellow"),
+    ("triangle", "cross"),
+    ("circle", "square"),
+)
+CONTRAST, GREY = (
+    0.45,
+    100,
+)  # of a pattern's second tone: towards black, of a dark paint towards white
+GAP = 3  # pixels between objects that are apart, at least
+COLOR_JITTER = 10  # of 255, per object and channel
+TRIES = 30  # places for one object, before the scene is drawn again
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What scenes hold."""
+
+    attributes: dict[str, tuple[str, ...]]  # the values of each, in the order of a caption
+    num_objects: tuple[int, ...]
+    image_sizes: tuple[tuple[int, int], ...]  # (W, H)
+    diameters: dict[str, tuple[float, float]]  # by an object's size, of min(H, W)
+    stripe: int  # pixels that a stripe of a pattern is wide
+    visible: float = 1.0  # share of an object that others leave to see, at least; 1: they are apart
+
+
+TINY = Kind(
+    attributes={
+        "pattern": PATTERNS[:4],
+        "color": tuple(COLORS)[:8],
+        "shape": SHAPES[:4],
+        "position": POSITIONS,
+    },
+    num_objects=(5, 6),
+    image_sizes=((256, 256), (320, 240), (240, 320), (288, 240)),
+    diameters={"": (0.20, 0.28)},
+    stripe=5,
+)
+MID = Kind(
+    attributes={
+        "size": ("small", "medium", "large"),
+        "pattern": PATTERNS,
+        "color": tuple(COLORS),
+        "shape": SHAPES,
+        "position": POSITIONS,
+    },
+    num_objects=(6, 7, 8, 9),
+    image_sizes=((448, 448), (560, 420), (420, 560), (504, 448)),
+    diameters={"small": (0.13, 0.15), "medium": (0.19, 0.215), "large": (0.27, 0.30)},
+    stripe=7,
+    visible=0.7,
+)
+
+
+@dataclass(frozen=True)
+class Object:
+    pattern: str
+    color: str
+    shape: str
+    position: str
+    mask: np.ndarray  # (H, W) bool, what is to be seen of it
+    size: str = ""  # where all are of one
+
+    @property
+    def attributes(self) -> tuple[str, ...]:
+        """In the order of a caption."""
+        size = (self.size,) if self.size else ()
+        return *size, self.pattern, self.color, self.shape, self.position
+
+    @property
+    def caption(self) -> str:
+        return caption(*self.attributes)
+
+
+@dataclass(frozen=True)
+class Scene:
+    image: Image.Image  # RGB
+    objects: tuple[Object, ...]
+
+
+def caption(*values: str) -> str:
+    """The sentence that states these values of the attributes, the last the position."""
+    return f"A {' '.join(values[:-1])} in the {values[-1]}."
+
+
+def make_scene(seed: int, split: int, index: int, kind: Kind = TINY) -> Scene:
+    """Scene `index` of split number `split`; the same three numbers give the same pixels."""
+    return draw_scene(np.random.default_rng([seed, split, index]), kind)
+
+
+def in_order(function, number: int, workers: int = 0):
+    """Yield function(i) for i below `number`, computed by so many processes; 0: by this one.
+
+    The function is pickled, so it is one of a module, or a partial of one.
+    """
+    if not workers:
+        yield from map(function, range(number))
+        return
+    # A fork may not begin a parallel region of OpenMP after its parent has.
+    with multiprocessing.get_context("fork").Pool(workers, torch.set_num_threads, (1,)) as pool:
+        yield from pool.imap(function, range(number), chunksize=4)
+
+
+def draw_scene(rng: np.random.Generator, kind: Kind = TINY) -> Scene:
+    """One scene, drawn again from `rng` until its objects fit."""
+    while True:
+        plan, scene = _plan(rng, kind), None
+        if len(set(plan)) == len(plan):
+            scene = _draw(rng, plan, kind)
+        if scene is not None:
+            return scene
+
+
+def _plan(rng, kind) -> list[tuple[str, ...]]:
+    """The attributes of each object; every value that occurs does so twice or more."""
+    number = int(rng.choice(kind.num_objects))
+    return list(zip(*(_shared(rng, values, number) for values in kind.attributes.values())))
+
+
+def _shared(rng, values, number: int) -> list[str]:
+    """`number` of the values, in random order, each that occurs at least twice: a pair if any."""
+    pairs = [pair for pair in PAIRS if pair[0] in values]
+    if pairs:
+        used = list(pairs[rng.integers(len(pairs))])
+    else:
+        used = rng.permutation(values)[: rng.integers(2, number // 2 + 1)].tolist()
+    return rng.permutation(used * 2 + rng.choice(used, number - 2 * len(used)).tolist()).tolist()
+
+
+def _draw(rng, plan, kind) -> Scene | None:
+    """A scene of objects with these attributes, or None if one found no place."""
+    width, height = kind.image_sizes[rng.integers(len(kind.image_sizes))]
+    canvas = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
+    taken, objects, areas = np.zeros((height, width), dtype=bool), [], []
+    for values in plan:
+        obj = Object(
+            mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values))
+        )
+        diameter = rng.uniform(*kind.diameters[obj.size]) * min(width, height)
+        alpha = stamp(rng, obj.shape, diameter)  # (h, w) in 0..1
+        top, left = (
+            (height // 2) * obj.position.startswith("bottom"),
+            (width // 2) * ("right" in obj.position),
+        )
+        for _ in range(TRIES):
+            rows, cols = place(rng, alpha.shape, width // 2, height // 2)
+            box = np.s_[top + rows.start : top + rows.stop, left + cols.start : left + cols.stop]
+            around = tuple(slice(max(s.start - GAP, 0), s.stop + GAP) for s in box)
+            apart = not taken[around].any()
+            if apart or kind.visible < 1 and leaves(kind.visible, objects, areas, box, alpha):
+                break
+        else:
+            return None
+        for other in objects:
+            other.mask[box] &= alpha < 0.5
+        obj.mask[box] = alpha >= 0.5
+        taken[box] = True
+        areas.append(obj.mask.sum())
+        jitter = rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3)
+        paint = np.clip(np.array(COLORS[obj.color]) + jitter, 0, 255)
+        second = paint + CONTRAST * (
+            (GREY > paint.mean()) * 255 - paint
+        )  # a lighter or darker tone
+        tones = pattern(rng, obj.pattern, alpha.shape, kind.stripe)
+        canvas[box] += alpha[..., None] * (np.where(tones[..., None], second, paint) - canvas[box])
+        objects.append(obj)
+    image = Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8))
+    return Scene(image, tuple(objects))
+
+
+def leaves(visible: float, objects, areas, box, alpha) -> bool:
+    """Whether a stamp drawn in the window `box` leaves so much of each object to see.
+
+    Args:
+        areas: pixels of each object, hidden ones included; alpha: (h, w) of the stamp.
+    """
+    return all(
+        obj.mask.sum() - (obj.mask[box] & (alpha >= 0.5)).sum() >= visible * area
+        for obj, area in zip(objects, areas)
+    )

@@ -1,0 +1,159 @@
+"""The end of the demo's warm start: a disturbed prompt head, and masks decided all the same.
+
+What loop 2 has to learn is then which object a phrase means, and not where a mask ends.
+
+    python -m rl_train.sft --tasks tools.demo.unsettle:Decided --other_regions ..
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+from tqdm import tqdm
+
+from rl_train.config.flags import WEIGHT, flag
+from rl_train.data import GraspAnyRegionDataset
+from rl_train.data.loader import eval_loader
+from rl_train.policies.sa2va_queries import row_masks
+from rl_train.rewards.iou import mask_iou, on_target
+from rl_train.rollout import Batch
+from rl_train.tasks.base import TaskContext
+from rl_train.tasks.sft_tasks import Examples, SFTTask
+from sa2va_hf.losses import resize_masks, resized_mask_loss
+from sa2va_hf.prompts import FORCED_ANSWER
+from tools.demo.mistakes import mistaken
+
+if TYPE_CHECKING:
+    from rl_train.engine.engine import ScoreOutput
+    from rl_train.policies.sa2va import Sa2VAPolicy
+    from sa2va_hf.batches import ImageFeatures
+
+
+HIT_TARGET = 0.57  # share of phrases whose mask lies on the right object; `Decided` adds to it
+LARGEST_NOISE, BISECTIONS = 32.0, 10  # of the prompt head's weights' standard deviation
+SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that its output may lack then
+REGIONS, BATCH = 256, 32
+DECIDED = 0.3  # IoU of a mask with an object that it is made to be, at least
+
+
+@torch.no_grad()
+def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_TARGET):
+    """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
+
+    The share of hits on regions of the data set falls as the numbers grow; the largest that leave
+    `target` of them is found by bisection. Then give the prompt embeddings the scale of which masks
+    are best.
+
+    Raises:
+        RuntimeError: fewer hit even undisturbed.
+    """
+    said = list(phrases(policy, data, seed))
+    last = policy.model.text_hidden_fcs[2]
+    learnt, generator = last.weight.clone(), torch.Generator().manual_seed(seed)
+    noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
+    low, high = 0.0, LARGEST_NOISE
+    for _ in range(BISECTIONS):
+        share = (low + high) / 2
+        last.weight.copy_(learnt + share * noise)
+        found_hits = found(policy, said, 1.0)[1]
+        low, high = (share, high) if found_hits >= target else (low, share)
+    if low == 0:
+        raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
+    if high == LARGEST_NOISE:
+        raise RuntimeError(f"{target} of the masks hit, however disturbed the prompt head is")
+    last.weight.copy_(learnt + low * noise)
+    of_scale = {scale: found(policy, said, scale) for scale in SCALES}
+    best = max(SCALES, key=lambda scale: of_scale[scale][0])
+    last.weight.mul_(best)
+    last.bias.mul_(best)
+    iou, found_hits = of_scale[best]
+    tqdm.write(
+        f"prompt head: noise of {low:.2f} standard deviations, scaled by {best:.2f}: of its "
+        f"masks {found_hits:.2f} hit, IoU {iou:.2f}"
+    )
+
+
+def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
+    """Yield (batch, features, (B, C) hidden states at [SEG] of its captions) of some regions."""
+    dataset = GraspAnyRegionDataset(data)
+    order = np.random.default_rng([seed, 11]).permutation(len(dataset))
+    few = Subset(dataset, order[:REGIONS].tolist())
+    for batch in eval_loader(few, policy.inputs(1), BATCH, 0, other_regions=True):
+        features = policy.encode(batch)
+        prompts = policy.segment_prompts(features, list(range(len(batch))), batch.captions)
+        forced = [policy.prompts.forced_answer] * len(prompts)
+        yield batch, features, policy.read(features, prompts.followed_by(forced))[:, 0]
+
+
+def found(policy: "Sa2VAPolicy", said: list[tuple], scale: float) -> tuple[float, float]:
+    """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
+    ious, right = [], []
+    for batch, features, hidden in said:
+        rows = list(range(len(batch)))
+        with policy.autocast():
+            prompts = scale * policy.model.text_hidden_fcs(hidden).float()
+        masks = row_masks(policy, features, rows, rows, prompts)
+        targets = [mask.to(policy.device) for mask in batch.masks]
+        ious.append(mask_iou(masks, targets).cpu())
+        right.append(on_target(masks, batch.masks, batch.others))
+    return torch.cat(ious).mean().item(), torch.cat(right).double().mean().item()
+
+
+class Decided(SFTTask):
+    """A phrase -> one whole object: the one that the mask was most of when training began.
+
+    By SAM2's hypernetworks alone, so that which objects the disturbed head finds changes little.
+    """
+
+    name = "decided"
+    family, asks_reference = "sa2va", True
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(1.0, "of the decided masks", name="decided_weight", type=WEIGHT)
+        trainable_modules = ("hypernetworks",)
+
+    def __init__(self, options: Options, context: TaskContext):
+        self.context, self.weight = context, options.weight
+
+    def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
+        policy, rows = self.context.policy, list(range(len(batch)))
+        said = [
+            text if r.random() < 0.5 else mistaken(text, r) for text, r in zip(batch.captions, rngs)
+        ]
+        answers = [policy.prompts.answer(FORCED_ANSWER)] * len(batch)
+        return policy.segment_prompts(features, rows, said), answers
+
+    def loss_terms(
+        self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
+    ):
+        policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
+        if batch.others is None:
+            raise ValueError("--tasks tools.demo.unsettle:Decided: needs --other_regions")
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
+        with self.context.roles.use("reference"):
+            before = policy.decode_masks(features, image, prompts) > 0
+        logits = policy.decode_masks(features, image, prompts)
+        best, wholes, own = [], [], []
+        for k, (mask, others) in enumerate(zip(batch.masks, batch.others, strict=True)):
+            objects = resize_masks([mask, *others], logits)  # (1 + K, h, w)
+            iou, which = all_ious(before[k : k + 1], objects > 0)[0].max(0)
+            best, wholes = [*best, iou], [*wholes, objects[which]]
+            own.append(which == 0)
+        some = torch.stack(best) > DECIDED
+        losses = resized_mask_loss(logits, torch.stack(wholes))
+        loss = (losses * some).sum() / rows
+        shares = dict(hits=(torch.stack(own) & some).sum(), decided=some.sum())
+        return [loss], dict(mask_loss=loss.detach()) | {
+            n: (v, len(some)) for n, v in shares.items()
+        }
+
+
+def all_ious(masks: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
+    """(n, m) IoU of each of n masks (n, h, w) bool with each of m areas, none of them empty."""
+    masks, areas = (one.flatten(1).double() for one in (masks, areas))
+    both = masks @ areas.T
+    return both / (masks.sum(1)[:, None] + areas.sum(1) - both)

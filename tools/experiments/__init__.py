@@ -1,0 +1,1 @@
+"""Experiments over many runs: sweeps, cross-play, baselines, benchmarks of captions."""

@@ -1,0 +1,212 @@
+"""How well each listener finds the regions by each speaker's captions, with 95 % intervals.
+
+Two roles that learn together may agree on a language that nobody else understands; a listener that
+was trained apart from the speaker shows it. A player is a Sa2VA folder or a checkpoint of a run,
+whose teacher is PATH:teacher; tokenizers may differ, for captions are text:
+
+    python -m tools.experiments.cross_play --speakers BASE O/checkpoint_step_N \
+        --listeners BASE O/checkpoint_step_N OTHER/checkpoint_step_N:teacher \
+        --data_dir D --num_samples 128 --other_regions --output cross.json
+
+The change is that to the first speaker with the same listener, paired over regions. Decoding is
+greedy, and masks are those of the listener's own answers, as in tools.evaluate.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from rl_train.data.loader import eval_loader
+from rl_train.data.workers import explaining
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import print0, raise_on_any_rank
+from rl_train.evaluation.bootstrap import bootstrap, means, paired_difference, rows_of
+from rl_train.evaluation.cycle_metrics import measure_captions
+from rl_train.export.load_policy import open_policy
+from rl_train.policies.sa2va_queries import describe
+from rl_train.utils.io import check_writable
+from tools.evaluate import build_dataset
+from tools.evaluate_flags import add_data_flags
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+TEACHER = ":teacher"  # behind a checkpoint's path
+
+
+@dataclass
+class Spoken:
+    """A speaker's captions of n regions."""
+
+    captions: list[str]
+    index: list[int]  # of the region in the data set, or of its stand-in
+    image_ids: list[str]
+    references: list[str]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.experiments.cross_play",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    players = partial(parser.add_argument, nargs="+", required=True, metavar="PATH")
+    players("--speakers", help="who describe the regions; first the base")
+    players("--listeners", help="who find them by the descriptions")
+    add_data_flags(parser)
+    parser.add_argument(
+        "--output", type=Path, help="JSON file for captions, means, intervals, changes and values"
+    )
+    return parser
+
+
+def batches_of(
+    flag: str, player: str, dataset: "Dataset", args: argparse.Namespace, device: torch.device | str
+):
+    """Yields (policy, batch, features) of the player that the flag names, batch by batch."""
+    path, role = player.removesuffix(TEACHER), "teacher" if player.endswith(TEACHER) else "policy"
+    tokens = args.max_completion_length
+    policy = open_policy(
+        Path(path),
+        None,
+        role,
+        device,
+        tokens,
+        flag=flag,
+        dtype=args.dtype,
+        max_tiles=args.max_tiles,
+    )
+    inputs, others = policy.inputs(tokens, args.max_caption_length), args.other_regions
+    loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers, other_regions=others)
+    for batch in tqdm(loader, desc=f"{flag} {player}", leave=False):
+        yield policy, batch, policy.encode(batch)
+        raise_on_any_rank([f"{flag} {player}: {fault}" for fault in policy.watch.take().names()])
+
+
+@torch.no_grad()
+def speak(
+    speaker: str, dataset: "Dataset", args: argparse.Namespace, device: torch.device | str
+) -> Spoken:
+    """The speaker's greedy captions."""
+    said = Spoken([], [], [], [])
+    for policy, batch, features in batches_of("--speakers", speaker, dataset, args, device):
+        masks, rows = [mask.to(policy.device) for mask in batch.masks], range(len(batch))
+        said.captions += describe(policy, features, rows, masks, args.max_completion_length)
+        said.index += batch.index
+        said.image_ids += batch.image_ids
+        said.references += batch.captions
+    return said
+
+
+@torch.no_grad()
+def listen(
+    listener: str,
+    spoken: dict[str, Spoken],
+    dataset: "Dataset",
+    args: argparse.Namespace,
+    device: torch.device | str,
+) -> dict[str, dict]:
+    """{speaker: {measure: (n,) float64}} of what the listener finds by each speaker's captions."""
+    columns, start = {speaker: {} for speaker in spoken}, 0
+    for policy, batch, features in batches_of("--listeners", listener, dataset, args, device):
+        place = slice(start, start + len(batch))
+        for speaker, said in spoken.items():
+            check_same_regions(listener, batch.index, speaker, said.index[place])
+            found = measure_captions(
+                policy, batch, features, said.captions[place], args.max_completion_length
+            )
+            for name, values in found.items():
+                columns[speaker].setdefault(name, []).extend(values)
+        start = place.stop
+    return {
+        speaker: {name: torch.tensor(v, dtype=torch.float64) for name, v in of_one.items()}
+        for speaker, of_one in columns.items()
+    }
+
+
+def check_same_regions(listener: str, index: list[int], speaker: str, described: list[int]):
+    """Raise ValueError if a region fits only one of the players, so that it has a stand-in."""
+    if index != described:
+        raise ValueError(
+            f"--listeners {listener} read other regions than --speakers {speaker} described: "
+            "one of them has no room for a caption, raise --max_caption_length"
+        )
+
+
+def pair_record(speaker: str, listener: str, values: dict, of_first: dict) -> dict:
+    """Means, intervals and values of a pair, and the change to what the first speaker's gave."""
+    metrics = means(values)
+    return dict(
+        speaker=speaker,
+        listener=listener,
+        means=metrics,
+        intervals={metric: bootstrap(rows_of(values, metric)) for metric in metrics},
+        changes={
+            metric: paired_difference(rows_of(of_first, metric), rows_of(values, metric))
+            for metric in metrics
+        },
+        values={name: column.tolist() for name, column in values.items()},
+    )
+
+
+def table(pairs: list[dict], num_samples: int) -> str:
+    """Means and changes of all pairs with their intervals, a block for each metric, as text."""
+    lines, first = [], pairs[0]["speaker"]
+    for metric in pairs[0]["means"]:
+        lines.append(f"{metric}, n = {num_samples}; change: to speaker {first}")
+        for pair in pairs:
+            low, high = pair["intervals"][metric]
+            line = f"  {pair['means'][metric]:.4f} [{low:.4f}, {high:.4f}]"
+            change = "  {:+.4f} [{:+.4f}, {:+.4f}]".format(*pair["changes"][metric])
+            line += " " * len(change) if pair["speaker"] == first else change
+            lines.append(f"{line}  {pair['speaker']} -> {pair['listener']}")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace, device: torch.device | str):
+    """Let all speak, then all listen; print and write. Raises ValueError, naming the flag."""
+    if args.output:
+        check_writable("--output", args.output, is_file=True)
+    for flag, players in (("--speakers", args.speakers), ("--listeners", args.listeners)):
+        if len(set(players)) < len(players):
+            raise ValueError(f"{flag} {' '.join(players)}: one of them is there twice")
+    dataset = build_dataset(args)
+    spoken = {speaker: speak(speaker, dataset, args, device) for speaker in args.speakers}
+    pairs = []
+    for listener in args.listeners:
+        found = listen(listener, spoken, dataset, args, device)
+        first = found[args.speakers[0]]
+        pairs += [pair_record(speaker, listener, found[speaker], first) for speaker in spoken]
+    print0(table(pairs, len(dataset)))
+    if args.output:
+        flags = {name: value for name, value in vars(args).items() if name != "output"}
+        regions = spoken[args.speakers[0]]
+        captions = {speaker: said.captions for speaker, said in spoken.items()}
+        head = dict(flags=flags, image_ids=regions.image_ids, references=regions.references)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(head | dict(captions=captions, pairs=pairs)))
+
+
+def main(argv: list[str] | None = None):
+    args = build_parser().parse_args(argv)
+    ranks = process_group.init()
+    try:
+        if ranks.world_size > 1:
+            raise ValueError("runs as one process")
+        explaining(args.num_workers, run, args, ranks.device)
+    except ValueError as error:  # the user's input: one sentence, no traceback
+        raise SystemExit(f"cross_play: {error}") from error
+    finally:
+        process_group.close()
+
+
+if __name__ == "__main__":
+    main()

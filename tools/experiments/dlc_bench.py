@@ -1,0 +1,302 @@
+"""DLC-Bench: a model's captions of its regions, and what a judge says of them.
+
+    python -m tools.experiments.dlc_bench caption --data_dir DLC-bench --model_path M \
+        --captions captions.json
+    torchrun --nproc_per_node 8 -m tools.experiments.dlc_bench caption .. # the same, shared out
+    vllm serve meta-llama/Meta-Llama-3.1-8B-Instruct --port 9100     # or any other server
+    python -m tools.experiments.dlc_bench judge --data_dir DLC-bench --captions captions.json \
+        --output O.json
+
+The folder is that of the data set nvidia/DLC-Bench: annotations.json (COCO), images/, qa.json and
+class_names.json. The captions are {annotation id: text}, as those of other programs may be. Scores,
+prompts and the reading of replies: tools/experiments/dlc_questions.py; what differs from the
+original:
+docs/comparing.md.
+
+The judge is asked every question, at temperature 0. If it stops answering, so does the program,
+with a sentence, and nothing is written. A reply that means none of the choices leaves its region
+without a score: it counts in no mean and is reported.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE
+from rl_train.config.grpo_config import RewardConfig
+from rl_train.data.base import Region, read_sample
+from rl_train.data.errors import DamagedSample
+from rl_train.data.images import check_read, map_file
+from rl_train.data.loader import eval_loader
+from rl_train.data.refcoco import encode_segmentation, read_instances
+from rl_train.data.rle import check_mask
+from rl_train.data.workers import explaining
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import print0
+from rl_train.evaluation.bootstrap import bootstrap
+from rl_train.evaluation.cycle_metrics import sample_captions
+from rl_train.export.load_policy import open_policy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va_queries import describe
+from rl_train.rewards import LLMJudge
+from rl_train.rewards.judge import NoReply
+from rl_train.utils.io import check_writable
+from sa2va_hf.prompts import DESCRIBE
+from tools.experiments.dlc_questions import (
+    MAX_REPLY_TOKENS,
+    Score,
+    prompt,
+    read_captions,
+    read_class_names,
+    read_questions,
+    recognition,
+    score,
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.experiments.dlc_bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, text in dict(caption="write a model's captions", judge="score captions").items():
+        add = verbs.add_parser(verb, help=text, allow_abbrev=False).add_argument
+        add("--data_dir", type=Path, required=True, help="folder of the benchmark")
+        captions = dict(caption="JSON file to write", judge="JSON file {annotation id: caption}")
+        add("--captions", type=Path, required=True, help=captions[verb])
+        if verb == "caption":
+            add("--model_path", type=Path, required=True, help="as of tools.evaluate")
+            add("--checkpoint", type=Path, help="as of tools.evaluate")
+            add("--role", choices=["policy", "teacher"], default="policy")
+            add("--batch_size", type=COUNT, default=8)
+            add("--max_completion_length", type=COUNT, default=512, help="the original's")
+            add("--max_tiles", type=COUNT, default=1)
+            best = "keep that of N sampled captions by which the model itself finds the region best"
+            add("--best_of", type=COUNT_OR_0, default=0, metavar="N", help=best)
+            add("--temperature", type=POSITIVE, default=1.0, help="of the sampled captions")
+            add("--num_workers", type=COUNT_OR_0, default=2)
+            add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+        else:
+            add("--output", type=Path, required=True, help="JSON file for means, scores, replies")
+            add("--llm_judge_base_url", default=RewardConfig.llm_judge_base_url)
+            add("--llm_judge_model", default=RewardConfig.llm_judge_model)
+    return parser
+
+
+class BenchRegions:
+    """The regions of annotations.json, in its order; [i] -> see `read_sample`, caption "".
+
+    image_id is the annotation's id, by which qa.json asks.
+
+    Raises ValueError if the file or a region of it is unusable.
+    """
+
+    def __init__(self, folder: Path):
+        images, annotations = read_instances(folder / "annotations.json")
+        self.regions = []
+        for key, (image, segmentation, category) in annotations.items():
+            if image not in images:
+                raise ValueError(f"{folder}: annotation {key} is of image {image}, there is none")
+            file_name, size = images[image]
+            path = folder / "images" / file_name
+            try:
+                rle = encode_segmentation(segmentation, *size)
+            except ValueError as error:
+                raise ValueError(f"{folder}: annotation {key} of {path}: {error}") from error
+            read = partial(map_file, path)
+            image_size, _ = check_read(read)
+            fault = image_size
+            if not isinstance(image_size, str):
+                fault, _ = check_mask(rle, image_size[::-1])
+            if fault:
+                raise ValueError(f"{folder}: annotation {key} of {path}: {fault}")
+            self.regions.append(Region(read, rle, "", category, str(key)))
+
+    def __len__(self):
+        return len(self.regions)
+
+    def __getitem__(self, i: int) -> dict:
+        return read_sample(self.regions[i], self.regions[i].image_id)
+
+
+@torch.no_grad()
+def caption_all(
+    policy: "Sa2VAPolicy",
+    dataset: "BenchRegions",
+    args: argparse.Namespace,
+    ranks: process_group.Ranks,
+) -> dict[str, str]:
+    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU, by all
+    ranks together.
+
+    Raises DamagedSample, FloatingPointError.
+    """
+    captions, tokens, N = {}, args.max_completion_length, args.best_of
+    loader, faults = (
+        eval_loader(
+            dataset,
+            policy.inputs(tokens),
+            args.batch_size,
+            args.num_workers,
+            ranks.rank,
+            ranks.world_size,
+        ),
+        set(),
+    )
+    for batch in tqdm(loader, desc="captions", leave=False, disable=not ranks.is_main):
+        for fault in batch.damaged:  # another region stands in for it
+            raise DamagedSample(*fault.split(": ", 1))
+        features, rows = policy.encode(batch), range(len(batch))
+        if N:
+            sampled, iou, _ = sample_captions(policy, batch, features, tokens, N)
+            texts = [sampled[N * row + place] for row, place in enumerate(iou.argmax(1).tolist())]
+        else:
+            masks = [mask.to(policy.device) for mask in batch.masks]
+            texts = describe(policy, features, rows, masks, tokens)
+        faults |= set(policy.watch.take().names())
+        captions |= dict(zip(batch.image_ids, texts))
+    process_group.raise_on_any_rank(sorted(faults))
+    of_ranks = process_group.gather_objects(captions)
+    return {key: text for mine in of_ranks for key, text in mine.items()}
+
+
+def caption(args: argparse.Namespace):
+    """Write the captions of a model. Raises ValueError for what is wrong in flags and files."""
+    check_writable("--captions", args.captions, is_file=True)
+    dataset, ranks = BenchRegions(args.data_dir), process_group.init()
+    policy = open_policy(
+        args.model_path,
+        args.checkpoint,
+        args.role,
+        ranks.device,
+        args.max_completion_length,
+        dtype=args.dtype,
+        max_tiles=args.max_tiles,
+        temperature=args.temperature,
+        family=Sa2VAPolicy.family,  # others describe no region
+    )
+    captions = explaining(args.num_workers, caption_all, policy, dataset, args, ranks)
+    if not ranks.is_main:
+        return
+    names = [region.image_id for region in dataset.regions]
+    captions = {name: captions[name] for name in names}  # in the file's order
+    args.captions.parent.mkdir(parents=True, exist_ok=True)
+    args.captions.write_text(json.dumps(captions | dict(query=DESCRIBE), indent=1))
+    print0(f"{args.captions}: {len(captions)} captions")
+
+
+async def ask_all(judge: LLMJudge, prompts: list[str]) -> list[str]:
+    """The judge's reply to each prompt. Raises NoReply."""
+    bar = tqdm(total=len(prompts), desc="questions", leave=False)
+
+    async def one(text: str) -> str:
+        reply = await ask([dict(role="user", content=text)], str, MAX_REPLY_TOKENS)
+        bar.update()
+        return reply
+
+    with bar:
+        async with judge.connect() as ask:
+            return await asyncio.gather(*map(one, prompts))
+
+
+def judge_captions(args: argparse.Namespace):
+    """Score captions. Raises ValueError for what is wrong in flags and files, and if the judge
+    stops answering."""
+    check_writable("--output", args.output, is_file=True)
+    questions = read_questions(args.data_dir)
+    names = read_class_names(args.data_dir, questions)
+    captions = read_captions(args.captions, questions)
+    prompts = {
+        key: [prompt(question, captions[key]) for question in (recognition(names[key]), *asked)]
+        for key, asked in questions.items()
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model)
+    try:
+        replies = iter(asyncio.run(ask_all(judge, sum(prompts.values(), []))))
+    except NoReply as error:
+        raise ValueError(f"--llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
+    said = {key: [next(replies) for _ in asked] for key, asked in prompts.items()}
+    scores = {key: score(questions[key], said[key]) for key in questions}
+    found = summary(scores)
+    flags = {name: str(value) for name, value in vars(args).items() if name != "output"}
+    regions = {
+        key: dict(caption=captions[key], replies=said[key], **asdict(of))
+        for key, of in scores.items()
+    }
+    written = without_nan(dict(flags=flags, **found, regions=regions))
+    args.output.write_text(json.dumps(written, indent=1, allow_nan=False))
+    print0(table(found))
+
+
+def summary(scores: dict[str, Score]) -> dict:
+    """The means over regions, their 95 % intervals, and what they were made of.
+
+    A region of which a reply could not be read counts in no mean: NaN if that leaves none.
+    """
+    readable = [of for of in scores.values() if not of.num_unreadable]
+    parts = dict(
+        positive=[of.positive for of in readable],
+        negative=[of.negative for of in readable if of.negative is not None],
+    )
+    means = {name: float(np.mean(of)) if of else math.nan for name, of in parts.items()}
+    intervals = {name: bootstrap(torch.tensor(of)) for name, of in parts.items() if of}
+    return dict(
+        means=means | dict(average=(means["positive"] + means["negative"]) / 2),
+        intervals=intervals,
+        num_regions={name: len(of) for name, of in parts.items()},
+        num_not_recognised=sum(not of.recognised for of in readable),
+        num_unscored=len(scores) - len(readable),
+        num_unreadable=sum(of.num_unreadable for of in scores.values()),
+    )
+
+
+def without_nan(value: dict | list | str | float | None):
+    """`value` with None, JSON's null, wherever in it a number is NaN, which JSON does not know."""
+    if isinstance(value, dict):
+        return {name: without_nan(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def table(found: dict) -> str:
+    """What `summary` returns, as text."""
+    lines = [f"{'DLC-Bench':12s} {'mean':>8s}   95 % interval"]
+    for name, mean in found["means"].items():
+        low_high = found["intervals"].get(name)
+        words = "[{:.4f}, {:.4f}]".format(*low_high) if low_high else ""
+        count = f", {found['num_regions'][name]} regions" if name in found["num_regions"] else ""
+        lines.append(f"{name:12s} {mean:8.4f}   {words}{count}")
+    lines.append(f"of another class by the judge: {found['num_not_recognised']} regions")
+    if found["num_unscored"]:
+        lines.append(
+            f"{found['num_unscored']} regions have no score and count in no mean: "
+            f"{found['num_unreadable']} replies mean none of the choices"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None):
+    args = build_parser().parse_args(argv)
+    try:
+        dict(caption=caption, judge=judge_captions)[args.verb](args)
+    except ValueError as error:  # the user's input: one sentence, no traceback
+        raise SystemExit(f"dlc_bench: {error}") from error
+    finally:
+        process_group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""What one scalar gains without training: the masks' threshold, or the scale of SAM2's prompt.
+
+Each is chosen on training regions, by the mean IoU of the true captions' masks, and applied to
+held-out ones. What loop 2 gains beyond that it has learnt of its images.
+
+    python -m tools.experiments.scalar_baseline --model_path D/checkpoint --data_dir D/train \
+        --eval_data_dir D/heldout --dtype float32 --output scalar.json
+
+Greedy and of the model's own answers, as `seg_iou` of an evaluation, which threshold 0 and scale 1
+give. --model_path may also be a checkpoint_step_N folder of a run: then of its policy.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.data import Subset
+from tqdm import tqdm
+
+from rl_train.config.flags import COUNT, COUNT_OR_0
+from rl_train.config.grpo_config import DataConfig
+from rl_train.data import DATASETS
+from rl_train.data.loader import eval_loader
+from rl_train.data.split import sample_regions, split_dataset
+from rl_train.data.workers import explaining
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import print0
+from rl_train.evaluation.bootstrap import paired_difference
+from rl_train.export.load_policy import open_policy
+from rl_train.policies.sa2va_queries import answer_captions, row_masks
+from rl_train.rewards import mask_iou
+from rl_train.utils.io import check_writable
+from sa2va_hf.processing_sa2va import upsample_masks
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from rl_train.policies.sa2va import Sa2VAPolicy
+    from rl_train.rollout import Batch
+    from sa2va_hf.batches import ImageFeatures
+
+
+# {scalar: (values tried, the one that changes nothing)}
+GRIDS = dict(
+    threshold=([step / 2 for step in range(-8, 9)], 0.0),
+    scale=([2 ** (step / 2) for step in range(-4, 5)], 1.0),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.experiments.scalar_baseline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model_path", required=True, type=Path, help="Sa2VA folder, or a run's checkpoint")
+    add("--data_dir", required=True, help="folder of regions to choose on")
+    add("--eval_data_dir", required=True, help="folder of held-out regions")
+    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
+    add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
+    add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
+    add("--batch_size", type=COUNT, default=8)
+    add("--max_completion_length", type=COUNT, default=128)
+    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
+    add("--max_tiles", type=COUNT, default=1)
+    add("--num_workers", type=COUNT_OR_0, default=2)
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--output", type=Path, required=True, help="JSON file, with the IoU of every region")
+    return parser
+
+
+def row_logits(
+    policy: "Sa2VAPolicy", images: "ImageFeatures", seg_rows: list[int], embeddings: torch.Tensor
+) -> list[torch.Tensor]:
+    """(H, W) mask logits of each image: the largest of its [SEG], -inf without one.
+
+    Those above 0 are `row_masks`. Args: as there.
+    """
+    found = [torch.full(size, -torch.inf, device=policy.device) for size in images.sizes]
+    if seg_rows:
+        for row, one in zip(seg_rows, policy.decode_masks(images, seg_rows, embeddings)):
+            size = images.sizes[row]
+            logits = upsample_masks(one[None], policy.processor.sam_size, size)[0]
+            found[row] = torch.maximum(found[row], logits)
+    return found
+
+
+@torch.no_grad()
+def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[str, torch.Tensor]:
+    """{scalar: (B, K) IoU of the true caption's mask at each of its K values}."""
+    images, rows = policy.encode(batch), list(range(len(batch)))
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    _, segs, prompts = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
+    segs, found = segs.tolist(), dict(threshold=[], scale=[])
+    logits = row_logits(policy, images, segs, prompts)
+    for value in GRIDS["threshold"][0]:
+        found["threshold"].append(mask_iou([one > value for one in logits], targets, 1.0))
+    for value in GRIDS["scale"][0]:
+        masks = row_masks(policy, images, rows, segs, value * prompts)
+        found["scale"].append(mask_iou(masks, targets, 1.0))
+    return {scalar: torch.stack(ious, 1).double().cpu() for scalar, ious in found.items()}
+
+
+def all_ious(
+    policy: "Sa2VAPolicy", dataset: "Dataset", args: argparse.Namespace
+) -> dict[str, torch.Tensor]:
+    """{scalar: (n, K) IoU} of all regions of a data set."""
+    inputs = policy.inputs(args.max_completion_length, args.max_caption_length)
+    loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers)
+    bar = tqdm(loader, desc="masks", leave=False)
+    parts = [ious_of(policy, batch, args.max_completion_length) for batch in bar]
+    return {scalar: torch.cat([part[scalar] for part in parts]) for scalar in GRIDS}
+
+
+def chosen(scalar: str, train: torch.Tensor, heldout: torch.Tensor) -> dict:
+    """The value that is best on `train` (n, K), and what it gains on `heldout` (m, K).
+
+    Of equally good ones it is the nearest to what changes nothing. gain is paired, with its 95 %
+    bootstrap interval over regions.
+    """
+    values, neutral = GRIDS[scalar]
+    before, means = values.index(neutral), train.mean(0).tolist()
+    best = max(range(len(values)), key=lambda k: (means[k], -abs(k - before)))
+    gain, low, high = paired_difference(heldout[:, before], heldout[:, best])
+    return dict(
+        best=values[best],
+        gain=gain,
+        interval=[low, high],
+        before=heldout[:, before].mean().item(),
+        after=heldout[:, best].mean().item(),
+        train_gain=means[best] - means[before],
+        values=values,
+        train_means=means,
+        train=train.tolist(),
+        heldout=heldout.tolist(),
+    )
+
+
+def table(found: dict[str, dict]) -> str:
+    """The scalars' best values and gains, as markdown."""
+    lines = [
+        "| scalar | best on training regions | gain there | held out: before | after | gain |",
+        "|---|---|---|---|---|---|",
+    ]
+    for scalar, of in found.items():
+        low, high = of["interval"]
+        lines.append(
+            f"| {scalar} | {of['best']:g} | {of['train_gain']:+.4f} | {of['before']:.4f} "
+            f"| {of['after']:.4f} | {of['gain']:+.4f} [{low:+.4f}, {high:+.4f}] |"
+        )
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace, ranks: process_group.Ranks):
+    """Choose, apply, print and write; ValueError for what is wrong in the flags and files."""
+    check_writable("--output", args.output, is_file=True)
+    training, heldout, damaged = split_dataset(
+        DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
+    )
+    chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
+    print0(f"--data_dir {args.data_dir}: {damaged.report}")
+    policy = open_policy(
+        args.model_path,
+        None,
+        "policy",
+        ranks.device,
+        args.max_completion_length,
+        max_tiles=args.max_tiles,
+        dtype=args.dtype,
+    )
+    train, test = (
+        explaining(args.num_workers, all_ious, policy, dataset, args)
+        for dataset in (chosen_on, heldout)
+    )
+    found = {scalar: chosen(scalar, train[scalar], test[scalar]) for scalar in GRIDS}
+    print0(f"chosen on {len(chosen_on)} regions, held out {len(heldout)}\n\n{table(found)}")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(found))
+
+
+def main(argv: list[str] | None = None):
+    args = build_parser().parse_args(argv)
+    ranks = process_group.init()
+    try:
+        run(args, ranks)
+    except ValueError as error:  # the user's input: one sentence, no traceback
+        raise SystemExit(f"scalar_baseline: {error}") from error
+    finally:
+        process_group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""Train arms on demos over seeds, side by side, and print what each changed.
+
+    python -m tools.demo.make_demo --output_dir outputs/demo
+    python -m tools.experiments.sweep --arms loop1 loop1_length --jobs 2 --output outputs/sweep
+    python -m tools.experiments.sweep --arms loop1 loop1_length --demos outputs/demo_0 \
+        outputs/demo_1 \
+        --seeds 0 1 2 3 4 --gpu --output outputs/sweep
+    # no arms: the tables
+    python -m tools.experiments.sweep --output outputs/sweep --against loop1_length
+    python -m tools.demo.make_points_demo --output_dir outputs/points_demo
+    python -m tools.experiments.sweep --arms points points_hidden --demos outputs/points_demo \
+        --output outputs/p
+
+An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo; one in
+POINT_ARMS wants a demo of `tools.demo.make_points_demo`. Every run
+is one process on one CPU core (with --gpu also on one of the GPUs, in turn), in the folder
+OUTPUT/ARM/DEMO/seedN; a run that is complete is not run again, and one of other flags stops the
+sweep's arm. The tables of docs/results.md and docs/points.md are made by this program.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rl_train.cli import check_same, parse
+from rl_train.rewards.ablations import ABLATION_REWARDS
+from tools.experiments.sweep_table import evaluations, markdown, summary
+
+# Flags of rl_train.train: what of a demo's folder a run is given, those of the demo in
+# run_rl_train.sh, what makes a run shorter, and what each arm changes.
+OF_DEMO = (
+    "--model_path {demo}/checkpoint --data_dir {demo}/train --eval_data_dir {demo}/heldout "
+    "--attributes {demo}/attributes.json --other_regions"
+)
+DEMO = (
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 "
+    "--batch_size 8 --num_generations 8 --learning_rate 6e-4 --prompt_learning_rate 1e-3 "
+    "--kl_coef 0.06"
+)
+SHORT = (
+    "--no-gradient_checkpointing --num_workers 0 --max_steps 160 "
+    "--eval_samples 128 --eval_steps 0 --save_steps 1000"
+)
+POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term
+LOOPS = dict(
+    loop1="--tasks mask_caption_mask",
+    loop2=f"--tasks caption_mask_caption {POLICY_TERM}",
+)
+ARMS = LOOPS | {
+    f"{loop}_{control}": f"{flags} --control {control}"
+    for loop, flags in LOOPS.items()
+    for control in ABLATION_REWARDS
+    if control != "none"
+}
+ARMS |= {  # loop2's reward is half METEOR, half likelihood
+    "loop2_meteor": f"{LOOPS['loop2']} --likelihood_share 0",
+    "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_share 1",
+    "loop2_scaled": f"{LOOPS['loop2']} --scale_components",
+    "loop2_tokens": f"{LOOPS['loop2']} --mask_sigma 0",
+    "both": POLICY_TERM,
+    "defaults": "",  # the demo as it ships: both loops, with the mask term
+}
+OF_POINTS = (
+    "--tasks point_segmentation --answer_style points --image_side 96 --model_path {demo}/qwen "
+    "--sam_path {demo}/sam --data_dir {demo}/train --eval_data_dir {demo}/heldout"
+)
+POINTS = (
+    "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 "
+    "--batch_size 4 --num_generations 8 --learning_rate 1e-3 --kl_coef 0.02"
+)
+POINT_ARMS = dict(
+    points="",
+    points_positive="--negative_points off",
+    points_hidden="--hide_negatives",
+    points_shuffled="--control shuffled",
+    points_constant="--control constant",
+    points_bonus="--negative_weight 0.3",
+    points_two_passes="--sam_passes 2",
+)
+ARMS |= POINT_ARMS
+METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
+POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_random")
+
+
+def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> list[str]:
+    """Command line of one run; of a flag that is given several times the last counts."""
+    of_demo, flags = (OF_POINTS, POINTS) if arm in POINT_ARMS else (OF_DEMO, DEMO)
+    return [
+        *(sys.executable, "-m", "rl_train.train", "--output_dir", str(output)),
+        *(word.format(demo=demo) for word in of_demo.split()),
+        *f"{flags} {SHORT} {ARMS[arm]}".split(),
+        *("--seed", str(seed)),
+        *extra,
+    ]
+
+
+def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) -> str | None:
+    """Train one arm on a demo at a seed, as job `number`, unless done; returns what went wrong."""
+    output = args.output / arm / demo.name / f"seed{seed}"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": args.gpus[number % len(args.gpus)],
+    }
+    line = command(arm, seed, demo, output, args.extra)
+    if (output / "config.json").is_file():
+        try:
+            config = parse(line[3:])
+            check_same(output / "config.json", config, config.flags, str(output))
+        except ValueError as error:
+            return str(error)
+        if evaluations(output)[1:]:
+            return None
+        line.append("--resume")
+    output.mkdir(parents=True, exist_ok=True)
+    with (output / "log.txt").open("a") as log:
+        status = subprocess.run(
+            line, env=environment, stdout=log, stderr=subprocess.STDOUT
+        ).returncode
+    name, said = f"{arm} {demo.name} seed {seed}", f"exit status {status}"
+    print(f"{name}: {said if status else 'done'}", flush=True)
+    return f"{name}: {said}, see {output / 'log.txt'}" if status else None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.experiments.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add, demo = parser.add_argument, Path("outputs/demo")
+    add(
+        "--arms",
+        nargs="+",
+        choices=sorted(ARMS),
+        default=[],
+        help="what to run; none: only print the tables",
+    )
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    add(
+        "--demos",
+        nargs="+",
+        type=Path,
+        default=[demo],
+        help="folders of tools.demo.make_demo or make_points_demo",
+    )
+    jobs = "runs at a time; default: one for each CPU core, with --gpu one for each GPU"
+    add("--jobs", type=int, help=jobs)
+    add("--output", type=Path, required=True, help="folder of all runs, and of table.json")
+    add("--gpu", action="store_true", help="run on the GPUs")
+    measures = "columns: any of the means and values in a run's evaluation/step_N.json; default: "
+    measures += f"{' '.join(METRICS)}, of points {' '.join(POINT_METRICS)}"
+    add("--metrics", nargs="+", help=measures)
+    paired = "arms from which the others are told apart, paired by demo and seed"
+    add("--against", nargs="+", default=[], metavar="ARM", help=paired)
+    extra = "further flags of rl_train.train, for all arms"
+    add("extra", nargs="*", metavar="-- FLAGS", help=extra)
+    return parser
+
+
+def main(argv: list[str] | None = None):
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: there is none")
+    if not args.arms and not args.output.is_dir():
+        parser.error(f"--output {args.output}: no such folder, and no --arms to fill it")
+    of_points = args.arms and set(args.arms) <= set(POINT_ARMS)
+    args.metrics = args.metrics or list(POINT_METRICS if of_points else METRICS)
+    args.demos = [demo.resolve() for demo in args.demos]
+    for name, count in Counter(demo.name for demo in args.demos).items():
+        if count > 1:
+            parser.error(f"--demos: {count} folders are called {name}, as their runs would be")
+    devices = ",".join(map(str, range(torch.cuda.device_count())))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or devices
+    args.gpus = visible.split(",") if args.gpu else [""]
+    jobs = [(arm, demo, seed) for seed in args.seeds for demo in args.demos for arm in args.arms]
+    workers = args.jobs or (len(args.gpus) if args.gpu else os.cpu_count())
+    with ThreadPoolExecutor(workers) as pool:
+        done = pool.map(lambda job: run(job[0], *job[1], args), enumerate(jobs))
+        faults = [fault for fault in done if fault]
+    try:
+        found = summary(args.output, args.metrics, args.against)
+    except ValueError as error:
+        faults.append(str(error))
+    else:
+        print(markdown(found, args.metrics))
+        (args.output / "table.json").write_text(json.dumps(found, indent=1) + "\n")
+    if faults:
+        raise SystemExit("sweep: " + "; ".join(faults))
+
+
+if __name__ == "__main__":
+    main()
