@@ -46,17 +46,17 @@ class DescribeAnythingDataset(Reader):
 
     Args:
         root: folder of splits, one split's folder, or a hub name, see `resolve`.
-        parts: names of folders to read, and to fetch; None reads all.
+        splits: names of folders to read, and to fetch; None reads all.
 
     Raises:
         ValueError: no annotations.json, an unknown split, an unreadable file, no usable region.
         DamagedSample: on access, an image with a good header that does not decode.
     """
 
-    def __init__(self, root: str | Path, parts: list[str] | None = None):
+    def __init__(self, root: str | Path, splits: list[str] | None = None):
         super().__init__()
         self._files: list[Path | Shard] = []  # tar files and shards
-        folders = find_splits(resolve(root, FILES, parts), parts)
+        folders = find_splits(resolve(root, FILES, splits), splits)
         rows = [row for folder in folders for row in self._scan(folder)]
         # JSON of [image_id, caption, mask_rle, `Location`]
         self._regions = pa.array([text for text, *_ in rows], pa.large_string())

@@ -12,8 +12,12 @@ from rl_train.data.mixture import MixtureDataset
 from rl_train.data.refcoco import REFCOCO_NAMES
 
 Opener = Callable[[str], RegionDataset]  # takes the folder
-# The data sets that have parts, splits or a folder of images of their own, by the flag's name.
-HAVE = dict(parts=["gar", "dam"], split=list(REFCOCO_NAMES), image_root=list(REFCOCO_NAMES))
+# {flag: {data set that takes it: parameter of its reader}}.
+READER_PARAMETERS = {
+    "parts": {"gar": "parts", "dam": "splits"},
+    "split": dict.fromkeys(REFCOCO_NAMES, "split"),
+    "image_root": dict.fromkeys(REFCOCO_NAMES, "image_root"),
+}
 ENTRY = re.compile(
     r"(?P<name>[^/:]+)(/(?P<parts>[^:]+))?:(?P<folder>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?"
 )
@@ -38,11 +42,12 @@ def reader(
     """
     options = dict(parts=list(parts), split=split, image_root=image_root)
     for flag, value in options.items():
-        if value and name not in HAVE[flag]:
+        if value and name not in READER_PARAMETERS[flag]:
             words = f"{'--' if flag == 'image_root' else prefix}{flag}"
-            raise ValueError(f"{words}: only for {', '.join(HAVE[flag])}, not {name}")
+            raise ValueError(f"{words}: only for {', '.join(READER_PARAMETERS[flag])}, not {name}")
     opener = (EVAL_DATASETS if is_eval else DATASETS)[name]
-    return partial(opener, **{flag: value for flag, value in options.items() if value})
+    keywords = {READER_PARAMETERS[flag][name]: value for flag, value in options.items() if value}
+    return partial(opener, **keywords)
 
 
 def naming_flag_in_errors(opener: Opener, flag: str) -> Opener:

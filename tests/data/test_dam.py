@@ -206,10 +206,10 @@ def test_splits(tmp_path):
     assert samples(DescribeAnythingDataset(tmp_path)) == [
         (f"{s}/a/0", s) for s in ("LVIS", "Part2", "Part10", "SAV")
     ]
-    assert samples(DescribeAnythingDataset(str(tmp_path), parts=["SAV"])) == [("SAV/a/0", "SAV")]
+    assert samples(DescribeAnythingDataset(str(tmp_path), splits=["SAV"])) == [("SAV/a/0", "SAV")]
     assert samples(DescribeAnythingDataset(tmp_path / "SAV")) == [("SAV/a/0", "SAV")]
     with pytest.raises(ValueError, match="no split 'PACO'; it has LVIS, Part2, Part10, SAV"):
-        DescribeAnythingDataset(tmp_path, parts=["PACO"])
+        DescribeAnythingDataset(tmp_path, splits=["PACO"])
     with pytest.raises(
         ValueError, match=f"--data_dir {tmp_path / 'other'} holds no annotations.json"
     ):

@@ -13,7 +13,7 @@ from tests.runs import complaint_of, flags
     "name, given, expected",
     [
         ("gar", dict(parts=["a"]), dict(parts=["a"])),
-        ("dam", dict(parts=["a", "b"]), dict(parts=["a", "b"])),
+        ("dam", dict(parts=["a", "b"]), dict(splits=["a", "b"])),
         ("refcoco", {}, dict(name="refcoco", split="train")),
         ("refcoco", dict(is_eval=True), dict(name="refcoco", split="val")),
         ("refcoco+", dict(split="testA"), dict(name="refcoco+", split="testA")),
