@@ -8,14 +8,39 @@ Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completio
 vocabulary.
 """
 
+from dataclasses import dataclass
+
 import torch
 
 SCALES = ("group", "batch", "none")  # what advantages may be divided by (`group_advantages`)
-# Default scale of the advantages of each loss, and default clip range of its ratio, below and
-# above 1: gspo has one ratio per row, a mean over tokens, which moves less than a token's.
-ADVANTAGE_SCALES = dict(grpo="group", bnpo="group", dr_grpo="none", dapo="group", gspo="group")
-LOSS_TYPES = tuple(ADVANTAGE_SCALES)
-CLIP_RANGES = dict.fromkeys(LOSS_TYPES, (0.2, 0.2)) | dict(gspo=(3e-4, 4e-4))
+
+
+@dataclass(frozen=True)
+class LossType:
+    """What tells one loss from another: a row of `LOSSES`.
+
+    Attributes:
+        average: "rows" is the mean over rows of each row's mean over its tokens; "tokens" the sum
+            over the step's tokens; "length" the sum over N times the length limit of an answer.
+        advantage_scale: default scale of the advantages.
+        clip_range: default clip range of the ratio, below and above 1.
+        ratio_per_row: one ratio per row, exp of its mean log-ratio, instead of one per token. It
+            moves less than a token's, so that its clip range is narrower.
+    """
+
+    average: str
+    advantage_scale: str = "group"
+    clip_range: tuple[float, float] = (0.2, 0.2)
+    ratio_per_row: bool = False
+
+
+LOSSES = dict(
+    grpo=LossType("rows"),
+    bnpo=LossType("tokens"),
+    dr_grpo=LossType("length", advantage_scale="none"),
+    dapo=LossType("tokens"),
+    gspo=LossType("rows", clip_range=(3e-4, 4e-4), ratio_per_row=True),
+)
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation, as in TRL
 MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry no signal
 
@@ -99,7 +124,7 @@ def clip_window(
 
     Missing values default to the loss's own; a missing high equals low if low is given.
     """
-    default_low, default_high = CLIP_RANGES[loss_type]
+    default_low, default_high = LOSSES[loss_type].clip_range
     if high is None:
         high = default_high if low is None else low
     return default_low if low is None else low, high
@@ -142,15 +167,16 @@ def grpo_loss(
     Raises:
         ValueError: unknown loss_type, or one of max_completion_length and ref_logp is missing.
     """
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSS_TYPES)}")
-    if loss_type == "dr_grpo" and max_completion_length is None:
-        raise ValueError("--loss_type dr_grpo needs max_completion_length")
+    if loss_type not in LOSSES:
+        raise ValueError(f"--loss_type {loss_type!r} is unknown; known: {', '.join(LOSSES)}")
+    definition = LOSSES[loss_type]
+    if definition.average == "length" and max_completion_length is None:
+        raise ValueError(f"--loss_type {loss_type} needs max_completion_length")
     if kl_coef and ref_logp is None:
         raise ValueError("--kl_coef needs the reference's log-probs")
     high = clip_range if clip_range_high is None else clip_range_high
     log_ratio = torch.where(valid, logp - old_logp, 0.0)  # (N, T)
-    if loss_type == "gspo":
+    if definition.ratio_per_row:
         log_ratio = _row_mean(log_ratio, valid)[:, None]  # (N, 1)
     ratio = log_ratio.exp()
     a = advantages[:, None]  # (N, 1)
@@ -159,9 +185,9 @@ def grpo_loss(
 
     def reduce(per_token: torch.Tensor) -> torch.Tensor:
         per_token = torch.where(valid, per_token, 0.0)
-        if loss_type in ("grpo", "gspo"):
+        if definition.average == "rows":
             return _row_mean(per_token, valid).mean()
-        if loss_type == "dr_grpo":
+        if definition.average == "length":
             return per_token.sum() / (len(per_token) * max_completion_length)
         return per_token.sum() / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 

@@ -14,7 +14,7 @@ import torch
 from rl_train.config.grpo_config import LossConfig
 from rl_train.distributed import process_group
 from rl_train.engine import ScoreOutput
-from rl_train.grpo import divide_by_std, grpo_loss, k3_kl, mean_entropy
+from rl_train.grpo import LOSSES, divide_by_std, grpo_loss, k3_kl, mean_entropy
 from rl_train.policies.base import Policy
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -229,17 +229,18 @@ class MicroBatchLoss(torch.nn.Module):
     ) -> tuple[torch.Tensor, dict]:
         """(loss of the sampled tokens, its statistics).
 
-        The old log-probs are the sampler's. Only gspo, whose clip range is narrower than the
-        sampler's gap to the scorer in bfloat16, takes those of the first update's scoring.
+        The old log-probs are the sampler's. A loss with a ratio per row (gspo) takes those of the
+        first update's scoring, since its clip range is narrower than the sampler's gap to the
+        scorer in bfloat16.
         """
         rollout, config, logp = scored.rollout, self.config, scores.logp  # logp (n, T)
         old_logp = rollout.logp[rows]
-        if config.loss_type == "gspo":
+        if LOSSES[config.loss_type].ratio_per_row:
             old_logp = scored.first_logp.setdefault((rows.start, rows.stop), logp.detach())
         valid = to_device(rollout.valid[rows] & scored.in_loss[rows, None], logp.device)  # (n, T)
         advantages = to_device(scored.advantages[rows], logp.device)  # (n,)
         # Means over rows are scaled by the rows' fraction of the step; token sums already are.
-        mean_over_rows = config.loss_type in ("grpo", "gspo", "dr_grpo")
+        mean_over_rows = LOSSES[config.loss_type].average != "tokens"
         fraction = len(valid) / totals.rows if mean_over_rows else 1.0
         loss, stats = grpo_loss(
             logp,

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from rl_train import grpo
+from rl_train import cli, grpo, train
+from rl_train.utils.io import read_json
+from tests.runs import flags
 
 NAN = math.nan
 
@@ -68,7 +70,7 @@ def loss_of(loss_type, rows=slice(None), kl_coef=0.0, advantages=ADVANTAGES, **o
     return loss, stats, logp
 
 
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_loss_and_gradient_by_hand(loss_type):
     loss, stats, logp = loss_of(loss_type)
     assert loss.item() == pytest.approx(LOSS[loss_type], abs=1e-6)
@@ -78,7 +80,19 @@ def test_loss_and_gradient_by_hand(loss_type):
     torch.testing.assert_close(logp.grad, GRADIENT[loss_type], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+def test_a_new_loss_is_one_line(data, tmp_path, monkeypatch):
+    """A row of LOSSES is a choice of --loss_type, has its defaults, and trains."""
+    new = grpo.LossType("length", advantage_scale="batch", clip_range=(0.1, 0.3))
+    monkeypatch.setitem(grpo.LOSSES, "mine", new)
+    argv = flags(data, tmp_path / "run", loss_type="mine", max_steps=1)
+    config = cli.parse(argv).loss
+    assert (config.scale, config.clip) == ("batch", dict(clip_range=0.1, clip_range_high=0.3))
+    train.main(argv)
+    assert read_json(tmp_path / "run" / "config.json")["loss_type"] == "mine"
+    assert loss_of("mine")[0].item() == loss_of("dr_grpo", clip_range=0.2)[0].item()
+
+
+@pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_kl_is_added_by_the_same_average(loss_type):
     loss, stats, _ = loss_of(loss_type, kl_coef=0.1)
     assert loss.item() == pytest.approx(LOSS[loss_type] + 0.1 * KL[loss_type], abs=1e-6)
@@ -128,7 +142,7 @@ def test_upper_clip_alone():
 
 
 def test_the_window_is_the_losss_own_unless_given():
-    for loss_type in grpo.LOSS_TYPES:
+    for loss_type in grpo.LOSSES:
         own = (3e-4, 4e-4) if loss_type == "gspo" else (0.2, 0.2)
         assert grpo.clip_window(loss_type) == own
         assert grpo.clip_window(loss_type, 0.1) == (0.1, 0.1)
@@ -178,7 +192,7 @@ def test_masked_positions_cannot_spoil_loss_or_gradient():
     assert logp.grad.isfinite().all() and (logp.grad[~VALID] == 0).all()
 
 
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_nothing_valid_is_zero(loss_type):
     loss, stats = grpo.grpo_loss(
         RATIO.log(),

@@ -49,8 +49,8 @@ def test_scales():
 
 def test_dr_grpo_alone_is_not_divided_by_the_spread():
     rewards = torch.tensor([0.0, 1.0, 0.2, 0.2])
-    for loss_type in grpo.LOSS_TYPES:
-        found = grpo.group_advantages(rewards, 2, grpo.ADVANTAGE_SCALES[loss_type])
+    for loss_type in grpo.LOSSES:
+        found = grpo.group_advantages(rewards, 2, grpo.LOSSES[loss_type].advantage_scale)
         std = 1.0 if loss_type == "dr_grpo" else 0.5**0.5 + 1e-4
         expected = torch.tensor([-0.5, 0.5, 0, 0]) / std
         torch.testing.assert_close(found, expected, msg=loss_type)

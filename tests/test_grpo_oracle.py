@@ -124,7 +124,7 @@ def loss_options(loss_type):
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-@pytest.mark.parametrize("loss_type", grpo.LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", grpo.LOSSES)
 def test_loss_gradient_and_metrics(trainer_of, loss_type, kl_coef):
     trainer = trainer_of(kl_coef=kl_coef, gradient_accumulation_steps=1, **loss_options(loss_type))
     differences = []

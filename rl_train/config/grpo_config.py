@@ -20,7 +20,7 @@ from rl_train.config.flags import (
     flags_with,
 )
 from rl_train.data import DATASETS, EVAL_DATASETS
-from rl_train.grpo import ADVANTAGE_SCALES, CLIP_RANGES, LOSS_TYPES, SCALES, clip_window
+from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_REWARDS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
@@ -241,7 +241,7 @@ class LossConfig:
     """loss"""
 
     loss_type: str = flag(
-        "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSS_TYPES
+        "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSSES
     )
     scale_rewards: str | None = flag(
         None,
@@ -267,7 +267,7 @@ class LossConfig:
         None,
         "ratio clip, lower side; default 0.2, of gspo {} and {} above. Without effect while the "
         "ratio is 1: at --num_iterations 1, but for --dtype bfloat16's rounding".format(
-            *CLIP_RANGES["gspo"]
+            *LOSSES["gspo"].clip_range
         ),
         type=POSITIVE,
         aliases=("epsilon",),
@@ -288,7 +288,7 @@ class LossConfig:
     @property
     def scale(self) -> str:
         """The divisor of advantages, as `group_advantages` takes it."""
-        return self.scale_rewards or ADVANTAGE_SCALES[self.loss_type]
+        return self.scale_rewards or LOSSES[self.loss_type].advantage_scale
 
     @property
     def clip(self) -> dict[str, float]:
