@@ -79,12 +79,12 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
     """For their captions and for the likelihoods."""
     task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
     rollout = roll(model, task, batch)
-    region_grid, found = model.processor.region_grid, []
+    region_grid, masks = model.processor.region_grid, []
     monkeypatch.setattr(
-        model.processor, "region_grid", lambda masks: found.append(len(masks)) or region_grid(masks)
+        model.processor, "region_grid", lambda mask: masks.append(mask) or region_grid(mask)
     )
     assert task.rewards(rollout).rewards["likelihood"].any()
-    assert sum(found) == len(rollout.action.masks) == 8
+    assert equal(masks, rollout.action.masks) and len(masks) == 8
 
 
 def test_against_another_sample_s_target(model, batch):
