@@ -1,6 +1,9 @@
 """What tests share: the demo model with a small LoRA, and drawn scenes as a batch."""
 
+import ctypes
 import faulthandler
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,22 @@ from tools.demo.scenes import make_scene
 # Before any fixture of any scope: sums of floats depend on the number of threads.
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # no thread that a fork could find with a lock in its hand
+
+LIBC, PYTEST_PID = ctypes.CDLL(None), os.getpid()
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
+
+def end_with_pytest():
+    """Have the kernel end a fork of this process with it.
+
+    A fork (a loader's worker) holds the pipe to pytest-xdist open. If it outlives a test that was
+    ended by faulthandler_timeout, xdist waits for it and never learns of the end.
+    """
+    if os.getppid() == PYTEST_PID:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+os.register_at_fork(after_in_child=end_with_pytest)
 
 
 def pytest_unconfigure():

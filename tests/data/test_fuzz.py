@@ -22,6 +22,7 @@ from tools.gar_writer import encode_mask
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 300))
+TIMEOUT = max(200, EXAMPLES)  # seconds of a subprocess
 MASK = np.random.default_rng(0).random((30, 40)) < 0.1
 GOOD = encode_mask(MASK)["counts"].encode()
 
@@ -85,7 +86,11 @@ def test_arrow_shards(tmp_path):
     start = time.monotonic()
     script = [sys.executable, "-X", "faulthandler", "-m", "tests.campaigns.fuzz_shards"]
     done = subprocess.run(
-        [*script, str(tmp_path), str(EXAMPLES)], capture_output=True, text=True, cwd=ROOT
+        [*script, str(tmp_path), str(EXAMPLES)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     opened, errors, samples, damaged = map(int, done.stdout.split())
@@ -111,7 +116,9 @@ def test_whole_samples(tmp_path):
     """
     script = [sys.executable, "-X", "faulthandler", "-m", "tests.campaigns.fuzz_samples"]
     number = ["--samples", str(EXAMPLES)]
-    done = subprocess.run([*script, *number], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [*script, *number], capture_output=True, text=True, cwd=ROOT, timeout=TIMEOUT
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout)
     print(seen)

@@ -179,7 +179,11 @@ before, start = peak(), time.process_time()
 dataset = GraspAnyRegionDataset(sys.argv[1])
 print(len(dataset), peak() - before, time.process_time() - start)"""
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
     )
     rows, kibibytes, seconds = map(float, done.stdout.split())
     assert rows == 8000 and kibibytes < 300_000 and seconds < 3
@@ -191,7 +195,7 @@ import sys, rl_train.data
 print([m for m in ("torch", "transformers", "datasets", "trl", "openai") if m in sys.modules])"""
     assert (
         subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
         ).stdout
         == "[]\n"
     )

@@ -85,7 +85,8 @@ def resumed(data, whole, tmp_path_factory, wandb):
     """The run as a kill in its last export leaves it, gone on from its first step."""
     output = shutil.copytree(whole, tmp_path_factory.mktemp("resumed") / "run")
     shutil.rmtree(output / "checkpoint_step_2")
-    (output / save_load.FINAL_MODEL).rename(output / f"{save_load.FINAL_MODEL}.tmp")
+    final = output / save_load.FINAL_MODEL
+    final.rename(save_load._beside(final, save_load.UNFINISHED))
     return run(data, output, resume="", **RUN)
 
 
@@ -177,7 +178,7 @@ def test_the_last_checkpoint_is_exported(whole, tmp_path):
     files = {file.name: file.read_bytes() for file in final.iterdir()}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= set(files)
-    assert not list(whole.glob(f"{save_load.FINAL_MODEL}.*"))
+    assert not list(whole.glob(f"*{save_load.UNFINISHED}*"))
 
 
 def test_after_a_resume_too(whole, resumed):
@@ -185,7 +186,7 @@ def test_after_a_resume_too(whole, resumed):
         load_file(at / save_load.FINAL_MODEL / "model.safetensors") for at in (whole, resumed)
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not list(resumed.glob(f"{save_load.FINAL_MODEL}.*"))
+    assert not list(resumed.glob(f"*{save_load.UNFINISHED}*"))
 
 
 def test_what_is_there_stays_until_another_is_whole(tmp_path):

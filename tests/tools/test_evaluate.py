@@ -243,8 +243,8 @@ def test_bad_input(data, base, trained, tmp_path):
 
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role teacher", "is no checkpoint", role="teacher")
-    refused("--attributes", "gone.json", "not a readable", attributes=tmp_path / "gone.json")
-    refused("--split val", "is a folder, and all of it is read", split="val")
+    refused("--attributes", "gone.json", "No such file", attributes=tmp_path / "gone.json")
+    refused("--split", "only for refcoco", split="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)
     refused("config.json", "is not a Sa2VA checkpoint folder", model_path=tmp_path)
@@ -256,7 +256,7 @@ def test_bad_input(data, base, trained, tmp_path):
     (moved / "config.json").write_text(
         json.dumps(json.loads((moved / "config.json").read_text()) | {"model_path": "/gone"})
     )
-    refused("the run started from /gone", "--checkpoint", model_path=moved)
+    refused("--model_path /gone: no such folder", model_path=moved)
     assert not (tmp_path / "new.json").exists()
     # Another data set of the same size and layout, hence of the same ids: known when it was
     # measured, so the measurement is kept.
