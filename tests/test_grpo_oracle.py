@@ -13,7 +13,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rl_train import grpo
 from rl_train.rewards.combine import combine, normalise_components
-from rl_train.rewards.length import OverlongPenalty
+from rl_train.rewards.custom import overlong_penalty
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT
 
@@ -242,6 +242,6 @@ def test_the_soft_punishment_of_long_answers():
 
     lengths = list(range(1, LONGEST + 1))
     expected = get_soft_overlong_punishment(LONGEST, BUFFER)([[0] * n for n in lengths])
-    term = OverlongPenalty(LONGEST, BUFFER)
+    term = overlong_penalty(LONGEST, BUFFER)
     assert term([""] * LONGEST, num_tokens=lengths).tolist() == pytest.approx(expected)
     assert expected[-1] == -1

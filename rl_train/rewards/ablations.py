@@ -122,12 +122,7 @@ def shift_by_one(batch: Batch) -> Batch:
 
     The last sample has those of the first. Masks are resized to the image, by nearest pixel.
     Neighbours are new in each epoch, whose order is random (`data.loader.StepSampler`).
-
-    Raises:
-        ValueError: the batch holds one sample.
     """
-    if len(batch) < 2:
-        raise ValueError("--control other: a batch of one sample has no other, see --batch_size")
     masks, captions = ([*values[1:], values[0]] for values in (batch.masks, batch.captions))
     resized = [
         torch.nn.functional.interpolate(mask[None, None].float(), size, mode="nearest-exact")

@@ -18,7 +18,6 @@ from numbers import Real
 import numpy as np
 import torch
 
-from rl_train.rewards.length import OverlongPenalty
 from rl_train.rollout import Rollout
 from rl_train.utils.io import UserFault
 
@@ -54,15 +53,17 @@ class UserReward:
     """A user's function as a reward component.
 
     Args:
-        spec: "module:function"; weight: of the component, which is logged by the function's name.
+        spec: "module:function"; the component is logged by the function's name.
+        weight: of the component in the reward.
+        function: by default the one that `spec` names.
 
     Raises:
         ValueError: as `load_named`.
     """
 
-    def __init__(self, spec: str, weight: float = 1.0):
-        self.spec, self.weight, self.name = spec, weight, spec.partition(":")[2]
-        self.function = load_named("--reward", spec, "function", callable)
+    def __init__(self, spec: str, weight: float = 1.0, function: Callable | None = None):
+        self.spec, self.weight, self.name = spec, weight, spec.rpartition(":")[2]
+        self.function = function or load_named("--reward", spec, "function", callable)
 
     @classmethod
     def parse(cls, text: str) -> "UserReward":
@@ -116,9 +117,24 @@ def _is_number(value: object, largest: float) -> bool:
     return value != value or abs(value) <= largest
 
 
+def overlong_penalty(longest: int, buffer: int) -> UserReward:
+    """Return the component "overlong", the cost of long answers (--overlong_buffer).
+
+    It is 0 up to longest - buffer tokens, and falls from there linearly to -1 (DAPO, eq. 13).
+
+    Args:
+        longest: --max_completion_length; buffer: tokens.
+    """
+
+    def penalty(completions: list[str], num_tokens: list[int]) -> list[float]:
+        return [min(max((longest - buffer - n) / buffer, -1.0), 0.0) for n in num_tokens]
+
+    return UserReward("overlong", 1.0, penalty)
+
+
 def add_user_rewards(
     rewards: dict[str, torch.Tensor],
-    user_rewards: Sequence[UserReward | OverlongPenalty],
+    user_rewards: Sequence[UserReward],
     rollout: Rollout,
     prompts: list[str],
     masks: list[torch.Tensor],

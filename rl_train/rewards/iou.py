@@ -16,7 +16,7 @@ def mask_iou(
 
     Args:
         pred: (N, H, W) bool, or N masks (H, W) bool whose sizes may differ between samples.
-        target: same form and shapes as `pred`.
+        target: the same number of masks in the same shapes.
         empty_value: the IoU where both masks are empty. Training skips such samples before
             they get here; evaluation passes 1.0.
 
@@ -26,17 +26,8 @@ def mask_iou(
     """
     if isinstance(pred, Tensor) and isinstance(target, Tensor):
         return _batch_iou(pred, target, empty_value)
-    if isinstance(pred, Tensor) or isinstance(target, Tensor):
-        raise ValueError(
-            "mask_iou takes two tensors (N, H, W) or two lists of (H, W) masks, not one of each"
-        )
-    if len(pred) != len(target):
-        raise ValueError(f"mask_iou got {len(pred)} predicted and {len(target)} target masks")
-    if not pred:
-        return torch.zeros(0)
-    return torch.cat(
-        [_batch_iou(p[None], t[None], empty_value) for p, t in zip(pred, target)]
-    )  # (N,)
+    iou = [_batch_iou(p[None], t[None], empty_value) for p, t in zip(pred, target, strict=True)]
+    return torch.cat(iou) if iou else torch.zeros(0)  # (N,)
 
 
 def mask_confidence(logits: Tensor) -> Tensor:

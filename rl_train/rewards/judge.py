@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from rl_train.rewards.judge_text import ANSWER, MODES, RIGHT, messages, questions
-from rl_train.rewards.meteor import check_pairs
+from rl_train.rewards.meteor import check_lists
 from rl_train.utils.io import UserFault
 
 FAILURE_WINDOW = 200  # pairs that --max_judge_failures looks back on
@@ -104,8 +104,9 @@ class LLMJudge:
             TypeError: one side is a single str.
             ValueError: the two sides differ in length.
         """
-        check_pairs("score", references, hypotheses)
-        scores = asyncio.run(self._scores(references, hypotheses))
+        check_lists("score", references, hypotheses)
+        pairs = list(zip(references, hypotheses, strict=True))
+        scores = asyncio.run(self._scores(pairs))
         return torch.tensor(scores, dtype=torch.float32)  # (N,)
 
     def fault(self) -> str | None:
@@ -158,12 +159,12 @@ class LLMJudge:
         async with self.client() as client:
             yield ask
 
-    async def _scores(self, references: Sequence[str], hypotheses: Sequence[str]) -> list[float]:
+    async def _scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         # One deadline for all pairs: equal ones share a request, which ends with the first of them.
         deadline = asyncio.get_running_loop().time() + self.max_seconds
         async with self.connect() as ask:
-            pairs = zip(references, hypotheses)
-            return await asyncio.gather(*(self._score_or_nan(ask, deadline, *p) for p in pairs))
+            scores = (self._score_or_nan(ask, deadline, *pair) for pair in pairs)
+            return await asyncio.gather(*scores)
 
     async def _score_or_nan(
         self, ask: Ask, deadline: float, reference: str, hypothesis: str

@@ -48,30 +48,21 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
         TypeError: one side is a single str.
         ValueError: the two sides differ in length.
     """
-    check_pairs("meteor", references, hypotheses)
+    check_lists("meteor", references, hypotheses)
     words = {text: tokenize(text) for text in {*references, *hypotheses}}
     scores = [
         single_meteor_score(
             words[reference], words[hypothesis], str, _CACHED_STEMMER, _CACHED_WORDNET
         )
-        for reference, hypothesis in zip(references, hypotheses)
+        for reference, hypothesis in zip(references, hypotheses, strict=True)
     ]
     return torch.tensor(scores, dtype=torch.float32)  # (N,)
 
 
-def check_pairs(name: str, references: Sequence[str], hypotheses: Sequence[str]):
-    """Return None if captions are paired as the function `name` takes them.
-
-    Raises:
-        TypeError: one side is a single str.
-        ValueError: the two sides differ in length.
-    """
+def check_lists(name: str, references: Sequence[str], hypotheses: Sequence[str]):
+    """Raise TypeError, naming the function, if one side is a single str: a sequence of letters."""
     if isinstance(references, str) or isinstance(hypotheses, str):
         raise TypeError(f"{name} takes two lists of captions, not a single str")
-    if len(references) != len(hypotheses):
-        raise ValueError(
-            f"{name} got {len(references)} references and {len(hypotheses)} hypotheses"
-        )
 
 
 # `single_meteor_score` looks each word up again and again.

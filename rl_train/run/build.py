@@ -29,9 +29,8 @@ from rl_train.policies.registry import FAMILIES, build_policy, family_of
 from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.attributes import Vocabulary, load_attributes
-from rl_train.rewards.custom import load_named
+from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
-from rl_train.rewards.length import OverlongPenalty
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles
 from rl_train.rollout import Inputs
@@ -137,14 +136,12 @@ def download_models(config: PolicyConfig) -> PolicyConfig:
     return replace(config, **folders)
 
 
-def build_rewards(
-    config: RewardConfig, max_tokens: int
-) -> tuple[UserReward | OverlongPenalty, ...]:
+def build_rewards(config: RewardConfig, max_tokens: int) -> tuple[UserReward, ...]:
     """Load what is added to every task's reward. Raises ValueError, naming --reward."""
     rewards = tuple(map(UserReward.parse, config.reward))
     if not config.overlong_buffer:
         return rewards
-    return *rewards, OverlongPenalty(max_tokens, config.overlong_buffer)
+    return *rewards, overlong_penalty(max_tokens, config.overlong_buffer)
 
 
 def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:

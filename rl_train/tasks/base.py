@@ -15,10 +15,8 @@ from rl_train.engine import ScoreOutput
 from rl_train.loss import LossDenominators, ScoredRollout
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards import LLMJudge, UserReward, mask_iou
-from rl_train.rewards.caption import without_rows
 from rl_train.rewards.custom import add_user_rewards
 from rl_train.rewards.iou import on_target
-from rl_train.rewards.length import OverlongPenalty
 from rl_train.roles import Roles
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
 from rl_train.utils.rng import RowRNG
@@ -62,7 +60,7 @@ class TaskContext:
     roles: Roles
     max_new_tokens: int  # of an answer of the teacher
     judge: LLMJudge | None = None  # if --use_llm_judge
-    user_rewards: tuple[UserReward | OverlongPenalty, ...] = ()  # of --reward
+    user_rewards: tuple[UserReward, ...] = ()  # of --reward
 
     @property
     def user_weights(self) -> dict[str, float]:
@@ -122,7 +120,11 @@ def with_measurements(
     rewards = add_user_rewards(
         rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
     )
-    return rewards if judged is None else without_rows(rewards, task.weights, judged.isnan())
+    if judged is not None:
+        # `combine` leaves single NaN components out, and a row out of which all are NaN.
+        for name in task.weights:
+            rewards[name] = torch.where(judged.isnan(), torch.nan, rewards[name])
+    return rewards
 
 
 def mask_columns(

@@ -6,7 +6,7 @@ from rl_train.config.flags import POSITIVE, SHARE, WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT
+from rl_train.rewards.combine import JUDGE_WEIGHT, METEOR_WEIGHT
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
 from rl_train.tasks.latent_mask import LatentMaskAction

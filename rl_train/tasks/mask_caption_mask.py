@@ -8,7 +8,7 @@ from rl_train.config.flags import WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va_queries import segment, segment_sampled, truncate_captions
 from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.caption import JUDGE_WEIGHT, METEOR_WEIGHT
+from rl_train.rewards.combine import JUDGE_WEIGHT, METEOR_WEIGHT
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
 from sa2va_hf.batches import ImageFeatures, Prompts

@@ -106,7 +106,7 @@ def test_other_is_the_next_sample_s_target():
 
 
 def test_other_images_have_other_sizes():
-    """A region is resized to the image; of one sample there is no other."""
+    """A region is resized to the image."""
     rollout = rollout_of([""] * 4, [mask(200, 20, 20)] * 2 + [mask(50)] * 2)
     rollout.batch.masks[0] = mask(100, 20, 20)  # five rows, of which two are kept
     _, found = controlled("other", Task(), rollout)
@@ -117,8 +117,6 @@ def test_other_images_have_other_sizes():
     batch = Batch([0, 1], [corner, large], ["a", "b"], [], [], inputs=None)
     resized = shift_by_one(batch).masks
     assert [mask.tolist() for mask in resized] == [corner.tolist(), large.tolist()]
-    with pytest.raises(ValueError, match="--control other: a batch of one .* --batch_size"):
-        controlled("other", Task(), rollout_of(TEXTS[:2], MASKS[:2], CAPTIONS[:1], REGIONS[:1]))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ABLATION_REWARDS if kind != "none"])

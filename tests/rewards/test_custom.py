@@ -11,7 +11,7 @@ from rl_train.config.grpo_config import RewardConfig
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics, reduce_metrics
 from rl_train.rewards import UserReward
-from rl_train.rewards.custom import BadReward, add_user_rewards
+from rl_train.rewards.custom import BadReward, add_user_rewards, overlong_penalty
 from rl_train.rollout import Batch, Rollout
 from rl_train.run.build import build_rewards
 
@@ -258,3 +258,14 @@ def test_a_new_reward_is_a_function_and_a_flag(tmp_path):
         "brevity": [-3, 0],
         "overlong": [-1, 0],
     }
+
+
+def test_the_soft_punishment_of_long_answers():
+    """DAPO's: of the last 4 tokens each costs a quarter; an answer that was cut costs 1."""
+    tokens = [0, 8, 9, 10, 12]
+    penalty = overlong_penalty(longest=12, buffer=4)
+    values = penalty(["a"] * 5, num_tokens=tokens, captions=["b"] * 5)
+    assert (penalty.name, penalty.weight) == ("overlong", 1)
+    assert values.tolist() == [0, 0, -0.25, -0.5, -1]
+    longer = overlong_penalty(longest=12, buffer=12)
+    assert longer(["a"] * 5, num_tokens=tokens)[1].item() == pytest.approx(-8 / 12)

@@ -88,10 +88,12 @@ def test_shapes_that_differ_raise_and_are_named():
         mask_iou(torch.ones(1, 2, 2, dtype=torch.bool), torch.ones(5, 2, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"\(2, 2\) and \(2, 2\)"):
         mask_iou(torch.ones(2, 2, dtype=torch.bool), torch.ones(2, 2, dtype=torch.bool))
-    with pytest.raises(ValueError, match="2 predicted and 1 target"):
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
         mask_iou([mask("#"), mask("#")], [mask("#")])
-    with pytest.raises(ValueError, match="one of each"):
-        mask_iou([mask("#")], mask("#")[None])
+
+
+def test_a_list_and_a_tensor():
+    assert mask_iou([mask("#.")], mask("##")[None]).tolist() == [0.5]
 
 
 def test_arguments_are_not_written():

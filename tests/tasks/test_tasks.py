@@ -1,13 +1,18 @@
 """A new task is a class and a line in TASKS: its flags are read."""
 
+import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from rl_train import cli
 from rl_train.cli import parse
 from rl_train.config.flags import WEIGHT, flag
+from rl_train.rewards.combine import combine
 from rl_train.tasks import TASKS
+from rl_train.tasks.base import with_measurements
 from rl_train.tasks.sft_tasks import SFT_TASKS
 
 
@@ -35,3 +40,21 @@ def test_a_new_task_has_flags(monkeypatch, tmp_path):
 def test_every_task_has_a_weight():
     for name, kind in (TASKS | SFT_TASKS).items():
         assert kind.Options.__dataclass_fields__["weight"].metadata["name"], name
+
+
+def test_rows_without_a_verdict_are_not_scored_by_the_rest():
+    rewards = {
+        "meteor": torch.tensor([0.4, 0.4]),
+        "judge": torch.tensor([0.5, math.nan]),
+        "mine": torch.ones(2),
+        "iou": torch.ones(2),
+    }
+    weights = {"meteor": 0.25, "judge": 0.75, "mine": 1.0}
+    assert not combine(rewards, weights).isnan().any()  # left alone, the row would be METEOR's
+    task = SimpleNamespace(weights=weights, context=SimpleNamespace(user_rewards=()))
+    rollout = SimpleNamespace(batch=SimpleNamespace(others=None))
+    marked = with_measurements(task, rollout, rewards, [], [], [])
+    scored, unscored = combine(marked, weights)
+    assert scored == pytest.approx(0.1 + 0.375 + 1) and unscored.isnan()
+    assert marked["iou"].tolist() == [1, 1]
+    assert rewards["meteor"].tolist() == pytest.approx([0.4, 0.4])

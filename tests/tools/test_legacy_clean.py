@@ -1,32 +1,9 @@
-import math
+"""The cleaner of captions that earlier evaluations used."""
 
 import pytest
-import torch
 
 from rl_train.rewards import meteor
-from rl_train.rewards.caption import without_rows
-from rl_train.rewards.combine import combine
 from tools.evaluate import legacy_clean
-
-
-def test_rows_without_a_judge_are_not_scored_by_the_rest():
-    judge = torch.tensor([0.5, math.nan])
-    rewards = {
-        "meteor": torch.tensor([0.4, 0.4]),
-        "judge": judge,
-        "mine": torch.ones(2),
-        "iou": torch.ones(2),
-    }
-    weights = {"meteor": 0.25, "judge": 0.75, "mine": 1.0}
-    assert not combine(rewards, weights).isnan().any()  # left alone, the row would be METEOR's
-    marked = without_rows(rewards, weights, judge.isnan())
-    assert (
-        combine(marked, weights)[0] == pytest.approx(0.1 + 0.375 + 1)
-        and combine(marked, weights)[1].isnan()
-    )
-    assert marked["iou"].tolist() == [1, 1] and rewards["meteor"].tolist() == pytest.approx(
-        [0.4, 0.4]
-    )
 
 
 @pytest.mark.parametrize(
