@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -59,10 +60,25 @@ def start_fork(output: Path, environment: dict[str, str], job):
         _do(environment, output, job)
 
     def wait() -> tuple[int, str]:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), output.read_text()
+        return wait_for_exit(child), output.read_text() if output.exists() else ""
 
     wait.pid = child
     return wait
+
+
+def wait_for_exit(child: int, timeout: float = TIMEOUT + 30) -> int:
+    """Exit status of a child process, minus a signal's number; kills it after `timeout` seconds.
+
+    Its own alarm is not enough: a fork may hang before it is set.
+    """
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _do(environment, output, job):

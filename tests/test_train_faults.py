@@ -48,7 +48,8 @@ def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(
         SystemExit,
-        match="^rl_train: --reward users:short: returned 1 for 4 completions, not one number each$",
+        match=r"^rl_train: --reward users:short: returned \[1.0\] for 4 completions, not a list "
+        r"with a finite number up to 1e\+15 or None for each$",
     ):
         run(data, tmp_path / "short", reward="users:short")
     with pytest.raises(ValueError, match="^could not convert string to float"):

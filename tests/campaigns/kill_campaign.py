@@ -181,6 +181,7 @@ def ended(pids: list[int], deadline: float = DEADLINE) -> list[int]:
         if time.monotonic() > until:
             for pid in set(pids) - set(statuses):
                 os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
             raise TimeoutError(f"ranks {statuses} ended, others not within {deadline} s")
         time.sleep(0.03)
     return [statuses[pid] for pid in pids]
@@ -198,19 +199,22 @@ def rank_environments(number: int) -> list[dict[str, str]]:
 
 
 def mount(*words):
-    subprocess.run(["mount", *map(str, words)], check=True)
+    subprocess.run(["mount", *map(str, words)], check=True, timeout=DEADLINE)
 
 
-def points(output: Path) -> dict[str, list]:
-    """{tag: [(step, value), ..]} of all scalars but times, and of pictures, that are shown."""
+def points(output: Path) -> dict[str, dict[int, float] | list[tuple[int, bytes]]]:
+    """Return {tag: its points} of all scalars but times, and of pictures, that are shown.
+
+    A scalar is {step: value}: a run resumed at its last step writes that evaluation again.
+    """
     sizes = dict(scalars=0, images=0, tensors=0)
     log = EventAccumulator(str(output / "tensorboard"), sizes).Reload()
     tags = log.Tags()
-    found = {t: [(e.step, e.value) for e in log.Scalars(t)] for t in tags["scalars"]}
-    found = {t: v for t, v in found.items() if not t.startswith("perf/")}
-    return found | {
-        t: [(e.step, e.encoded_image_string) for e in log.Images(t)] for t in tags["images"]
-    }
+    scalars = [tag for tag in tags["scalars"] if not tag.startswith("perf/")]
+    points_of = {tag: {e.step: e.value for e in log.Scalars(tag)} for tag in scalars}
+    for tag in tags["images"]:
+        points_of[tag] = [(e.step, e.encoded_image_string) for e in log.Images(tag)]
+    return points_of
 
 
 def names(output: Path) -> list[str]:
@@ -329,7 +333,7 @@ class Campaign:
             mount("-o", "remount,size=1g", output)
             self._finish(output, f"{room * 4} KiB, {said}")
         finally:
-            subprocess.run(["umount", output], check=True)
+            subprocess.run(["umount", output], check=True, timeout=DEADLINE)
 
     def _finish(self, output, words):
         """Resume a run to its end and compare it."""

@@ -114,7 +114,7 @@ def test_one_run_in_a_folder(data, tmp_path, monkeypatch, capsys):
     said = complaint_of(capsys, flags(data, tmp_path, resume="", **RUN))
     assert said == f"rl_train: --output_dir {tmp_path}: another run is writing into it"
     other.kill()
-    other.communicate()
+    other.communicate(timeout=60)
     lock(tmp_path).close()
 
 

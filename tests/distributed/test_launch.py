@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_train.distributed import launch
+from tests.ranks import wait_for_exit
 
 RANK = """
 import os, signal, sys, time
@@ -75,10 +76,6 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
-def status_of(launcher) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
-
-
 def alive(file) -> bool:
     """Whether the rank that wrote the file lives."""
     try:
@@ -93,14 +90,14 @@ def attempts(ranks) -> list[str]:
 
 def test_a_killed_rank_ends_the_others_and_is_named(start):
     launcher, output, ranks = start("crashed")
-    assert status_of(launcher) == 128 + signal.SIGKILL
+    assert wait_for_exit(launcher) == 128 + signal.SIGKILL
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9 ", output.read_text())
     assert attempts(ranks) == ["rank0.0", "rank1.0"] and not any(map(alive, ranks.iterdir()))
 
 
 def test_a_crashed_run_is_started_again(start):
     launcher, output, ranks = start("crashed", "--max_restarts", "2")
-    assert status_of(launcher) == 0
+    assert wait_for_exit(launcher) == 0
     assert attempts(ranks) == ["rank0.0", "rank0.1", "rank1.0", "rank1.1"]
 
 
@@ -110,14 +107,14 @@ def test_a_run_that_a_signal_stops_is_not_started_again(start, number):
     launcher, output, ranks = start("stopped", "--max_restarts", "2")
     wait_for(lambda: len(attempts(ranks)) == 2)
     os.kill(launcher, number)
-    assert status_of(launcher) == 75
+    assert wait_for_exit(launcher) == 75
     assert attempts(ranks) == ["rank0.0", "rank1.0"]
     assert output.read_text().count("stopped\n") == 2
 
 
 def test_the_status_is_that_of_the_rank_that_failed_first(start):
     launcher, output, ranks = start("sentence")
-    assert status_of(launcher) == 2
+    assert wait_for_exit(launcher) == 2
     assert attempts(ranks) == ["rank0.0", "rank1.0"]
 
 
@@ -125,7 +122,7 @@ def test_ranks_do_not_outlive_a_killed_launcher(start):
     launcher, _, ranks = start("orphaned")
     wait_for(lambda: len(attempts(ranks)) == 2)
     os.kill(launcher, signal.SIGKILL)
-    status_of(launcher)
+    wait_for_exit(launcher)
     wait_for(lambda: not any(map(alive, ranks.iterdir())), seconds=5)
 
 

@@ -37,14 +37,14 @@ def server(port: int):
         yield
     finally:
         process.kill()
-        process.wait()
+        process.wait(TIMEOUT)
 
 
 def wait_for(process, output, found) -> list[dict]:
     """The rollouts written so far, once `found` holds for one of the last step's."""
     deadline = time.monotonic() + TIMEOUT
     while time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()[0]
+        assert process.poll() is None, process.communicate(timeout=TIMEOUT)[0]
         lines = rollouts(output) if (output / "rollouts" / "rank0.jsonl").is_file() else []
         if any(found(line) for line in lines if line["step"] == lines[-1]["step"]):
             return lines

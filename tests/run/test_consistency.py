@@ -5,6 +5,7 @@ import shutil
 from functools import partial
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rl_train import train
@@ -73,10 +74,12 @@ def test_a_checkpoint_of_another_run_under_the_same_name(refusal, whole, tmp_pat
     for rank in range(2):
         copy = tmp_path / f"disk{rank}" / "checkpoint_step_1"
         shutil.copytree(whole / "checkpoint_step_1", copy)
+    with safe_open(copy / f"{file}.safetensors", "pt") as reader:
+        metadata = reader.metadata()  # the base, which is the same
     tensors = load_file(copy / f"{file}.safetensors")
     last = sorted(tensors)[-1]
     tensors[last].view(-1)[-1] += 1e-3
-    save_file(tensors, copy / f"{file}.safetensors")
+    save_file(tensors, copy / f"{file}.safetensors", metadata)
     sentence = refusal({}, {}, resume="auto")
     assert sentence.startswith(f"rl_train: ranks do not begin alike. {what}: ") and (
         "copy rank 0's latest checkpoint" in sentence

@@ -10,7 +10,7 @@ import torch
 from rl_train.distributed.process_group import Ranks, lost_rank
 from rl_train.evaluation.cycle_metrics import MetricNotMeasured
 from rl_train.run.error_report import ErrorReporter
-from tests.ranks import free_port
+from tests.ranks import finish, free_port
 from tests.runs import ENVIRONMENT, ROOT
 
 LEFT = """
@@ -34,12 +34,13 @@ def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tm
             [sys.executable, "-c", LEFT],
             env=ENVIRONMENT | place | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
             cwd=ROOT,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=120)[1] for rank in ranks]
+    said = finish(ranks, 120)
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
     assert "rl_train: rank 0 has lost another rank: " in said[0] and "Traceback" not in said[0]
 

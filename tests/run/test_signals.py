@@ -125,7 +125,7 @@ def test_a_second_ctrl_c_ends_at_once(torchrun, status):
         "    os.kill(os.getpid(), signal.SIGINT)\n"
     )
     how = dict(cwd=ROOT, env=ENVIRONMENT | torchrun, capture_output=True, text=True)
-    ended = subprocess.run([sys.executable, "-c", script], **how)
+    ended = subprocess.run([sys.executable, "-c", script], timeout=120, **how)
     assert ended.returncode == status and "Traceback" not in ended.stderr
     assert ended.stderr.count("SIGINT: leaving with a checkpoint after this step") == 1
     assert ("a second Ctrl-C" in ended.stderr) == (not torchrun)
@@ -143,7 +143,7 @@ def test_a_worker_leaves_signals_to_the_trainer():
         pid = next(batches)
         assert pid != os.getpid()
         for name in ("INT", "TERM", "USR1"):  # not by the trainer, which may end its workers
-            subprocess.run(["bash", "-c", f"kill -{name} {pid}"], check=True)
+            subprocess.run(["bash", "-c", f"kill -{name} {pid}"], check=True, timeout=60)
         assert list(batches) == [pid] * 49
 
 
