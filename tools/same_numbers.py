@@ -23,6 +23,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +77,7 @@ DELETED: list[str] = [
 Results = dict[str, str]
 
 
-def run(module: str, *arguments: object):
+def run(module: str, *arguments: str | Path | int):
     """Run `python -m module` of this tree on one CPU thread; its output is shown if it fails."""
     environment = dict(
         os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT)
@@ -87,15 +88,15 @@ def run(module: str, *arguments: object):
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
 
-def shown(value: object) -> str:
-    """A value as text: short ones as they are, others as their SHA-256."""
+def shown(value: Any) -> str:
+    """Return a value as text: short ones as they are, others as their SHA-256."""
     if isinstance(value, bytes):
         return hashlib.sha256(value).hexdigest()[:16]
     text = repr(value)
     return text if len(text) <= SHORT else hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def flat(name: str, value: object) -> Iterator[tuple[str, str]]:
+def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
     """(name, shown value) of a JSON value, a pair for each key of its objects."""
     if isinstance(value, dict):
         for key, inner in value.items():
@@ -156,47 +157,49 @@ def run_results(run_dir: Path, steps: int) -> Results:
 # Scenarios: each takes (data folder, output folder, steps, seed)
 
 
-def train(module: str, flags: str, data: Path, run_dir: Path, steps: int, *more: object) -> Results:
+def train(
+    module: str, flags: str, model_flags: list, data: Path, run_dir: Path, steps: int
+) -> Results:
     """Train `steps` steps by a module of this tree and read what it wrote."""
     arguments = [*flags.split(), "--max_steps", steps, "--data_dir", data / "train"]
-    arguments += ["--eval_data_dir", data / "heldout", "--output_dir", run_dir, *more]
+    arguments += ["--eval_data_dir", data / "heldout", "--output_dir", run_dir, *model_flags]
     run(module, *arguments)
     return run_results(run_dir, steps)
 
 
 def loops(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Both loops as the demo trains them."""
-    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed)
-    return train("rl_train.train", LOOPS, data / "demo", output / "loops", steps, *more)
+    model_flags = ["--model_path", DEMO_CHECKPOINT, "--seed", seed]
+    return train("rl_train.train", LOOPS, model_flags, data / "demo", output / "loops", steps)
 
 
 def loops_otherwise(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Both loops with other losses, schedules and measures."""
     attributes = data / "demo" / "attributes.json"
-    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed, "--attributes", attributes)
+    model_flags = ["--model_path", DEMO_CHECKPOINT, "--seed", seed, "--attributes", attributes]
     output = output / "loops_otherwise"
-    return train("rl_train.train", LOOPS_OTHERWISE, data / "demo", output, 2, *more)
+    return train("rl_train.train", LOOPS_OTHERWISE, model_flags, data / "demo", output, 2)
 
 
 def points(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Qwen2.5-VL and SAM2 as the demo of points trains them."""
-    models = ("--model_path", POINTS_CHECKPOINT / "qwen", "--sam_path", POINTS_CHECKPOINT / "sam")
-    more = (*models, "--seed", seed)
-    return train("rl_train.train", POINTS, data / "points", output / "points", 2, *more)
+    model_flags = ["--model_path", POINTS_CHECKPOINT / "qwen", "--seed", seed]
+    model_flags += ["--sam_path", POINTS_CHECKPOINT / "sam"]
+    return train("rl_train.train", POINTS, model_flags, data / "points", output / "points", 2)
 
 
 def sft(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Supervised training of captions and masks."""
-    more = ("--model_path", DEMO_CHECKPOINT, "--seed", seed)
-    return train("rl_train.sft", SFT, data / "demo", output / "sft", 2, *more)
+    model_flags = ["--model_path", DEMO_CHECKPOINT, "--seed", seed]
+    return train("rl_train.sft", SFT, model_flags, data / "demo", output / "sft", 2)
 
 
 def sft_points(data: Path, output: Path, steps: int, seed: int) -> Results:
     """Supervised training of answers with points."""
-    models = ("--model_path", POINTS_CHECKPOINT / "qwen", "--sam_path", POINTS_CHECKPOINT / "sam")
-    more = (*models, "--seed", seed)
+    model_flags = ["--model_path", POINTS_CHECKPOINT / "qwen", "--seed", seed]
+    model_flags += ["--sam_path", POINTS_CHECKPOINT / "sam"]
     output = output / "sft_points"
-    return train("rl_train.sft", SFT_POINTS, data / "points", output, 2, *more)
+    return train("rl_train.sft", SFT_POINTS, model_flags, data / "points", output, 2)
 
 
 def evaluation(data: Path, output: Path, steps: int, seed: int) -> Results:
@@ -227,10 +230,10 @@ def export(data: Path, output: Path, steps: int, seed: int) -> Results:
             folder = output / "exported" / f"{name}_{role}"
             checkpoint = output / name / f"checkpoint_step_{number}"
             run("tools.export", "--checkpoint", checkpoint, "--output", folder, "--role", role)
-            found = weights_of(folder)
-            found["files"] = shown(sorted(f.name for f in folder.iterdir()))
-            found |= flat("config", json.loads((folder / "config.json").read_text()))
-            results |= {f"{name} {role} {key}": value for key, value in found.items()}
+            exported = weights_of(folder)
+            exported["files"] = shown(sorted(f.name for f in folder.iterdir()))
+            exported |= flat("config", json.loads((folder / "config.json").read_text()))
+            results |= {f"{name} {role} {key}": value for key, value in exported.items()}
     return results
 
 
@@ -275,8 +278,8 @@ def record(file: Path, steps: int, seed: int):
         write_all(data)
         for name, scenario in SCENARIOS.items():
             print(f"{name} ...", flush=True)
-            found = scenario(data, output, steps, seed)
-            results |= {f"{name}: {key}": value for key, value in found.items()}
+            computed = scenario(data, output, steps, seed)
+            results |= {f"{name}: {key}": value for key, value in computed.items()}
     file.write_text(json.dumps(results, indent=0))
 
 
