@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 from rl_train.data.arrow import IMAGE, check_columns, natural
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import BadData
-from rl_train.data.hub import folder_of
 from rl_train.data.images import NOT_COCO, Encoded, check_read, read_cell
 from rl_train.data.rle import DAMAGED_RLE, encode_mask
 
@@ -37,7 +36,7 @@ class ReasonSegDataset(Reader):
 
     def __init__(self, data_dir: str | Path):
         super().__init__()
-        self._root = folder_of(data_dir)
+        self._root = Path(data_dir)
         files = sorted(self._root.glob("**/*.parquet"), key=lambda path: natural(str(path)))
         if not files:
             raise ValueError(f"--data_dir {data_dir} holds no *.parquet, at any depth")

@@ -15,7 +15,6 @@ from pathlib import Path
 from pycocotools import mask as coco
 
 from rl_train.data.base import Reader, Region
-from rl_train.data.hub import folder_of
 from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
 from rl_train.data.rle import DAMAGED_RLE, compress
 
@@ -67,7 +66,7 @@ class RefCOCODataset(Reader):
         image_root: str | Path | None = None,
     ):
         super().__init__()
-        data_dir = folder_of(root) / name
+        data_dir = Path(root) / name
         bases = [image_root] if image_root else [root, data_dir]
         folders = [Path(base) / sub for base in bases for sub in IMAGE_FOLDERS]
         images, annotations = read_instances(data_dir / "instances.json")

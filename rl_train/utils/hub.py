@@ -1,4 +1,4 @@
-"""Folders by their name on the Hugging Face hub, and models; data sets: `rl_train.data.hub`."""
+"""Download models and data sets by their name on the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -7,57 +7,48 @@ import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError
 
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-# Of a model: weights and the tokenizer, all in its repository's own folder. No program, no pickle.
+# Weights and tokenizer of a model, all in its repository's top folder. No program, no pickle.
 MODEL_FILES = ["*.safetensors", "*.json", "merges.txt", "vocab.txt", "tokenizer.model", "*.jinja"]
+# Errors of a download without connection, name or access. The last is the base of all errors of
+# the HTTP library below huggingface_hub, such as a proxy's refusal; not all of them are OSErrors.
+DOWNLOAD_ERRORS = (OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0])
 
 
 def model_folder(flag: str, path: str | Path) -> Path:
-    """The local folder of `path`: itself if it is one, else that of the model "owner/name", fetched
-    into the hub's cache.
+    """Return the local folder of a model, see `local_folder`."""
+    return local_folder(flag, path, MODEL_FILES, ignore_patterns=["*/*"])
 
-    Raises ValueError: neither, or it could not be fetched; names the flag.
+
+def local_folder(
+    flag: str,
+    path: str | Path,
+    patterns: list[str],
+    repo_type: str = "model",
+    ignore_patterns: list[str] | None = None,
+) -> Path:
+    """Return `path` if it is a folder, else download that repository into the hub's cache.
+
+    Args:
+        flag: the flag whose value `path` is.
+        patterns: files to download, as the hub reads patterns: a star stands for slashes too.
+        repo_type: "model" or "dataset".
+
+    Raises:
+        ValueError: `path` is neither a folder nor a name, or the download failed; names the flag.
     """
     if Path(path).is_dir():
         return Path(path)
     if not HUB_NAME.fullmatch(str(path)):
-        raise ValueError(f"{flag} {path}: no such folder, nor is it a model's name (owner/name)")
-    return fetch(flag, str(path), None, MODEL_FILES, ignore_patterns=["*/*"])
-
-
-def fetch(
-    flag: str,
-    name: str,
-    kind: str | None,
-    patterns: list[str],
-    ignore_patterns: list[str] | None = None,
-) -> Path:
-    """The folder in the hub's cache of the repository `name` with its files that match `patterns`.
-
-    Args:
-        kind: "dataset", or None for a model.
-
-    Raises:
-        ValueError: names the flag; the fetch failed.
-    """
+        raise ValueError(
+            f"{flag} {path}: no such folder, nor is it a {repo_type}'s name (owner/name)"
+        )
     try:
         folder = huggingface_hub.snapshot_download(
-            name, repo_type=kind, allow_patterns=patterns, ignore_patterns=ignore_patterns
+            str(path), repo_type=repo_type, allow_patterns=patterns, ignore_patterns=ignore_patterns
         )
-        return Path(folder)
-    except faults() as error:
-        raise not_fetched(flag, name, error) from error
-
-
-def faults() -> tuple[type[Exception], ...]:
-    """What a fetch raises without connection, name or access."""
-    # Its first base is that of all errors of the HTTP library below, as of a proxy that refuses,
-    # which are no OSErrors in each of them.
-    return OSError, ValueError, RuntimeError, HfHubHTTPError.__bases__[0]
-
-
-def not_fetched(flag: str, name: str, error: Exception) -> ValueError:
-    """What says why a fetch failed."""
-    return ValueError(
-        f"{flag} {name} is not a folder here and could not be fetched from the hub; "
-        f"download it on a machine that reaches the hub and give its folder: {error}"
-    )
+    except DOWNLOAD_ERRORS as error:
+        raise ValueError(
+            f"{flag} {path} is not a folder here and could not be fetched from the hub; "
+            f"download it on a machine that reaches the hub and give its folder: {error}"
+        ) from error
+    return Path(folder)

@@ -189,7 +189,7 @@ def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ValueError,
-        match=r"--data_dir .* neither a folder nor the name of a hub data set \(owner/name\)",
+        match=r"--data_dir .*: no such folder, nor is it a dataset's name \(owner/name\)",
     ):
         GraspAnyRegionDataset(name)
 

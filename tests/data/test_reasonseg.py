@@ -69,7 +69,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--data_dir .*absent is not a folder"):
+    with pytest.raises(ValueError, match=r"--data_dir .*absent holds no \*.parquet"):
         ReasonSegDataset(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"holds no \*.parquet"):
         ReasonSegDataset(tmp_path)

@@ -49,14 +49,17 @@ def complaint(data, tmp_path, capsys):
     [
         (dict(mix="coco:x"), "--mix coco:x: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar,"),
         (dict(mix="gar"), "--mix gar: must be"),
-        (dict(mix="gar:x=y"), "--mix gar:x=y is neither a folder nor the name of a hub data set"),
+        (
+            dict(mix="gar:x=y"),
+            "--mix gar:x=y: no such folder, nor is it a dataset's name",
+        ),
         (
             dict(mix="gar:x=0"),
             "--mix gar:x=0: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar, ",
         ),
-        (dict(mix="gar:x=nan"), "--mix gar:x=nan is neither a folder nor"),
+        (dict(mix="gar:x=nan"), "--mix gar:x=nan: no such folder, nor"),
         (dict(mix="segzero/a:o/n"), "--mix segzero/.. parts: only for gar, dam, not segzero"),
-        (dict(mix="gar:/nowhere=3"), "--mix gar:/nowhere is neither a folder nor"),
+        (dict(mix="gar:/nowhere=3"), "--mix gar:/nowhere: no such folder, nor"),
         (dict(dataset="segzero", parts="a"), "--parts: only for gar, dam, not segzero"),
         (dict(dataset="dam", split="a"), "--split: only for refcoco, refcoco+, refcocog, not dam"),
         (dict(parts="Part9"), "has no part 'Part9'; it has"),
