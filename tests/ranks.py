@@ -1,5 +1,6 @@
 """Two ranks of one machine: what the tests of several processes share."""
 
+import faulthandler
 import os
 import signal
 import socket
@@ -85,9 +86,10 @@ def _do(environment, output, job):
     """End this process with the job's exit status."""
     status = 1
     try:
-        signal.alarm(TIMEOUT)
         with output.open("w") as file:
             os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        faulthandler.register(signal.SIGALRM, file=2, chain=True)  # where it hangs, then its end
+        signal.alarm(TIMEOUT)
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
         os.environ.update(environment)
         torch.cuda.is_available = lambda: False

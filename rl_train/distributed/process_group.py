@@ -95,12 +95,16 @@ def gather_objects(value: Value) -> list[Value]:
 
 
 def _by_ranks(of_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """Every sentence once, after the ranks that say it."""
+    """Every sentence once, after the ranks that say it, those of the fewest ranks first.
+
+    A number that is not finite on one rank reaches the others by the averaged gradients.
+    """
     ranks_of = {}  # {sentence: ranks}
     for rank, sentences in enumerate(of_ranks):
         for sentence in sentences:
             ranks_of.setdefault(sentence, []).append(str(rank))
-    return [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in ranks_of.items()]
+    by_count = sorted(ranks_of.items(), key=lambda item: len(item[1]))
+    return [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in by_count]
 
 
 @contextlib.contextmanager

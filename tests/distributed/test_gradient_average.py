@@ -1,6 +1,7 @@
 """DistributedDataParallel against a flat all-reduce of summed gradients, and faults of one rank."""
 
 import contextlib
+import functools
 import json
 import os
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rl_train import train
+from rl_train.distributed.process_group import GradientAverage
 from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
 from rl_train.loss import MicroBatchLoss
@@ -18,7 +20,7 @@ from rl_train.rollout import RewardOutput
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from tests.ranks import forked, free_port
-from tests.runs import distance, flags, measure, picture, rollouts, weights
+from tests.runs import distance, flags, measure, picture, weights
 
 SAME = dict(
     batch_size=1,
@@ -33,7 +35,6 @@ SAME = dict(
 CASES = {
     "both": {},
     "twice": dict(num_iterations=2, gradient_accumulation_steps=2, max_steps=1),
-    "loop 1": dict(loop2_weight=0, max_steps=1),
     "loop 2": dict(loop1_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
     # nor a row in the update
@@ -42,40 +43,53 @@ CASES = {
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
 
-class FlatAverage:
-    """The reference: gradients of all micro-batches are summed, then all-reduced in one piece."""
+class CheckedAverage(GradientAverage):
+    """The run's own average; each update's gradients are compared with a flat all-reduce.
+
+    The reference sums this rank's gradients of all micro-batches, reduces them over ranks in one
+    piece and divides by the number of ranks.
+    """
+
+    num_checked = 0  # updates compared, over all instances
 
     def __init__(self, module):
-        self.module = module
+        super().__init__(module)
+        self.parameters = [p for p in module.parameters() if p.requires_grad]
+        self.sums = {}  # {parameter: this rank's gradients so far}
+        for p in self.parameters:
+            p.register_hook(functools.partial(self.add, p))
 
-    def __call__(self, *args, last):
-        return self.module(*args, last)
+    def add(self, parameter, gradient):
+        if gradient is not None:  # `touch_all_params` brings none
+            before = self.sums.get(parameter)
+            self.sums[parameter] = gradient.clone() if before is None else before + gradient
 
     @contextlib.contextmanager
     def averaging(self, last):
-        yield
+        with super().averaging(last):
+            yield
         if last:
-            parameters = [p for p in self.module.parameters() if p.requires_grad]
-            for p in (p for p in parameters if p.grad is None):  # reached by no term on this rank
-                p.grad = torch.zeros_like(p)
-            flat = torch.cat([p.grad.flatten() for p in parameters])
+            zeros = {p: torch.zeros_like(p) for p in self.parameters}  # reached by no term here
+            flat = torch.cat([(zeros | self.sums)[p].flatten() for p in self.parameters])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            for p, mean in zip(parameters, flat.split([p.numel() for p in parameters])):
-                p.grad = mean.view_as(p).clone()
+            for p, mean in zip(self.parameters, flat.split([p.numel() for p in self.parameters])):
+                assert torch.equal(zeros[p] if p.grad is None else p.grad, mean.view_as(p))
+            self.sums = {}
+            CheckedAverage.num_checked += 1
 
 
-def unscored(kind):
-    """Make a task's judge give no reward."""
-    judge = kind.judge
+def unscored(task_class):
+    """Make a task give no reward; return a function that undoes it."""
+    rewards = task_class.rewards
 
-    def none(task, rollout):
-        outcome = judge(task, rollout)
-        rewards = {name: torch.full_like(v, torch.nan) for name, v in outcome.rewards.items()}
-        return RewardOutput(rewards, outcome.masks, outcome.replies)
+    def no_rewards(task, rollout):
+        outcome = rewards(task, rollout)
+        missing = {name: torch.full_like(v, torch.nan) for name, v in outcome.rewards.items()}
+        return RewardOutput(missing, outcome.masks, outcome.replies)
 
-    kind.judge = none
-    return lambda: setattr(kind, "judge", judge)
+    task_class.rewards = no_rewards
+    return lambda: setattr(task_class, "rewards", rewards)
 
 
 def poisoned(fault: str, build):
@@ -102,41 +116,40 @@ def poisoned(fault: str, build):
 
 
 def work(data: Path, folder: Path, ports: list[str]):
-    """What each of two ranks does: each case twice, then the faults, of which it writes a file."""
-    rank, ours, build = int(os.environ["RANK"]), train.GradientAverage, train.build
+    """Do each case and each fault on this rank; what was seen goes to a file."""
+    rank, build = int(os.environ["RANK"]), train.build
     os.chdir(folder)
     evaluate.measure, tensorboard.rollout_picture = measure, picture
-    for name, changes in CASES.items():
-        for kind, average in (("ddp", ours), ("flat", FlatAverage)):
-            os.environ["MASTER_PORT"] = ports.pop()
-            alone = rank == 1 and name in ("unscored", "skipped")
-            tasks = (MaskCaptionMask, CaptionMaskCaption) if alone else ()
-            undo = [unscored(task) for task in tasks]
-            train.GradientAverage = average
-            sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE
-            train.main(flags(data, folder / f"{name} {kind}", **SAME | changes))
-            for back in undo:
-                back()
-    train.GradientAverage = ours
+    train.GradientAverage = CheckedAverage
     seen = {}
+    for name, changes in CASES.items():
+        os.environ["MASTER_PORT"] = ports.pop()
+        alone = rank == 1 and name in ("unscored", "skipped")
+        undo = [unscored(task) for task in ((MaskCaptionMask, CaptionMaskCaption) if alone else ())]
+        sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE
+        CheckedAverage.num_checked = 0
+        train.main(flags(data, folder / name, **SAME | changes))
+        seen[name] = CheckedAverage.num_checked
+        for back in undo:
+            back()
+    train.GradientAverage = GradientAverage
     for fault in FAULTS:
         os.environ["MASTER_PORT"] = ports.pop()
-        forward, made = MicroBatchLoss.forward, []
-        wrong = poisoned(fault, build) if rank == 1 else build
-        train.build = lambda *args: made.append(wrong(*args)) or made[-1]
+        forward, built = MicroBatchLoss.forward, []
+        faulty = poisoned(fault, build) if rank == 1 else build
+        train.build = lambda *args: built.append(faulty(*args)) or built[-1]
         try:
             train.main(flags(data, folder / fault, **SAME))
             message = "went on"
         except SystemExit as error:
             message = error.code
-        MicroBatchLoss.forward, state = forward, made[-1].state
-        start = state.roles.copies
-        still = all(
-            torch.equal(p, bank[n])
-            for bank in start.values()
+        MicroBatchLoss.forward, state = forward, built[-1].state
+        unchanged = all(
+            torch.equal(p, copies[n])
+            for copies in state.roles.copies.values()
             for n, p in state.policy.trainable.items()
         )
-        seen[fault] = [message, still and not state.optimizer.state]
+        seen[fault] = [message, unchanged and not state.optimizer.state]
     Path(f"rank_{rank}.json").write_text(json.dumps(seen))
 
 
@@ -144,32 +157,26 @@ def work(data: Path, folder: Path, ports: list[str]):
 def ended(data, tmp_path_factory):
     """The folder in which two ranks did their `work`."""
     folder = tmp_path_factory.mktemp("runs")
-    ports = [str(free_port()) for _ in range(2 * len(CASES) + len(FAULTS))]
+    ports = [str(free_port()) for _ in range(len(CASES) + len(FAULTS))]
     ended = forked(folder, *[lambda: work(data, folder, ports)] * 2)
     assert [status for status, _ in ended] == [0, 0], ended
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_weights_are_those_of_a_flat_all_reduce_bit_for_bit(ended, name):
-    ddp, flat = ended / f"{name} ddp", ended / f"{name} flat"
-    steps = range(1, 1 + CASES[name].get("max_steps", SAME["max_steps"]))
-    for step in steps:
-        for file in ("trainables.safetensors", "ema.safetensors"):
-            one, other = weights(ddp, step, file), weights(flat, step, file)
-            assert all(torch.equal(one[key], other[key]) for key in one | other), (step, file)
-    assert rollouts(ddp) == rollouts(flat)
-    if len(steps) > 1:
-        assert distance(weights(ddp, 2), weights(ddp, 1)) > 1e-6  # something was learnt
+@pytest.mark.parametrize("name, updates", dict(zip(CASES, (2, 2, 2, 2, 1), strict=True)).items())
+def test_gradients_are_those_of_a_flat_all_reduce_bit_for_bit(ended, name, updates):
+    """Every update of both ranks was compared, and something was learnt."""
+    for rank in range(2):
+        assert json.loads((ended / f"rank_{rank}.json").read_text())[name] == updates
+    if (ended / name / "checkpoint_step_2").exists():
+        assert distance(weights(ended / name, 2), weights(ended / name, 1)) > 1e-6
 
 
 def test_a_rank_without_a_scored_row_learns_from_the_other(ended):
     lines = [
         json.loads(line)
         for rank in range(2)
-        for line in (ended / "unscored ddp" / "rollouts" / f"rank{rank}.jsonl")
-        .read_text()
-        .splitlines()
+        for line in (ended / "unscored" / "rollouts" / f"rank{rank}.jsonl").read_text().splitlines()
     ]
     missing = [line["reward"] is None for line in lines]
     assert missing == [False] * 12 + [True] * 12  # steps, loops, samples
@@ -177,12 +184,16 @@ def test_a_rank_without_a_scored_row_learns_from_the_other(ended):
 
 
 def test_a_fault_of_rank_1_is_named_on_both_and_nothing_is_stepped(ended):
+    """Gradients are averaged in the backward, so those of both ranks are not finite either way.
+
+    A loss is each rank's own: the one that is not finite is named first, by its rank alone.
+    """
     for rank in range(2):
         seen = json.loads((ended / f"rank_{rank}.json").read_text())
-        message, still = seen["loss"]
-        assert "rank 1: loop2/loss" in message and "rank 0" not in message, message
-        assert "loop1/loss" not in message and still
-        message, still = seen["gradient"]
-        assert "rank 0, 1: gradient of text_hidden_fcs." in message, message
-        assert "rank 0" not in message and "loss" not in message and still
+        message, unchanged = seen["loss"]
+        assert message.startswith("rl_train: not finite: rank 1: loop2/loss; rank 0, 1: gradient")
+        assert "loop1/loss" not in message and unchanged
+        message, unchanged = seen["gradient"]
+        assert message.startswith("rl_train: not finite: rank 0, 1: gradient of text_hidden_fcs.")
+        assert "loss" not in message and unchanged
     assert not list(ended.glob("loss/checkpoint*")) + list(ended.glob("gradient/checkpoint*"))

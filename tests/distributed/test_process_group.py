@@ -187,6 +187,52 @@ def test_gradients_are_averaged(tmp_path):
     assert ["SAID" in output for _, output in ended] == [True, False]
 
 
+class SquaredOutputs(torch.nn.Module):
+    """A loss of rows: the sum of their squared outputs over the step's mean rows per rank."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.arange(12, dtype=dtype).view(3, 4) - 6)
+
+    def forward(self, rows, rows_per_rank, last):
+        return (rows @ self.weight).square().sum() / rows_per_rank
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_ranks_have_the_gradient_of_one_bit_for_bit(tmp_path, dtype):
+    """And the weights after an update: nothing rounds, as the numbers are small integers.
+
+    Elsewhere the two differ in the order of their sums alone.
+    """
+    rows = torch.randint(-8, 9, (8, 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def weights_after(rows, num_ranks):
+        module = SquaredOutputs(dtype)
+        average, optimizer = GradientAverage(module), torch.optim.AdamW(module.parameters(), 0.1)
+        for _ in range(2):
+            for number, micro_batch in enumerate(rows.split(2), 1):
+                last = number == len(rows) // 2
+                with average.averaging(last):
+                    average(micro_batch, 8 / num_ranks, last=last).backward()
+            gradient = module.weight.grad.clone()
+            optimizer.step()
+            module.weight.data.round_()  # of the next update, nothing rounds either
+            optimizer.zero_grad(set_to_none=True)
+        return gradient, optimizer.state[module.weight]["exp_avg_sq"], module.weight.detach()
+
+    def job(ranks):
+        torch.save(weights_after(rows[ranks.rank :: 2], 2), tmp_path / f"{ranks.rank}.pt")
+        process_group.close()
+
+    ended = two_of(tmp_path, job)
+    assert [status for status, _ in ended] == [0, 0], ended
+    alone = weights_after(rows, 1)
+    assert alone[0].abs().max() > 100
+    for rank in range(2):
+        of_rank = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, alone, strict=True))
+
+
 def test_alone_nothing_is_reduced():
     linear = torch.nn.Linear(2, 1, bias=False)
     average = GradientAverage(Passing(linear))
