@@ -160,7 +160,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         vocabulary=run.vocabulary,
         measure=state.tasks[0].measure,
     )
-    with closing(RunLogger(config.run.output_dir, run.ranks, state.step, run.wandb)) as logger:
+    with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
         evaluator = Evaluator(spec, config.run, run.ranks, run.flags, signals, config.samples)
         evaluator.base(state, logger)
         if not signals.agreed and evaluator.missing(state.step):

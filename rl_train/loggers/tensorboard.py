@@ -14,7 +14,6 @@ from torch.utils.tensorboard import SummaryWriter
 from rl_train.data.rle import encode_mask
 from rl_train.distributed.process_group import Ranks
 from rl_train.grpo import group_std
-from rl_train.loggers.wandb import WandbLogger
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 from rl_train.policies.base import Policy
@@ -37,13 +36,10 @@ class RunLogger:
         start: steps that are done. TensorBoard shows no later point that a killed run left, and
             later lines are cut from the rollouts. DamagedFile is raised, and the file stays as it
             is, if a line cannot be read.
-        mirror: gets the same points and pictures; on the first rank.
     """
 
-    def __init__(
-        self, output_dir: str | Path, ranks: Ranks, start: int, mirror: WandbLogger | None = None
-    ):
-        folder, self.start, self.mirror = Path(output_dir) / "rollouts", start, mirror
+    def __init__(self, output_dir: str | Path, ranks: Ranks, start: int):
+        folder, self.start = Path(output_dir) / "rollouts", start
         self.folder, self.writer = Path(output_dir) / "tensorboard", None
         with wrap_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -68,8 +64,6 @@ class RunLogger:
                 for name, value in values.items():
                     self.writer.add_scalar(name, value, step)
                 self.writer.flush()
-        if self.mirror:
-            self.mirror.scalars(values, step)
 
     def rollouts(self, step: int, work: ScoredRollout):
         """Write one JSON line per row, group by group; a reward that is NaN is null.
@@ -104,13 +98,9 @@ class RunLogger:
                 name = f"{work.task.name}/rollout_{k}"
                 with wrap_write_errors(self.folder):
                     self.writer.add_image(name, picture, step, dataformats="HWC")
-                if self.mirror:
-                    self.mirror.picture(name, picture, step)
 
     def close(self):
-        """Write the rest, and end the run at Weights & Biases."""
-        if self.mirror:
-            self.mirror.close()
+        """Write the rest."""
         if self.writer:
             with wrap_write_errors(self.folder):
                 self.writer.close()

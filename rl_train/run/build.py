@@ -22,7 +22,7 @@ from rl_train.data.registry import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import Ranks, print0
-from rl_train.loggers.wandb import WandbLogger
+from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
@@ -66,7 +66,6 @@ class Run:
     max_steps: int
     ablation: AblationReward = field(default_factory=AblationReward)
     lock: TextIO | None = None  # on the output folder, from `claim_output_dir` on
-    wandb: WandbLogger | None = None  # with --wandb, on the first rank
     phase: str = "evaluation"  # of the step in progress, as `lowers_memory_of` names it
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
@@ -329,6 +328,6 @@ def claim_output_dir(run: Run):
         run.lock = lock(folder)
         save_load.clean_output_dir(folder, run.state.step, run.config.run.save_total_limit)
         if (project := run.config.run.wandb) is not None:
-            run.wandb = WandbLogger(folder, project, run.flags)
+            start_wandb(folder, project, run.flags)
         write_json(folder / "config.json", run.flags, indent=2)
     process_group.gather_objects(None)  # nobody goes on if the folder has been taken

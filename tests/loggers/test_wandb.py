@@ -15,41 +15,28 @@ from rl_train import cli
 from rl_train.checkpoint import save_load
 from rl_train.distributed.process_group import Ranks
 from rl_train.export.merge import export
-from rl_train.loggers.wandb import WandbLogger
+from rl_train.loggers.wandb import start_wandb
 from rl_train.run import build
 from tests.runs import ROOT, complaint_of, events, flags, run, unmeasured
 
 WANDB = """
+from pathlib import Path
+
 class errors:
     class Error(Exception):
         pass
 
 class Settings:
-    def __init__(self, **given):
-        self.given = given
-
-class Image:
-    def __init__(self, pixels):
-        self.shape = pixels.shape
-
-class Run:
-    def __init__(self, given):
-        self.given, self.points, self.axes, self.ends = given, [], [], []
-    def log(self, point):
-        assert not self.ends
-        self.points.append(point)
-    def define_metric(self, name, **how):
-        self.axes.append((name, how))
-    def finish(self, exit_code):
-        self.ends.append(exit_code)
+    def __init__(self, **settings):
+        self.settings = settings
 
 runs = []
 
-def init(**given):
-    if given["project"] == "refused":
+def init(**arguments):
+    if arguments["project"] == "refused":
         raise errors.Error("No API key configured.\\nLog in.")
-    runs.append(Run(given))
-    return runs[-1]
+    events = list(Path(arguments["dir"]).glob("tensorboard/*"))
+    runs.append(arguments | dict(events_before=len(events)))
 """
 RUN = dict(save_steps=1, wandb="cycles", export_final="teacher", eval_samples=2)
 
@@ -63,7 +50,7 @@ def one_core():
 
 @pytest.fixture(scope="module", autouse=True)
 def wandb(tmp_path_factory):
-    """A module of this name that keeps what it is told in `runs`."""
+    """A module of this name that keeps in `runs` how they were started."""
     folder, monkeypatch = tmp_path_factory.mktemp("packages"), pytest.MonkeyPatch()
     (folder / "wandb.py").write_text(WANDB)
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
@@ -90,54 +77,22 @@ def resumed(data, whole, tmp_path_factory, wandb):
     return run(data, output, resume="", **RUN)
 
 
-def mirrored(told) -> dict[tuple[str, int], object]:
-    """{(name, step): value} of what a run at Weights & Biases was told."""
-    found = {}
-    for point in told.points:
-        step = point["step"]
-        found |= {(name, step): value for name, value in point.items() if name != "step"}
-    return found
-
-
-def test_all_that_tensorboard_has_is_mirrored(whole, wandb):
-    log, told = events(whole), mirrored(wandb.runs[0])
-    tags = log.Tags()
-    assert len(tags["scalars"]) > 60
-    for tag in tags["scalars"]:
-        for event in log.Scalars(tag):
-            assert told.pop((tag, event.step)) == pytest.approx(event.value, rel=1e-6), tag
-    for tag in tags["images"]:
-        for event in log.Images(tag):
-            assert told.pop((tag, event.step)).shape == (event.height, event.width, 3)
-    assert told == {}
-    given = wandb.runs[0].given
-    assert given["config"] == json.loads((whole / "config.json").read_text())
-    assert (given["project"], given["name"], given["dir"]) == ("cycles", "run", str(whole))
-    assert ("*", dict(step_metric="step", step_sync=True)) in wandb.runs[0].axes
-    assert wandb.runs[0].ends == [0]
+def test_wandb_mirrors_tensorboard(whole, wandb):
+    """It reads what is written by SummaryWriters that are made after its start."""
+    (started,) = [run for run in wandb.runs if run["dir"] == str(whole)]
+    assert started["sync_tensorboard"] and started["events_before"] == 0
+    assert started["config"] == json.loads((whole / "config.json").read_text())
+    assert (started["project"], started["name"]) == ("cycles", "run")
+    assert len(events(whole).Tags()["scalars"]) > 60 and events(whole).Tags()["images"]
 
 
 def test_a_resume_goes_on_in_the_same_run(resumed, wandb):
     first, second = wandb.runs[:2]
-    assert first.given["id"] == second.given["id"] and second.given["resume"] == "allow"
-    again, before = mirrored(second), mirrored(first)
-    assert {step for _, step in again} == {0, 2} and ("loop1/loss", 2) in again
-    for key, value in again.items():
-        if not key[0].startswith("perf/") and "rollout_" not in key[0]:
-            assert value == before[key], key
+    assert first["id"] == second["id"] and second["resume"] == "allow"
+    assert (second["dir"], second["events_before"]) == (str(resumed), 1)
 
 
-def test_a_run_that_breaks_off_is_failed(tmp_path, wandb):
-    mirror = WandbLogger(tmp_path, "cycles", {})
-    with pytest.raises(FloatingPointError):
-        try:
-            raise FloatingPointError
-        finally:
-            mirror.close()
-    assert wandb.runs.pop().ends == [1]
-
-
-def test_only_the_first_rank_has_a_mirror(tmp_path, wandb):
+def test_only_the_first_rank_starts_it(tmp_path, wandb):
     number = len(wandb.runs)
     config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), wandb="cycles"))
     build.claim_output_dir(
@@ -148,7 +103,7 @@ def test_only_the_first_rank_has_a_mirror(tmp_path, wandb):
 
 def test_what_wandb_refuses_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="^--wandb refused: No API key configured. Log in.$"):
-        WandbLogger(tmp_path, "refused", {})
+        start_wandb(tmp_path, "refused", {})
     assert not list(tmp_path.iterdir())
 
 
