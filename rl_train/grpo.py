@@ -162,7 +162,7 @@ def grpo_loss(
     Returns:
         (scalar, stats): detached; policy_loss, the scalar without its KL part, and, to be divided
         by stats["tokens"], kl, clip_low (rho < 1 - clip_range and A < 0), clip_high (rho > 1 +
-        clip_range_high and A > 0); ratio_max, the largest |rho - 1|.
+        clip_range_high and A > 0).
 
     Raises:
         ValueError: unknown loss_type, or one of max_completion_length and ref_logp is missing.
@@ -195,19 +195,18 @@ def grpo_loss(
     loss = policy_loss
     kl = torch.zeros_like(logp)
     if ref_logp is not None:
-        kl = torch.where(valid, k3_kl(*(torch.where(valid, x, 0.0) for x in (logp, ref_logp))), 0.0)
+        # Other tokens may hold anything: both are set to 0 there, and so is their KL.
+        kl = k3_kl(torch.where(valid, logp, 0.0), torch.where(valid, ref_logp, 0.0))
     if kl_coef:
         loss = loss + kl_coef * reduce(kl)
     with torch.no_grad():
         rho = ratio.expand_as(logp)
-        away = torch.where(valid, (rho - 1).abs(), 0.0)
         stats = dict(
             policy_loss=policy_loss.detach(),
             tokens=valid.sum(),
             kl=kl.sum().detach(),
             clip_low=(valid & (rho < 1 - clip_range) & (a < 0)).sum(),
             clip_high=(valid & (rho > 1 + high) & (a > 0)).sum(),
-            ratio_max=away.max() if valid.numel() else logp.new_zeros(()),
         )
     return loss, stats
 

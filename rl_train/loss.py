@@ -215,8 +215,7 @@ class MicroBatchLoss(torch.nn.Module):
             action_terms, action_statistics = scored.task.action.loss(
                 scored, rows, scores, totals, self.config
             )
-            for term in action_terms:
-                loss = loss + term
+            loss = sum(action_terms, loss)
             statistics |= action_statistics
         statistics["loss"] = loss.detach()
         loss = scored.task.weight * loss

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from rl_train.rewards.combine import combine
-from rl_train.rewards.custom import BadReward
 from rl_train.rewards.meteor import meteor, tokenize
 from rl_train.rollout import Batch, RewardOutput, Rollout
 
@@ -49,14 +48,9 @@ class AblationReward:
         Args:
             outcome: `task.rewards(rollout)`.
             step: (step, number of the task), which seed the order of "shuffled".
-
-        Raises:
-            BadReward: a user's function has the component's name.
         """
         if self.name == "none":
             return outcome, task.weights
-        if COMPONENT in outcome.rewards:
-            raise BadReward(f"--reward: {COMPONENT} is --control's component, rename the function")
         reward = combine(outcome.rewards, task.weights)  # (N,)
         if self.name == "shuffled":  # unscored rows (NaN) move too
             seed, indices = (self.seed, *step), rollout.batch.index

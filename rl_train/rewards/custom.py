@@ -21,8 +21,6 @@ import torch
 from rl_train.rollout import Rollout
 from rl_train.utils.io import UserFault
 
-LARGEST = 1e15  # of a reward, with its weight or without; float32 still holds sums of its squares
-
 
 class BadReward(UserFault):
     """A user's reward function returned no rewards; the sentence names --reward."""
@@ -88,7 +86,7 @@ class UserReward:
             columns: lists of N entries that the function may use; see `add_user_rewards`.
 
         Raises:
-            BadReward: not N values, or one that is neither a number within +-LARGEST nor None (or
+            BadReward: not N values, or one that is neither a number that float32 holds nor None (or
                 NaN).
         """
         parameters = inspect.signature(self.function).parameters
@@ -97,24 +95,17 @@ class UserReward:
         values = self.function(completions=completions, **columns)
         if isinstance(values, (torch.Tensor, np.ndarray)):
             values = values.tolist()
-        largest = LARGEST / max(abs(self.weight), 1)
         is_list = isinstance(values, (list, tuple)) and len(values) == len(completions)
-        if not is_list or not all(v is None or _is_number(v, largest) for v in values):
-            raise BadReward(
-                f"--reward {self.spec}: returned {reprlib.repr(values)} for {len(completions)} "
-                f"completions, not a list with a finite number up to {largest:g} or None for each"
-            )
-        return torch.tensor(
-            [math.nan if value is None else float(value) for value in values], dtype=torch.float32
-        )  # (N,)
-
-
-def _is_number(value: object, largest: float) -> bool:
-    """Whether `value` is a real number within +-largest, or NaN."""
-    if not isinstance(value, Real):  # a bool is one, a complex number or a string is none
-        return False
-    value = value.item() if isinstance(value, np.generic) else value  # float16 holds no `largest`
-    return value != value or abs(value) <= largest
+        # A bool is a Real, a complex number or a string is none.
+        if is_list and all(value is None or isinstance(value, Real) for value in values):
+            numbers = [math.nan if value is None else float(value) for value in values]
+            rewards = torch.tensor(numbers, dtype=torch.float32)  # (N,)
+            if not rewards.isinf().any():
+                return rewards
+        raise BadReward(
+            f"--reward {self.spec}: returned {reprlib.repr(values)} for {len(completions)} "
+            "completions, not a list with a finite number or None for each"
+        )
 
 
 def overlong_penalty(longest: int, buffer: int) -> UserReward:

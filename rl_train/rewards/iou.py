@@ -90,11 +90,7 @@ def on_target(
 
 
 def mask_spread(masks: torch.Tensor) -> float:
-    """1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
-    flat = masks.flatten(1).float()
-    inter = flat @ flat.T
-    area = flat.sum(1)
-    union = area[:, None] + area[None] - inter
-    iou = torch.where(union > 0, inter / union.clamp(min=1), 1.0)
+    """Return 1 - mean pairwise IoU of (G, H, W) bool masks; two empty masks are alike."""
+    iou = torch.stack([mask_iou(masks, mask.expand_as(masks), 1.0) for mask in masks])  # (G, G)
     off_diagonal = ~torch.eye(len(masks), dtype=torch.bool, device=masks.device)
     return 1 - iou[off_diagonal].mean().item()

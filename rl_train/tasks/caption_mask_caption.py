@@ -84,8 +84,8 @@ class CaptionMaskCaption(Task):
         text = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if use_judge else {"meteor": 1.0}
         weights = {name: (1 - likelihood_weight) * weight for name, weight in text.items()}
         weights["likelihood"] = likelihood_weight
-        self.weights = {name: weight for name, weight in weights.items() if weight}
-        self.weights |= context.user_weights
+        # A component of weight 0 is not computed.
+        self.weights = {k: weight for k, weight in weights.items() if weight} | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """The question for the mask of each sample's caption."""

@@ -41,8 +41,8 @@ class MaskCaptionMask(Task):
 
     def __init__(self, options: Options, context: TaskContext):
         self.options, self.context, self.weight = options, context, options.weight
-        self.weights = {"iou": 1.0} | ({"caption_reward": 1.0} if context.judge else {})
-        self.weights |= context.user_weights
+        caption_reward = {"caption_reward": 1.0} if context.judge else {}
+        self.weights = {"iou": 1.0} | caption_reward | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """The question for a caption of each sample's region."""

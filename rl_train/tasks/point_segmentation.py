@@ -166,9 +166,9 @@ class PointSegmentation(PointTask):
         if options.negative_points == "off" and (options.negative_weight or options.hide_negatives):
             flag_name = "negative_weight" if options.negative_weight else "hide_negatives"
             raise ValueError(f"--{flag_name}: --negative_points off asks for none")
-        self.weights = {"iou": 1.0, "format": options.format_weight}
-        self.weights |= {"negatives": options.negative_weight} if options.negative_weight else {}
-        self.weights |= context.user_weights
+        negatives = {"negatives": options.negative_weight} if options.negative_weight else {}
+        weights = {"iou": 1.0, "format": options.format_weight}
+        self.weights = weights | negatives | context.user_weights
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """`point_rewards` of the masks that SAM2 decodes from the answers, at the image's own size.

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from rl_train.config.grpo_config import RewardConfig
-from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics, reduce_metrics
 from rl_train.rewards import UserReward
 from rl_train.rewards.custom import BadReward, add_user_rewards, overlong_penalty
@@ -117,9 +116,6 @@ def test_wrong_spec_is_named(spec, reason):
         [math.inf, 0.0],
         [-math.inf, 0.0],
         [3.5e38, 0.0],  # beyond float32
-        [0.0, -1e16],  # beyond its squares
-        [10**400, 0.0],
-        [Fraction(10**400), 0.0],
         [np.float64(1e300), 0.0],
         [np.longdouble("1e4000"), 0.0],
         [1j, 0.0],
@@ -172,15 +168,6 @@ def test_what_is_not_one_number_each_is_named(values):
 )
 def test_numbers_of_all_kinds(values):
     assert UserReward("user_rewards:given")(["a", "b"], values=values).tolist() == [1, 0.5]
-
-
-def test_the_weight_counts_towards_the_largest_number():
-    assert UserReward("user_rewards:given", 1e10)(["a"], values=[1e5]).item() == 1e5
-    for weight in (1e10, -1e10, 1e300):
-        with pytest.raises(BadReward, match=r"--reward user_rewards:given: returned \[1000001.0\]"):
-            UserReward("user_rewards:given", weight)(["a"], values=[1000001.0])
-    large = torch.tensor([1e15, -1e15] * 32)  # a group of them has finite statistics
-    assert group_advantages(large, 64).isfinite().all() and group_advantages(large, 64).abs().max()
 
 
 def test_none_and_nan_are_not_scored():
