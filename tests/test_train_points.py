@@ -84,9 +84,11 @@ def exported_loads(checkpoint, output, points):
         torch.testing.assert_close(merged.state_dict()[name], weight, atol=1e-6, rtol=0)
 
 
-def test_answers_that_cannot_be_read_end_the_run(data, tmp_path, points, capsys):
-    sentence = complaint_of(capsys, flags(data, tmp_path, **points, eval_steps=0))
-    assert "points: 0% of the first step's answers could be read" in sentence
+def test_answers_that_cannot_be_read_are_counted(data, tmp_path, points):
+    """The run goes on: every answer is refused, and has reward 0."""
+    folder = run(data, tmp_path, **points, max_steps=1, eval_steps=0)
+    assert curve(folder, "points/refused_frac") == {1: 1.0}
+    assert {line["iou"] for line in rollouts(folder)} == {0.0}
 
 
 @pytest.mark.parametrize(

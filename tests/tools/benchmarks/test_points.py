@@ -104,6 +104,7 @@ def test_trl_computes_the_same(full):
     ours.policy.model.float()
     kept = {name: weight.clone() for name, weight in theirs.model.state_dict().items()}
     theirs.model.float().load_state_dict(ours.policy.model.state_dict())
+    ours.policy.base_dtype = theirs.base_dtype = torch.float32  # or autocast rounds to bfloat16
     task, batch = ours.state.tasks[0], ours.batch
     features, per_row = ours.policy.encode(batch), theirs.encode(batch)
     prompts = task.prompts(batch, features)
@@ -116,6 +117,7 @@ def test_trl_computes_the_same(full):
     greedy = ours.policy.complete(features, prompts, 1, T)[0].ids
     assert torch.equal(theirs.complete(per_row, prompts, 1, T)[0].ids, greedy)
     theirs.model.to(torch.bfloat16).load_state_dict(kept)
+    theirs.base_dtype = torch.bfloat16
     for parameter in theirs.trainable.values():
         parameter.data = parameter.data.float()
 
