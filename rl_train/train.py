@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from rl_train import cli
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.save_load import RunState
-from rl_train.data.loader import steps, train_loader
+from rl_train.data.loader import batch_loader, steps
 from rl_train.data.workers import explaining
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import GradientAverage, gather_objects, print0
@@ -167,7 +167,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
             evaluator(state, logger)
         if not signals.agreed:
             inputs = state.policy.inputs(max_tokens, data.max_caption_length)
-            loader = train_loader(
+            loader = batch_loader(
                 run.train_set, inputs, run.sampler, data.num_workers, data.other_regions
             )
             end_step = StepCallback(run, logger, evaluator, signals)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rl_train.data.errors import BadData
+from rl_train.data.errors import BadData, reading
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 # Rows that `Shard.rows` holds in memory at once, with their encoded images.
@@ -76,11 +76,9 @@ def read_shard(path: Path, columns: dict[str, pa.DataType]) -> pa.Table:
     Raises:
         BadData: naming the file: unreadable, one of `columns` missing, or of another type.
     """
-    try:
+    with reading(path, "Arrow shard"):
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
         table.validate(full=True)  # offsets inside of their buffers, text that is UTF-8
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise BadData(f"{path} is not a readable Arrow shard: {error}") from error
     check_columns(table.schema, path, columns)
     return table
 

@@ -1,7 +1,7 @@
 """The protocol of a region data set, and the part of a reader that is the same in all of them."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_train.data.errors import BadData, DamagedSample
-from rl_train.data.images import DAMAGED, Encoded, decode_image
+from rl_train.data.images import DAMAGED, NOT_COCO, CheckedImage, Encoded, decode_image
 from rl_train.data.rle import (
     BAD_MASK,
     LOST_MASK,
@@ -64,38 +64,50 @@ class Region:
 
 
 class Reader:
-    """A `RegionDataset` of files: it counts while it scans, then calls `_keep`.
+    """A `RegionDataset` of files: it calls `_add` for each region that it finds, then `_finish`.
 
-    A reader whose samples are too many for a list in memory makes `_region` and `image_id` its own.
+    A reader whose samples are too many for a list of `Region` keeps another form of them, and has
+    `_region` and `image_id` of its own.
     """
 
     def __init__(self):
         self._num_rows, self._num_resized = 0, 0
         self._skipped = Counter()  # {reason: regions, or rows without any}
-        self._samples: list[Region] = []
+        self._samples: Sequence[Region | str | tuple[int, int, int]] = []
+        self._keys: list[tuple[int, int]] = []  # key and COCO id of each sample's image
 
-    def _usable(
-        self, image_size: tuple[int, int] | str, caption: str | None, rle: dict | None
-    ) -> bool:
-        """Return whether a region can be used, and count it by the reason if it cannot.
+    def _add(
+        self,
+        sample: Region | str | tuple[int, int, int],
+        image: CheckedImage,
+        caption: str | None,
+        rle: dict | None,
+        coco: int = NOT_COCO,
+    ):
+        """Keep a region if it can be used; otherwise count the reason.
 
         Args:
-            image_size: (W, H) of its image, or why there is none; rle: its mask.
+            sample: what is kept of it.
+            image: what `check_read` says of its image; coco: its `coco_id`.
         """
+        size, key = image
         reason, resized = caption_fault(caption), False
-        if isinstance(image_size, str):
-            reason = image_size
+        if isinstance(size, str):
+            reason = size
         elif not reason:
-            reason, resized = check_mask(rle, image_size[::-1])
+            reason, resized = check_mask(rle, size[::-1])
         if reason:
             self._skipped[reason] += 1
+            return
         self._num_resized += resized
-        return not reason
+        self._samples.append(sample)
+        self._keys.append((key, coco))
 
-    def _keep(self, data_dir: str | Path, image_keys: list[int], coco_ids: list[int]):
+    def _finish(self, data_dir: str | Path):
         """Set the keys of the samples. Raises ValueError if there is no sample."""
-        self.image_keys = np.array(image_keys, dtype=np.int64)
-        self.coco_ids = np.array(coco_ids, dtype=np.int64)
+        keys = np.array(self._keys, dtype=np.int64).reshape(-1, 2)  # (n, 2)
+        self.image_keys, self.coco_ids = keys.T.copy()
+        del self._keys
         if not len(self):
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 

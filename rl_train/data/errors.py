@@ -1,8 +1,31 @@
 """Bad data: one sample that turns out to be damaged, and too many bad ones."""
 
-from collections.abc import Iterable
+import pickle
+import tarfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
 
 from rl_train.utils.io import UserFault
+
+# What the libraries raise that read a file of other contents than they expect.
+UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    OverflowError,
+    MemoryError,
+    tarfile.TarError,
+    pickle.UnpicklingError,
+    pa.ArrowException,
+)
 
 
 class DamagedSample(ValueError):
@@ -20,19 +43,33 @@ class BadData(UserFault):
     """More of the data set is bad than --max_bad_fraction allows, or a file is unreadable."""
 
 
+@contextmanager
+def reading(path: Path, contents: str) -> Iterator[None]:
+    """A context that reads a file; a fault in it becomes BadData that names the file.
+
+    Args:
+        contents: what the file should hold, such as "tar file".
+    """
+    try:
+        yield
+    except BadData:  # it names the file already
+        raise
+    except UNREADABLE as error:
+        raise BadData(f"{path} is not a readable {contents}: {error!r}") from error
+
+
 def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str = ""):
     """Raise BadData, with the counts by reason, if more than the share `limit` of a set is bad.
 
     Bad is what its `report` says was skipped and `num_damaged`, which turned out so since. The
     sentence begins with `where`.
     """
-    reasons = dict(report["skipped"])
-    if num_damaged:
-        reasons["damaged when decoded"] = num_damaged
-    bad, total = sum(reasons.values()), report["kept"] + sum(report["skipped"].values())
+    total = report["kept"] + sum(report["skipped"].values())
+    # A sum of counters leaves out what is 0.
+    reasons = Counter(report["skipped"]) + Counter({"damaged when decoded": num_damaged})
+    bad = reasons.total()
     if bad > limit * total:
-        most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
-        words = ", ".join(f"{reason}: {count}" for reason, count in most_first)
+        words = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
         raise BadData(
             f"{where}{bad} of {total} regions ({bad / total:.1%}) are bad, more than "
             f"--max_bad_fraction {limit:g}: {words}"

@@ -6,7 +6,6 @@ list<struct<from, value>>; catagory (the dataset's spelling) or category, a stri
 them.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +45,10 @@ class GraspAnyRegionDataset(Reader):
         shards = find_shards(self._root, parts)
         self._parts = [part for part, _ in shards]
         self._shards = [Shard(path, COLUMNS) for _, path in shards]
-        scans = [np.array(list(self._scan(k)), np.int64).reshape(-1, 5) for k in range(len(shards))]
-        rows = np.concatenate(scans)  # (n, 5) shard, row, region, key of the image, its COCO id
-        self._samples = rows[:, :3].copy()
-        self._keep(data_dir, rows[:, 3], rows[:, 4])
+        for number in range(len(shards)):
+            self._scan(number)
+        self._samples = np.array(self._samples, np.int64)  # (n, 3) shard, row, region
+        self._finish(data_dir)
 
     def image_id(self, i: int) -> str:
         shard, row, region = self._samples[i].tolist()
@@ -71,19 +70,17 @@ class GraspAnyRegionDataset(Reader):
             ", ".join(str(name) for name in names if name),
         )
 
-    def _scan(self, number: int) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (shard, row, region, key and COCO id of the image) of a shard's usable samples."""
+    def _scan(self, number: int):
+        """Add the samples (number of the shard, row, region) of a shard."""
         shard = self._shards[number]
         for row, values in enumerate(shard.rows(["image", "conversations", "mask_rle"])):
             cell, caption = values["image"] or {}, first_answer(values["conversations"])
-            size, key = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
-            whole = None if isinstance(size, str) else whole_mask(*size)
-            rles = values.get("mask_rle", whole)
+            image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
+            rles = values.get("mask_rle", whole_mask(image[0]))
             self._num_rows += 1
             several = isinstance(rles, list) and len(rles) > 0
             for region, rle in enumerate(rles) if several else [(SINGLE, rles)]:
-                if self._usable(size, caption, rle):
-                    yield number, row, region, key, coco_id(cell.get("path"))
+                self._add((number, row, region), image, caption, rle, coco_id(cell.get("path")))
 
 
 def first_answer(conversation: list[dict | None] | None) -> str | None:

@@ -22,8 +22,7 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 
 NO_IMAGE, BAD_HEADER = "no image", "unreadable image header"
-TOO_LARGE = f"image above {MAX_PIXELS} pixels"
-TOO_LONG = f"image side above {MAX_IMAGE_SIDE} pixels"
+TOO_LARGE = f"image above {MAX_PIXELS} pixels, or {MAX_IMAGE_SIDE} on a side"
 BAD_DEPTH = "image of floating-point pixels"
 OUTSIDE = "image path outside of the data folder"
 # What pillow raises.
@@ -40,10 +39,12 @@ DAMAGED = (
 COCO = re.compile(r"(?<!\d)0{6}(\d{6})(?!\d)")  # of 2014 and 2017 alike
 NOT_COCO = -1
 Encoded = bytes | mmap.mmap  # an image as a file holds it
+# ((W, H) or why the image cannot be used, its `image_key`)
+CheckedImage = tuple[tuple[int, int] | str, int]
 KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
-def check_read(read: Callable[[], Encoded]) -> tuple[tuple[int, int] | str, int]:
+def check_read(read: Callable[[], Encoded]) -> CheckedImage:
     """((W, H), `image_key`) of the encoded image that `read()` returns; reads its header only.
 
     Of an image that cannot be used (why, 0). Whether its pixels are whole shows when it is decoded.
@@ -58,10 +59,8 @@ def check_read(read: Callable[[], Encoded]) -> tuple[tuple[int, int] | str, int]
         return TOO_LARGE, 0
     except DAMAGED:
         return BAD_HEADER, 0
-    if width * height > MAX_PIXELS:
+    if width * height > MAX_PIXELS or max(width, height) > MAX_IMAGE_SIDE:
         return TOO_LARGE, 0
-    if max(width, height) > MAX_IMAGE_SIDE:
-        return TOO_LONG, 0
     if mode == "F":  # of what range nobody says
         return BAD_DEPTH, 0
     return (width, height), image_key(data)

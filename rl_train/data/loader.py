@@ -160,15 +160,21 @@ class StepSampler:
         return self.cached[1]
 
 
-def train_loader(
+def batch_loader(
     dataset: RegionDataset | Subset,
     inputs: Inputs,
-    sampler: StepSampler,
+    sampler: Iterable[list[int]],
     num_workers: int,
     other_regions: bool = False,
 ) -> DataLoader:
-    """Return an endless loader of Batches; `accumulation` of them make a step (see `steps`)."""
-    return _loader(Batches(dataset, inputs, other_regions), sampler, num_workers)
+    """Return a loader of a batch for each index list of `sampler`."""
+    return DataLoader(
+        Batches(dataset, inputs, other_regions),
+        batch_size=None,
+        sampler=sampler,
+        num_workers=num_workers,
+        worker_init_fn=ignore_signals_in_worker,
+    )
 
 
 def eval_loader(
@@ -183,17 +189,7 @@ def eval_loader(
     """Return a loader of every `world_size`-th sample from `rank` on, in order, each once."""
     indices = list(range(rank, len(dataset), world_size))
     lists = [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
-    return _loader(Batches(dataset, inputs, other_regions), lists, num_workers)
-
-
-def _loader(batches: Batches, sampler: Iterable[list[int]], num_workers: int) -> DataLoader:
-    return DataLoader(
-        batches,
-        batch_size=None,
-        sampler=sampler,
-        num_workers=num_workers,
-        worker_init_fn=ignore_signals_in_worker,
-    )
+    return batch_loader(dataset, inputs, lists, num_workers, other_regions)
 
 
 def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from rl_train.data.arrow import IMAGE, check_columns, natural
 from rl_train.data.base import Reader, Region
-from rl_train.data.errors import BadData
-from rl_train.data.images import NOT_COCO, Encoded, check_read, read_cell
+from rl_train.data.errors import reading
+from rl_train.data.images import Encoded, check_read, read_cell
 from rl_train.data.rle import DAMAGED_RLE, encode_mask
 
 COLUMNS = {"image": IMAGE, "text": pa.string(), "mask": pa.list_(pa.list_(pa.bool_()))}
@@ -28,6 +28,9 @@ class ReasonSegDataset(Reader):
 
     [i] -> see `read_sample`; image_id is "file/row". Masks are held in memory, run-length coded.
     Which images of COCO these are, the set does not say.
+
+    Args:
+        data_dir: folder of files.
 
     Raises:
         ValueError: no such folder, no file or usable row; names an unreadable file or its column.
@@ -41,30 +44,24 @@ class ReasonSegDataset(Reader):
         if not files:
             raise ValueError(f"--data_dir {data_dir} holds no *.parquet, at any depth")
         read_images.cache_clear()  # of files that may have been written anew
-        keys = []
         for path in files:
-            try:
-                keys += self._scan(path)
-            except (pa.ArrowException, OSError) as error:
-                raise BadData(f"{path} is not a readable Parquet file: {error}") from error
-        self._keep(data_dir, keys, [NOT_COCO] * len(keys))
+            with reading(path, "Parquet file"):
+                self._scan(path)
+        self._finish(data_dir)
 
-    def _scan(self, path: Path) -> list[int]:
-        """Append the samples of a file; return the keys of their images."""
-        keys, num_rows = [], 0
+    def _scan(self, path: Path):
+        """Add the samples of a file."""
+        num_rows = 0
         file = pq.ParquetFile(path)
         check_columns(file.schema_arrow, path, COLUMNS)
         for group in range(file.num_row_groups):
             table = file.read_row_group(group, columns=["text", "mask"])
             for row, (text, mask) in enumerate(zip(table["text"].to_pylist(), table["mask"])):
                 read, rle = partial(self._read, path, group, row), encode_rows(mask)
-                size, key = check_read(read)
-                if self._usable(size, text, rle):
-                    self._samples.append(Region(read, rle, text, "", f"{path.stem}/{num_rows}"))
-                    keys.append(key)
+                region = Region(read, rle, text, image_id=f"{path.stem}/{num_rows}")
+                self._add(region, check_read(read), text, rle)
                 num_rows += 1
         self._num_rows += num_rows
-        return keys
 
     def _read(self, path: Path, group: int, row: int) -> Encoded:
         return read_cell(read_images(path, group)[row].as_py(), path.parent, self._root)

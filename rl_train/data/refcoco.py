@@ -15,6 +15,7 @@ from pathlib import Path
 from pycocotools import mask as coco
 
 from rl_train.data.base import Reader, Region
+from rl_train.data.errors import reading
 from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
 from rl_train.data.rle import DAMAGED_RLE, compress
 
@@ -25,17 +26,6 @@ IMAGE_FOLDERS = (
     "coco2014/train2014",
     "images/train2014",
     "images/mscoco/images/train2014",
-)
-# What a file of other things raises.
-UNREADABLE = (
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    pickle.UnpicklingError,
 )
 # Pixels that a polygon may lie off the origin: pycocotools' memory grows with its edges' length.
 MAX_SIDE = 100_000
@@ -75,13 +65,12 @@ class RefCOCODataset(Reader):
         if split not in splits:
             file = data_dir / REFCOCO_NAMES[name]
             raise ValueError(f"{file} has no split {split!r}; it has {', '.join(splits)}")
-        keys, coco_ids = [], []
         for ref in [ref for ref in refs if ref["split"] == split]:
             image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
             file_name, size = images.get(image, ("", (0, 0)))
             paths = [folder / Path(file_name).name for folder in folders]
             read = partial(map_file, next((path for path in paths if path.is_file()), ""))
-            image_size, key = check_read(read)
+            checked = check_read(read)
             try:
                 rle = encode_segmentation(segmentation, *size)
             except ValueError:
@@ -89,12 +78,10 @@ class RefCOCODataset(Reader):
             for sentence in ref["sentences"]:
                 text = sentence["sent"]
                 self._num_rows += 1
-                if self._usable(image_size, text, rle):
-                    image_id = f"{name}/{split}/{ref['ref_id']}/{sentence['sent_id']}"
-                    self._samples.append(Region(read, rle, text, category, image_id))
-                    keys.append(key)
-                    coco_ids.append(coco_id(file_name))
-        self._keep(root, keys, coco_ids)
+                image_id = f"{name}/{split}/{ref['ref_id']}/{sentence['sent_id']}"
+                region = Region(read, rle, text, category, image_id)
+                self._add(region, checked, text, rle, coco_id(file_name))
+        self._finish(root)
 
     def sentence(self, i: int) -> str:
         """Return the phrase of sample i as the file has it; its caption is cleaned."""
@@ -111,9 +98,9 @@ class PlainUnpickler(pickle.Unpickler):
 def read_refs(path: Path) -> list[dict]:
     """The refs of a pickle, Python 2's too.
 
-    Raises ValueError, naming the file, if it holds anything but plain data, or other refs.
+    Raises BadData, naming the file, if it holds anything but plain data, or other refs.
     """
-    try:
+    with reading(path, "pickle of refs"):
         with path.open("rb") as file:
             refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
         for ref in refs:  # the fields that are read of it
@@ -121,17 +108,15 @@ def read_refs(path: Path) -> list[dict]:
                 (sentence["sent_id"], sentence["sent"] + "") for sentence in ref["sentences"]
             ]
             _ = ref["ref_id"], ref["ann_id"], ref["split"] + "", sentences
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is not a readable pickle of refs: {error!r}") from error
     return refs
 
 
 def read_instances(path: Path) -> tuple[dict, dict]:
     """({image id: (file name, (H, W))}, {annotation id: (image id, segmentation, category)}).
 
-    Raises ValueError, naming the file, if it cannot be read.
+    Raises BadData, naming the file, if it cannot be read.
     """
-    try:
+    with reading(path, "instances.json"):
         content = json.loads(path.read_bytes())
         names = {entry["id"]: entry["name"] for entry in content.get("categories", [])}
         images = {
@@ -146,8 +131,6 @@ def read_instances(path: Path) -> tuple[dict, dict]:
             )
             for entry in content["annotations"]
         }
-    except UNREADABLE as error:
-        raise ValueError(f"{path} is not a readable instances.json: {error!r}") from error
 
 
 def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> dict:

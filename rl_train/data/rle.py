@@ -44,8 +44,11 @@ def check_mask(rle: dict | None, image_size: tuple[int, int]) -> tuple[str | Non
     return None, (height, width) != image_size
 
 
-def whole_mask(width: int, height: int) -> dict:
-    """The mask of a whole image, uncompressed."""
+def whole_mask(size: tuple[int, int] | str) -> dict | None:
+    """The mask of a whole image (W, H), uncompressed; None if `size` says why there is no image."""
+    if isinstance(size, str):
+        return None
+    width, height = size
     return dict(counts=[0, width * height], size=[height, width])
 
 

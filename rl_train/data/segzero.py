@@ -17,7 +17,6 @@ from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
 from rl_train.data.images import (
     DAMAGED,
-    NOT_COCO,
     Encoded,
     check_read,
     decode_image,
@@ -54,17 +53,14 @@ class SegZeroDataset(Reader):
                 f"--data_dir {arrow_dir}: these sets come without masks, and there is no folder "
                 f"{self._masks} with one {{id}}.png for each row"
             )
-        keys = []
         for _, path in find_shards(self._root):
             shard = Shard(path, COLUMNS)
             for row, values in enumerate(shard.rows(list(COLUMNS))):
                 name, text, read = values["id"], values["problem"], partial(self._read, shard, row)
-                size, key = check_read(read)
                 self._num_rows += 1
-                if self._usable(size, text, self._mask_area(name)):
-                    self._samples.append(Region(read, None, text, image_id=name))
-                    keys.append(key)
-        self._keep(arrow_dir, keys, [NOT_COCO] * len(keys))
+                region = Region(read, None, text, image_id=name)
+                self._add(region, check_read(read), text, self._mask_area(name))
+        self._finish(arrow_dir)
 
     def _read(self, shard: Shard, row: int) -> Encoded:
         return read_cell(shard.table["image"][row].as_py(), shard.path.parent, self._root)
@@ -76,7 +72,7 @@ class SegZeroDataset(Reader):
         ):  # it would lead out of the folder
             return None
         size, _ = check_read(lambda: map_file(self._masks / f"{name}.png"))
-        return None if isinstance(size, str) else whole_mask(*size)
+        return whole_mask(size)
 
     def _region(self, i: int) -> Region:
         region = self._samples[i]

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -83,37 +82,16 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
     return float(statistic(after)) - float(statistic(before)), *interval
 
 
-@dataclass(frozen=True)
-class Change:
-    """A metric before and after, and the 95 % interval of the paired difference, if it has one."""
-
-    metric: str
-    before: float
-    after: float
-    interval: tuple[float, float] | None
-
-
-def changes(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[Change]:
-    """Changes of the metrics that were measured before and after on the same samples."""
-    ends, changed = means(after), []
-    for metric, start in means(before).items():
-        if metric in ends:
-            interval = None
-            if metric not in cycle_metrics.WITHOUT_INTERVAL:
-                difference = paired_difference(rows_of(before, metric), rows_of(after, metric))
-                interval = difference[1:]
-            changed.append(Change(metric, start, ends[metric], interval))
-    return changed
-
-
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
     """Metrics before and after, and the paired difference with its 95 % interval, as text."""
     title = f"held out, n = {len(next(iter(after.values())))}"
     lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
-    for change in changes(before, after):
-        line = f"{change.metric:20s} {change.before:8.4f} {change.after:8.4f}"
-        line += f" {change.after - change.before:+8.4f}"
-        if change.interval:
-            line += "   [{:+.4f}, {:+.4f}]".format(*change.interval)
+    means_before, means_after = means(before), means(after)
+    for metric in [metric for metric in means_before if metric in means_after]:
+        start, end = means_before[metric], means_after[metric]
+        line = f"{metric:20s} {start:8.4f} {end:8.4f} {end - start:+8.4f}"
+        if metric not in cycle_metrics.WITHOUT_INTERVAL:
+            _, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
+            line += f"   [{low:+.4f}, {high:+.4f}]"
         lines.append(line)
     return "\n".join(lines)

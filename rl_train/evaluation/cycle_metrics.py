@@ -70,20 +70,16 @@ ATTRIBUTE_METRICS = {
 WITHOUT_INTERVAL = ("caption_distinct",)
 
 
-class MetricNotMeasured(UserFault):
-    """--best_by names what a run does not measure."""
-
-
 def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> float:
     """Mean of the metrics `names`, by default of those of DEFAULT_METRICS_FOR_BEST that are there.
 
-    Raises MetricNotMeasured if one of `names`, or all of the default, is not there.
+    Raises UserFault if one of `names`, or all of the default, is not there.
     """
     missing = [name for name in names if name not in metrics]
     chosen = [metrics[name] for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
     if missing or not chosen:
         words = ", ".join(missing) or "is needed to choose checkpoint_best"
-        raise MetricNotMeasured(f"--best_by {words}: this run measures {', '.join(metrics)}")
+        raise UserFault(f"--best_by {words}: this run measures {', '.join(metrics)}")
     return sum(chosen) / len(chosen)
 
 

@@ -3,7 +3,8 @@
 Letters: B samples, P answers, H W the pixels of a mask.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, islice
 
 import numpy as np
@@ -132,7 +133,7 @@ def swapped(
     Of the next answer of the batch, then of the one after it, at the same place of the image; with
     fewer, if the others have no more.
     """
-    found = []
+    swapped_answers = []
     for i, answer in enumerate(answers):
         others = [*range(i + 1, len(answers)), *range(i)]
         height, width = sizes[i]
@@ -141,8 +142,10 @@ def swapped(
             for j in others
             if answers[j]
         )
-        found.append(answer and with_negatives(answer, islice(points, len(answer.negative))))
-    return found
+        if answer:
+            answer = replace(answer, negative=tuple(islice(points, len(answer.negative))))
+        swapped_answers.append(answer)
+    return swapped_answers
 
 
 def random_negatives(
@@ -160,12 +163,7 @@ def random_negatives(
         return any(x1 <= point[0] <= x2 and y1 <= point[1] <= y2 for x1, y1, x2, y2 in answer.boxes)
 
     outside_first = sorted(map(tuple, points.tolist()), key=boxed)
-    return with_negatives(answer, outside_first[: len(answer.negative)])
-
-
-def with_negatives(answer: PointPrompt, points: Iterable[Point]) -> PointPrompt:
-    """The answer with these negative points in place of its own."""
-    return PointPrompt(answer.boxes, answer.positive, tuple(points))
+    return replace(answer, negative=tuple(outside_first[: len(answer.negative)]))
 
 
 def num_inside(mask: torch.Tensor, points: Sequence[Point]) -> float:

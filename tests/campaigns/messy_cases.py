@@ -124,7 +124,7 @@ CASES = {
     "cut JPEG": ("damaged image", lambda i, m, c: dict(image=encode_image(i, "JPEG")[:-400])),
     "cut PNG": ("damaged image", lambda i, m, c: dict(image=encode_image(i, "PNG")[:-400])),
     "50,000 x 50,000 header": (
-        "image above 100000000 pixels",
+        "image above 100000000 pixels, or 65535 on a side",
         lambda i, m, c: dict(image=huge_png()),
     ),
     "bad Huffman table": (

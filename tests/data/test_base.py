@@ -1,6 +1,7 @@
 """A new reader is one file and one line of DATASETS."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from rl_train import data
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import BadData, DamagedSample
-from rl_train.data.images import NOT_COCO, check_read, map_file
+from rl_train.data.images import check_read, map_file
 from rl_train.data.registry import readers
 from rl_train.data.rle import encode_mask
 from rl_train.data.split import split_dataset
@@ -26,23 +27,11 @@ class Folder(Reader):
 
     def __init__(self, data_dir: str | Path):
         super().__init__()
-        self.paths, keys = sorted(Path(data_dir).glob("*.png")), []
-        for path in list(self.paths):
-            size, key = check_read(lambda: map_file(path))
+        for path in sorted(Path(data_dir).glob("*.png")):
+            region = Region(partial(map_file, path), encode_mask(MASK), path.stem, "", path.name)
             self._num_rows += 1
-            if isinstance(size, str):
-                self._skipped[size] += 1
-                self.paths.remove(path)
-            else:
-                keys.append(key)
-        self._keep(data_dir, keys, [NOT_COCO] * len(keys))
-
-    def image_id(self, i: int) -> str:
-        return self.paths[i].name
-
-    def _region(self, i: int) -> Region:
-        path = self.paths[i]
-        return Region(lambda: map_file(path), encode_mask(MASK), path.stem)
+            self._add(region, check_read(region.read), region.caption, region.rle)
+        self._finish(data_dir)
 
 
 @pytest.fixture

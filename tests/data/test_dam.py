@@ -122,7 +122,7 @@ def test_unusable_regions_are_skipped_and_counted(tmp_path, reason):
         ("no image", []),
         ("no image", [("b.pickle", PNGS[0]), ("b.txt", PNGS[0])]),
         ("unreadable image header", [("b.jpg", b"no image")]),
-        ("image above 100000000 pixels", [("b.png", huge_png())]),
+        ("image above 100000000 pixels, or 65535 on a side", [("b.png", huge_png())]),
     ],
 )
 def test_unusable_images_are_skipped_and_counted(tmp_path, reason, members):

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from rl_train.data import GraspAnyRegionDataset
-from rl_train.data.images import MAX_PIXELS
+from rl_train.data.images import TOO_LARGE
 from sa2va_hf.processing_sa2va import region_grid
 from tests.campaigns.messy_cases import huge_png
 from tests.data.gar_rows import IMAGE, JPEG, MASK, PNG, H, W, ids, read, row, turns, write
@@ -107,7 +107,7 @@ SKIPPED = {
         dict(image={"bytes": data, "path": None})
         for data in (b"", b"not an image", PNG[:20], JPEG[:20])
     ],
-    f"image above {MAX_PIXELS} pixels": [dict(image={"bytes": huge_png(), "path": None})],
+    TOO_LARGE: [dict(image={"bytes": huge_png(), "path": None})],
 }
 
 

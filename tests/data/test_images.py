@@ -18,7 +18,7 @@ from rl_train.data.images import (
     MAX_PIXELS,
     NO_IMAGE,
     OUTSIDE,
-    TOO_LONG,
+    TOO_LARGE,
     image_key,
 )
 from rl_train.data.rle import decode_mask
@@ -121,7 +121,7 @@ def test_of_an_animation_the_first_frame(tmp_path):
     [
         (BAD_HEADER, b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 30\n%%EndComments\n"),
         (BAD_DEPTH, encode_image(Image.fromarray(np.ones((H, W), np.float32)), "TIFF")),
-        (TOO_LONG, encode_image(Image.new("1", (1, MAX_IMAGE_SIDE + 1)))),
+        (TOO_LARGE, encode_image(Image.new("1", (1, MAX_IMAGE_SIDE + 1)))),
     ],
 )
 def test_images_that_are_refused_by_their_header(tmp_path, reason, data):

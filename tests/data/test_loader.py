@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_train.data import BadData, DamagedSample, GraspAnyRegionDataset
-from rl_train.data.loader import StepSampler, eval_loader, steps, train_loader
+from rl_train.data.loader import StepSampler, batch_loader, eval_loader, steps
 from tools.demo.make_demo import TRAIN, write_split
 
 
@@ -49,7 +49,7 @@ def assert_same(a, b):
 def test_workers_do_not_change_the_batches(dataset):
     def batches(num_workers):
         sampler = StepSampler(len(dataset), 2, 1, seed=3)
-        return first(train_loader(dataset, Pixels(), sampler, num_workers), 6)
+        return first(batch_loader(dataset, Pixels(), sampler, num_workers), 6)
 
     alone, shared = batches(0), batches(2)
     assert [b.index for b in alone] == first(StepSampler(len(dataset), 2, 1, seed=3), 6)
@@ -60,7 +60,7 @@ def test_workers_do_not_change_the_batches(dataset):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_batch_holds_its_samples(dataset, num_workers):
     sampler = StepSampler(len(dataset), 3, 1, seed=0)
-    batch = next(iter(train_loader(dataset, Pixels(), sampler, num_workers)))
+    batch = next(iter(batch_loader(dataset, Pixels(), sampler, num_workers)))
     assert len(batch) == 3
     for k, i in enumerate(batch.index):
         sample, mask = dataset[i], batch.masks[k]

@@ -68,7 +68,6 @@ def test_reasons_are_named():
         images.NO_IMAGE,
         images.BAD_HEADER,
         images.TOO_LARGE,
-        images.TOO_LONG,
         images.BAD_DEPTH,
         images.OUTSIDE,
         dam.BAD_NAME,

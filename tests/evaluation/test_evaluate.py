@@ -11,12 +11,12 @@ from rl_train.checkpoint import save_load
 from rl_train.checkpoint.save_load import RunState
 from rl_train.distributed.process_group import Ranks
 from rl_train.evaluation import cycle_metrics, evaluate
-from rl_train.evaluation.cycle_metrics import METRICS, MetricNotMeasured
+from rl_train.evaluation.cycle_metrics import METRICS
 from rl_train.evaluation.evaluate import EvalSpec
 from rl_train.export.merge import preferred_role
 from rl_train.roles import Roles
 from rl_train.run.schedules import cosine_schedule
-from rl_train.utils.io import read_json
+from rl_train.utils.io import UserFault, read_json
 from tests.runs import SAMPLED, on_one_core, run
 from tools.demo.scenes import PATTERNS
 
@@ -285,13 +285,11 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
     assert scores(["seg_hit"]) == [0.3, 0, 0.1, 0.1]
     assert scores(["seg_iou", "seg_hit"]) == [0.4, 0.05, 0.2, 0.1]
     assert scores([], eval_steps=0) == scores(["cycle_iou"], eval_steps=0) == []
-    with pytest.raises(MetricNotMeasured, match="--best_by cycle_iou: this run measures seg_iou, "):
+    with pytest.raises(UserFault, match="--best_by cycle_iou: this run measures seg_iou, "):
         scores(["cycle_iou"])
     assert state.step == 0  # before anything was trained
 
-    with pytest.raises(
-        MetricNotMeasured, match="--best_by is needed to choose checkpoint_best: .* cac"
-    ):
+    with pytest.raises(UserFault, match="--best_by is needed to choose checkpoint_best: .* cac"):
         cycle_metrics.selection_score(dict(cac=1.0))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
-from rl_train.data.loader import StepSampler, eval_loader, train_loader
+from rl_train.data.loader import StepSampler, batch_loader, eval_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
 from tests.updates import equal
@@ -56,7 +56,7 @@ def test_batches_hold_what_the_processor_makes(dataset, inputs_of, max_tiles, nu
 def test_batches_that_are_kept_are_not_overwritten(dataset, inputs_of):
     """A trainer holds all batches of a step, whose tensors lie in memory shared with a worker."""
     inputs, sampler = inputs_of(1), StepSampler(len(dataset), 1, 1, seed=1)
-    for batch in list(itertools.islice(train_loader(dataset, inputs, sampler, 1), 40)):
+    for batch in list(itertools.islice(batch_loader(dataset, inputs, sampler, 1), 40)):
         assert_holds(batch, dataset, inputs.processor)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rl_train.distributed.process_group import Ranks, lost_rank
-from rl_train.evaluation.cycle_metrics import MetricNotMeasured
 from rl_train.run.error_report import ErrorReporter
+from rl_train.utils.io import UserFault
 from tests.ranks import finish, free_port
 from tests.runs import ENVIRONMENT, ROOT
 
@@ -65,7 +65,7 @@ def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
     endings.parts = object()
     with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
         with endings:
-            raise MetricNotMeasured("--best_by x: this run measures y")
+            raise UserFault("--best_by x: this run measures y")
     with pytest.raises(ValueError, match="^a fault of ours$"):
         with endings:
             raise ValueError("a fault of ours")

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from rl_train.config.flags import COUNT, COUNT_OR_0, flag
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
-from rl_train.data.loader import StepSampler, train_loader
+from rl_train.data.loader import StepSampler, batch_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
@@ -99,7 +99,7 @@ def measure(options: Options) -> dict:
         for number in range(options.rounds):
             sampler = StepSampler(len(bare), options.batch_size, 1, number)
             least = DataLoader(bare, batch_sampler=sampler, num_workers=workers)
-            ours = train_loader(dataset, inputs, sampler, workers)
+            ours = batch_loader(dataset, inputs, sampler, workers)
             speeds.append((speed(least, options), speed(ours, options)))
     ratios = [ours / least for least, ours in speeds]
     loader = dict(
