@@ -1,6 +1,7 @@
 """Policy, EMA teacher and reference as three sets of the trainable weights over one frozen base."""
 
 import contextlib
+from collections.abc import Iterable
 
 import torch
 
@@ -8,7 +9,7 @@ COPIES = ("teacher", "reference")
 
 
 def half_life_decay(update: int, half_life: float) -> float:
-    """The teacher's decay at an update (0 is the run's first), for a half-life in updates.
+    """Return the teacher's decay at an update (0 is the run's first), for a half-life in updates.
 
     It is warmed up, so that the teacher does not stay what the run started from: until about 1.4
     half-lives the teacher is the mean of all policies so far. A slower warm-up, as the common
@@ -27,12 +28,10 @@ class Roles:
         copies: the roles beside the policy; without "teacher" nothing is averaged.
 
     Raises:
-        ValueError: a parameter that is not float32, or none at all.
+        ValueError: a parameter is not float32.
     """
 
-    def __init__(self, trainable: dict[str, torch.nn.Parameter], copies=COPIES):
-        if not trainable:
-            raise ValueError("no trainable parameters")
+    def __init__(self, trainable: dict[str, torch.nn.Parameter], copies: Iterable[str] = COPIES):
         for name, parameter in trainable.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
@@ -46,7 +45,7 @@ class Roles:
     def has_teacher(self) -> bool:
         return "teacher" in self.copies
 
-    def _assert_policy(self, gradient):
+    def _assert_policy(self, gradient: torch.Tensor) -> torch.Tensor:
         # A recomputed (checkpointed) forward inside a role would silently use the role's weights.
         assert self.active == "policy", f"backward ran inside roles.use({self.active!r})"
         return gradient
@@ -57,29 +56,29 @@ class Roles:
         if name not in ("policy", *self.copies):
             known = ", ".join(("policy", *self.copies))
             raise ValueError(
-                f"role {name!r} is unknown; known: {known}. Which copies are kept, the tasks' "
-                "classes say: asks_teacher, asks_reference"
+                f"role {name!r} is unknown; known: {known}. The tasks' classes determine which "
+                "copies are kept: asks_teacher, asks_reference"
             )
         assert self.active == "policy", f"roles.use({name!r}) inside roles.use({self.active!r})"
-        if name == "policy":  # which is there: an exchange of 600 tensors takes a millisecond
+        if name == "policy":  # nothing to exchange, which takes a millisecond for 600 tensors
             with torch.no_grad():
                 yield
             return
-        own = {n: p.data for n, p in self.trainable.items()}
+        policy_weights = {n: p.data for n, p in self.trainable.items()}
         self.active = name
         try:
             self._point_at(self.copies[name])
             with torch.no_grad():
                 yield
         finally:
-            self._point_at(own)
+            self._point_at(policy_weights)
             self.active = "policy"
 
     @contextlib.contextmanager
     def temporary_role(self, name: str, weights: dict[str, torch.Tensor]):
-        """Keep a role more as long as this is open, with these weights from wherever they are."""
-        places = {n: p.device for n, p in self.trainable.items()}
-        self.copies[name] = {n: weight.to(places[n]) for n, weight in weights.items()}
+        """Add a role of these weights, on any device, while the context is open."""
+        devices = {n: p.device for n, p in self.trainable.items()}
+        self.copies[name] = {n: weight.to(devices[n]) for n, weight in weights.items()}
         try:
             yield
         finally:
@@ -91,7 +90,7 @@ class Roles:
 
     @torch.no_grad()
     def update_teacher(self, decay: float):
-        """teacher <- decay teacher + (1 - decay) policy, if there is one; after each update."""
+        """Set teacher <- decay * teacher + (1 - decay) * policy, if there is a teacher."""
         assert self.active == "policy"
         if not self.has_teacher:
             return
@@ -100,7 +99,7 @@ class Roles:
 
     @torch.no_grad()
     def distance(self, a: str, b: str) -> float:
-        """RMS difference of two roles' trainable weights, relative to the reference's RMS."""
+        """Return the RMS difference of two roles' weights, relative to the reference's RMS."""
         weights = {"policy": self.trainable, **self.copies}
         left, right, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
@@ -110,19 +109,8 @@ class Roles:
         return norms[0] / norms[1]
 
     def drift(self) -> dict[str, float]:
-        """{curve: `distance`} of the teacher; empty without one."""
+        """Return {metric: `distance`} of the teacher; empty without one."""
         if not self.has_teacher:
             return {}
         others = {"teacher/drift": "reference", "teacher/lag": "policy"}
-        return {curve: self.distance("teacher", other) for curve, other in others.items()}
-
-    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
-        """{"teacher": .., "reference": ..}: the banks; the policy is the model itself."""
-        return {role: {n: t.clone() for n, t in bank.items()} for role, bank in self.copies.items()}
-
-    def load_state_dict(self, state):
-        for role, bank in self.copies.items():
-            if odd := set(state[role]) ^ set(bank):
-                raise ValueError(f"{role} bank: names differ: {sorted(odd)[:5]}")
-            for name, tensor in bank.items():
-                tensor.copy_(state[role][name])
+        return {metric: self.distance("teacher", other) for metric, other in others.items()}

@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop
             with process_group.fail_together():
                 run = build(config, ranks)
                 claim_output_dir(run)
-            reporter.parts = run
+            reporter.run = run
             explaining(config.data.num_workers, train_and_evaluate, run, signals, loop)
     finally:
         process_group.close()

@@ -54,7 +54,7 @@ def test_a_role_is_lent_for_a_while(toy):
     with roles.temporary_role("reference", began), roles.use("reference"):
         assert toy.a.tolist() == [1, 2]
     assert toy.a.tolist() == [5, 5] and roles.copies == {}
-    with pytest.raises(ValueError, match="known: policy. Which"), roles.use("reference"):
+    with pytest.raises(ValueError, match="known: policy. The"), roles.use("reference"):
         pass
 
 
@@ -62,12 +62,10 @@ def test_without_a_teacher_only_the_reference_is_kept(toy):
     roles = Roles(toy.trainable, ("reference",))
     set_policy(toy, 5.0)
     roles.update_teacher(0.5)
-    assert (
-        not roles.has_teacher and roles.drift() == {} and list(roles.state_dict()) == ["reference"]
-    )
+    assert not roles.has_teacher and roles.drift() == {} and list(roles.copies) == ["reference"]
     with roles.use("reference"):
         assert toy.a.tolist() == [1, 2]
-    with pytest.raises(ValueError, match="known: policy, reference. Which"), roles.use("teacher"):
+    with pytest.raises(ValueError, match="known: policy, reference. The"), roles.use("teacher"):
         pass
     assert list(Roles(toy.trainable).drift()) == ["teacher/drift", "teacher/lag"]
 
@@ -186,12 +184,10 @@ def test_distance_of_roles_by_hand(toy, roles):
 
 
 def test_no_storage_is_shared(toy, roles):
-    state = roles.state_dict()
-    tensors = [
-        *toy.trainable.values(),
-        *(t for bank in [*roles.copies.values(), *state.values()] for t in bank.values()),
-    ]
-    assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 5
+    tensors = [*toy.trainable.values()]
+    for copy in roles.copies.values():
+        tensors += copy.values()
+    assert len({t.data_ptr() for t in tensors}) == len(tensors) == 2 * 3
 
 
 def test_use_swaps_and_restores(toy, roles):
@@ -248,26 +244,8 @@ def test_backward_inside_a_role_is_refused(toy, roles):
 def test_bad_input_is_named(toy, roles):
     with pytest.raises(ValueError, match="w is torch.bfloat16"):
         Roles({"w": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))})
-    with pytest.raises(ValueError, match="no trainable"):
-        Roles({})
     with pytest.raises(ValueError, match="'judge'"), roles.use("judge"):
         pass
-
-
-def test_state_dict_round_trip(toy, roles):
-    set_policy(toy, 5.0)
-    roles.update_teacher(0.5)
-    state = roles.state_dict()
-    set_policy(toy, 9.0)
-    fresh = Roles(toy.trainable)
-    fresh.load_state_dict(state)
-    for role, a in (("teacher", [3.0, 3.5]), ("reference", [1.0, 2.0])):
-        assert fresh.copies[role]["a"].tolist() == a
-    fresh.update_teacher(0.0)
-    assert state["teacher"]["a"].tolist() == [3.0, 3.5]  # the loaded state is a copy
-    assert roles.copies["teacher"]["a"].tolist() == [3.0, 3.5]
-    with pytest.raises(ValueError, match="teacher bank.*'b'"):
-        fresh.load_state_dict({**state, "teacher": {"a": state["teacher"]["a"]}})
 
 
 @torch.no_grad()

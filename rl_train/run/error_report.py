@@ -1,65 +1,69 @@
-"""How a run ends that cannot go on: by one sentence and a status, what the user can mend.
+"""Report of what ends a run: one sentence and an exit status for what the user can mend.
 
 Faults of the program itself keep their traceback.
 """
 
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rl_train.checkpoint import save_load
+from rl_train.checkpoint.save_load import resume_hint
 from rl_train.config.grpo_config import Config
 from rl_train.distributed.process_group import Ranks, lost_rank, only_local_rank0, print0
-from rl_train.run import memory_check
+from rl_train.run.memory_check import is_out_of_memory, out_of_memory_message
 from rl_train.run.signals import EXIT_INTERRUPTED, Interrupted
 from rl_train.utils.io import CannotWrite, UserFault
 
+if TYPE_CHECKING:
+    from rl_train.run.build import Run
+
 
 class ErrorReporter:
-    """A context that turns a run's end into SystemExit with a sentence, or with STATUS.
+    """A context that turns an error that the user can mend into SystemExit with a sentence.
 
     Attributes:
-        parts: `run.build.Parts` once the run has begun; before it, every ValueError is the user's
-            input.
+        run: the run once it has begun; before that, every ValueError is the user's input.
     """
 
     def __init__(self, config: Config, ranks: Ranks):
-        self.config, self.ranks, self.parts = config, ranks, None
+        self.config, self.ranks = config, ranks
+        self.run: "Run | None" = None
 
     def __enter__(self):
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ):
         if isinstance(error, Interrupted):
-            print0(f"rl_train: stopped by {error}; {self._how_to_go_on()}")
+            print0(f"rl_train: stopped by {error}; {resume_hint(self.config.run.output_dir)}")
             raise SystemExit(EXIT_INTERRUPTED) from error
-        if sentence := self._sentence(error):
-            raise SystemExit(sentence) from error
-        if how := lost_rank(error):  # status 1: the rank that it lost says why, with its own
-            print(f"rl_train: rank {self.ranks.rank} has lost another rank: {how}", file=sys.stderr)
+        if exit_value := self._exit_value(error):
+            raise SystemExit(exit_value) from error
+        if reason := lost_rank(error):  # status 1: the lost rank reports its own error and status
+            print(
+                f"rl_train: rank {self.ranks.rank} has lost another rank: {reason}", file=sys.stderr
+            )
             raise SystemExit(1) from error
 
-    def _sentence(self, error: BaseException | None) -> str | int | None:
-        """What SystemExit takes of an error that the user can mend, else None."""
-        if isinstance(error, RuntimeError) and memory_check.is_out_of_memory(error):
-            message = memory_check.out_of_memory_message(self.config, self.ranks, self.parts)
-            return f"rl_train: {message}"
+    def _exit_value(self, error: BaseException | None) -> str | int | None:
+        """Return the argument of SystemExit for an error that the user can mend, else None."""
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            return f"rl_train: {out_of_memory_message(self.config, self.ranks, self.run)}"
         if isinstance(error, CannotWrite):
-            return f"rl_train: {error}; {self._how_to_go_on()}"
+            return f"rl_train: {error}; {resume_hint(self.config.run.output_dir)}"
         if isinstance(error, FloatingPointError):
-            steps = f"after {self.parts.state.step if self.parts else 0} steps"
-            again = "and diverges again: a lower --learning_rate takes another --output_dir"
-            return f"rl_train: {error}, {steps}; {self._how_to_go_on()}, {again}"
-        if self.parts is None:
-            asked = isinstance(error, ValueError)
-            return only_local_rank0(f"rl_train: {error}") if asked else None
+            num_steps = self.run.state.step if self.run else 0
+            return (
+                f"rl_train: {error}, after {num_steps} steps; "
+                f"{resume_hint(self.config.run.output_dir)}, and diverges again: a lower "
+                "--learning_rate takes another --output_dir"
+            )
+        if self.run is None and isinstance(error, ValueError):
+            return only_local_rank0(f"rl_train: {error}")
         if isinstance(error, UserFault):
             return f"rl_train: {str(error).splitlines()[-1]}"  # a worker's has its traceback above
         return None
-
-    def _how_to_go_on(self) -> str:
-        return save_load.resume_hint(self.config.run.output_dir)

@@ -1,10 +1,8 @@
-"""GPU memory: what a run holds at its start, and the sentence when there is none left."""
+"""GPU memory: bytes that a run holds at its start, and the message when there is none left."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import torch
 
 from rl_train.checkpoint.save_load import resume_hint
 from rl_train.config.grpo_config import Config
@@ -27,14 +25,10 @@ def standing_memory(policy: "Policy", copies: Iterable[str] = COPIES) -> dict[st
     return {"frozen base": base} | {part: n * weights for part, n in trained.items()}
 
 
-# When there is none left
-
-
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Return whether a GPU's memory is used up, by torch's error or that of a library."""
-    words = str(error)
-    by_library = "out of memory" in words or "ALLOC_FAILED" in words
-    return isinstance(error, torch.OutOfMemoryError) or by_library
+    """Return whether an error of torch or of a library says that a GPU's memory is used up."""
+    message = str(error)  # OutOfMemoryError's own says "out of memory" too
+    return "out of memory" in message or "ALLOC_FAILED" in message
 
 
 def out_of_memory_message(config: Config, ranks: Ranks, run: "Run | None" = None) -> str:
@@ -46,25 +40,24 @@ def out_of_memory_message(config: Config, ranks: Ranks, run: "Run | None" = None
     phase, when = "calibration", "before the first step"
     if run is not None:
         phase, when = run.phase, f"in step {run.state.step + 1}, in {run.phase}"
-    sentences = [
-        f"out of GPU memory on rank {ranks.rank}, {when}",
-        remedy(phase, config),
-        resume_hint(config.run.output_dir),
-    ]
-    return "; ".join(sentences)
+    return (
+        f"out of GPU memory on rank {ranks.rank}, {when}; {remedy(phase, config)}; "
+        f"{resume_hint(config.run.output_dir)}"
+    )
 
 
 def remedy(phase: str, config: Config) -> str:
     """Return what to change to save memory in a phase; a run that has begun can resume with it."""
     has_begun = (Path(config.run.output_dir) / "config.json").is_file()
-    lower, free = config.flags_with("lowers_memory_of"), config.flags_with("free_on_resume")
-    flags = [f for f, phases in lower.items() if phase in phases and (f in free or not has_begun)]
-    flags.sort(key=lambda flag: flag not in free)  # first those that change the run least
-    words = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
+    phases_of_flag = config.flags_with("lowers_memory_of")
+    free_on_resume = config.flags_with("free_on_resume")
+    flags = [
+        flag
+        for flag, phases in phases_of_flag.items()
+        if phase in phases and (flag in free_on_resume or not has_begun)
+    ]
+    flags.sort(key=lambda flag: flag not in free_on_resume)  # first those that change the run least
+    advice = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
     if "batch_size" in flags:
-        words += " (and raise --gradient_accumulation_steps)"
-    if phase == "update" and not config.policy.gradient_checkpointing:
-        words += ", or switch --gradient_checkpointing on"
-    if phase == "calibration":
-        words += ", or take a GPU with more memory if the model itself does not fit"
-    return words
+        advice += " (and raise --gradient_accumulation_steps)"
+    return advice

@@ -62,7 +62,7 @@ def test_what_says_that_a_rank_was_lost(error, said):
 def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
     """Known when the first evaluation is done, hence after the run has begun."""
     endings = ErrorReporter(None, Ranks(0, 1, torch.device("cpu")))
-    endings.parts = object()
+    endings.run = object()
     with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
         with endings:
             raise UserFault("--best_by x: this run measures y")
