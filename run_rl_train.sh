@@ -38,4 +38,9 @@ elif [ "$*" = points ]; then
         --no-gradient_checkpointing --num_workers 1 --max_steps 80 --eval_samples 128 --eval_steps 40 --save_steps 40 --resume auto
 fi
 
-exec "$PYTHON" -m rl_train.distributed.launch "$@"  # signals reach it
+MODULE=rl_train.train
+if [ "${1-}" = supervised ]; then
+    MODULE=rl_train.sft
+    shift
+fi
+exec "$PYTHON" -m rl_train.distributed.launch -m $MODULE "$@"  # signals reach it

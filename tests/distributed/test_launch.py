@@ -42,7 +42,6 @@ def start(tmp_path, monkeypatch):
     script, ranks = tmp_path / "a_rank.py", tmp_path / "ranks"
     script.write_text(RANK)
     ranks.mkdir()
-    monkeypatch.setattr(launch, "MODULE", "a_rank")
     monkeypatch.setenv("NPROC", "2")
     monkeypatch.setenv("PYTHONPATH", f"{os.getcwd()}:{tmp_path}")
     monkeypatch.setattr(sys, "exit", lambda status: os._exit(status))
@@ -50,7 +49,7 @@ def start(tmp_path, monkeypatch):
 
     def fork(way, *argv):
         output = tmp_path / "output"
-        monkeypatch.setattr(sys, "argv", ["launch", *argv, str(ranks), way])
+        monkeypatch.setattr(sys, "argv", ["launch", "-m", "a_rank", *argv, str(ranks), way])
         launchers.append(os.fork())
         if launchers[-1] == 0:
             signal.alarm(120)  # a hang is a failure
@@ -129,14 +128,16 @@ def test_ranks_do_not_outlive_a_killed_launcher(start):
 def test_machines_meet_at_the_address(monkeypatch):
     for name, value in dict(NNODES=3, NODE_RANK=1, MASTER_ADDR="a", MASTER_PORT=7).items():
         monkeypatch.setenv(name, str(value))
-    assert launch.torchrun_arguments(8, 2, ["-m", "rl_train.train", "--seed", "1"]) == [
-        *("--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7"),
-        *("--nproc_per_node=8", "--max_restarts=2", "-m", "rl_train.train", "--seed", "1"),
+    assert launch.rendezvous_options() == [
+        *("--nnodes=3", "--node_rank=1", "--master_addr=a", "--master_port=7")
     ]
+    monkeypatch.setenv("NNODES", "1")
+    assert launch.rendezvous_options() == ["--standalone"]
 
 
 def test_restarts_are_not_fewer_than_none(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["launch", "--max_restarts", "-1"])
     with pytest.raises(SystemExit) as stopped:
         launch.main()
-    assert stopped.value.code == 2 and "--max_restarts -1: must be" in capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert "--max_restarts: -1: must be at least 0" in capsys.readouterr().err
