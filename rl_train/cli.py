@@ -1,4 +1,4 @@
-"""The command line of a run: from flags to a `Config`, and whose output folder it is."""
+"""The command line of a run: parse flags to a `Config`, and check the output folder."""
 
 import argparse
 import math
@@ -31,9 +31,9 @@ class EntryPoint:
 
     name: str
     description: str
-    parts: dict[str, type]  # configs whose flags it has; of others the defaults hold
+    configs: dict[str, type]  # those whose flags it has; the others keep their defaults
     tasks: dict[str, type]
-    usual: tuple[str, ...]  # tasks, if --tasks names none
+    default_tasks: tuple[str, ...]  # the default of --tasks
 
 
 GRPO = EntryPoint(
@@ -46,51 +46,53 @@ GRPO = EntryPoint(
 
 
 def run_program(main: Callable[[], None]):
-    """Run `main`; print the sentence that it may end with, and exit with status 2."""
+    """Run `main`; if it exits with a sentence, print it and exit with status 2."""
     try:
         main()
-    except SystemExit as stopped:
-        if not isinstance(stopped.code, str):
+    except SystemExit as ending:
+        if not isinstance(ending.code, str):
             raise
-        sys.exit(print(stopped.code, file=sys.stderr) or EXIT_BAD_INPUT)
+        print(ending.code, file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
 
 
 def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> argparse.ArgumentParser:
-    """The parser of all flags, those of the `tasks` {name: class} among them."""
+    """Return the parser of all flags, those of the `tasks` {name: class} among them."""
     parser = argparse.ArgumentParser(
         program.name,
+        parents=[tasks_parser(program)],
         description=program.description,
         epilog="TRL's name of a flag that means the same is taken too: docs/coming_from.md.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
-    add_tasks_flag(parser, program)
-    for kind, title in config_classes(tasks, program).items():
-        add_flags(parser, kind, title)
+    for config_class, title in config_classes(tasks, program).items():
+        add_flags(parser, config_class, title)
     return parser
 
 
 def config_classes(tasks: dict[str, type], program: EntryPoint) -> dict[type, str | None]:
-    """{class whose fields are flags: their title in --help, if it is not the class's docstring}."""
+    """Return {class whose fields are flags: their title in --help; None: the class's docstring}."""
     options = {task.Options: f"task {name}" for name, task in tasks.items()}  # may be shared
-    return dict.fromkeys(program.parts.values()) | options
+    return dict.fromkeys(program.configs.values()) | options
 
 
-def add_tasks_flag(parser: argparse.ArgumentParser, program: EntryPoint):
-    """Add --tasks, which says what other flags there are."""
+def tasks_parser(program: EntryPoint) -> argparse.ArgumentParser:
+    """Return the parser of --tasks alone, on which the other flags depend."""
+    parser = argparse.ArgumentParser(program.name, add_help=False, allow_abbrev=False)
     parser.add_argument(
         "--tasks",
         nargs="+",
-        default=list(program.usual),
+        default=list(program.default_tasks),
         metavar="TASK",
         help=f"of {', '.join(program.tasks)}, or module:Class of your own (docs/adding_a_task.md)",
     )
+    return parser
 
 
 def parse(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
-    """The checked config of a command line; a wrong value ends the program with one sentence."""
-    parser = argparse.ArgumentParser(program.name, add_help=False, allow_abbrev=False)
-    add_tasks_flag(parser, program)
+    """Return the checked config of a command line; a wrong value exits with one sentence."""
+    parser = tasks_parser(program)
     argv = sys.argv[1:] if argv is None else argv
     names = parser.parse_known_args(argv)[0].tasks
     try:
@@ -111,7 +113,7 @@ def parse_together(argv: list[str] | None = None, program: EntryPoint = GRPO) ->
 
 
 def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoint) -> Config:
-    """The config of parsed flags. Raises ValueError, naming the flag, for a wrong value.
+    """Return the config of parsed flags. Raises ValueError, naming the flag, for a wrong value.
 
     Args:
         tasks: {name: class} of all whose flags were parsed.
@@ -123,13 +125,14 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
                 f"--resume {args.resume}: a restart would begin there again, --max_restarts needs "
                 "--resume auto"
             )
-    parts = {name: part() for name, part in CONFIG_CLASSES.items() if name not in program.parts}
-    parts |= {name: read_flags(args, part) for name, part in program.parts.items()}
+    defaults = CONFIG_CLASSES.keys() - program.configs.keys()
+    configs = {name: CONFIG_CLASSES[name]() for name in defaults}
+    configs |= {name: read_flags(args, config) for name, config in program.configs.items()}
     chosen = {name: tasks[name] for name in args.tasks}
     options = {name: read_flags(args, task.Options) for name, task in chosen.items()}
     active = {name: option for name, option in options.items() if option.weight > 0}
     config = Config(
-        **parts,
+        **configs,
         kinds={name: tasks[name] for name in active},
         tasks=active,
         flags=vars(args),
@@ -151,13 +154,13 @@ def check_together(config: Config, chosen: dict[str, type]):
         chosen: tasks {name: class} that --tasks names, those of weight 0 too.
     """
     names, families = config.flags["tasks"], sorted({task.family for task in chosen.values()})
-    words = f"--tasks {' '.join(names)}"
+    tasks_flag = f"--tasks {' '.join(names)}"
     if len({task.name for task in chosen.values()}) < len(names):
-        raise ValueError(f"{words}: names a task twice, or two whose metrics have one name")
+        raise ValueError(f"{tasks_flag}: names a task twice, or two whose metrics have one name")
     if len(families) > 1:
-        raise ValueError(f"{words}: ask models of {' and '.join(families)}, and a run has one")
+        raise ValueError(f"{tasks_flag}: ask models of {' and '.join(families)}, and a run has one")
     if not config.tasks:
-        raise ValueError(f"{words}: none of them has a weight above 0")
+        raise ValueError(f"{tasks_flag}: none of them has a weight above 0")
     for name, needed in config.flags_with("needs").items():
         if config.flags[name] and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
@@ -166,15 +169,6 @@ def check_together(config: Config, chosen: dict[str, type]):
             "--control other: takes the target of another sample of the batch, and --batch_size "
             f"{config.rollout.batch_size} has none"
         )
-    longest = config.rollout.max_completion_length
-    if config.reward.overlong_buffer > longest:
-        raise ValueError(
-            f"--overlong_buffer {config.reward.overlong_buffer}: above --max_completion_length "
-            f"{longest}"
-        )
-
-
-# The output folder
 
 
 def check_output_dir(config: Config, flags: dict[str, Any]):
@@ -198,8 +192,8 @@ def check_output_dir(config: Config, flags: dict[str, Any]):
         )
 
 
-def check_same(file: Path, config: Config, flags: dict[str, Any], place: str):
-    """Raise ValueError, beginning with `place`, if the run of config `file` had other flags.
+def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
+    """Raise ValueError, beginning with `flag`, if the run of config `file` had other flags.
 
     Args:
         flags: of `config`, with the number of processes ("world_size") if that is known.
@@ -209,10 +203,10 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], place: str):
     differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     if differing:
         pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
-        raise ValueError(f"{place} holds a run of another config: {', '.join(pairs)}")
+        raise ValueError(f"{flag} holds a run of another config: {', '.join(pairs)}")
     was, now = (math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP) for run in (before, flags))
     if "world_size" in before and was != now:
         raise ValueError(
-            f"{place} holds a run of {was} prompts a step, now {now}: --batch_size x "
+            f"{flag} holds a run of {was} prompts a step, now {now}: --batch_size x "
             "--gradient_accumulation_steps x processes must stay the same"
         )

@@ -185,11 +185,6 @@ def test_another_s_target_needs_another_sample(complaint):
     assert "--control other: " in sentence and "--batch_size 1 has none" in sentence
 
 
-def test_lengths_that_no_answer_has(complaint):
-    sentence = complaint(overlong_buffer=13)
-    assert "--overlong_buffer 13: above --max_completion_length 12" in sentence
-
-
 def test_an_order_that_is_none(complaint):
     assert "--order random: must be module:function" in complaint(order="random")
     assert "--order math:no: the module math has no function no" in complaint(order="math:no")

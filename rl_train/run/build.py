@@ -95,8 +95,8 @@ def build(config: Config, ranks: Ranks) -> Run:
     tasks = [config.kinds[name](options, context) for name, options in config.tasks.items()]
     mixture = MixtureSampler(train_set, config.run.seed) if config.data.mix else None
     sampler = build_sampler(config, train_set, mixture, ranks)
-    max_steps = config.optim.max_steps
-    max_steps = max_steps or math.ceil(config.optim.num_epochs * sampler.steps_per_epoch)
+    steps_of_epochs = math.ceil(config.optim.num_epochs * sampler.steps_per_epoch)
+    max_steps = config.optim.max_steps or steps_of_epochs
     if mixture:
         print0(mixture.describe(sampler.prompts_per_step, max_steps))
     judge_failures = FailureWindow(config.reward.max_judge_failures)
@@ -128,11 +128,9 @@ def build(config: Config, ranks: Ranks) -> Run:
 
 def download_models(config: PolicyConfig) -> PolicyConfig:
     """Replace models' names on the hub by the folders that they were downloaded to."""
-    folders = {}
-    for name in ("model_path", "sam_path"):
-        if path := getattr(config, name):
-            folders[name] = str(hub.model_folder(f"--{name}", path))
-    return replace(config, **folders)
+    model_path = str(hub.model_folder("--model_path", config.model_path))
+    sam_path = config.sam_path and str(hub.model_folder("--sam_path", config.sam_path))
+    return replace(config, model_path=model_path, sam_path=sam_path)
 
 
 def build_rewards(config: RewardConfig, max_tokens: int) -> tuple[UserReward, ...]:
@@ -144,15 +142,14 @@ def build_rewards(config: RewardConfig, max_tokens: int) -> tuple[UserReward, ..
 
 
 def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
-    """Connect to the LLM judge. Raises ValueError on all ranks if one of them gets no answer."""
+    """Connect to the LLM judge, if one is used. Raises ValueError if it does not answer."""
     if not config.use_llm_judge:
         return None
     judge = LLMJudge(
         config.llm_judge_base_url, config.llm_judge_model, config.llm_judge_mode, seed=seed
     )
-    faults = [fault for fault in process_group.gather_objects(judge.fault()) if fault]
-    if faults:
-        raise ValueError(faults[0])
+    if fault := judge.fault():
+        raise ValueError(fault)
     return judge
 
 
@@ -186,17 +183,16 @@ def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
         config.rollout.max_completion_length,
         ranks.device,
     )
-    has_teacher = any(kind.asks_teacher for kind in config.kinds.values())
-    if config.run.export_final == "teacher" and not has_teacher:
-        raise ValueError("--export_final teacher: no task of --tasks has a teacher")
     roles = Roles(policy.trainable, roles_to_keep(config))
+    if config.run.export_final == "teacher" and not roles.has_teacher:
+        raise ValueError("--export_final teacher: no task of --tasks has a teacher")
     counts = parameter_counts(policy.model, policy.groups)
-    parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
-    trained = sum(parameter.numel() for parameter in policy.trainable.values())
-    print0(f"parameters: {trained:,d} of {counts.total():,d} train: {parts}")
-    sizes = standing_memory(policy, roles.copies)
-    held = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sizes.items())
-    print0(f"memory before activations, GiB: {held}")
+    count_of_parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
+    num_trained = sum(parameter.numel() for parameter in policy.trainable.values())
+    print0(f"parameters: {num_trained:,d} of {counts.total():,d} train: {count_of_parts}")
+    sizes = standing_memory(policy, roles.copies).items()
+    gib_of_parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sizes)
+    print0(f"memory before activations, GiB: {gib_of_parts}")
     return policy, roles
 
 
@@ -236,7 +232,7 @@ def roles_to_keep(config: Config) -> tuple[str, ...]:
 def build_sampler(
     config: Config, train_set: RegionDataset, mixture: MixtureSampler | None, ranks: Ranks
 ) -> StepSampler:
-    """Build what says which samples a step holds. Raises ValueError, naming the wrong flag."""
+    """Build the sampler of a step's samples. Raises ValueError, naming the wrong flag."""
     if mixture and config.data.order:
         raise ValueError("--order: not with --mix, whose weights say what a step holds")
     order = config.data.order and load_named("--order", config.data.order, "function", callable)
@@ -259,7 +255,8 @@ def build_sampler(
 
 def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
     """Build AdamW of everything that trains; text_hidden_fcs has a learning rate of its own."""
-    groups, rates = {}, dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    rates = dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    groups = {}  # {learning rate: parameter group}
     for name, parameter in policy.trainable.items():
         rate = rates.get(policy.groups[name], config.learning_rate)
         groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
@@ -285,8 +282,10 @@ def load_state(
     print0(f"resuming from {folder}")
     check_same(folder / "config.json", config, flags, f"--resume {folder}")
     if "reference" not in state.roles.copies:
-        weights = state.policy.trainable.items()
-        state.initial_weights = {n: p.detach().to("cpu", copy=True) for n, p in weights}
+        state.initial_weights = {
+            name: parameter.detach().to("cpu", copy=True)
+            for name, parameter in state.policy.trainable.items()
+        }
     save_load.load(folder, state, config.run.output_dir, ranks.rank)
 
 
