@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl_train.config.flags import POSITIVE, SHARE, WEIGHT, flag
+from rl_train.config.flags import SHARE, WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou, meteor
@@ -40,17 +40,6 @@ class CaptionMaskCaption(Task):
         mask_loss_coef: float = flag(
             0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
         )
-        latent_clip_range: float = flag(
-            0.2,
-            "ratio clip of the drawn embedding, the log-ratio being the mean over its D = 256 "
-            "dimensions; 0.2 / D = 8e-4 clips the joint ratio at 0.2",
-            type=POSITIVE,
-        )
-        latent_kl_weight: float = flag(
-            1.0,
-            "times --kl_coef, of the drawn embedding's KL, the mean over D; D = of the joint KL",
-            type=WEIGHT,
-        )
         likelihood_share: float | None = flag(
             None,
             "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
@@ -74,13 +63,7 @@ class CaptionMaskCaption(Task):
         if use_judge and likelihood_weight == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
         self.llm_judge = context.judge if use_judge else None
-        self.action = LatentMaskAction(
-            context.policy,
-            options.mask_sigma,
-            options.mask_loss_coef,
-            clip_range=options.latent_clip_range,
-            kl_weight=options.latent_kl_weight,
-        )
+        self.action = LatentMaskAction(context.policy, options.mask_sigma, options.mask_loss_coef)
         text = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if use_judge else {"meteor": 1.0}
         weights = {name: (1 - likelihood_weight) * weight for name, weight in text.items()}
         weights["likelihood"] = likelihood_weight

@@ -32,6 +32,8 @@ from rl_train.utils.rng import RowRNG
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.to_device import to_device
 
+CLIP_RANGE = 0.2  # of the ratio, whose log is the mean over the D dimensions
+
 
 class LatentMaskAction(Action):
     """Samples masks and computes their part of the loss.
@@ -40,20 +42,11 @@ class LatentMaskAction(Action):
         sigma: standard deviation, root mean square over dimensions; 0 for none, or "auto" until
             `calibrate`. Until then `factor` L is None, the identity.
         mask_loss_coef: weight of the supervised BCE + Dice term on the sampled masks.
-        clip_range: of the ratio, whose log is the mean over the D dimensions.
-        kl_weight: of the KL, the mean over D, relative to that of the text's.
     """
 
-    def __init__(
-        self,
-        policy: Sa2VAPolicy,
-        sigma: float | str,
-        mask_loss_coef: float,
-        clip_range: float = 0.2,
-        kl_weight: float = 1.0,
-    ):
+    def __init__(self, policy: Sa2VAPolicy, sigma: float | str, mask_loss_coef: float):
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
-        self.clip_range, self.kl_weight, self.factor = clip_range, kl_weight, None
+        self.factor = None
 
     def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
         """Fit the noise to the base's answers; afterwards an "auto" sigma is a number.
@@ -128,8 +121,8 @@ class LatentMaskAction(Action):
                 in_loss,
                 sigma=self.sigma,
                 factor=self.factor,
-                clip_range=self.clip_range,
-                kl_coef=config.kl_coef * self.kl_weight,
+                clip_range=CLIP_RANGE,
+                kl_coef=config.kl_coef,
                 num_actions=totals.actions,
             )
             loss_terms.append(policy_term)

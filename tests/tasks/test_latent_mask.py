@@ -10,6 +10,7 @@ from rl_train.config.grpo_config import LossConfig
 from rl_train.loss import ReferenceScores
 from rl_train.rewards.iou import mask_spread
 from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.tasks import latent_mask
 from rl_train.tasks.latent_mask import LatentMaskAction, SampledLatents, latent_loss
 from rl_train.tasks.latent_noise import covariance_factor
 from rl_train.utils.rng import RowRNG
@@ -166,7 +167,7 @@ def test_a_covariance_turns_the_noise_not_the_gradient_along_it(model, rollout):
     torch.testing.assert_close(mean.grad, pull / (SIGMA**2 * D * m), atol=1e-5, rtol=1e-2)
 
 
-def test_the_latent_has_a_window_and_a_kl_weight_of_its_own(model, rollout):
+def test_the_latent_has_a_window_of_its_own(model, rollout, monkeypatch):
     """A ratio of exp(-.1), inside the text's window; a reference 1 sigma off, KL 1 / 2."""
     drawn = rollout.action
     later = replace(rollout, action=replace(drawn, logp=drawn.logp + 0.1))
@@ -174,13 +175,15 @@ def test_the_latent_has_a_window_and_a_kl_weight_of_its_own(model, rollout):
     num_bad = int((ADVANTAGES[drawn.rows] < 0).sum())
     assert 0 < num_bad < len(drawn.rows)
     losses = {}
-    for clip_range, weight, clipped in ((0.2, 1.0, 0), (0.05, 1.0, num_bad), (0.2, 3.0, 0)):
-        task = task_of(model, 2, latent_clip_range=clip_range, latent_kl_weight=weight)
-        work = work_of(model, task, later, reference=reference)
-        _, sums, losses[clip_range, weight] = backward(model, work, LossConfig(kl_coef=0.5))
+    for clip_range, kl_coef, clipped in ((0.2, 0.5, 0), (0.05, 0.5, num_bad), (0.2, 1.5, 0)):
+        monkeypatch.setattr(latent_mask, "CLIP_RANGE", clip_range)
+        work = work_of(model, task_of(model, 2), later, reference=reference)
+        config = LossConfig(kl_coef=kl_coef, clip_range=0.01)
+        _, sums, _ = backward(model, work, config)
+        losses[clip_range, kl_coef] = sums["latent_loss"]
         assert sums["latent_clip_frac"] == (clipped, len(drawn.rows))
-    more = losses[0.2, 3.0] - losses[0.2, 1.0]
-    assert more == pytest.approx(2 * 0.5 * 0.5, rel=1e-2)
+    more = losses[0.2, 1.5] - losses[0.2, 0.5]
+    assert more == pytest.approx(1.0 * 0.5, rel=1e-2)
 
 
 def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
