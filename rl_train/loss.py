@@ -4,7 +4,7 @@ Letters: N rows of a rollout, n of a micro-batch, G generations, T tokens, M act
 parameters.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -88,44 +88,30 @@ def micro_batches(rows: slice, size: int) -> list[slice]:
 
 
 def iter_micro_batches(
-    scored_rollouts: list[ScoredRollout], size: int, only_varying: bool = False
+    scored_rollouts: list[ScoredRollout], size: int
 ) -> Iterator[tuple[ScoredRollout, slice, bool]]:
-    """Yield (rollout, its rows, whether it is the step's last) for each micro-batch of a step.
-
-    Args:
-        only_varying: leave out groups without a signal. A rank that has no other groups yields one
-            micro-batch of no rows, because all ranks average their gradients in the last one.
-    """
+    """Yield (rollout, its rows, whether it is the step's last) for each micro-batch of a step."""
     batches = [
         (scored, rows)
         for scored in scored_rollouts
-        for run in (rows_with_signal(scored) if only_varying else [slice(0, len(scored.rollout))])
-        for rows in micro_batches(run, size)
-    ] or [(scored_rollouts[0], slice(0, 0))]
+        for rows in micro_batches(slice(0, len(scored.rollout)), size)
+    ]
     for number, (scored, rows) in enumerate(batches, 1):
         yield scored, rows, number == len(batches)
 
 
-def rows_with_signal(scored: ScoredRollout) -> list[slice]:
-    """Rows of the groups with a signal; neighbouring groups share a slice."""
-    G, runs = scored.rollout.num_generations, []
-    for group in (number for number, varies in enumerate(scored.has_signal) if varies):
-        start = runs.pop().start if runs and runs[-1].stop == group * G else group * G
-        runs.append(slice(start, (group + 1) * G))
-    return runs
-
-
 def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
     """Divide advantages by the std of their task's rewards in this step, on all ranks."""
-    local: dict[str, list[float]] = {}  # {task: rewards of this rank}
+    local = defaultdict(list)  # {task: rewards of this rank}
     for scored in scored_rollouts:
         rewards = scored.reward if scored.scaled_reward is None else scored.scaled_reward
-        local.setdefault(scored.task.name, []).extend(rewards.tolist())
+        local[scored.task.name] += rewards.tolist()
     ranks = process_group.gather_objects(local)
     for scored in scored_rollouts:
         rewards = [value for rank in ranks for value in rank[scored.task.name]]
-        rewards = torch.tensor(rewards, dtype=torch.float64)
-        scored.advantages = divide_by_std(scored.advantages, rewards)
+        scored.advantages = divide_by_std(
+            scored.advantages, torch.tensor(rewards, dtype=torch.float64)
+        )
 
 
 def score_rollout(
@@ -198,16 +184,12 @@ class MicroBatchLoss(torch.nn.Module):
         """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
 
         If `last`, connect every trainable parameter to the loss so that DDP reduces all of them.
-        Without rows the loss is 0 and there are no statistics.
 
         A statistic {name: detached} is a pair (total, count), or a number that adds up to the
         step's value; sampler_gap is a maximum. Statistics called sampler_.. compare the scorer's
         log-probs with those at sampling: largest and mean difference, and KL(sampler || scorer) by
         k3. They are meaningful under the weights that sampled.
         """
-        if rows.start == rows.stop:
-            zero = torch.zeros((), device=self.policy.device)
-            return process_group.touch_all_params(zero, self.trainable), {}
         entropy_gradient = self.config.entropy_coef > 0
         scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
         loss, statistics = self._text_loss(scored, rows, scores, totals)

@@ -109,9 +109,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             divide_by_batch_std(scored)
         denominators, has_signal = loss_denominators(scored, run.ranks.world_size)
         for iteration in range(optim.num_iterations if has_signal else 0):
-            for item, rows, is_last in iter_micro_batches(
-                scored, optim.micro_batch_size, config.loss.skip_zero_variance
-            ):
+            for item, rows, is_last in iter_micro_batches(scored, optim.micro_batch_size):
                 with ddp.averaging(is_last):  # gradients are averaged over ranks in the last
                     loss, stats = ddp(item, rows, denominators[item.task.name], last=is_last)
                     loss.backward()  # gradients add up over rows and tasks

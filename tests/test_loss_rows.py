@@ -9,21 +9,16 @@ import torch
 from rl_train import loss as objective
 from rl_train.config.grpo_config import LossConfig
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import gradient_norms
 from rl_train.grpo import group_advantages
 from rl_train.loss import (
     LossDenominators,
-    MicroBatchLoss,
     ScoredRollout,
     divide_by_batch_std,
-    iter_micro_batches,
     loss_denominators,
 )
 from tests.updates import (
     POLICY_ALONE,
-    STEPS,
     backward,
-    in_backward,
     largest_difference,
     mean,
     moved,
@@ -96,62 +91,6 @@ def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
     assert learnable and totals == {"loop1": LossDenominators(6, 9, 1)}
     all_cut = without_model([1.0, 0], [True, True])
     assert not loss_denominators([all_cut], 1)[1]  # nothing to learn: no step is taken
-
-
-# --skip_zero_variance
-
-
-def test_groups_without_variance_are_left_out_of_the_micro_batches():
-    rewards = [0.0, 1] * 2 + [1, 1] + [0, 1] + [0.5, 0.5]  # groups 0, 1 and 3 vary
-    work = without_model(rewards)
-    flat = without_model([1.0, 1, torch.nan, 1])
-
-    def batches(works, size, only):
-        found = list(iter_micro_batches(works, size, only))
-        assert [last for *_, last in found] == [False] * (len(found) - 1) + [True]
-        of = {id(w): number for number, w in enumerate(works)}
-        return [(of[id(w)], rows.start, rows.stop) for w, rows, _ in found]
-
-    assert batches([work], 4, False) == [(0, 0, 4), (0, 4, 8), (0, 8, 10)]
-    assert batches([work], 4, True) == [(0, 0, 4), (0, 6, 8)]
-    assert batches([work], 3, True) == [(0, 0, 3), (0, 3, 4), (0, 6, 8)]
-    assert batches([flat, work], 32, True) == [(1, 0, 4), (1, 6, 8)]
-    assert batches([flat], 32, True) == [(0, 0, 0)]  # a rank that has none takes part
-
-
-def test_without_other_terms_they_change_nothing(model, rollouts):
-    """Their policy term is 0; with a KL theirs is what goes."""
-    advantages = torch.tensor([0.0, 0.0, -0.7, 0.7])
-    for loop, kl_coef in ((1, 0.0), (2, 0.0), (1, 0.1)):
-        config = LossConfig(kl_coef=kl_coef)
-        work = work_of(model, task_of(model, loop), rollouts[loop], advantages)
-        work.reference.logp = work.reference.logp + 0.3
-        totals = loss_denominators([work], 1)[0][work.task.name]
-        gradients = []
-        for only in (False, True):
-            for p in model.trainable.values():
-                p.grad = None
-            for w, rows, last in iter_micro_batches([work], 4, only):
-                MicroBatchLoss(model, config, STEPS)(w, rows, totals, last)[0].backward()
-            gradient_norms(model.trainable.values())  # none becomes 0
-            gradients.append({n: p.grad for n, p in model.trainable.items()})
-        differ = largest_difference(*gradients)
-        assert differ < 1e-5 if kl_coef == 0 else differ > 1e-4
-        assert max(g.abs().max() for g in gradients[1].values()) > 1e-3
-
-
-def test_no_rows_are_zero_of_every_trainable(model, rollouts, monkeypatch):
-    monkeypatch.setattr(model, "score", None)
-    work = work_of(model, task_of(model, 1), rollouts[1], reference=object())
-    loss, statistics = MicroBatchLoss(model, POLICY_ALONE, STEPS)(
-        work, slice(0, 0), LossDenominators(1, 1, 1), True
-    )
-    for p in model.trainable.values():
-        p.grad = None
-    assert in_backward(loss) == {id(p) for p in model.trainable.values()}
-    loss.backward()
-    assert statistics == {} and loss == 0
-    assert not any(p.grad is not None and p.grad.any() for p in model.trainable.values())
 
 
 # --scale_rewards

@@ -255,11 +255,6 @@ class LossConfig:
         "mean and std of their group",
         aliases=("mask_truncated_completions",),
     )
-    skip_zero_variance: bool = flag(
-        False,
-        "no forward and backward for groups whose rewards are all equal: their advantages are 0, "
-        "but their KL, entropy and mask terms go too; divisors stay",
-    )
     entropy_coef: float = flag(
         0.0, "weight of the mean entropy of tokens, which the loss then rewards", type=WEIGHT
     )

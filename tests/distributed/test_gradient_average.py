@@ -37,8 +37,6 @@ CASES = {
     "twice": dict(num_iterations=2, gradient_accumulation_steps=2, max_steps=1),
     "loop 2": dict(loop1_weight=0),  # each mask is decoded again in the backward
     "unscored": {},  # rank 1 has no reward at all
-    # nor a row in the update
-    "skipped": dict(skip_zero_variance="", loop2_weight=0, max_steps=1),
 }
 FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
@@ -124,7 +122,7 @@ def work(data: Path, folder: Path, ports: list[str]):
     seen = {}
     for name, changes in CASES.items():
         os.environ["MASTER_PORT"] = ports.pop()
-        alone = rank == 1 and name in ("unscored", "skipped")
+        alone = rank == 1 and name == "unscored"
         undo = [unscored(task) for task in ((MaskCaptionMask, CaptionMaskCaption) if alone else ())]
         sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE
         CheckedAverage.num_checked = 0
