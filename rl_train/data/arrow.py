@@ -62,8 +62,10 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
     folders = {part: {part, *part.split("/")} for part in shards.values()}
     for name in parts or []:
         if not any(name in names for names in folders.values()):
-            known = ", ".join(sorted(folders, key=natural))
-            raise ValueError(f"--data_dir {data_dir} has no part {name!r}; it has {known}.")
+            raise ValueError(
+                f"--data_dir {data_dir} has no part {name!r}; it has "
+                f"{', '.join(sorted(folders, key=natural))}."
+            )
     return sorted(
         ((part, path) for path, part in shards.items() if not parts or folders[part] & set(parts)),
         key=lambda shard: (natural(shard[0]), natural(shard[1].name)),
@@ -87,8 +89,9 @@ def check_columns(schema: pa.Schema, path: Path, columns: dict[str, pa.DataType]
     """Raise BadData, naming file and column, if one is missing or does not convert to its type."""
     for name, expected in columns.items():
         if schema.names.count(name) != 1:
-            known = ", ".join(schema.names)
-            raise BadData(f"{path} has no column {name!r}, or two of them; it has {known}.")
+            raise BadData(
+                f"{path} has no column {name!r}, or two of them; it has {', '.join(schema.names)}."
+            )
         actual = schema.field(name).type
         try:
             pa.array([], actual).cast(expected)

@@ -112,7 +112,6 @@ class Reader:
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
 
     def image_id(self, i: int) -> str:
-        """Return the id of sample i without reading it."""
         return self._samples[i].image_id
 
     def _region(self, i: int) -> Region:
@@ -126,7 +125,6 @@ class Reader:
         return read_sample(self._region(i), self.image_id(i))
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
-        """Read the mask of sample i at `size` (H, W), see `read_mask`."""
         return read_mask(self._region(i).rle, size, self.image_id(i))
 
     def report(self) -> dict:

@@ -69,10 +69,8 @@ class DescribeAnythingDataset(Reader):
         _, caption, rle, location = json.loads(self._samples[i].as_py())
         return Region(lambda: self._read(location), rle, caption)
 
-    def _read(self, location: Location | None) -> Encoded:
-        """Read an encoded image. Raises FileNotFoundError if there is none."""
-        if location is None:
-            raise FileNotFoundError(NO_IMAGE)
+    def _read(self, location: Location) -> Encoded:
+        """Read an encoded image."""
         number, start, end = location
         file = self._files[number]
         if isinstance(file, Path):
@@ -89,7 +87,7 @@ class DescribeAnythingDataset(Reader):
                 self._skipped["no region"] += 1
                 continue
             location = locations.get(sample_id)
-            size, key = check_read(lambda: self._read(location))
+            size, key = check_read(lambda: self._read(location)) if location else (NO_IMAGE, 0)
             for k, region in regions:
                 image_id = f"{folder.name}/{sample_id}/{k}"
                 fields = region if isinstance(region, dict) else {}

@@ -25,9 +25,6 @@ class DistractorMasks:
 
     def __init__(self, dataset: RegionDataset | Subset):
         self.dataset, self.index = whole(dataset)
-        self.keys = self.dataset.image_keys
-        self.order = self.keys.argsort(kind="stable")
-        self.sorted_keys = self.keys[self.order]
 
     def __call__(self, i: int, mask: np.ndarray) -> np.ndarray:
         """Return (K, H, W) bool masks of the K other regions of sample i's image.
@@ -35,11 +32,9 @@ class DistractorMasks:
         They have the size of its `mask`. Each is there once, also where it has several captions. A
         damaged one is left out, and so are the last ones beyond OTHER_PIXELS.
         """
-        key = self.keys[self.index[i]]
-        first = np.searchsorted(self.sorted_keys, key, "left")
-        last = np.searchsorted(self.sorted_keys, key, "right")
+        keys = self.dataset.image_keys  # (n,)
         others = {mask.tobytes(): mask}  # without two alike
-        for other in self.order[first:last].tolist():
+        for other in np.flatnonzero(keys == keys[self.index[i]]).tolist():
             if len(others) * mask.size > OTHER_PIXELS:
                 break
             try:

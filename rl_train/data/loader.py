@@ -149,13 +149,12 @@ class StepSampler:
                 order = generator.permutation(self.length)
             else:
                 order = np.asarray(self.order(epoch, generator))
-            if order.shape != (self.length,) or order.dtype.kind not in "iu":
+            is_index_each = order.shape == (self.length,) and order.dtype.kind in "iu"
+            if not is_index_each or order.min() < 0 or order.max() >= self.length:
                 raise ValueError(
                     f"--order: gave {order.dtype} {order.shape} for an epoch of {self.length} "
-                    "samples, not an index each"
+                    f"samples, not an index from 0 to {self.length - 1} for each"
                 )
-            if not 0 <= order.min() <= order.max() < self.length:
-                raise ValueError(f"--order: gave an index outside of 0 .. {self.length - 1}")
             self.cached = epoch, order
         return self.cached[1]
 

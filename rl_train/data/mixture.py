@@ -13,7 +13,9 @@ from rl_train.data.distractors import whole
 
 
 class MixtureDataset:
-    """K data sets concatenated; an item's image_id has its data set's name before it.
+    """K data sets concatenated into one `RegionDataset`.
+
+    The name of its data set stands before each image_id.
 
     Args:
         datasets: by name; weights: how often each is sampled, see `MixtureSampler`.
@@ -46,7 +48,6 @@ class MixtureDataset:
         )
 
     def image_id(self, i: int) -> str:
-        """Return the id of sample i without reading it."""
         name, dataset, local = self._locate(i)
         return f"{name}:{dataset.image_id(local)}"
 
@@ -55,7 +56,6 @@ class MixtureDataset:
         return dataset[local] | dict(image_id=self.image_id(i))
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
-        """Read the mask of sample i at `size` (H, W), see `read_mask`."""
         _, dataset, local = self._locate(i)
         return dataset.mask(local, size)
 

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DATASETS, EVAL_DATASETS, check_bad_fraction
@@ -30,12 +29,16 @@ def reader(
     image_root: str | None = None,
     is_eval: bool = False,
     prefix: str = "--",
+    folder_flag: str = "--data_dir ",
 ) -> Opener:
     """Return the function that opens the data set `name` in a folder.
 
     Args:
-        parts: folders to read; split: default train, or val if `is_eval`.
-        image_root: see `RefCOCODataset`; prefix: of the flags `parts` and `split`, in errors.
+        parts: folders to read.
+        split: default train, or val if `is_eval`.
+        image_root: see `RefCOCODataset`.
+        prefix: of the flags `parts` and `split` in errors.
+        folder_flag: the flag that names the folder, in errors.
 
     Raises:
         ValueError: the data set has no such thing; names the flag.
@@ -45,19 +48,14 @@ def reader(
         if value and name not in READER_PARAMETERS[flag]:
             words = f"{'--' if flag == 'image_root' else prefix}{flag}"
             raise ValueError(f"{words}: only for {', '.join(READER_PARAMETERS[flag])}, not {name}")
-    opener = (EVAL_DATASETS if is_eval else DATASETS)[name]
+    reader_class = (EVAL_DATASETS if is_eval else DATASETS)[name]
     keywords = {READER_PARAMETERS[flag][name]: value for flag, value in options.items() if value}
-    return partial(opener, **keywords)
-
-
-def naming_flag_in_errors(opener: Opener, flag: str) -> Opener:
-    """Return `opener` with `flag` in its errors in place of --data_dir."""
 
     def open_folder(data_dir: str) -> RegionDataset:
         try:
-            return opener(data_dir)
+            return reader_class(data_dir, **keywords)
         except ValueError as error:
-            raise ValueError(str(error).replace("--data_dir ", flag)) from error
+            raise ValueError(str(error).replace("--data_dir ", folder_flag)) from error
 
     return open_folder
 
@@ -87,14 +85,14 @@ class MixtureEntry:
     def reader(self, image_root: str | None) -> Opener:
         """Return the function that opens it in its folder; a RefCOCO's part is its split."""
         has_splits = self.name in REFCOCO_NAMES
-        opener = reader(
+        return reader(
             self.name,
             parts=() if has_splits else self.parts,
             split=",".join(self.parts) if has_splits else None,
             image_root=image_root if has_splits else None,
             prefix=f"--mix {self.name}/.. ",
+            folder_flag=f"--mix {self.name}:",
         )
-        return naming_flag_in_errors(opener, f"--mix {self.name}:")
 
 
 def readers(data: DataConfig) -> tuple[Opener, Opener]:
@@ -111,9 +109,14 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
     roots = dict.fromkeys(REFCOCO_NAMES, data.image_root)
     train = reader(data.dataset, data.parts, data.split, roots.get(data.dataset))
     evaluation = reader(
-        eval_name, data.eval_parts, data.eval_split, roots.get(eval_name), True, "--eval_"
+        eval_name,
+        data.eval_parts,
+        data.eval_split,
+        roots.get(eval_name),
+        is_eval=True,
+        prefix="--eval_",
+        folder_flag="--eval_data_dir ",
     )
-    evaluation = naming_flag_in_errors(evaluation, "--eval_data_dir ")
     openers = [entry.reader(data.image_root) for entry in entries]
     if not entries:
         return train, evaluation

@@ -107,7 +107,7 @@ def decompress(counts: bytes) -> np.ndarray:
 
 
 def resize_nearest(mask: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The mask at (height, width), each pixel from its nearest one (by centres, as in PIL)."""
+    """The mask at (height, width), each pixel from the one nearest to its centre."""
     rows = ((np.arange(height) + 0.5) * mask.shape[0] / height).astype(np.int64)
     cols = ((np.arange(width) + 0.5) * mask.shape[1] / width).astype(np.int64)
     return mask[rows[:, None], cols]

@@ -18,10 +18,6 @@ from rl_train.utils.io import UserFault
 P, T = ParamSpec("P"), TypeVar("T")
 
 
-class WorkerFailed(UserFault):
-    """A worker died or could not send its batch; the sentence names the flag."""
-
-
 class _Sharer(pickle.Pickler):
     """Moves the tensors that it meets into shared memory, and pickles the rest for nothing."""
 
@@ -39,7 +35,7 @@ def share(batch: Batch) -> Batch:
 
 
 def explaining(num_workers: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Return what `function` does; raise WorkerFailed, with torch's reason, if a worker dies.
+    """Return what `function` does; raise UserFault, with torch's reason, if a worker dies.
 
     torch raises RuntimeError on SIGCHLD, wherever the process is by then.
     """
@@ -55,7 +51,7 @@ def explaining(num_workers: int, function: Callable[P, T], *args: P.args, **kwar
             reason = "a worker cannot send its batch: /dev/shm is full"
         elif not reason.startswith("DataLoader worker"):
             raise
-        raise WorkerFailed(
+        raise UserFault(
             f"--num_workers {num_workers}: {reason.rstrip('. ')}; /dev/shm or memory may be too "
             "small (docker run --shm-size, or fewer workers, as 0), or a file of the data was cut "
             "short"

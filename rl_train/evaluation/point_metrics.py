@@ -60,10 +60,10 @@ def measure(
     """
     sizes, rows = features.sizes, list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
-    masks, without = draw(policy, features, rows, answers, passes)
+    masks, without, _ = draw(policy, features, rows, answers, passes)
     random = [random_negatives(*sample) for sample in zip(answers, sizes, batch.index)]
-    with_swapped, _ = draw(policy, features, rows, swapped(answers, sizes), passes)
-    with_random, _ = draw(policy, features, rows, random, passes)
+    with_swapped, *_ = draw(policy, features, rows, swapped(answers, sizes), passes)
+    with_random, *_ = draw(policy, features, rows, random, passes)
     iou = mask_iou(masks, targets, 1.0).cpu()  # (B,)
     others = dict(without=without, swapped=with_swapped, random=with_random)
     columns = {}
@@ -92,14 +92,13 @@ def draw(
     image: list[int],
     answers: list[PointPrompt | None],
     passes: int,
-    confidence: list[tuple[float, float]] | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(masks (H, W) bool of answers[p] about image[p], those without their negative points).
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
+    """Return the masks that SAM2 predicts for P answers, each about image[p].
 
-    None draws nothing: an empty mask.
+    An answer that is None has an empty mask of confidence 0.
 
-    Args:
-        confidence: list that receives those of both masks of each answer, 0 of an empty one.
+    Returns:
+        P masks (H, W) bool, P masks without the negative points, and P pairs of their confidence.
     """
     empty = [torch.zeros(features.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
     masks, without, confidences = list(empty), list(empty), [(0.0, 0.0)] * len(answers)
@@ -111,9 +110,7 @@ def draw(
         )
         for row, mask, plain, of_both in zip(rows, *drawn, found, strict=True):
             masks[row], without[row], confidences[row] = mask, plain, of_both
-    if confidence is not None:
-        confidence += confidences
-    return masks, without
+    return masks, without, confidences
 
 
 def confused_regions(
@@ -121,7 +118,7 @@ def confused_regions(
 ) -> list[torch.Tensor]:
     """What SAM2 takes in beside each image's target (H, W), prompted as well as can be."""
     prompts = [reference_prompt(target) for target in targets]
-    masks, _ = draw(policy, features, list(range(len(targets))), prompts, 1)
+    masks, *_ = draw(policy, features, list(range(len(targets))), prompts, 1)
     return [mask & ~target for mask, target in zip(masks, targets)]
 
 

@@ -131,7 +131,7 @@ class PointTask(Task):
         completions, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
         image = [i for i in range(len(batch)) for _ in range(G)]  # (N,)
         answers, _ = self.parse(texts, features, image)
-        masks, _ = draw(policy, features, image, answers, self.options.sam_passes)
+        masks, *_ = draw(policy, features, image, answers, self.options.sam_passes)
         targets = [batch.masks[i].to(policy.device) for i in image]
         iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
         return dict(
@@ -179,11 +179,11 @@ class PointSegmentation(PointTask):
         answers as `answers`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
-        image, confidences = rollout.prompts.image, []
+        image = rollout.prompts.image
         answers, reasons = self.parse(rollout.texts, features, image)
         # confidences: (with, without) the negative points of each row
-        masks, without = draw(
-            policy, features, image, answers, self.options.sam_passes, confidences
+        masks, without, confidences = draw(
+            policy, features, image, answers, self.options.sam_passes
         )
         if self.options.hide_negatives:
             masks = without

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import WorkerFailed, explaining
+from rl_train.data.workers import explaining
+from rl_train.utils.io import UserFault
 from tests.data.gar_rows import read, row
 from tests.runs import ENVIRONMENT, ROOT, on_one_core
 
@@ -64,7 +65,7 @@ def dataset(tmp_path):
 )
 def test_a_killed_worker(dataset, act, words):
     message = f"^--num_workers 1: DataLoader worker .*({words}|exited unexpectedly).*; /dev/shm or"
-    with pytest.raises(WorkerFailed, match=message) as raised:
+    with pytest.raises(UserFault, match=message) as raised:
         explaining(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
     assert "\n" not in str(raised.value)
 
@@ -107,6 +108,6 @@ def test_a_full_shared_memory(dataset, tmp_path):
     )
     *_, last = done.stderr.strip().splitlines()
     assert done.returncode == 1 and last.startswith(
-        "rl_train.data.workers.WorkerFailed: --num_workers 1: a worker cannot send its batch: "
+        "rl_train.utils.io.UserFault: --num_workers 1: a worker cannot send its batch: "
         "/dev/shm is full; /dev/shm or memory may be too small"
     )
