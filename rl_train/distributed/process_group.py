@@ -25,6 +25,7 @@ EXIT_BAD_INPUT = 2  # exit status of a run that ended with one; argparse's too
 
 
 Value = TypeVar("Value")
+_closed: list[dist.ProcessGroup] = []  # groups that were left, see `close`
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,13 @@ def end_with_launcher():
 
 
 def close():
+    """Leave the process group.
+
+    It is kept until Python ends. DDP's reducer, freed after this, would else be its last owner and
+    hold the GIL while it joins a thread of gloo, which may wait for the GIL to free a tensor.
+    """
     if dist.is_initialized():
+        _closed.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

@@ -1,12 +1,15 @@
 """Two processes compute what one computes on the joined batch, and stop together."""
 
+import sys
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from rl_train.data.loader import StepSampler
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, GradientAverage
-from tests.ranks import forked
+from tests.ranks import fork, forked
 from tests.runs import (
     distance,
     rollouts,
@@ -257,3 +260,19 @@ class Passing(torch.nn.Module):
 
     def forward(self, x, last):
         return self.layer(x)
+
+
+def test_a_module_of_ddp_may_outlive_its_group(tmp_path):
+    """Its reducer must not be what frees the group: that joins a thread which waits for the GIL."""
+
+    def job():
+        sys.setswitchinterval(5)  # seconds: Python hands the GIL over as rarely as it can
+        for _ in range(300):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            average = GradientAverage(torch.nn.Linear(4, 4))
+            process_group.gather_objects(None)
+            process_group.close()
+            del average
+
+    status, output = fork(tmp_path, job)
+    assert status == 0, output

@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import random
+import select
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from typing import TextIO
 
 NUM_RESAMPLES = 10_000
 GIB = 2**30
+REPLY_SECONDS = 1800  # most that a request may take; the first run of a work compiles
+EXIT_SECONDS = 60  # most that a worker may take to exit after it closed its output
 
 # Names under which a revision may have a module, of tools.benchmarks or (engine) of rl_train.
 BENCHMARKS, LIBRARY = "tools.benchmarks", "rl_train"
@@ -171,15 +174,23 @@ class Worker:
         """Wait for the reply to the oldest request.
 
         Raises:
-            RuntimeError: the worker ended; its error is on standard error.
+            RuntimeError: the worker ended, with its error on standard error.
+            TimeoutError: it did not reply within REPLY_SECONDS.
         """
+        # Replies are read one line at a time, so none is left in Python's buffer, unseen by select.
+        ready, _, _ = select.select([self.process.stdout], [], [], REPLY_SECONDS)
+        if not ready:
+            raise TimeoutError(f"worker of {self.tree}: no reply after {REPLY_SECONDS} s")
         line = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"worker of {self.tree}: {self._status()}")
         return json.loads(line)
 
     def _status(self) -> str:
-        return f"ended with status {self.process.wait()}; its error is above"
+        try:
+            return f"ended with status {self.process.wait(EXIT_SECONDS)}; its error is above"
+        except subprocess.TimeoutExpired:
+            return f"closed its output and did not exit in {EXIT_SECONDS} s"
 
     def run(self) -> dict[str, float]:
         """Run the prepared work once and wait for it."""

@@ -26,6 +26,7 @@ from tools.benchmarks.step import summary
 
 # What a torchrun around this would hand down.
 ALONE = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LIMIT_SECONDS = 3600  # most that the processes of one count may take
 COLUMNS = dict(seconds=".3f", spread=".1%", efficiency=".1%", ratio_to_floor=".2f", update=".3f")
 COLUMNS |= dict(
     exchange_seconds=".4f", waiting=".1%", peak_gib=".1f", warmup_rounds="d", settled=""
@@ -91,7 +92,13 @@ def launch(options: Options, count: int) -> dict:
         command = [sys.executable, *(runner if count > 1 else [])]
         command += ["-m", "tools.benchmarks.__main__", "scale", "--worker", "--output", str(output)]
         command += handed_down(options)
-        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command,
+            check=True,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            timeout=LIMIT_SECONDS,
+        )
         return json.loads(output.read_text())
 
 

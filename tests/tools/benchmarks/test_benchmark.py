@@ -155,7 +155,7 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
     def alone_in_process(command, **how):
         """The one process here, where everything is imported; several by torchrun."""
         if "torch.distributed.run" in command:
-            return start(command, **how)
+            return start(command, **how | dict(timeout=240))
         __main__.main(command[command.index("tools.benchmarks.__main__") + 1 :])
 
     monkeypatch.setattr(scale.subprocess, "run", alone_in_process)

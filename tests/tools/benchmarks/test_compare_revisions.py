@@ -2,12 +2,14 @@
 
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tools.benchmarks import compare_revisions
-from tools.benchmarks.compare_revisions import Comparison, median_interval
+from tools.benchmarks.compare_revisions import Comparison, Worker, median_interval
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,3 +51,39 @@ def test_a_worker_that_ends_is_reported():
     options = "--device nowhere --sizes tiny --works decode --pairs 2".split()
     with pytest.raises(RuntimeError, match="ended with status 1"):
         compare_revisions.main([str(ROOT), str(ROOT), *options])
+
+
+@pytest.fixture
+def silent(monkeypatch):
+    """A worker that neither replies nor ends; no wait for it is longer than a second."""
+    monkeypatch.setattr(compare_revisions, "REPLY_SECONDS", 0.1)
+    monkeypatch.setattr(compare_revisions, "EXIT_SECONDS", 0.1)
+
+    def start(script):
+        worker = Worker.__new__(Worker)
+        worker.tree = ROOT
+        command = [sys.executable, "-c", script]
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        worker.process = subprocess.Popen(command, **pipes)
+        return worker
+
+    return start
+
+
+def test_a_worker_that_does_not_reply_is_not_waited_for_without_limit(silent):
+    worker = silent("import time; time.sleep(600)")
+    try:
+        with pytest.raises(TimeoutError, match="no reply after"):
+            worker.reply()
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_does_not_exit_is_not_waited_for_without_limit(silent, monkeypatch):
+    worker = silent("import os, time; os.close(1); time.sleep(600)")
+    monkeypatch.setattr(compare_revisions, "REPLY_SECONDS", 60)
+    try:
+        with pytest.raises(RuntimeError, match="closed its output and did not exit"):
+            worker.reply()
+    finally:
+        worker.close()

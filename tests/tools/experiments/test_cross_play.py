@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.utils.data import Subset
 
 from rl_train.data import GraspAnyRegionDataset
@@ -128,6 +127,6 @@ def test_bad_input(data, tmp_path):
     refused("--speakers", "there twice", speakers=(CHECKPOINT, CHECKPOINT))
     refused("--role teacher", "--speakers", "no checkpoint", speakers=(f"{CHECKPOINT}:teacher",))
     refused("config.json", speakers=(tmp_path,))
-    save_file({"w": torch.zeros(1)}, tmp_path / "trainables.safetensors")
+    (tmp_path / "training_state.pt").touch()
     (tmp_path / "config.json").write_text(json.dumps(dict(model_path="/gone")))
-    refused("--speakers", "the run started from /gone", speakers=(tmp_path,))
+    refused("--speakers /gone", "no such folder", speakers=(tmp_path,))
