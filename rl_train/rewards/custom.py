@@ -8,9 +8,9 @@ takes **kwargs. It returns one number per completion, or None where it has none 
 tuple, a tensor or an array of one dimension. An exception in it ends the run with its traceback.
 """
 
-import importlib
 import inspect
 import math
+import pkgutil
 import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -35,15 +35,12 @@ def load_named(flag: str, spec: str, noun: str, is_valid: Callable) -> Callable:
     Raises:
         ValueError: wrong form, no such module or object; names the flag and the spec.
     """
-    module_name, _, name = spec.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"{flag} {spec}: must be module:{noun}, such as my_module:my_{noun}")
     try:
-        loaded = vars(importlib.import_module(module_name)).get(name)
-    except ModuleNotFoundError as error:
+        loaded = pkgutil.resolve_name(spec)
+    except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"{flag} {spec}: {error}") from error
     if not is_valid(loaded):
-        raise ValueError(f"{flag} {spec}: the module {module_name} has no {noun} {name}")
+        raise ValueError(f"{flag} {spec}: must be module:{noun}, such as my_module:my_{noun}")
     return loaded
 
 

@@ -84,16 +84,16 @@ def test_spec_with_a_weight():
     [
         ("user_rewards", "module:function"),
         ("user_rewards:", "module:function"),
-        (":words", "module:function"),
-        ("", "module:function"),
+        (":words", "invalid format: ':words'"),
+        ("", "invalid format: ''"),
         ("user_rewards.py:words", "No module named 'user_rewards.py'"),
-        ("a/b.py:words", "No module named 'a/b'"),
-        ("user_rewards:words:1", "no function words:1"),
+        ("a/b.py:words", "invalid format: 'a/b.py:words'"),
+        ("user_rewards:words:1", "invalid format: 'user_rewards:words:1'"),
         ("no_such_module:words", "No module named 'no_such_module'"),
         ("user_package.nothing:one", "No module named 'user_package.nothing'"),
         ("user_faulty:words", "No module named 'module_that_is_missing'"),
-        ("user_rewards:nothing", "no function nothing"),
-        ("user_rewards:CONSTANT", "no function CONSTANT"),
+        ("user_rewards:nothing", "module 'user_rewards' has no attribute 'nothing'"),
+        ("user_rewards:CONSTANT", "must be module:function"),
     ],
 )
 def test_wrong_spec_is_named(spec, reason):
