@@ -1,7 +1,6 @@
-"""Which base a checkpoint belongs to: a digest of the base's weights as they are stored.
+"""Digest of a base's stored weights, by which a checkpoint names the base that it belongs to.
 
-An adapter and trainables load onto any base of the same shapes, and on another than their own they
-mean nothing.
+An adapter and trainables load onto any base of the same shapes, but they only work with their own.
 """
 
 import hashlib
@@ -13,42 +12,47 @@ import numpy as np
 
 from sa2va_hf.weights import find_keys
 
-SPOTS, SPOT = 4, 64  # parts of a tensor that are read, evenly spread, and bytes of each
+NUM_SPOTS, SPOT_BYTES = 4, 64  # evenly spread parts of a tensor that are read
 
 
 @dataclass(frozen=True)
 class BaseFingerprint:
-    """The frozen model that a run or an evaluation stands on."""
+    """The frozen model of a run or an evaluation."""
 
-    folders: str  # in words
+    folders: str  # its folders, for messages
     digest: str  # of its weights
 
 
 def fingerprint_of(*folders: str | Path) -> BaseFingerprint:
-    """The base that lies in these folders: the model's, and SAM2's if that has one of its own.
+    """Return the fingerprint of the base in these folders: the model's, and SAM2's if separate.
 
-    A 4B model takes a tenth of a second: of each tensor a few bytes are read, with its name, shape
-    and type. So it does not matter how the files are cut, nor how the base is loaded.
+    The digest covers each tensor's name, shape, type and a few of its bytes; it takes a tenth of a
+    second for a 4B model. How tensors are spread over files makes no difference.
 
     Raises:
         ValueError: a folder holds no whole safetensors; names the file.
     """
-    whole = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for folder in folders:
-        files = find_keys(Path(folder))
-        headers = {file: _header(file) for file in set(files.values())}
-        opened = {file: np.memmap(file, dtype=np.uint8, mode="r") for file in headers}
-        for key, file in sorted(files.items()):
-            start, stated = headers[file][0], headers[file][1][key]
-            first, last = (start + place for place in stated["data_offsets"])
-            whole.update(f"{key} {stated['dtype']} {stated['shape']};".encode())
-            for spot in np.linspace(first, max(last - SPOT, first), SPOTS).astype(int):
-                whole.update(opened[file][spot : min(spot + SPOT, last)].tobytes())
-    return BaseFingerprint(" and ".join(map(str, folders)), whole.hexdigest()[:16])
+        file_of_key = find_keys(Path(folder))
+        contents = {
+            file: np.memmap(file, dtype=np.uint8, mode="r") for file in set(file_of_key.values())
+        }
+        headers = {file: _header(content) for file, content in contents.items()}
+        for key, file in sorted(file_of_key.items()):
+            data_start, tensors = headers[file]
+            first, last = (data_start + offset for offset in tensors[key]["data_offsets"])
+            sha256.update(f"{key} {tensors[key]['dtype']} {tensors[key]['shape']};".encode())
+            for spot in np.linspace(first, max(last - SPOT_BYTES, first), NUM_SPOTS).astype(int):
+                sha256.update(contents[file][spot : min(spot + SPOT_BYTES, last)].tobytes())
+    return BaseFingerprint(" and ".join(map(str, folders)), sha256.hexdigest()[:16])
 
 
-def _header(file: Path) -> tuple[int, dict]:
-    """(where the numbers begin, {tensor: type, shape, place}) of a whole safetensors file."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        return 8 + size, json.loads(opened.read(size))
+def _header(content: np.ndarray) -> tuple[int, dict[str, dict]]:
+    """Return (offset of the first tensor, {tensor: dtype, shape, data_offsets}) of a safetensors.
+
+    Args:
+        content: (n,) uint8, the file's bytes, which begin with the header's length.
+    """
+    size = int.from_bytes(content[:8].tobytes(), "little")
+    return 8 + size, json.loads(content[8 : 8 + size].tobytes())

@@ -1,8 +1,8 @@
-"""Checkpoints: everything that a run needs to go on as if it had never stopped.
+"""Checkpoints: everything that a run needs to continue as if it had never stopped.
 
 checkpoint_step_N/
     adapter/                 the LoRA in PEFT's own format
-    trainables.safetensors   all trainable weights by native name, float32, and of which base
+    trainables.safetensors   all trainable weights by native name, float32; the base's digest
     ema.safetensors          the teacher's, if a task has one
     training_state.pt        optimizer, scheduler, step, tasks, counters, RNG of each rank
     config.json              the run's flags
@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,7 +45,7 @@ UNFINISHED, REPLACED = ".unfinished", ".replaced"  # suffixes that only `replaci
 
 @dataclass
 class RunState:
-    """All that a run carries from step to step; the weights lie in the policy and the roles.
+    """State that a run carries from step to step; the policy and the roles hold the weights.
 
     Attributes:
         step: number of steps done.
@@ -100,23 +101,30 @@ class RunState:
 
 
 def step_of(folder: Path) -> int:
+    """Return the number of steps after which a checkpoint was written."""
     return int(CHECKPOINT_NAME.search(folder.name)[1])
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the complete checkpoints in order of their steps."""
     folders = Path(output_dir).glob("checkpoint_step_*")
-    return sorted(filter(lambda folder: CHECKPOINT_NAME.search(folder.name), folders), key=step_of)
+    return sorted((f for f in folders if CHECKPOINT_NAME.search(f.name)), key=step_of)
 
 
 def resume_hint(output_dir: str | Path) -> str:
-    """Return the words with which a run that ends early names its last checkpoint."""
+    """Return a sentence part on the last checkpoint and how --resume goes on."""
     if checkpoints := list_checkpoints(output_dir):
         return f"the last whole checkpoint is {checkpoints[-1]}, --resume goes on from it"
     return f"{output_dir} holds no checkpoint yet, --resume auto begins anew"
 
 
-def save(output_dir: str | Path, state: RunState, flags: dict, total_limit: int, is_main: bool):
+def save(
+    output_dir: str | Path,
+    state: RunState,
+    flags: dict[str, Any],
+    total_limit: int,
+    is_main: bool,
+):
     """Write checkpoint_step_N, and remove the oldest beyond `total_limit` (0: none)."""
     write(Path(output_dir) / f"checkpoint_step_{state.step}", state, flags, is_main)
     if is_main:
@@ -124,15 +132,25 @@ def save(output_dir: str | Path, state: RunState, flags: dict, total_limit: int,
 
 
 def save_if_best(
-    output_dir: str | Path, state: RunState, flags: dict, metrics: dict, is_main: bool
+    output_dir: str | Path,
+    state: RunState,
+    flags: dict[str, Any],
+    metrics: dict[str, Any],
+    is_main: bool,
 ):
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     if metrics["score"] > gather_objects(best_score(output_dir) if is_main else None)[0]:
         write(Path(output_dir) / BEST_CHECKPOINT, state, flags, is_main, metrics)
 
 
-def write(final: Path, state: RunState, flags: dict, is_main: bool, metrics: dict | None = None):
-    """Write the folder `final` on the first rank, over one of that name.
+def write(
+    final: Path,
+    state: RunState,
+    flags: dict[str, Any],
+    is_main: bool,
+    metrics: dict[str, Any] | None = None,
+):
+    """Write the folder `final` on the first rank; it replaces one of that name.
 
     Raises FloatingPointError, on all ranks, if a weight is not finite; CannotWrite as `replacing`.
     """
@@ -151,8 +169,8 @@ def write(final: Path, state: RunState, flags: dict, is_main: bool, metrics: dic
             torch.save(state.state_dict() | dict(rng=rng), file)
         write_json(folder / "config.json", flags, indent=2)
         if metrics:
-            best = dict(step=state.step, score=metrics["score"], metrics=metrics)
-            write_json(folder / "eval.json", best, indent=2)
+            evaluation = dict(step=state.step, score=metrics["score"], metrics=metrics)
+            write_json(folder / "eval.json", evaluation, indent=2)
 
 
 def remove_oldest(output_dir: str | Path, total_limit: int):
@@ -163,7 +181,7 @@ def remove_oldest(output_dir: str | Path, total_limit: int):
 
 
 def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):
-    """Remove what a kill has left in the output folder of a run that begins at step `start`.
+    """Remove leftovers of a kill in the output folder of a run that begins at step `start`.
 
     Raises ValueError if it holds a later checkpoint, which the next --resume would take for this
     run's.
@@ -184,7 +202,7 @@ def _beside(final: Path, suffix: str) -> Path:
 
 
 def recover(final: Path):
-    """Remove or bring back what a kill in `replacing` or `remove_oldest` left of a folder."""
+    """Remove or restore a folder's leftovers after a kill in `replacing` or `remove_oldest`."""
     unfinished, replaced = _beside(final, UNFINISHED), _beside(final, REPLACED)
     with wrap_write_errors(final):
         if replaced.exists() and not final.exists():
@@ -195,7 +213,7 @@ def recover(final: Path):
 
 @contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """A context that gives a new folder, which at its end takes the name `final`, whole.
+    """Yield a new folder that takes the name `final` when the context ends, complete.
 
     All files get the mode of any new file: safetensors makes its own 0600. Raises CannotWrite,
     after which `final` is what it was.
@@ -217,9 +235,11 @@ def replacing(final: Path) -> Iterator[Path]:
 
 
 def find(resume: str | None, output_dir: str | Path) -> Path | None:
-    """Return the folder that --resume means, if any; there may be a run without a checkpoint."""
-    if resume in (None, "latest", "auto"):
-        return next(reversed(list_checkpoints(output_dir) if resume else []), None)
+    """Return the checkpoint that --resume names; None without it, or if there is none yet."""
+    if resume is None:
+        return None
+    if resume in ("latest", "auto"):
+        return max(list_checkpoints(output_dir), key=step_of, default=None)
     if not (Path(resume) / "training_state.pt").is_file():
         raise ValueError(f"--resume {resume}: it has no training_state.pt, it is no checkpoint")
     return Path(resume)
@@ -253,15 +273,16 @@ def load_weights(
     Raises ValueError if it is damaged, if its names or shapes are not those of the parameters, or
     if it was trained on another base than `base`.
     """
-    reader = open_weights(Path(folder) / file)
+    reader = open_weights(folder / file)
     if base and reader.metadata() != {"base": base.digest}:
-        trained_on = read_json(Path(folder) / "config.json")["model_path"]
+        trained_on = read_json(folder / "config.json")["model_path"]
         raise ValueError(
             f"{folder} was trained on another base than the one in {base.folders}: the run started "
             f"from what then lay in {trained_on}. Give that base as --model_path"
         )
     weights = {name: reader.get_tensor(name) for name in reader.keys()}
-    shapes, expected = ({(n, w.shape) for n, w in x.items()} for x in (weights, parameters))
+    shapes = {(name, weight.shape) for name, weight in weights.items()}
+    expected = {(name, parameter.shape) for name, parameter in parameters.items()}
     if differing := sorted({name for name, _ in shapes ^ expected}):
         raise ValueError(
             f"{folder}/{file}: names or shapes differ from what trains: {differing[:5]}"
@@ -272,13 +293,13 @@ def load_weights(
 
 
 def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
-    """Restore a run from `folder`. Raises ValueError as `load_weights` and `read_state`."""
+    """Restore a run from `folder`. Raises ValueError as `load_weights` and `read_state` do."""
     best_score(output_dir)  # known to be readable before the next evaluation
     for role, weights in state.weights().items():
         load_weights(folder, weights, WEIGHT_FILES[role], state.base)
     saved = read_state(folder)
     state.load_state_dict(saved)
-    if rank < len(saved["rng"]):  # nothing depends on it across another number of ranks
+    if rank < len(saved["rng"]):  # of a run of fewer ranks; no step depends on it
         torch.set_rng_state(saved["rng"][rank])
 
 

@@ -23,11 +23,11 @@ NUM_SAMPLES = 32  # of a data set, evenly spread, that are compared in full
 def check_same_on_all_ranks(facts: dict[str, str | int | float | list | None]):
     """Raise ValueError on all ranks, naming the entries that differ, unless `facts` are equal."""
     first, *others = gather_objects(facts)
-    for rank, facts in enumerate(others, 1):
+    for rank, other in enumerate(others, 1):
         differing = [
-            f"{name}: {first.get(name)} on rank 0; {facts.get(name)} on rank {rank}"
-            for name in first | facts
-            if first.get(name) != facts.get(name)
+            f"{name}: {first.get(name)} on rank 0; {other.get(name)} on rank {rank}"
+            for name in first | other
+            if first.get(name) != other.get(name)
         ]
         if differing:
             raise ValueError(
@@ -60,11 +60,11 @@ def check_same_weights(state: RunState, ranks: Ranks):
     check_same_on_all_ranks(facts)
 
 
-def digest(parts: Iterable[bytes]) -> str:
-    """Return twelve hexadecimal digits that depend on every bit of the parts."""
+def digest(chunks: Iterable[bytes]) -> str:
+    """Return twelve hexadecimal digits that depend on every bit of the chunks."""
     sha256 = hashlib.sha256()
-    for part in parts:
-        sha256.update(part)
+    for chunk in chunks:
+        sha256.update(chunk)
     return sha256.hexdigest()[:12]
 
 

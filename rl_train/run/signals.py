@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: it ends its step, writes a checkpoint and leaves with STATUS.
+"""Signals that ask a run to stop: it ends its step, writes a checkpoint and exits with status 75.
 
 A cluster sends SIGTERM or SIGUSR1 before it takes a machine, a terminal SIGINT (Ctrl-C). A signal
 may reach one rank only; ranks tell each other in what they gather anyway, at the end of a step.
@@ -15,17 +15,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(BaseException):
-    """A signal has ended the run; like KeyboardInterrupt, no library catches it."""
+    """Raised when a signal ends the run; like KeyboardInterrupt, no library catches it."""
 
 
 class SignalHandler:
-    """Remembers signals that this process and, as far as it knows, other ranks have received.
+    """Record of the signals that this process and other ranks have received.
 
     Attributes:
         received: name of the first signal that this process received, or None.
         agreed: name of a signal that all ranks know of, or None.
-        immediate: True until the first step: there is nothing to save, and a signal raises
-            Interrupted at once.
+        immediate: True until the first step: nothing can be saved, so a signal raises Interrupted
+            at once.
     """
 
     def __init__(self, is_main: bool = True):
@@ -35,7 +35,7 @@ class SignalHandler:
 
     @contextmanager
     def listening(self) -> Iterator["SignalHandler"]:
-        """A context in which signals are remembered instead of ending the process."""
+        """Record signals instead of ending the process, while the context is open."""
         handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         try:
             yield self
@@ -57,7 +57,8 @@ class SignalHandler:
             raise Interrupted(f"{name} before the first step")
         if self.received:
             return
-        self.received, message = name, f"\n{name}: leaving with a checkpoint after this step"
+        self.received = name
+        message = f"\n{name}: leaving with a checkpoint after this step"
         if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun hands one Ctrl-C on a second time
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             message += "; a second Ctrl-C ends at once"
@@ -68,8 +69,8 @@ class SignalHandler:
 def ignore_signals_in_worker(_: int):
     """Ignore signals in a DataLoader's worker: a terminal or a cluster sends them to all processes.
 
-    SIGTERM from the trainer itself still ends the worker: Python sends it, and waits without limit,
-    when the trainer exits with its loader in use.
+    SIGTERM from the trainer itself still ends the worker: if the trainer exits with its loader in
+    use, Python sends it and waits without limit.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

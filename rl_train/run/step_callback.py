@@ -14,7 +14,6 @@ from rl_train.loss import ScoredRollout, check_finite_log_probs
 from rl_train.rewards.judge import failure_sentence
 from rl_train.run.build import Run
 from rl_train.run.signals import Interrupted, SignalHandler
-from rl_train.utils.io import fsync, wrap_write_errors
 
 
 class StepCallback:
@@ -43,7 +42,7 @@ class StepCallback:
         if state.roles.has_teacher:
             metrics.points["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
         for _ in range(num_iterations):
-            state.scheduler.step()  # by time, also where nothing was learnt
+            state.scheduler.step()  # also in a step without an update
         timer("update")
         self.run.phase = "evaluation"
         state.step += 1
@@ -58,11 +57,8 @@ class StepCallback:
             if not signals.agreed:
                 self.evaluator(state, self.logger)
         if is_last or signals.agreed or state.step % run_config.save_steps == 0:
-            if scored:  # supervised training samples none
+            if scored:  # empty in supervised training
                 check_finite_log_probs(state.policy, scored, self.run.config.optim.micro_batch_size)
-            rollouts = self.logger.jsonl.name
-            with wrap_write_errors(rollouts):
-                fsync(rollouts)  # the checkpoint counts on its lines
             save_load.save(
                 run_config.output_dir,
                 state,
@@ -71,16 +67,15 @@ class StepCallback:
                 self.run.ranks.is_main,
             )
         if signals.agreed:
-            gather_objects(None)  # torchrun ends the others, who may be writing, when one leaves
+            gather_objects(
+                None
+            )  # torchrun ends the other ranks, which may be writing, with the first
             raise Interrupted(f"{signals.agreed}, after step {state.step}")
 
     def report(
         self, state: RunState, scored: list[ScoredRollout], metrics: StepMetrics, timer: PhaseTimer
     ):
-        """Log the step.
-
-        Raises on all ranks if the judge or the data failed too often.
-        """
+        """Log the step. Raises UserFault on all ranks if the judge or the data failed too often."""
         run, failed_frac = self.run, "judge/failed_frac"
         for scored_rollout in scored:
             metrics.add_rollout(scored_rollout)
@@ -106,8 +101,7 @@ class StepCallback:
         if run.judge:
             failed = sum(m.totals[failed_frac] for m in all_metrics)
             num_judged = sum(m.counts[failed_frac] for m in all_metrics)
-            too_many = failed == num_judged or failed > run.judge_failures.limit * num_judged
-            if num_judged and too_many:
+            if failed:
                 reasons = sum((m.judge_reasons for m in all_metrics), Counter())
                 print0(f"step {state.step}: {failure_sentence(failed, num_judged, reasons)}")
             run.judge_failures.add(failed, num_judged)

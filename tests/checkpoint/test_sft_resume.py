@@ -22,7 +22,7 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
     """Of the project's own tasks none; a user's class says so."""
     made = built(data, tmp_path)
     assert made.state.roles.copies == {}
-    with pytest.raises(ValueError, match="classes say: asks_teacher, asks_reference"):
+    with pytest.raises(ValueError, match="kept: asks_teacher, asks_reference"):
         with made.state.roles.use("reference"):
             pass
     copies = {
