@@ -33,6 +33,7 @@ KEYS = {
 }
 STYLES, NEGATIVE_POINTS = tuple(KEYS), ("off", "optional", "required")
 
+JsonValue = dict | list | str | float | bool | None
 Point = tuple[float, float]
 Box = tuple[float, float, float, float]
 
@@ -47,8 +48,11 @@ class PointPrompt:
 
     def map(self, change: Callable[[tuple], tuple]) -> "PointPrompt":
         """Return the prompt with each box and point changed."""
-        groups = (self.boxes, self.positive, self.negative)
-        return PointPrompt(*(tuple(map(change, group)) for group in groups))
+        return PointPrompt(
+            boxes=tuple(map(change, self.boxes)),
+            positive=tuple(map(change, self.positive)),
+            negative=tuple(map(change, self.negative)),
+        )
 
     def scaled(self, x: float, y: float) -> "PointPrompt":
         """Return the same prompt in a frame whose unit is 1/x as wide and 1/y as high."""
@@ -93,32 +97,32 @@ class AnswerFormat:
     def parse_in_pixels(
         self, text: str, seen_size: tuple[int, int], size: tuple[int, int]
     ) -> tuple[PointPrompt | None, str]:
-        """Return (the answer in pixels of the original image, "") or (None, the reason).
+        """Return (the prompt in pixels of the original image, "") or (None, the reason).
 
         Args:
             seen_size: (H, W) of the image as the language model sees it; size: of the original.
         """
         width, height = self.limits(seen_size)
         try:
-            answer = self.parse(text, (width, height))
+            prompt = self.parse(text, (width, height))
         except AnswerParseError as error:
             return None, str(error)
-        return answer.scaled(size[1] / width, size[0] / height), ""
+        return prompt.scaled(size[1] / width, size[0] / height), ""
 
     def in_frame(
-        self, answer: PointPrompt, seen_size: tuple[int, int], size: tuple[int, int]
+        self, prompt: PointPrompt, seen_size: tuple[int, int], size: tuple[int, int]
     ) -> PointPrompt:
-        """Return an answer in pixels of the original image in the text's frame, rounded.
+        """Return a prompt in pixels of the original image in the text's frame, rounded.
 
         Args: see `parse_in_pixels`.
         """
         width, height = self.limits(seen_size)
         digits = 3 if self.frame == "unit" else 0
-        scaled = answer.scaled(width / size[1], height / size[0])
+        scaled = prompt.scaled(width / size[1], height / size[0])
         return scaled.map(lambda values: tuple(round(value, digits) for value in values))
 
     def parse(self, text: str, limits: tuple[float, float]) -> PointPrompt:
-        """Return the answer that `text` holds, in its own frame. A repeated point counts once.
+        """Return the prompt that `text` holds, in its own frame. A repeated point counts once.
 
         Other keys than the style's are ignored.
 
@@ -126,43 +130,47 @@ class AnswerFormat:
             limits: the largest (x, y) of the frame.
 
         Raises:
-            AnswerParseError: there is none, or an invalid one.
+            AnswerParseError: the text holds no valid answer.
         """
         parsed = self._load(text)
-        is_list = self.style == "visionreasoner"
-        if isinstance(parsed, list) != is_list:
+        items = parsed if self.style == "visionreasoner" else [parsed]
+        if not isinstance(items, list):
             raise AnswerParseError(WRONG_KEYS)
-        items = [self._item(item) for item in (parsed if is_list else [parsed])]
-        boxes, positive, negative = (sum(lists, []) for lists in zip(([], [], []), *items))
+        groups = [self._boxes_and_points(item) for item in items]
+        boxes = [box for item_boxes, _, _ in groups for box in item_boxes]
+        positive = [point for _, points, _ in groups for point in points]
+        negative = [point for _, _, points in groups for point in points]
         if len(boxes) + len(positive) + len(negative) > self.max_points:
             raise AnswerParseError(TOO_MANY)
-        boxes = [_coordinates(box, limits * 2) for box in boxes]
-        positive = [_coordinates(point, limits) for point in positive]
-        negative = [_coordinates(point, limits) for point in negative]
-        if any(x1 > x2 or y1 > y2 for x1, y1, x2, y2 in boxes):
+        prompt = PointPrompt(
+            boxes=_coordinates(boxes, limits * 2),
+            positive=_coordinates(positive, limits),
+            negative=_coordinates(negative, limits),
+        )
+        if any(x1 > x2 or y1 > y2 for x1, y1, x2, y2 in prompt.boxes):
             raise AnswerParseError(SWAPPED)
         if self.negative_points == "required" and not negative:
             raise AnswerParseError(NO_NEGATIVE)
-        return PointPrompt(*(tuple(dict.fromkeys(group)) for group in (boxes, positive, negative)))
+        return prompt
 
-    def format(self, answer: PointPrompt, thought: str = "") -> str:
-        """Return the text of `answer`, whose coordinates are of the text's frame.
+    def format(self, prompt: PointPrompt, thought: str = "") -> str:
+        """Return the answer that says `prompt`, whose coordinates are of the text's frame.
 
         Answers of segzero have one box and two points, of visionreasoner a box for each point.
         """
-        answer = answer.map(lambda values: tuple(int(v) if v == int(v) else v for v in values))
-        negatives = {NEGATIVES: answer.negative} if self.with_negatives else {}
+        prompt = prompt.map(lambda values: tuple(int(v) if v == int(v) else v for v in values))
+        negatives = {NEGATIVES: prompt.negative} if self.with_negatives else {}
         if self.style == "segzero":
-            values = dict(zip(KEYS["segzero"], answer.boxes + answer.positive, strict=True))
+            values = dict(zip(KEYS["segzero"], prompt.boxes + prompt.positive, strict=True))
             content = values | negatives
         elif self.style == "visionreasoner":
-            pairs = zip(answer.boxes, answer.positive, strict=True)
+            pairs = zip(prompt.boxes, prompt.positive, strict=True)
             content = [dict(zip(KEYS["visionreasoner"], pair)) for pair in pairs]
             if content:
                 content[0] |= negatives
         else:
-            box = {"bbox": answer.boxes[0]} if answer.boxes else {}
-            content = {"points": answer.positive} | negatives | box
+            box = {"bbox": prompt.boxes[0]} if prompt.boxes else {}
+            content = {"points": prompt.positive} | negatives | box
         text = json.dumps(content)
         if not self.has_thoughts:
             return text
@@ -172,11 +180,11 @@ class AnswerFormat:
         """Whether thoughts and answer stand in their tags, with nothing around them."""
         return not self.has_thoughts or bool(re.fullmatch(WELL_FORMED, text, re.DOTALL))
 
-    def _load(self, text: str) -> dict | list | str | float | None:
+    def _load(self, text: str) -> JsonValue:
         """Return the JSON of an answer. Raises AnswerParseError."""
         if self.has_thoughts:
-            behind = text.split(THINK[1], 1)[-1]  # tags in thoughts do not count
-            text, ended, rest = behind.partition(ANSWER[0])[2].partition(ANSWER[1])
+            after_thoughts = text.split(THINK[1], 1)[-1]  # tags in thoughts do not count
+            text, ended, rest = after_thoughts.partition(ANSWER[0])[2].partition(ANSWER[1])
             if not ended:
                 raise AnswerParseError(NO_ANSWER)
             if ANSWER[0] in rest:
@@ -189,7 +197,7 @@ class AnswerFormat:
         except ValueError as error:  # also of a number with thousands of digits
             raise AnswerParseError(NO_JSON) from error
 
-    def _item(self, item: object) -> tuple[list, list, list]:
+    def _boxes_and_points(self, item: JsonValue) -> tuple[list, list, list]:
         """Return (boxes, positive, negative points) of a JSON object. Raises AnswerParseError."""
         if not isinstance(item, dict) or not item.keys() >= set(KEYS[self.style]):
             raise AnswerParseError(WRONG_KEYS)
@@ -204,16 +212,19 @@ class AnswerFormat:
         return boxes, positive, negative
 
 
-def _coordinates(values: object, limits: tuple[float, ...]) -> tuple[float, ...]:
-    """Return a point's or box's coordinates. Raises AnswerParseError unless in [0, limit]."""
-    is_list = isinstance(values, list) and len(values) == len(limits)
-    if not is_list or not all(type(value) in (int, float) for value in values):  # True is an int
-        raise AnswerParseError(NO_NUMBERS)
-    if not all(0 <= value <= limit for value, limit in zip(values, limits)):  # nor NaN, nor 1e999
-        raise AnswerParseError(OUTSIDE)
-    return tuple(map(float, values))
+def _coordinates(
+    items: list[JsonValue], limits: tuple[float, ...]
+) -> tuple[tuple[float, ...], ...]:
+    """Return the distinct points or boxes. Raises AnswerParseError unless all in [0, limit]."""
+    for values in items:
+        is_list = isinstance(values, list) and len(values) == len(limits)
+        if not is_list or not all(type(v) in (int, float) for v in values):  # True is an int
+            raise AnswerParseError(NO_NUMBERS)
+        if not all(0 <= v <= limit for v, limit in zip(values, limits)):  # nor NaN, nor 1e999
+            raise AnswerParseError(OUTSIDE)
+    return tuple(dict.fromkeys(tuple(map(float, values)) for values in items))
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict | None:
+def _unique_keys(pairs: list[tuple[str, JsonValue]]) -> dict | None:
     """Return an object of JSON, None (which is no object) if a key occurs twice."""
     return dict(pairs) if len(dict(pairs)) == len(pairs) else None

@@ -1,7 +1,7 @@
-"""What is asked for a box and points: the texts by which published checkpoints were trained.
+"""Questions for a box and points: the texts by which published checkpoints were trained.
 
-Seg-Zero's and VisionReasoner's to the letter, where nothing is added: their sentences follow each
-other without a blank, and Seg-Zero's example has single quotes, which are no JSON. Those for
+Seg-Zero's and VisionReasoner's are to the letter, where nothing is added: their sentences follow
+each other without a blank, and Seg-Zero's example has single quotes, which are no JSON. Those for
 negative points are of Segzero_plus. The image stands directly before the question, as in both
 evaluations (VisionReasoner's training had a line break between).
 """
@@ -11,57 +11,69 @@ import re
 from rl_train.data.text import clean_caption
 from rl_train.points.parser import ANSWER, FRAMES, AnswerFormat, PointPrompt
 
-NUMBERS = re.compile(r"(?<=\d), (?=\d)")  # of which the examples have no blank between
-_SIDE = 840  # of the image that the examples' pixels are of
-_COMPARE = {
-    "segzero": "Compare the difference between objects and find the most closely matched one.",
-    "visionreasoner": "Compare the difference between object(s) and find the most closely matched "
-    "object(s).",
-}
+# {(style, whether negative points are asked for): question}. {x} is the phrase, {if_any} stands
+# where negative points are optional, {frame} names the coordinates, {example} is an answer.
+_END = "{frame}i.e., <think> thinking process here </think><answer>{example}</answer>"
 _THINK = (
     "Output the thinking process in <think> </think> and final answer in <answer> </answer> tags."
 )
-_EXCLUDE = "that should be excluded using negative points."
-_SCHEMA = "i.e., <think> thinking process here </think><answer>{}</answer>"
+_EXCLUDE = (
+    "Identify confusing background regions{if_any} that should be excluded using negative points."
+)
+_QUESTIONS = {
+    ("points", False): 'Please find "{x}" with points.',
+    ("points", True): 'Please find "{x}" with points and negative points.',
+    ("segzero", False): "Please find '{x}' with bbox and points."
+    "Compare the difference between objects and find the most closely matched one."
+    f"{_THINK}Output the one bbox and points of two largest inscribed circles inside the "
+    f"interested object in JSON format.{_END}",
+    ("segzero", True): "Please find '{x}' with bbox, points, and negative points."
+    "Compare the difference between objects and find the most closely matched one."
+    f"{_EXCLUDE}{_THINK}Output the one bbox, points of two largest inscribed circles inside the "
+    "interested object, and negative points in confusing background regions, all in JSON format."
+    f"{_END}",
+    ("visionreasoner", False): 'Please find "{x}" with bboxs and points.'
+    "Compare the difference between object(s) and find the most closely matched object(s)."
+    f"{_THINK}Output the bbox(es) and point(s) inside the interested object(s) in JSON format."
+    f"{_END}",
+    ("visionreasoner", True): 'Please find "{x}" with bboxs, points, and negative points.'
+    "Compare the difference between object(s) and find the most closely matched object(s)."
+    f"{_EXCLUDE}{_THINK}Output the bbox(es), point(s) inside the interested object(s), and "
+    "negative points in confusing background regions, all in JSON format."
+    f"{_END}",
+}
+_FRAME_SENTENCES = {
+    "pixels": "",
+    "unit": "All coordinates should be normalized to [0, 1].",
+    "thousand": "All coordinates should be normalized to [0, 1000].",
+}
+_EXAMPLE_SIZE = (840, 840)  # (H, W) in pixels of the image that the examples are about
 _EXAMPLES = {
+    "points": PointPrompt((), ((30, 110),), ((250, 150),)),
     "segzero": PointPrompt(((10, 100, 200, 210),), ((30, 110), (35, 180)), ((250, 150),)),
     "visionreasoner": PointPrompt(
         ((10, 100, 200, 210), (225, 296, 706, 786)), ((30, 110), (302, 410)), ((250, 150),)
     ),
 }
-_FRAME = {
-    "pixels": "",
-    "unit": "All coordinates should be normalized to [0, 1].",
-    "thousand": "All coordinates should be normalized to [0, 1000].",
-}
 
 
-def point_question(caption: str, form: AnswerFormat) -> str:
-    """The question for what `caption` refers to, which is lower case without final stops in it."""
-    x = clean_caption(caption.lower()).strip(".")
-    if form.style == "points":
-        return f'Please find "{x}" with points{" and negative points" * form.with_negatives}.'
-    one = form.style == "segzero"
-    boxes, quoted = ("bbox", f"'{x}'") if one else ("bboxs", f'"{x}"')
-    wanted = "the bbox(es){} point(s) inside the interested object(s)"
-    if one:
-        wanted = "the one bbox{} points of two largest inscribed circles inside the interested "
-        wanted += "object"
-    parts = [f"Please find {quoted} with {boxes} and points.", _COMPARE[form.style]]
-    parts += [_THINK, f"Output {wanted.format(' and')} in JSON format."]
-    if form.with_negatives:
-        maybe = ", if any," * (form.negative_points == "optional")
-        parts = [f"Please find {quoted} with {boxes}, points, and negative points."]
-        parts += [_COMPARE[form.style], f"Identify confusing background regions{maybe} {_EXCLUDE}"]
-        parts += [_THINK, f"Output {wanted.format(',')}, and negative points in confusing "]
-        parts += ["background regions, all in JSON format."]
-    return "".join([*parts, _FRAME[form.frame], _SCHEMA.format(example_answer(form))])
+def point_question(caption: str, answer_format: AnswerFormat) -> str:
+    """Return the question for the object of `caption`, in lower case without final stops."""
+    return _QUESTIONS[answer_format.style, answer_format.with_negatives].format(
+        x=clean_caption(caption.lower()).strip("."),
+        if_any=", if any," * (answer_format.negative_points == "optional"),
+        frame=_FRAME_SENTENCES[answer_format.frame],
+        example=example_answer(answer_format),
+    )
 
 
-def example_answer(form: AnswerFormat) -> str:
-    """The example of an answer that the question shows."""
-    shown, largest = _EXAMPLES[form.style], FRAMES[form.frame]
-    if largest:
-        shown = form.in_frame(shown, (_SIDE, _SIDE), (_SIDE, _SIDE))
-    text = NUMBERS.sub(",", form.format(shown).partition(ANSWER[0])[2].removesuffix(ANSWER[1]))
-    return text if form.style == "visionreasoner" or form.with_negatives else text.replace('"', "'")
+def example_answer(answer_format: AnswerFormat) -> str:
+    """Return the example of an answer that the question shows."""
+    example = _EXAMPLES[answer_format.style]
+    if FRAMES[answer_format.frame]:
+        example = answer_format.in_frame(example, _EXAMPLE_SIZE, _EXAMPLE_SIZE)
+    text = answer_format.format(example).partition(ANSWER[0])[2].removesuffix(ANSWER[1])
+    # Published examples have no blank between two numbers, and Seg-Zero's has single quotes.
+    text = re.sub(r"(?<=\d), (?=\d)", ",", text)
+    published = answer_format.style == "segzero" and not answer_format.with_negatives
+    return text.replace('"', "'") if published else text
