@@ -58,7 +58,6 @@ class PromptBuilder:
         self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
         self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
-        self.added = {i: token for token, i in tokenizer.get_added_vocab().items()}
         # Line breaks inside a stop text do not count: see `sa2va_hf.prediction.StopWords`.
         ends = ["[\r\n]*".join(map(re.escape, text)) for text in self.stop_texts]
         ends += [re.escape(tokenizer.eos_token)] if tokenizer.eos_token else []

@@ -1,6 +1,6 @@
 """Interface of a policy: every member that the loops, tasks and tools use, and shared methods."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +10,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from rl_train.data.errors import DamagedSample
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.rollout import Batch, Inputs, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -133,6 +134,35 @@ class Policy(Protocol):
                 position_ids=positions,
                 entropy_gradient=entropy_gradient,
             )
+
+
+def check_caption(
+    sample: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    max_tokens: int,
+    texts: Sequence[str],
+):
+    """Raise DamagedSample if a sample's caption is too long, or no plain text.
+
+    A special token in it could end the turn, or stand for an image.
+
+    Args:
+        num_tokens: text tokens that the caption takes; max_tokens: that it may take.
+        texts: the caption as it stands in prompts and answers.
+    """
+    if num_tokens > max_tokens:
+        raise DamagedSample(
+            sample["image_id"],
+            f"caption of {len(sample['caption'])} characters: {num_tokens} text tokens exceed the "
+            f"{max_tokens} that --max_caption_length and the model's context allow",
+        )
+    special_tokens = tokenizer.added_tokens_decoder
+    for text in texts:
+        for i in tokenizer.encode(text, add_special_tokens=False):
+            if i in special_tokens:
+                fault = f"caption with the special token {special_tokens[i]}"
+                raise DamagedSample(sample["image_id"], fault)
 
 
 SAM2_CITATION = """@article{ravi2024sam2,

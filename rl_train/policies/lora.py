@@ -1,7 +1,6 @@
 """LoRA and the choice of trainable weights, for every model family."""
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 
@@ -26,10 +25,7 @@ def attach_lora(
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    given_up = "`is_gradient_checkpointing` is deprecated"  # by transformers; peft 0.21 asks for it
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", given_up, FutureWarning)
-        return get_peft_model(language_model, config)
+    return get_peft_model(language_model, config)
 
 
 def groups_of(names: Iterable[str], patterns: dict[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from rl_train.data.errors import DamagedSample
 from rl_train.data.text import phrase
+from rl_train.policies.base import check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
 
 MAX_ASPECT = 200  # of an image's longer side to its shorter one
@@ -79,25 +80,14 @@ class QwenInputs:
         return min(fits, self.max_caption_length or fits)
 
     def check(self, sample: dict):
-        """Raise DamagedSample if the image is too narrow, or the phrase too long or no plain text.
-
-        A special token in a phrase could end the question, or stand for an image.
-        """
+        """Raise DamagedSample if the image is too narrow: see `check_caption` for the phrase."""
         width, height = sample["image"].size
         if max(width, height) > MAX_ASPECT * min(width, height):
             fault = f"image of {width}x{height} pixels, narrower than 1 to {MAX_ASPECT}"
             raise DamagedSample(sample["image_id"], fault)
-        caption = sample["caption"]
-        ids = self.tokenizer.encode(phrase(caption), add_special_tokens=False)
-        if len(ids) > self.longest_phrase:
-            fault = (
-                f"caption of {len(caption)} characters: its {len(ids)} text tokens exceed the "
-                f"{self.longest_phrase} of --max_caption_length and the model's context"
-            )
-            raise DamagedSample(sample["image_id"], fault)
-        added = self.tokenizer.added_tokens_decoder
-        if special := [added[i] for i in ids if i in added]:
-            raise DamagedSample(sample["image_id"], f"caption with the special token {special[0]}")
+        text = phrase(sample["caption"])
+        num_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
+        check_caption(sample, self.tokenizer, num_tokens, self.longest_phrase, texts=[text])
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """(pixels (3, H', W') of Qwen2.5-VL, (3, S, S) of SAM2), uint8, of one sample."""

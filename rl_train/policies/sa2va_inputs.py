@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.data.errors import DamagedSample
 from rl_train.data.text import phrase
+from rl_train.policies.base import check_caption
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import PromptBuilder
-
-CHARACTERS = 64  # of a caption for each token that it may have: what is longer is not tokenised
 
 
 @dataclass
@@ -43,30 +41,18 @@ class Sa2VAInputs:
         No other prompt holds a whole caption. The prompt is measured with the most tiles, so that
         the result does not depend on the image.
         """
-        caption, longest = sample["caption"], self.max_caption_length
-        size = f"caption of {len(caption)} characters"
-        if len(caption) > CHARACTERS * (longest or self.context):
-            fault = f"more than {CHARACTERS} for each token of --max_caption_length {longest}"
-            raise DamagedSample(sample["image_id"], f"{size}, {fault}")
-        max_tiles = self.processor.max_tiles
-        tiles = max_tiles + (max_tiles > 1)  # with the thumbnail
-        ids = self.prompts.segment(phrase(caption), tiles)
-        text = len(ids) - tiles * self.prompts.tokens_per_tile
-        if longest and text > longest:
-            fault = f"its prompt of {text} text tokens exceeds --max_caption_length {longest}"
-            raise DamagedSample(sample["image_id"], f"{size}: {fault}")
-        if len(ids) + self.max_new_tokens > self.context:
-            fault = (
-                f"its prompt of {len(ids)} tokens (--max_tiles {max_tiles}) and "
-                f"--max_completion_length {self.max_new_tokens} exceed the context of "
-                f"{self.context}"
-            )
-            raise DamagedSample(sample["image_id"], f"{size}: {fault}")
-        encode, added = self.prompts.tokenizer.encode, self.prompts.added
-        for text in (phrase(caption), caption):  # in a question, and as an answer
-            if special := [added[i] for i in encode(text, add_special_tokens=False) if i in added]:
-                fault = f"caption with the special token {special[0]}"
-                raise DamagedSample(sample["image_id"], fault)
+        question, max_tiles = phrase(sample["caption"]), self.processor.max_tiles
+        num_tiles = max_tiles + (max_tiles > 1)  # with the thumbnail
+        num_tokens = len(self.prompts.segment(question, num_tiles))
+        num_image_tokens = num_tiles * self.prompts.tokens_per_tile
+        fits = self.context - num_image_tokens - self.max_new_tokens
+        check_caption(
+            sample,
+            self.prompts.tokenizer,
+            num_tokens - num_image_tokens,
+            min(fits, self.max_caption_length or fits),
+            texts=(question, sample["caption"]),  # in a question, and as an answer
+        )
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
         """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""

@@ -176,7 +176,8 @@ class Fuzz:
         prompts, tiles = self.policy.prompts, len(batch.inputs.tiles[0])
         cells, image = int(batch.inputs.grids.sum()), tiles * prompts.tokens_per_tile
         found = prompts.segment(phrase(caption), tiles)
-        added = lambda ids: [i for i in ids if i in prompts.added]  # noqa: E731
+        special = prompts.tokenizer.added_tokens_decoder
+        added = lambda ids: [i for i in ids if i in special]  # noqa: E731
         assert found.count(prompts.context_id) == image, where
         assert added(found) == added(prompts.segment("x", tiles)), where
         assert added(prompts.answer(caption)) == added(prompts.answer("x")), where

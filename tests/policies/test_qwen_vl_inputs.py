@@ -108,7 +108,7 @@ def test_a_prompt_is_that_of_the_published_chat_template(points):
 @pytest.mark.parametrize(
     "changes, fault",
     [
-        (dict(caption="a" * 11), "its 11 text tokens exceed the 10"),
+        (dict(caption="a" * 11), "caption of 11 characters: 11 text tokens exceed the 10"),
         (dict(caption="a <loc1>"), "special token <loc1>"),
         (dict(image=Image.new("RGB", (603, 3))), "603x3 pixels, narrower than 1 to 200"),
     ],
