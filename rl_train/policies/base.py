@@ -40,12 +40,12 @@ class Policy(Protocol):
     base_dtype: torch.dtype
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
     groups: dict[str, str]  # {name of a trainable: its group}, by which gradient norms are logged
-    image_tokens: int  # tokens of the largest image that the flags allow
     encoders_train: bool = False  # True if `encode` has a gradient
     watch: NanWatcher  # names of the outputs, in any role, that had a NaN or infinity
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Inputs:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
@@ -182,7 +182,6 @@ class ModelSpec:
         name: name by which tasks ask for the family.
         model_type: value of model_type in the config.json of its folders.
         build: (config, groups, max_new_tokens, device) -> the policy.
-        has_sam: True if its own folder holds a SAM2; otherwise --sam_path names one.
         trainable: {group: regex} of the weights that may train in reinforcement learning.
         groups: {group: regex} of all weights that --train may name.
         reached_by: {group: the group in `trainable` that a task must list for gradients to reach
@@ -194,7 +193,6 @@ class ModelSpec:
     name: str
     model_type: str
     build: Callable[..., Policy]
-    has_sam: bool
     trainable: dict[str, str]
     groups: dict[str, str]
     reached_by: dict[str, str]

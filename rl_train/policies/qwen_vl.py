@@ -6,6 +6,7 @@ Letters: B images, P prompts, G samples each, N = P*G rows, n scored rows, L pro
 tokens, C LLM width.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,9 @@ TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
 # By where they are: the vision encoder's MLP has linears of the same names.
 LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"
 # The chat template, around an image and behind it a question.
-BEFORE = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-BEFORE += "<|vision_start|>"
+BEFORE = (
+    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
+)
 BETWEEN, BEHIND = "<|vision_end|>", "<|im_end|>\n<|im_start|>assistant\n"
 ENDS = ["<|im_end|>", "<|endoftext|>"]
 QWEN_VL_CITATION = """@article{bai2025qwen25vl,
@@ -81,7 +83,6 @@ class QwenVLPolicy(Policy):
         self.model, self.tokenizer, self.preprocessing = model, tokenizer, preprocessing
         vlm = model.vlm
         self.context = vlm.config.text_config.max_position_embeddings  # tokens
-        self.image_tokens = preprocessing.max_tokens
         self.stop = StopText(tokenizer, ENDS, vlm.config.text_config.vocab_size)
         self.base_dtype = vlm.lm_head.weight.dtype
         self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
@@ -96,10 +97,6 @@ class QwenVLPolicy(Policy):
             temperature=config.temperature,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.vlm.lm_head.weight.device
 
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
         """Write Qwen2.5-VL with the LoRA merged in, in `dtype` or that of its own folder.
@@ -144,10 +141,8 @@ class QwenVLPolicy(Policy):
         ids = []
         for i, question in zip(image, questions, strict=True):
             rows, columns = images.grids[i]
-            image_ids, question_ids = (
-                [self.image_token] * (rows * columns),
-                self.encode_text(question),
-            )
+            image_ids = [self.image_token] * (rows * columns)
+            question_ids = self.encode_text(question)
             ids.append([*self.head, *image_ids, *self.middle, *question_ids, *self.tail])
         return Prompts(ids, list(image), None)
 
@@ -208,9 +203,7 @@ class QwenVLPolicy(Policy):
     def completion_text(self, ids: list[int]) -> str:
         """Decoded completion, cut where it ends."""
         text = self.tokenizer.decode(ids)
-        for end in ENDS:
-            text = text.split(end, 1)[0]
-        return text.strip()
+        return re.split("|".join(map(re.escape, ENDS)), text, maxsplit=1)[0].strip()
 
     def point_masks(
         self,
@@ -251,8 +244,8 @@ def build_policy(
     policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
     if policy.inputs(max_new_tokens).longest_phrase < 1:
         raise ValueError(
-            f"--max_completion_length {max_new_tokens}: with {policy.image_tokens} tokens of an "
-            f"image and {QUESTION} of a question it does not fit the model's context of "
+            f"--max_completion_length {max_new_tokens}: with {preprocessing.max_tokens} tokens of "
+            f"an image and {QUESTION} of a question it does not fit the model's context of "
             f"{policy.context}"
         )
     return policy
@@ -262,7 +255,6 @@ QWEN_VL = ModelSpec(
     name=QwenVLPolicy.family,
     model_type="qwen2_5_vl",
     build=build_policy,
-    has_sam=False,
     trainable=TRAINABLE,
     groups=TRAINABLE,
     reached_by={},

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rl_train.data.errors import DamagedSample
+from rl_train.data.loader import pack
 from rl_train.data.text import phrase
 from rl_train.policies.base import check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
@@ -99,10 +100,7 @@ class QwenInputs:
 
     def collate(self, prepared: list[tuple[torch.Tensor, torch.Tensor]]) -> PointInputs:
         pixels, sam_pixels = zip(*prepared)
-        flat = torch.cat([image.flatten() for image in pixels])  # one storage: see `loader.pack`
-        flat = flat.split([image.numel() for image in pixels])
-        pixels = [values.view_as(image) for values, image in zip(flat, pixels)]
-        return PointInputs(pixels, torch.stack(sam_pixels))
+        return PointInputs(pack(pixels), torch.stack(sam_pixels))
 
 
 def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Tensor:

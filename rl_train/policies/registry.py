@@ -55,6 +55,4 @@ def build_policy(
         raise ValueError(
             f"--train {' '.join(sorted(unknown))}: unknown; known: {', '.join(family.groups)}"
         )
-    if family.has_sam and config.sam_path:
-        raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
     return family.build(config, groups, max_new_tokens, device)

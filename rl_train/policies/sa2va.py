@@ -129,16 +129,6 @@ class Sa2VAPolicy(Policy):
             gradient_checkpointing=config.gradient_checkpointing,
         )
 
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def image_tokens(self) -> int:
-        """Tokens of the largest image that --max_tiles allows, with its thumbnail and a region."""
-        max_tiles = self.processor.max_tiles
-        return (max_tiles + (max_tiles > 1) + 1) * self.model.config.tokens_per_tile
-
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
         """Write the model with the LoRA merged in, in `dtype` or that of its own folder.
 
@@ -320,16 +310,17 @@ def build_policy(
     """Build the policy that `config` names: its base, a fresh LoRA and the groups that train.
 
     Raises:
-        ValueError: the longest prompt leaves no room for an answer; names the flags.
+        ValueError: --sam_path is given, or the longest prompt leaves no room for an answer.
     """
+    if config.sam_path:
+        raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
     dtype = getattr(torch, config.dtype)
     model = Sa2VAModel.from_pretrained(config.model_path, dtype=dtype, device=device)
     processor = Sa2VAProcessor(model.config, config.max_tiles)
     policy = Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups)
-    context, longest = (
-        model.config.llm.max_position_embeddings,
-        policy.image_tokens + max_new_tokens,
-    )
+    num_tiles = config.max_tiles + (config.max_tiles > 1) + 1  # with the thumbnail and a region
+    longest = num_tiles * model.config.tokens_per_tile + max_new_tokens
+    context = model.config.llm.max_position_embeddings
     if longest > context:
         raise ValueError(
             f"--max_tiles {config.max_tiles} with --max_completion_length {max_new_tokens}: "
@@ -342,7 +333,6 @@ SA2VA = ModelSpec(
     name=Sa2VAPolicy.family,
     model_type="sa2va_chat",
     build=build_policy,
-    has_sam=True,
     trainable=TRAINABLE,
     groups=GROUPS,
     reached_by=dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2"),

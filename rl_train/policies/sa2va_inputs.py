@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_train.data.loader import pack
 from rl_train.data.text import phrase
 from rl_train.policies.base import check_caption
 from sa2va_hf import Sa2VAProcessor
-from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import PromptBuilder
 
 
@@ -18,11 +18,6 @@ class BatchInputs:
     tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each, a quarter of float32
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
     grids: torch.Tensor  # (B, g, g) bool region cells
-
-    @property
-    def pixel_values(self) -> list[torch.Tensor]:
-        """(t, 3, S, S) float32 tiles of each, normalised."""
-        return [normalise_tiles(tiles) for tiles in self.tiles]
 
 
 @dataclass
@@ -61,5 +56,4 @@ class Sa2VAInputs:
 
     def collate(self, prepared: list[tuple[torch.Tensor, ...]]) -> BatchInputs:
         tiles, sam_pixels, grids = zip(*prepared)
-        tiles = torch.cat(tiles).split(list(map(len, tiles)))  # one storage: `loader.pack`
-        return BatchInputs(list(tiles), torch.stack(sam_pixels), torch.stack(grids))
+        return BatchInputs(pack(tiles), torch.stack(sam_pixels), torch.stack(grids))

@@ -16,6 +16,7 @@ from rl_train.export.model_card import write_card
 from rl_train.policies.sa2va import build_policy
 from rl_train.utils.io import write_json
 from sa2va_hf import Sa2VAModel
+from sa2va_hf.processing_sa2va import normalise_tiles
 from tests.runs import CHECKPOINT, on_one_core, run
 from tools import export
 
@@ -54,7 +55,7 @@ def outputs(model, batch, policy):
     logits = model(
         ids,
         torch.ones_like(ids),
-        pixel_values=inputs.pixel_values[0],
+        pixel_values=normalise_tiles(inputs.tiles[0]),
         prompt_masks=[inputs.grids[:1]],
         vp_overall_mask=torch.tensor([True]),
     ).logits

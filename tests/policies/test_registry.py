@@ -39,7 +39,6 @@ def folder(tmp_path, monkeypatch) -> Path:
         name="tiny",
         model_type="tiny_chat",
         build=build,
-        has_sam=True,
         groups={"head": "^head"},
         citation=ENTRY,
         loading="Load it with `tiny.load(FOLDER)`.",
@@ -56,8 +55,12 @@ def test_a_new_family_is_built(folder):
     config = PolicyConfig(model_path=str(folder))
     policy = build_policy(config, dict(loop="tiny"), ["head"], 8, torch.device("cpu"))
     assert isinstance(policy, TinyPolicy) and policy.trained == ["head"]
+
+
+def test_sa2va_takes_no_other_sam2():
+    config = PolicyConfig(model_path="M", sam_path="S")
     with pytest.raises(ValueError, match="--sam_path S: the model in --model_path has its own"):
-        build_policy(replace(config, sam_path="S"), {}, [], 8, torch.device("cpu"))
+        SA2VA.build(config, ["lora"], 8, torch.device("cpu"))
 
 
 def test_a_new_family_has_card_and_citations(folder, tmp_path):

@@ -16,6 +16,7 @@ from rl_train.tasks import MaskCaptionMask
 from rl_train.tasks.base import TaskContext
 from sa2va_hf.batches import ImageFeatures
 from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
@@ -145,7 +146,7 @@ def test_score_is_the_models_own_forward(model, images, prompts, answers, batch)
         out = model.model(
             full,
             torch.ones_like(full),
-            batch.inputs.pixel_values[1],
+            normalise_tiles(batch.inputs.tiles[1]),
             [prompts.grids[1]],
             torch.tensor([True]),
         )
@@ -269,7 +270,7 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     assert all(map(torch.equal, teachers.grids, own.grids))
     for ids, grid, tiles in zip(own.ids, own.grids, images.tiles):
         assert ids.count(model.model.img_context_id) == 64 * tiles + int(grid.sum()) and grid.any()
-    assert images.tiles == [len(p) for p in batch.inputs.pixel_values] and (
+    assert images.tiles == [len(tiles) for tiles in batch.inputs.tiles] and (
         max(images.tiles) > 1
     ) == (max_tiles > 1)
 

@@ -11,6 +11,7 @@ from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, batch_loader, eval_loader
 from rl_train.policies.sa2va_inputs import Sa2VAInputs
 from sa2va_hf import Sa2VAProcessor
+from sa2va_hf.processing_sa2va import normalise_tiles
 from tests.updates import equal
 from tools.demo.make_demo import TRAIN, write_split
 
@@ -37,7 +38,8 @@ def inputs_of(model):
 def assert_holds(batch, dataset, processor):
     for k, i in enumerate(batch.index):
         sample = dataset[i]
-        assert torch.equal(batch.inputs.pixel_values[k], processor.tiles(sample["image"]))
+        tiles = normalise_tiles(batch.inputs.tiles[k])
+        assert torch.equal(tiles, processor.tiles(sample["image"]))
         assert torch.equal(batch.inputs.sam_pixels[k], processor.sam_image(sample["image"]))
         assert torch.equal(batch.inputs.grids[k], processor.region_grid(sample["mask"]))
         assert batch.masks[k].numpy().tolist() == sample["mask"].tolist()

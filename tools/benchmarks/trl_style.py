@@ -17,6 +17,7 @@ from rl_train.engine import Completions, Engine
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures, Prompts
+from sa2va_hf.processing_sa2va import normalise_tiles
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.qwen import SHAPES
 from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints
@@ -124,7 +125,7 @@ class FullPolicy(ForcedPolicy):
 
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
-        normalised = images.batch.inputs.pixel_values
+        normalised = [normalise_tiles(tiles) for tiles in images.batch.inputs.tiles]
         tiles = torch.cat([normalised[i] for i in prompts.image])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             vision = self.model.vision_features(tiles.to(self.device))
