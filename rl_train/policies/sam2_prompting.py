@@ -8,30 +8,20 @@ Letters: B images, M prompts (a box or none, its points), S pixels of SAM2's sid
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from transformers import Sam2Model
 
-from rl_train.points.parser import PointPrompt
+from rl_train.points.parser import Box, PointPrompt
 from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.mask_decoder import decoder_features
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 
 FOREGROUND, BACKGROUND = 1, 0  # labels of SAM2's points
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of SAM2, in pixels of the original image."""
-
-    image: int
-    box: tuple[float, float, float, float] | None
-    positive: tuple[tuple[float, float], ...]
-    negative: tuple[tuple[float, float], ...] = ()
 
 
 def sam_features(sam: Sam2Model, pixels: torch.Tensor) -> list[torch.Tensor]:
@@ -44,24 +34,21 @@ def sam_features(sam: Sam2Model, pixels: torch.Tensor) -> list[torch.Tensor]:
     return decoder_features(sam, list(encoded.fpn_hidden_states))
 
 
-def prompts_of(image: int, answer: PointPrompt) -> list[Prompt]:
-    """Prompts whose masks' union is the answer's mask: one per box, or one of points alone.
+def split_by_box(prompt: PointPrompt) -> list[PointPrompt]:
+    """Prompts of at most one box each, whose masks' union is the mask of `prompt`.
 
     Duplicates count once: to SAM2 a repeated point is another prompt. With several boxes, a
     positive point belongs to the nearest one, at distance 0 inside it, and then to the one whose
-    centre is nearest. Negative points belong to all. An answer with neither box nor positive point
-    has no prompt.
+    centre is nearest. Negative points belong to all. Without box and positive point the list is
+    empty.
     """
-    boxes = tuple(dict.fromkeys(answer.boxes))
-    positive, negative = (
-        tuple(dict.fromkeys(answer.positive)),
-        tuple(dict.fromkeys(answer.negative)),
+    boxes, positive, negative = (
+        tuple(dict.fromkeys(group)) for group in (prompt.boxes, prompt.positive, prompt.negative)
     )
     if len(boxes) < 2:
-        box = boxes[0] if boxes else None
-        return [Prompt(image, box, positive, negative)] if boxes or positive else []
+        return [PointPrompt(boxes, positive, negative)] if boxes or positive else []
 
-    def distance(box, x: float, y: float) -> tuple[float, float]:
+    def distance(box: Box, x: float, y: float) -> tuple[float, float]:
         """Squared distances from a box, 0 inside it, and from its centre."""
         x1, y1, x2, y2 = box
         dx, dy = max(x1 - x, 0.0, x - x2), max(y1 - y, 0.0, y - y2)
@@ -69,7 +56,7 @@ def prompts_of(image: int, answer: PointPrompt) -> list[Prompt]:
 
     nearest = [min(boxes, key=lambda box: distance(box, *point)) for point in positive]
     return [
-        Prompt(image, box, tuple(p for p, b in zip(positive, nearest) if b == box), negative)
+        PointPrompt((box,), tuple(p for p, b in zip(positive, nearest) if b == box), negative)
         for box in boxes
     ]
 
@@ -80,37 +67,40 @@ def point_masks(
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
     image: list[int],
-    answers: list[PointPrompt],
+    prompts: list[PointPrompt],
     passes: int = 1,
     confidence: list[tuple[float, float]] | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """((H, W) bool mask of answers[k] in image[k], the same without its negative points).
+    """((H, W) bool mask of prompts[k] in image[k], the same without its negative points).
 
     Args:
         features: `sam_features`; sizes: (H, W) of the B original images.
         passes: 1 = all points at once; 2 = as SAM2 was trained on: box and positive points first,
             then all points with the logits of the first pass. Without negative points both masks
             are those of the first pass.
-        confidence: list that receives the `mask_confidence` of both masks of each answer.
+        confidence: list that receives the `mask_confidence` of both masks of each prompt.
     """
-    assert passes in (1, 2), f"{passes} passes"
-    prompts_per_answer = [prompts_of(i, answer) for i, answer in zip(image, answers, strict=True)]
-    prompts = [prompt for prompts in prompts_per_answer for prompt in prompts]
-    first = decode(sam, features, sizes, [replace(prompt, negative=()) for prompt in prompts])
-    final, with_negative = first.clone(), [m for m, p in enumerate(prompts) if p.negative]
+    groups = [split_by_box(prompt) for prompt in prompts]
+    image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
+    single = [prompt for group in groups for prompt in group]  # M prompts of one box at most
+    first = decode(sam, features, sizes, image_of_each, [replace(p, negative=()) for p in single])
+    final, with_negative = first.clone(), [m for m, p in enumerate(single) if p.negative]
     if with_negative:
-        previous = first[with_negative] if passes == 2 else None
         final[with_negative] = decode(
-            sam, features, sizes, [prompts[m] for m in with_negative], previous
+            sam,
+            features,
+            sizes,
+            [image_of_each[m] for m in with_negative],
+            [single[m] for m in with_negative],
+            first[with_negative] if passes == 2 else None,
         )
-    counts, masks, confidences = list(map(len, prompts_per_answer)), ([], []), ([], [])
+    counts, masks, confidences = list(map(len, groups)), ([], []), ([], [])
     for column, all_logits in enumerate((final, first)):
-        for logits, i in zip(all_logits.split(counts), image):  # (m, S/4, S/4) of one answer
+        for logits, i in zip(all_logits.split(counts), image):  # (m, S/4, S/4) of one prompt
             mask = torch.zeros(sizes[i], dtype=torch.bool, device=logits.device)
-            for one_logits in logits[
-                :, None, None
-            ]:  # one by one, since masks at native size are large
-                mask |= F.interpolate(one_logits, sizes[i], mode="bilinear")[0, 0] > 0
+            # One by one, since masks at native size are large.
+            for box_logits in logits[:, None, None]:
+                mask |= F.interpolate(box_logits, sizes[i], mode="bilinear")[0, 0] > 0
             masks[column].append(mask)
             if confidence is not None:
                 union = logits.amax(0, keepdim=True) if len(logits) else None
@@ -124,10 +114,11 @@ def decode(
     sam: Sam2Model,
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
-    prompts: list[Prompt],
+    image: list[int],
+    prompts: list[PointPrompt],
     previous: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(M, S/4, S/4) float32 mask logits of prompts.
+    """(M, S/4, S/4) float32 mask logits of prompts[m], of at most one box each, in image[m].
 
     One mask each. SAM2 chooses among several only if its config has
     `dynamic_multimask_via_stability`.
@@ -138,13 +129,17 @@ def decode(
     logits = features[0].new_zeros(len(prompts), *features[0].shape[-2:], dtype=torch.float32)
     equal_shapes = defaultdict(list)
     for m, p in enumerate(prompts):
-        equal_shapes[p.box is not None, len(p.positive) + len(p.negative)].append(m)
+        equal_shapes[len(p.boxes), len(p.positive) + len(p.negative)].append(m)
     for all_rows in equal_shapes.values():
         for start in range(0, len(all_rows), MASKS_AT_ONCE):
             rows = all_rows[start : start + MASKS_AT_ONCE]
-            dense = None if previous is None else previous[rows, None]  # (m, 1, S/4, S/4)
+            index = torch.tensor([image[m] for m in rows], device=logits.device)
             logits[rows] = _decode_equal_shapes(
-                sam, features, sizes, [prompts[m] for m in rows], dense
+                sam,
+                [level[index] for level in features],
+                [sizes[image[m]] for m in rows],
+                [prompts[m] for m in rows],
+                None if previous is None else previous[rows, None],  # (m, 1, S/4, S/4)
             )
     return logits
 
@@ -153,28 +148,30 @@ def _decode_equal_shapes(
     sam: Sam2Model,
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
-    prompts: list[Prompt],
+    prompts: list[PointPrompt],
     dense: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Decode prompts that all have a box or none, and equally many points; see `decode`."""
-    tensor, side = (
-        partial(torch.tensor, device=features[0].device),
-        sam.prompt_encoder.input_image_size,
-    )
-    image = tensor([prompt.image for prompt in prompts])
-    scale = tensor([[side / sizes[p.image][1], side / sizes[p.image][0]] for p in prompts])  # x, y
+    """Decode m prompts that all have a box or none, and equally many points; see `decode`.
+
+    Args:
+        features: levels (m, ..) of each prompt's image; sizes: (H, W) of each.
+        dense: (m, 1, S/4, S/4) previous logits, or None.
+    """
+    tensor = partial(torch.tensor, device=features[0].device)
+    side = sam.prompt_encoder.input_image_size
+    scale = tensor([[side / width, side / height] for height, width in sizes])  # (m, 2) of x, y
     points = labels = boxes = None
     if prompts[0].positive or prompts[0].negative:
         points = tensor([[*p.positive, *p.negative] for p in prompts]) * scale[:, None]
         labels = [[FOREGROUND] * len(p.positive) + [BACKGROUND] * len(p.negative) for p in prompts]
         points, labels = points[:, None], tensor(labels)[:, None]  # (m, 1, points, 2), (m, 1, ..)
-    if prompts[0].box is not None:
-        boxes = (tensor([p.box for p in prompts]) * scale.repeat(1, 2))[:, None]  # (m, 1, 4)
+    if prompts[0].boxes:
+        boxes = tensor([p.boxes for p in prompts]) * scale.repeat(1, 2)[:, None]  # (m, 1, 4)
     sparse, dense = sam.prompt_encoder(
         input_points=points, input_labels=labels, input_boxes=boxes, input_masks=dense
     )
     positions = sam.get_image_wide_positional_embeddings()
-    *fine, coarse = (level[image] for level in features)
+    *fine, coarse = features
     masks, *_ = sam.mask_decoder(
         image_embeddings=coarse,
         image_positional_embeddings=positions.expand(len(prompts), -1, -1, -1),

@@ -11,7 +11,7 @@ from torch import nn
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.export.model_card import write_card
 from rl_train.policies import registry
-from rl_train.policies.registry import FAMILIES, QWEN_VL, build_policy, family_of
+from rl_train.policies.registry import FAMILIES, QWEN_VL, SA2VA, build_policy, family_of
 
 ENTRY = "@article{tiny,\n  title = {A tiny model}\n}\n"
 

@@ -6,7 +6,7 @@ import torch
 from rl_train.data.loader import Batches
 from rl_train.points.parser import PointPrompt
 from rl_train.policies import sam2_prompting
-from rl_train.policies.sam2_prompting import Prompt, decode, point_masks, prompts_of, sam_features
+from rl_train.policies.sam2_prompting import decode, point_masks, sam_features, split_by_box
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from tests.policies.tiny_points import SAM_SIDE, samples
 
@@ -40,8 +40,10 @@ def features(model, pixels):
         return sam_features(model, pixels)
 
 
-def prompts(pairs):
-    return [prompt for image, answer in pairs for prompt in prompts_of(image, answer)]
+def split(pairs):
+    """(image of each prompt, prompts of at most one box)."""
+    rows = [(image, one) for image, answer in pairs for one in split_by_box(answer)]
+    return [image for image, _ in rows], [prompt for _, prompt in rows]
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def by_hand(model, pixels, image, answer, before=None):
 def test_as_sam_called_by_hand(model, pixels, features):
     expected = torch.stack([by_hand(model, pixels, *pair) for pair in RAGGED])
     with torch.no_grad():
-        found = decode(model, features, SIZES, prompts(RAGGED))
+        found = decode(model, features, SIZES, *split(RAGGED))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert expected.std() > 0.1 and expected.min() < 0 < expected.max()
 
@@ -106,22 +108,22 @@ def test_a_row_is_what_it_is_alone(model, features, passes):
 
 
 def test_many_rows_are_decoded_in_parts(model, features, monkeypatch):
-    some = prompts(RAGGED * 2)
+    some = split(RAGGED * 2)
     with torch.no_grad():
-        whole = decode(model, features, SIZES, some)
+        whole = decode(model, features, SIZES, *some)
         monkeypatch.setattr(sam2_prompting, "MASKS_AT_ONCE", 2)
-        parts = decode(model, features, SIZES, some)
+        parts = decode(model, features, SIZES, *some)
     torch.testing.assert_close(whole, parts, atol=1e-4, rtol=0)
 
 
 def test_order_and_repeats_do_not_matter(model, features):
     one = PointPrompt((BOX,), (P, R), (Q,))
     same = PointPrompt((BOX, BOX), (R, P, R), (Q, Q))
-    (a,), (b,) = prompts_of(0, one), prompts_of(0, same)
-    assert (a.box, a.negative, sorted(a.positive)) == (b.box, b.negative, sorted(b.positive))
+    (a,), (b,) = split_by_box(one), split_by_box(same)
+    assert (a.boxes, a.negative, sorted(a.positive)) == (b.boxes, b.negative, sorted(b.positive))
     with torch.no_grad():
-        found = decode(model, features, SIZES, [a, b])
-        twice = decode(model, features, SIZES, [Prompt(0, BOX, (P, R), (Q, Q))])
+        found = decode(model, features, SIZES, [0, 0], [a, b])
+        twice = decode(model, features, SIZES, [0], [PointPrompt((BOX,), (P, R), (Q, Q))])
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)
     assert (found[0] - twice[0]).abs().max() > 1e-2  # to SAM2 a repeated point is another prompt
 
@@ -129,21 +131,27 @@ def test_order_and_repeats_do_not_matter(model, features):
 def test_the_label_matters(model, features):
     with torch.no_grad():
         yes, no = decode(
-            model, features, SIZES, [Prompt(0, BOX, (P, Q)), Prompt(0, BOX, (P,), (Q,))]
+            model,
+            features,
+            SIZES,
+            [0, 0],
+            [PointPrompt((BOX,), (P, Q)), PointPrompt((BOX,), (P,), (Q,))],
         )
     assert (yes - no).abs().max() > 1e-2
 
 
 def test_boxes_are_united_and_take_the_points_in_them(model, features):
     answer = PointPrompt((BOX, OTHER), (P, (86.0, 12.0), (95.0, 57.0), (42.0, 30.0)), (R,))
-    found = prompts_of(0, answer)
+    found = split_by_box(answer)
     assert found == [
-        Prompt(0, BOX, (P, (42.0, 30.0)), (R,)),  # (42, 30) lies in both; this centre is nearer
-        Prompt(0, OTHER, ((86.0, 12.0), (95.0, 57.0)), (R,)),
+        PointPrompt(
+            (BOX,), (P, (42.0, 30.0)), (R,)
+        ),  # (42, 30) lies in both; this centre is nearer
+        PointPrompt((OTHER,), ((86.0, 12.0), (95.0, 57.0)), (R,)),
     ]
     both = point_masks(model, features, SIZES, [0], [answer])[0][0]
     with torch.no_grad():
-        each = decode(model, features, SIZES, found)
+        each = decode(model, features, SIZES, [0, 0], found)
     native = torch.nn.functional.interpolate(each[None], SIZES[0], mode="bilinear")[0] > 0
     assert torch.equal(both, native.any(0)) and native[0].any() and native[1].any()
 
