@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from rl_train import cli
 from rl_train.checkpoint import save_load
-from rl_train.checkpoint.save_load import RunState
 from rl_train.data.loader import batch_loader, steps
 from rl_train.data.workers import explaining
 from rl_train.distributed import process_group
@@ -119,7 +118,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         end_step(state, scored, metrics, timer)
 
 
-def update(state: RunState, metrics: StepMetrics, max_grad_norm: float):
+def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float):
     """Clip the averaged gradients, step the optimizer, and log the norms before clipping.
 
     Raises:

@@ -12,7 +12,7 @@ from rl_train.data.loader import Batches
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.registry import build_policy
 from rl_train.rewards.points import deepest_points
-from rl_train.run import memory_check
+from rl_train.run.error_report import remedy
 from rl_train.tasks.sft_tasks import true_answer
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
@@ -205,15 +205,9 @@ def test_frozen_encoders_have_no_gradient(data, tmp_path):
 
 def test_what_to_lower_is_a_flag_of_it(data, tmp_path):
     config = cli.parse(line(data, tmp_path), sft.SFT)
-    found = {phase: memory_check.remedy(phase, config) for phase in ("rollout", "update")}
+    found = {phase: remedy(phase, config) for phase in ("rollout", "update")}
     assert found["rollout"].startswith("lower --batch_size or --max_completion_length (and raise")
     assert found["update"].startswith("lower --batch_size or --max_masks_per_answer or --max_comp")
-
-
-def test_what_is_advised_where_a_model_does_not_fit(data, tmp_path):
-    config = cli.parse(line(data, tmp_path), sft.SFT)
-    assert "take a GPU with more memory" in memory_check.remedy("calibration", config)
-    assert "take a GPU" not in memory_check.remedy("rollout", config)
 
 
 def test_its_flags_are_those_of_supervised_training(capsys):

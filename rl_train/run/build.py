@@ -11,7 +11,6 @@ from torch.utils.data import Subset
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.fingerprint import fingerprint_of
-from rl_train.checkpoint.save_load import RunState
 from rl_train.cli import check_output_dir, check_same
 from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
 from rl_train.data import DamagedSamples
@@ -32,7 +31,7 @@ from rl_train.rewards.attributes import Vocabulary, load_attributes
 from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import COPIES, Roles
+from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.rollout import Inputs
 from rl_train.run.consistency import (
     check_same_on_all_ranks,
@@ -41,7 +40,7 @@ from rl_train.run.consistency import (
     digest,
 )
 from rl_train.run.memory_check import GIB, standing_memory
-from rl_train.run.schedules import cosine_schedule, teacher_decay
+from rl_train.run.schedules import cosine_schedule
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils import hub
 from rl_train.utils.io import lock, wrap_write_errors, write_json
@@ -56,7 +55,7 @@ class Run:
     config: Config
     flags: dict[str, object]  # as config.json has them
     ranks: Ranks
-    state: RunState
+    state: save_load.RunState
     judge: LLMJudge | None
     judge_failures: FailureWindow
     damaged: DamagedSamples
@@ -70,8 +69,16 @@ class Run:
     vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
-        """Return the teacher's decay at an update of the step in progress."""
-        return teacher_decay(self.config.optim, self.max_steps, self.state.step, iteration)
+        """Return the teacher's decay at an update of the step in progress.
+
+        All updates before it count, as in the learning rate's schedule, also those of steps that
+        skipped them.
+        """
+        optim = self.config.optim
+        if optim.ema_decay is not None:
+            return optim.ema_decay
+        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
+        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
 def build(config: Config, ranks: Ranks) -> Run:
@@ -266,17 +273,21 @@ def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
 
 def build_state(
     config: Config, policy: Policy, roles: Roles, tasks: list[Task], max_steps: int
-) -> RunState:
+) -> save_load.RunState:
     """Build all that a checkpoint saves: optimizer, schedule, and the base's fingerprint."""
     optimizer = build_optimizer(config.optim, policy)
     num_updates = max_steps * config.optim.num_iterations
     scheduler = cosine_schedule(optimizer, num_updates, config.optim.warmup_ratio)
     base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
-    return RunState(policy, roles, tasks, optimizer, scheduler, base=base)
+    return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base=base)
 
 
 def load_state(
-    folder: Path, state: RunState, config: Config, flags: dict[str, object], ranks: Ranks
+    folder: Path,
+    state: save_load.RunState,
+    config: Config,
+    flags: dict[str, object],
+    ranks: Ranks,
 ):
     """Load a checkpoint that was made with the same flags. Raises ValueError otherwise."""
     print0(f"resuming from {folder}")

@@ -4,18 +4,15 @@ Faults of the program itself keep their traceback.
 """
 
 import sys
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rl_train.checkpoint.save_load import resume_hint
 from rl_train.config.grpo_config import Config
 from rl_train.distributed.process_group import Ranks, lost_rank, only_local_rank0, print0
-from rl_train.run.memory_check import is_out_of_memory, out_of_memory_message
+from rl_train.run.build import Run
 from rl_train.run.signals import EXIT_INTERRUPTED, Interrupted
 from rl_train.utils.io import CannotWrite, UserFault
-
-if TYPE_CHECKING:
-    from rl_train.run.build import Run
 
 
 class ErrorReporter:
@@ -27,7 +24,7 @@ class ErrorReporter:
 
     def __init__(self, config: Config, ranks: Ranks):
         self.config, self.ranks = config, ranks
-        self.run: "Run | None" = None
+        self.run: Run | None = None
 
     def __enter__(self):
         return self
@@ -67,3 +64,41 @@ class ErrorReporter:
         if isinstance(error, UserFault):
             return f"rl_train: {str(error).splitlines()[-1]}"  # a worker's has its traceback above
         return None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Return whether an error of torch or of a library says that a GPU's memory is used up."""
+    message = str(error)  # OutOfMemoryError's own says "out of memory" too
+    return "out of memory" in message or "ALLOC_FAILED" in message
+
+
+def out_of_memory_message(config: Config, ranks: Ranks, run: Run | None = None) -> str:
+    """Return where memory ended, which flags to lower, and how to resume.
+
+    Args:
+        run: None while it is still being built.
+    """
+    phase, when = "calibration", "before the first step"
+    if run is not None:
+        phase, when = run.phase, f"in step {run.state.step + 1}, in {run.phase}"
+    return (
+        f"out of GPU memory on rank {ranks.rank}, {when}; {remedy(phase, config)}; "
+        f"{resume_hint(config.run.output_dir)}"
+    )
+
+
+def remedy(phase: str, config: Config) -> str:
+    """Return what to change to save memory in a phase; a run that has begun can resume with it."""
+    has_begun = (Path(config.run.output_dir) / "config.json").is_file()
+    phases_of_flag = config.flags_with("lowers_memory_of")
+    free_on_resume = config.flags_with("free_on_resume")
+    flags = [
+        flag
+        for flag, phases in phases_of_flag.items()
+        if phase in phases and (flag in free_on_resume or not has_begun)
+    ]
+    flags.sort(key=lambda flag: flag not in free_on_resume)  # first those that change the run least
+    advice = f"lower {' or '.join(f'--{flag}' for flag in flags)}"
+    if "batch_size" in flags:
+        advice += " (and raise --gradient_accumulation_steps)"
+    return advice

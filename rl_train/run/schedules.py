@@ -1,11 +1,8 @@
-"""Learning rate and EMA decay as functions of the update."""
+"""Learning rate as a function of the update."""
 
 import math
 
 import torch
-
-from rl_train.config.grpo_config import OptimConfig
-from rl_train.roles import half_life_decay
 
 
 def cosine_schedule(
@@ -21,15 +18,3 @@ def cosine_schedule(
         return 0.5 * (1 + math.cos(math.pi * progress))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-
-
-def teacher_decay(config: OptimConfig, max_steps: int, step: int, iteration: int) -> float:
-    """Return the EMA's decay at an update of a step.
-
-    All updates before it count, as in the learning rate's schedule, also those of steps in which
-    nothing was learnt.
-    """
-    if config.ema_decay is not None:
-        return config.ema_decay
-    half_life = config.ema_half_life * max_steps * config.num_iterations
-    return half_life_decay(step * config.num_iterations + iteration, half_life)

@@ -5,7 +5,6 @@ from collections import Counter
 from tqdm import tqdm
 
 from rl_train.checkpoint import save_load
-from rl_train.checkpoint.save_load import RunState
 from rl_train.distributed.process_group import gather_objects, print0
 from rl_train.evaluation.evaluate import Evaluator
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics, reduce_metrics
@@ -34,7 +33,11 @@ class StepCallback:
         )
 
     def __call__(
-        self, state: RunState, scored: list[ScoredRollout], metrics: StepMetrics, timer: PhaseTimer
+        self,
+        state: save_load.RunState,
+        scored: list[ScoredRollout],
+        metrics: StepMetrics,
+        timer: PhaseTimer,
     ):
         run_config = self.run.config.run
         num_iterations = self.run.config.optim.num_iterations
@@ -73,7 +76,11 @@ class StepCallback:
             raise Interrupted(f"{signals.agreed}, after step {state.step}")
 
     def report(
-        self, state: RunState, scored: list[ScoredRollout], metrics: StepMetrics, timer: PhaseTimer
+        self,
+        state: save_load.RunState,
+        scored: list[ScoredRollout],
+        metrics: StepMetrics,
+        timer: PhaseTimer,
     ):
         """Log the step. Raises UserFault on all ranks if the judge or the data failed too often."""
         run, failed_frac = self.run, "judge/failed_frac"

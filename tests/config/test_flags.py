@@ -9,7 +9,7 @@ from rl_train import cli, train
 from rl_train.config.flags import COUNT, add_flags, flag, flags_with, parse_all, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
 from rl_train.config.sft_config import ALL_PARTS
-from rl_train.run import memory_check
+from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
 from rl_train.tasks import TASKS
 from rl_train.utils.io import read_json
@@ -30,7 +30,7 @@ class LargerPolicyConfig(PolicyConfig):
 
 def test_a_new_flag_is_one_line(data, tmp_path, capsys):
     """Parsed, on record in config.json, free or fixed on resume, and named where memory ends."""
-    program = replace(cli.GRPO, parts=CONFIG_CLASSES | {"policy": LargerPolicyConfig})
+    program = replace(cli.GRPO, configs=CONFIG_CLASSES | {"policy": LargerPolicyConfig})
     argv = flags(data, tmp_path / "run", max_steps=1)
     train.main([*argv, "--loose", "5", "--fixed", "6"], program)
     written = read_json(tmp_path / "run" / "config.json")
@@ -42,9 +42,9 @@ def test_a_new_flag_is_one_line(data, tmp_path, capsys):
     with pytest.raises(ValueError, match="holds a run of another config: --fixed was 6, now 8$"):
         cli.check_output_dir(config, config.flags | dict(fixed=8))
     assert "fixed" in config.flags_with("of_machine")
-    assert "--fixed" not in memory_check.remedy("update", config)  # a run that has begun keeps it
+    assert "--fixed" not in remedy("update", config)  # a run that has begun keeps it
     elsewhere = replace(config, run=replace(config.run, output_dir=str(tmp_path / "new")))
-    assert "--fixed" in memory_check.remedy("update", elsewhere)
+    assert "--fixed" in remedy("update", elsewhere)
 
 
 # Names of other projects

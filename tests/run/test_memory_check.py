@@ -6,7 +6,8 @@ import torch
 from rl_train import train
 from rl_train.loss import MicroBatchLoss
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.run import memory_check
+from rl_train.run.error_report import is_out_of_memory
+from rl_train.run.memory_check import standing_memory
 from rl_train.tasks import mask_caption_mask
 from sa2va_hf import Sa2VAModel
 from tests.runs import complaint_of, flags, on_one_core, run
@@ -18,7 +19,7 @@ TINY = dict(max_completion_length=6, max_masks_per_answer=3)
 def test_what_stands_is_counted(policy):
     model = policy()
     weights = sum(4 * p.numel() for p in model.trainable.values())
-    standing = memory_check.standing_memory(model)
+    standing = standing_memory(model)
     assert standing["optimizer"] == 2 * weights and standing["gradients"] == weights
 
 
@@ -98,7 +99,5 @@ def test_another_fault_keeps_its_traceback(data, tmp_path, monkeypatch):
     monkeypatch.setattr(Sa2VAModel, "vision_features", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         run(data, tmp_path, **TINY)
-    assert memory_check.is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
-    assert memory_check.is_out_of_memory(
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when ..")
-    )
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when .."))
