@@ -25,7 +25,7 @@ from rl_train.cli import EntryPoint, run_program
 from rl_train.config.sft_config import SFT_CONFIG_CLASSES
 from rl_train.data.loader import steps
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import GradientAverage
+from rl_train.distributed.process_group import averaging, data_parallel
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.policies.base import Features, Policy
 from rl_train.rollout import Batch
@@ -49,7 +49,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     Letters: B samples per batch, one example of each a task, T tokens of an answer.
     """
     state, policy, optim = run.state, run.state.policy, run.config.optim
-    ddp = GradientAverage(SFTLoss(policy))
+    ddp = data_parallel(SFTLoss(policy))
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= run.max_steps:
             break
@@ -61,7 +61,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 features = policy.encode(batch)  # with gradient, if an encoder trains
             step_examples.append(build_examples(run, batch, features))
             metrics.damaged += batch.damaged
-            metrics.add_shares(run.sampler.shares, batch.index)
+            metrics.add_mixture(run.sampler.shares, batch.index)
             timer("encode")
         run.phase = "update"
         totals = step_totals(step_examples, run.ranks.world_size)
@@ -70,7 +70,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             if accumulates and policy.encoders_train:
                 # Encode again, now with gradient: the activations of one batch are held at a time.
                 features = policy.encode(examples[0].batch)
-            with ddp.averaging(is_last):
+            with averaging(ddp, is_last):
                 loss, statistics = ddp(features, examples, totals, last=is_last)
                 loss.backward()
             for task_name, task_statistics in statistics.items():

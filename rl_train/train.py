@@ -23,7 +23,7 @@ from rl_train.checkpoint import save_load
 from rl_train.data.loader import batch_loader, steps
 from rl_train.data.workers import explaining
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import GradientAverage, gather_objects, print0
+from rl_train.distributed.process_group import averaging, data_parallel, gather_objects, print0
 from rl_train.evaluation.bootstrap import before_after_table
 from rl_train.evaluation.evaluate import TRAIN_BATCHES_PER_EVAL_BATCH, EvalSpec, Evaluator
 from rl_train.export.merge import export
@@ -56,7 +56,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     # The std of the whole batch is known only when all of the step's rollouts are there.
     scale = "none" if config.loss.scale == "batch" else config.loss.scale
-    ddp = GradientAverage(MicroBatchLoss(policy, config.loss, T))
+    ddp = data_parallel(MicroBatchLoss(policy, config.loss, T))
     for batches in steps(loader, optim.gradient_accumulation_steps):
         if state.step >= run.max_steps:
             break
@@ -109,7 +109,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         denominators, has_signal = loss_denominators(scored, run.ranks.world_size)
         for iteration in range(optim.num_iterations if has_signal else 0):
             for item, rows, is_last in iter_micro_batches(scored, optim.micro_batch_size):
-                with ddp.averaging(is_last):  # gradients are averaged over ranks in the last
+                with averaging(ddp, is_last):  # gradients are averaged over ranks in the last
                     loss, stats = ddp(item, rows, denominators[item.task.name], last=is_last)
                     loss.backward()  # gradients add up over rows and tasks
                 metrics.add_update(item.task.name, stats, on_policy=iteration == 0)
@@ -139,7 +139,7 @@ def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     metrics.updates += 1
-    metrics.points |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
+    metrics.common |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
 
 
 def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train):

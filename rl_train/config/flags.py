@@ -60,19 +60,19 @@ def flag(
 
 
 def number(
-    kind: type[int] | type[float],
+    number_type: type[int] | type[float],
     must_be: str = "a finite number",
     test: Callable[[float], bool] = lambda value: True,
 ) -> Callable[[str], float]:
-    """A type for argparse: finite numbers of `kind` that pass `test`, whose words are `must_be`."""
+    """Return a type for argparse: finite numbers that pass `test`, which `must_be` describes."""
 
     def parse(text: str) -> float:
-        value = kind(text)
+        value = number_type(text)
         if not (math.isfinite(value) and test(value)):
             raise argparse.ArgumentTypeError(f"{text}: must be {must_be}")
         return value
 
-    parse.__name__ = kind.__name__  # for argparse's own messages
+    parse.__name__ = number_type.__name__  # for argparse's own messages
     return parse
 
 
@@ -82,8 +82,8 @@ GROUP = number(int, "at least 2", lambda value: value >= 2)
 SEED = number(int, "in [0, 2^63)", lambda value: 0 <= value < 2**63)
 POSITIVE = number(float, "above 0", lambda value: value > 0)
 WEIGHT = number(float, "at least 0", lambda value: value >= 0)
-SHARE = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
-SHARE_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
+FRACTION = number(float, "in [0, 1]", lambda value: 0 <= value <= 1)
+FRACTION_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 
 
 # A declaration, read
@@ -107,39 +107,36 @@ def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None =
     """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
     groups = {None: parser.add_argument_group(title or config.__doc__)}
     for field in dataclasses.fields(config):
-        choice = field.metadata["only_one_of"]
-        if choice not in groups:
-            groups[choice] = groups[None].add_mutually_exclusive_group()
+        group = field.metadata["only_one_of"]
+        if group not in groups:
+            groups[group] = groups[None].add_mutually_exclusive_group()
         names = [flag_name(field), *field.metadata["aliases"]]  # the first is where its value goes
-        groups[choice].add_argument(*[f"--{name}" for name in names], **_argparse_options(field))
+        groups[group].add_argument(*[f"--{name}" for name in names], **_argparse_options(field))
 
 
 def _argparse_options(field: dataclasses.Field) -> dict[str, Any]:
     """Return the keywords of argparse's `add_argument` for a flag."""
-    kind = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
-    made = field.default_factory is not REQUIRED  # a list
-    default = field.default_factory() if made else field.default
-    if kind is bool:
+    value_type = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
+    is_list = field.default_factory is not REQUIRED
+    default = field.default_factory() if is_list else field.default
+    if value_type is bool:
         options = dict(action=argparse.BooleanOptionalAction if default else "store_true")
-    elif kind is tuple or kind == list[str]:  # of words, if the declaration names no other type
+    elif (
+        value_type is tuple or value_type == list[str]
+    ):  # of words, if the declaration names no other type
         options = dict(nargs="+", type=str)
     else:
-        options = dict(type=number(kind) if kind in (int, float) else kind)
+        options = dict(type=number(value_type) if value_type in (int, float) else value_type)
     options |= dict(required=True) if default is REQUIRED else dict(default=default)
     needs = f"; needs --{field.metadata['needs']}" if field.metadata["needs"] else ""
     return options | dict(help=field.metadata["help"] + needs) | field.metadata["options"]
-
-
-def known_flags(parser: argparse.ArgumentParser) -> set[str]:
-    """Return all names of a parser's flags, with the --no- forms."""
-    return {flag for action in parser._actions for flag in action.option_strings}
 
 
 def parse_all(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
     """Parse a command line. Raises ValueError, with similar flags' names, for an unknown word."""
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = sorted(known_flags(parser))
+        known = sorted(parser._option_string_actions)  # with the --no- forms
         flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
         similar = [near for flag in flags for near in difflib.get_close_matches(flag, known, 1)]
         advice = f"; did you mean {', '.join(similar)}?" if similar else ""

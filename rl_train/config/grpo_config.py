@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 from rl_train.config.flags import (
     COUNT,
     COUNT_OR_0,
+    FRACTION,
+    FRACTION_BELOW_1,
     GROUP,
     POSITIVE,
     SEED,
-    SHARE,
-    SHARE_BELOW_1,
     WEIGHT,
     flag,
     flags_with,
@@ -100,7 +100,7 @@ class DataConfig:
         metavar="NAME[/PART,..]:FOLDER[=WEIGHT]",
     )
     max_bad_fraction: float = flag(
-        0.01, "of a data set, above which the run stops", type=SHARE, free_on_resume=True
+        0.01, "of a data set, above which the run stops", type=FRACTION, free_on_resume=True
     )
     eval_data_dir: str | None = flag(
         None,
@@ -208,7 +208,7 @@ class RewardConfig:
     max_judge_failures: float = flag(
         0.2,
         f"of the last {FAILURE_WINDOW} captions, above which the run stops",
-        type=SHARE,
+        type=FRACTION,
         free_on_resume=True,
     )
     control: str = flag(
@@ -282,12 +282,12 @@ class LossConfig:
 
     @property
     def scale(self) -> str:
-        """The divisor of advantages, as `group_advantages` takes it."""
+        """Divisor of advantages, an argument of `group_advantages`."""
         return self.scale_rewards or LOSSES[self.loss_type].advantage_scale
 
     @property
     def clip(self) -> dict[str, float]:
-        """The ratio's window, as `grpo_loss` takes it."""
+        """Window of the ratio, arguments of `grpo_loss`."""
         low, high = clip_window(self.loss_type, self.clip_range, self.clip_range_high)
         return dict(clip_range=low, clip_range_high=high)
 
@@ -313,7 +313,7 @@ class UpdatesConfig:
         None, "of text_hidden_fcs, which prompts SAM2; default --learning_rate", type=POSITIVE
     )
     weight_decay: float = flag(0.05, "of AdamW")
-    warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=SHARE_BELOW_1)
+    warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=FRACTION_BELOW_1)
     max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
 
 
@@ -339,7 +339,7 @@ class OptimConfig(UpdatesConfig):
         None,
         "of the teacher, instead of a half-life; 0 = the policy, 1 = the base",
         only_one_of="teacher",
-        type=SHARE,
+        type=FRACTION,
     )
 
 

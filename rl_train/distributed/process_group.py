@@ -8,7 +8,7 @@ import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,8 @@ from tqdm import tqdm
 
 from rl_train.utils.io import CannotWrite
 
-# That ranks wait for one which does not come to a collective, before they end the run: one may load
-# a model from a slow disk, write a checkpoint or evaluate meanwhile.
+# Time that ranks wait in a collective before they end the run: another rank may load a model from a
+# slow disk, write a checkpoint or evaluate meanwhile.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 EXIT_BAD_INPUT = 2  # exit status of a run that ended with one; argparse's too
@@ -39,15 +39,8 @@ class Ranks:
         return self.rank == 0
 
 
-@dataclass(frozen=True)
-class Fault:
-    """Sent by a rank instead of its value: why it cannot go on."""
-
-    sentence: str
-
-
 class RankError(ValueError):
-    """Raised on all ranks after one of them sent a Fault."""
+    """Sent by a rank that cannot go on instead of its value, and then raised on all ranks."""
 
 
 def init() -> Ranks:
@@ -82,32 +75,32 @@ def close():
         dist.destroy_process_group()
 
 
-def print0(*parts: str):
+def print0(text: str):
     """Print on the first rank, without breaking a progress bar."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        tqdm.write(" ".join(parts))
+        tqdm.write(text)
 
 
 def gather_objects(value: Value) -> list[Value]:
-    """`value` of every rank, in rank order. Raises RankError on all if one sends a Fault."""
+    """Return `value` of every rank, in rank order. Raises RankError on all if one sends it."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    faults = [[v.sentence] if isinstance(v, Fault) else [] for v in values]
+    faults = [[str(v)] if isinstance(v, RankError) else [] for v in values]
     if any(faults):
         alike = all(fault == faults[0] for fault in faults)
         raise RankError(faults[0][0] if alike else "; ".join(_by_ranks(faults)))
     return values
 
 
-def _by_ranks(of_ranks: Sequence[Sequence[str]]) -> list[str]:
-    """Every sentence once, after the ranks that say it, those of the fewest ranks first.
+def _by_ranks(sentences_of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """Return each sentence once, after its ranks; those of the fewest ranks come first.
 
     A number that is not finite on one rank reaches the others by the averaged gradients.
     """
     ranks_of = {}  # {sentence: ranks}
-    for rank, sentences in enumerate(of_ranks):
+    for rank, sentences in enumerate(sentences_of_ranks):
         for sentence in sentences:
             ranks_of.setdefault(sentence, []).append(str(rank))
     by_count = sorted(ranks_of.items(), key=lambda item: len(item[1]))
@@ -116,10 +109,10 @@ def _by_ranks(of_ranks: Sequence[Sequence[str]]) -> list[str]:
 
 @contextlib.contextmanager
 def fail_together():
-    """A context that ends on all ranks with RankError if bad input or a bad disk ends it on one.
+    """Context that raises RankError on all ranks if bad input or a bad disk ends it on one.
 
-    The others hear of it at their next `gather_objects`, which must therefore be the only kind of
-    collective in there, and its end.
+    The others learn of it at their next `gather_objects`, which must therefore be the only kind of
+    collective inside, and follow it.
     """
     try:
         yield
@@ -128,90 +121,80 @@ def fail_together():
             raise
         if isinstance(error, SystemExit):
             error = error.__context__ or "the command line is wrong"  # argparse has said it
-        gather_objects(Fault(str(error)))
+        gather_objects(RankError(error))
 
 
 def only_local_rank0(sentence: str) -> str | int:
-    """What SystemExit takes on this rank: the sentence, or status 2 where another says it."""
+    """Return SystemExit's argument: the sentence on a machine's first rank, else status 2."""
     return sentence if os.environ.get("LOCAL_RANK", "0") == "0" else EXIT_BAD_INPUT
 
 
 def lost_rank(error: BaseException | None) -> str | None:
-    """In a line, how a collective failed because another rank has ended or hangs; else None."""
+    """Return, in a line, a collective's error due to a rank that has ended or hangs; else None."""
     by_torch = isinstance(error, (dist.DistBackendError, dist.DistNetworkError))
     words = " ".join(str(error).split())
-    # Of gloo not what says that ranks had met for different things, which is a fault of ours.
+    # gloo's "preamble": ranks have met for different collectives, which is a defect of the program.
     by_gloo = isinstance(error, RuntimeError) and "gloo" in words and "preamble" not in words
     return words if by_torch or by_gloo else None
 
 
 def all_sum(values: dict[str, float], faults: Sequence[str] = ()) -> dict[str, float]:
-    """Sums over ranks; every rank passes the same names. With faults as `raise_on_any_rank`."""
-    of_ranks, faults = zip(*gather_objects((dict(values), faults)))
-    _raise_not_finite(faults)
+    """Return the sums over ranks; every rank passes the same names.
+
+    Raises FloatingPointError on all ranks, with every rank's faults, if any rank has one.
+    """
+    of_ranks, faults_of_ranks = zip(*gather_objects((dict(values), faults)))
+    if sentences := _by_ranks(faults_of_ranks):
+        raise FloatingPointError("not finite: " + "; ".join(sentences[:20]))
     return {name: sum(values_of_rank[name] for values_of_rank in of_ranks) for name in values}
 
 
 def raise_on_any_rank(faults: Sequence[str]):
     """Raise FloatingPointError on all ranks, with every rank's faults, if any rank has one."""
-    _raise_not_finite(gather_objects(faults))
+    all_sum({}, faults)
 
 
-def _raise_not_finite(of_ranks: Sequence[Sequence[str]]):
-    if sentences := _by_ranks(of_ranks):
-        raise FloatingPointError("not finite: " + "; ".join(sentences[:20]))
-
-
-class _Reaching(torch.autograd.Function):
-    """A loss as it is; its backward comes by all parameters, and brings them nothing."""
+class _TouchParameters(torch.autograd.Function):
+    """Identity of a loss, whose backward reaches all parameters without a gradient."""
 
     @staticmethod
-    def forward(ctx, loss, *parameters):
-        ctx.num = len(parameters)
+    def forward(ctx, loss: torch.Tensor, *parameters: torch.nn.Parameter) -> torch.Tensor:
+        ctx.num_parameters = len(parameters)
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx, gradient):
-        return gradient, *[None] * ctx.num
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradient, *[None] * ctx.num_parameters
 
 
 def touch_all_params(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter]) -> torch.Tensor:
-    """The loss, of whose backward all parameters are a part, as DistributedDataParallel wants it.
+    """Connect every parameter to the loss so that DistributedDataParallel reduces all of them.
 
-    Not by 0 * each parameter, which would be six kernels for each of hundreds.
+    Adding 0 * parameter would launch six kernels for each of hundreds of parameters.
     """
-    return _Reaching.apply(loss, *parameters)
+    return _TouchParameters.apply(loss, *parameters)
 
 
-class GradientAverage:
-    """Wrapper of a module whose backward leaves, on every rank, the mean of all ranks' gradients.
+def data_parallel(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module in DistributedDataParallel; alone, the module itself."""
+    if not dist.is_initialized():
+        return module
+    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    With several processes it is DistributedDataParallel, alone the module itself. All trainable
-    parameters take part in the last backward of a step.
+
+def averaging(ddp: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Return the context of a forward and backward of a step's micro-batch.
+
+    In the last one gradients are averaged over ranks, so all trainable parameters take part in its
+    backward, see `touch_all_params`.
     """
-
-    def __init__(self, module: torch.nn.Module):
-        self.module = module
-        if dist.is_initialized():
-            self.module = DistributedDataParallel(
-                module, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
-
-    def __call__(self, *args: Any, last: bool) -> Any:
-        """Return the module's output for the step's `last` micro-batch or one before it."""
-        return self.module(*args, last and dist.is_initialized())
-
-    def averaging(self, last: bool) -> contextlib.AbstractContextManager:
-        """Return the context of a forward and backward; the last one averages the gradients."""
-        if last or not dist.is_initialized():
-            return contextlib.nullcontext()
-        return self.module.no_sync()
+    return contextlib.nullcontext() if last or not dist.is_initialized() else ddp.no_sync()
 
 
 def gradient_norms(parameters: Collection[torch.nn.Parameter]) -> torch.Tensor:
-    """(one a parameter,) norms of their gradients, which nobody waits for yet.
+    """Return the gradients' norms, (number of parameters,), without waiting for the GPU.
 
-    A gradient that no term reached becomes 0.
+    A gradient that no term of the loss reached becomes 0.
     """
     for parameter in (p for p in parameters if p.grad is None):
         parameter.grad = torch.zeros_like(parameter)

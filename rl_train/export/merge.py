@@ -40,8 +40,8 @@ def export(
             base has, or "auto" finds no metrics.
         CannotWrite: see `replacing`; `output` is then as it was.
     """
-    base = model_path or read_json(folder / "config.json")["model_path"]
-    base = model_folder("--model_path", base)
+    model_path = model_path or read_json(folder / "config.json")["model_path"]
+    base = model_folder("--model_path", model_path)
     role = preferred_role(folder) if role == "auto" else role
     policy = load_policy(folder, role, base, "cpu", dtype="float32")
     with replacing(output) as unfinished:

@@ -12,6 +12,9 @@ from rl_train.loss import ScoredRollout
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.hacking_signals import has_digit, is_whole, repeats
 
+# A number that adds up to the step's value, or the (total, count) of a mean.
+Statistic = torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]
+
 
 class StepMetrics:
     """Counts of one step on one rank. A mean is a total and a count; count 0 logs nothing."""
@@ -23,32 +26,37 @@ class StepMetrics:
         self.rewards: dict[str, list[float]] = {}  # {task: reward of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.judge_reasons = Counter()  # {reason why the judge failed: times}
-        self.points: dict[str, float] = {}  # metrics that are equal on all ranks
-        self.stop: str | None = None  # name of the signal that interrupts this rank
+        self.common: dict[str, float] = {}  # metrics that are equal on all ranks
+        self.interrupt: str | None = None  # name of the signal that interrupts this rank
 
-    def mean(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor):
+    def add_mean(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor):
         """Add to the total and the count of a mean."""
         self.totals[name] += float(total)
         self.counts[name] += float(count)
 
-    def add_shares(self, shares: MixtureSampler | None, index: list[int]):
+    def add_mixture(self, mixture: MixtureSampler | None, indices: list[int]):
         """Count from which data sets of a mixture, if there is one, the samples come."""
-        for name, number in shares.count(index).items() if shares else ():
-            self.mean(f"data/share/{name}", number, len(index))
+        for name, num_samples in mixture.count(indices).items() if mixture else ():
+            self.add_mean(f"data/share/{name}", num_samples, len(indices))
 
-    def add_rollout(self, work: ScoredRollout):
+    def add_rollout(self, scored: ScoredRollout):
         """Count tokens, refusals, reward components and signs of reward hacking of a rollout."""
-        rollout, outcome, task, rows = work.rollout, work.outcome, work.task.name, len(work.reward)
+        rollout, outcome, task, rows = (
+            scored.rollout,
+            scored.outcome,
+            scored.task.name,
+            len(scored.reward),
+        )
         self.num_tokens += int(rollout.valid.sum())
         self.damaged += rollout.batch.damaged
-        self.rewards.setdefault(task, []).extend(work.reward.tolist())
-        zero_std = group_std(work.reward, rollout.num_generations) == 0  # (B,)
-        self.mean(f"{task}/frac_zero_std", zero_std.sum(), len(zero_std))
+        self.rewards.setdefault(task, []).extend(scored.reward.tolist())
+        zero_std = group_std(scored.reward, rollout.num_generations) == 0  # (B,)
+        self.add_mean(f"{task}/frac_zero_std", zero_std.sum(), len(zero_std))
         row_totals = dict(
             completion_length=rollout.valid.sum(),
             truncated_frac=(~rollout.stopped).sum(),
             empty_frac=sum(not text for text in rollout.texts),
-            unscored_frac=work.reward.isnan().sum(),
+            unscored_frac=scored.reward.isnan().sum(),
             whole_mask_frac=sum(map(is_whole, outcome.masks)),
         )
         if outcome.refused:
@@ -59,14 +67,14 @@ class StepMetrics:
             row_totals["repeats_frac"] = sum(map(repeats, captions))
             row_totals["digits_frac"] = sum(map(has_digit, captions))
         for name, total in row_totals.items():
-            self.mean(f"{task}/{name}", total, rows)
-        if work.task.action:
-            for name, (total, count) in work.task.action.metrics(rollout, outcome).items():
-                self.mean(f"{task}/{name}", total, count)
+            self.add_mean(f"{task}/{name}", total, rows)
+        if scored.task.action:
+            for name, (total, count) in scored.task.action.metrics(rollout, outcome).items():
+                self.add_mean(f"{task}/{name}", total, count)
         for name, values in outcome.rewards.items():
-            self.mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
+            self.add_mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
 
-    def add_update(self, task: str, statistics: dict, on_policy: bool):
+    def add_update(self, task: str, statistics: dict[str, Statistic], on_policy: bool):
         """Count a micro-batch's statistics; sampler_.. only under the weights that sampled.
 
         `flush` fetches them from the GPU.
@@ -83,7 +91,7 @@ class StepMetrics:
         fetched = to_floats([number for pair in pairs for number in pair])
         for (name, value), total, count in zip(self.pending, fetched[::2], fetched[1::2]):
             if isinstance(value, tuple):
-                self.mean(name, total, count)
+                self.add_mean(name, total, count)
             elif name.endswith("/sampler_gap"):
                 self.maxima[name] = max(total, self.maxima.get(name, 0.0))  # or NaN
             else:
@@ -91,7 +99,7 @@ class StepMetrics:
         self.pending = []
 
     def not_finite(self) -> list[str]:
-        """Names of the metrics that are NaN or infinite."""
+        """Return the names of the metrics that are NaN or infinite."""
         self.flush()
         values = {**self.totals, **self.sums, **self.maxima}
         return [name for name, value in values.items() if not math.isfinite(value)]
@@ -106,8 +114,8 @@ def to_floats(values: list[torch.Tensor | float]) -> list[float]:
 
 
 def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[str, float]:
-    """{metric: value} of a step, from the counts of all ranks and the tasks' loss weights."""
-    totals, counts, sums, metrics = Counter(), Counter(), Counter(), dict(ranks[0].points)
+    """Return {metric: value} of a step, from all ranks' counts and the tasks' loss weights."""
+    totals, counts, sums, metrics = Counter(), Counter(), Counter(), dict(ranks[0].common)
     for rank in ranks:
         totals.update(rank.totals)
         counts.update(rank.counts)
@@ -150,7 +158,7 @@ class PhaseTimer:
         self.ends = [(None, self.now())]  # (phase, time of its end), after the start of the step
 
     def now(self) -> float | torch.cuda.Event:
-        """The time in seconds; on a GPU an event, from which the time is read later."""
+        """Return the time in seconds; on a GPU an event, from which the time is read later."""
         if not self.gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -167,7 +175,7 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> Counter:
-        """{phase: seconds}."""
+        """Return {phase: seconds}."""
         seconds = Counter()
         if self.gpu:
             self.ends[-1][1].synchronize()
@@ -176,7 +184,7 @@ class PhaseTimer:
         return seconds
 
     def metrics(self, num_tokens: int) -> dict[str, float]:
-        """{metric: value} of a step that sampled `num_tokens` on all ranks."""
+        """Return {metric: value} of a step that sampled `num_tokens` on all ranks."""
         seconds = self.seconds
         metrics = {f"perf/{phase}_seconds": value for phase, value in seconds.items()}
         metrics["perf/step_seconds"] = sum(seconds.values())

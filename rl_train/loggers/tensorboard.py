@@ -44,9 +44,9 @@ class RunLogger:
         with wrap_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for file in folder.glob("rank*.jsonl"):
-                number = file.stem.removeprefix("rank")
+                writer_rank = file.stem.removeprefix("rank")
                 # Also of a run on more ranks; a name without a number is a file of the user.
-                if number.isdecimal() and int(number) % ranks.world_size == ranks.rank:
+                if writer_rank.isdecimal() and int(writer_rank) % ranks.world_size == ranks.rank:
                     os.truncate(file, end_of_lines_before(start, file))
             self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("ab")
         if ranks.is_main:
@@ -65,20 +65,22 @@ class RunLogger:
                     self.writer.add_scalar(name, value, step)
                 self.writer.flush()
 
-    def rollouts(self, step: int, work: ScoredRollout):
+    def rollouts(self, step: int, scored: ScoredRollout):
         """Write one JSON line per row, group by group; a reward that is NaN is null.
 
         Masks, last in a line, are `small_mask`s.
         """
-        rollout, outcome = work.rollout, work.outcome
+        rollout, outcome = scored.rollout, scored.outcome
         image_ids = rollout.of_rows(rollout.batch.image_ids)
         captions = rollout.of_rows(rollout.batch.captions)
         lines = []
         for row, text in enumerate(rollout.texts):
-            line = dict(step=step, task=work.task.name, image_id=image_ids[row])
-            line |= dict(caption=captions[row], completion=text, reward=_number(work.reward[row]))
-            line["advantage"] = round(work.advantages[row].item(), 4)
-            line |= {name: _number(values[row]) for name, values in outcome.rewards.items()}
+            line = dict(step=step, task=scored.task.name, image_id=image_ids[row])
+            line |= dict(
+                caption=captions[row], completion=text, reward=_json_number(scored.reward[row])
+            )
+            line["advantage"] = round(scored.advantages[row].item(), 4)
+            line |= {name: _json_number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
             line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
             line |= _masks(outcome, row)
@@ -87,15 +89,15 @@ class RunLogger:
             self.jsonl.write("".join(lines).encode(errors="backslashreplace"))  # lone surrogates
             self.jsonl.flush()  # nothing waits in a buffer: these lines outlive a kill
 
-    def pictures(self, step: int, work: ScoredRollout, policy: Policy, count: int = 3):
+    def pictures(self, step: int, scored: ScoredRollout, policy: Policy, count: int = 3):
         """Log pictures of the first `count` rows of the group whose rewards differ most."""
         if self.writer:
-            size = work.rollout.num_generations
-            first = group_std(work.reward, size).argmax().item() * size
-            image = policy.picture(work.rollout.batch, first // size)
+            size = scored.rollout.num_generations
+            first = group_std(scored.reward, size).argmax().item() * size
+            image = policy.picture(scored.rollout.batch, first // size)
             for k in range(min(count, size)):
-                picture = rollout_picture(image, work, first + k)
-                name = f"{work.task.name}/rollout_{k}"
+                picture = rollout_picture(image, scored, first + k)
+                name = f"{scored.task.name}/rollout_{k}"
                 with wrap_write_errors(self.folder):
                     self.writer.add_image(name, picture, step, dataformats="HWC")
 
@@ -109,7 +111,7 @@ class RunLogger:
 
 
 def end_of_lines_before(start: int, file: Path) -> int:
-    """Length in bytes of the whole lines of steps before `start`. Raises DamagedFile.
+    """Return the length in bytes of the whole lines of steps before `start`. Raises DamagedFile.
 
     Steps never decrease in a file, since each resume cuts it.
     """
@@ -125,13 +127,13 @@ def end_of_lines_before(start: int, file: Path) -> int:
     return end
 
 
-def _number(value: torch.Tensor) -> float | None:
-    """A reward as JSON can hold it: None for NaN."""
+def _json_number(value: torch.Tensor) -> float | None:
+    """Return a reward as JSON can hold it: None for NaN."""
     return None if value.isnan() else round(value.item(), 8)
 
 
 def _masks(outcome: RewardOutput, row: int) -> dict:
-    """The rewarded mask of a row, and the prompt that made it, for its JSON line.
+    """Return the rewarded mask of a row, and the prompt that made it, for its JSON line.
 
     Coordinates are pixels of the sample's mask. "mask_without" is the mask without the negative
     points, if there are any.
@@ -139,8 +141,8 @@ def _masks(outcome: RewardOutput, row: int) -> dict:
     fields, prompt = {}, outcome.answers[row] if outcome.answers else None
     if prompt:
         fields["prompt"] = {
-            name: [[round(value, 1) for value in shape] for shape in shapes]
-            for name, shapes in vars(prompt).items()
+            name: [[round(value, 1) for value in coordinates] for coordinates in boxes_or_points]
+            for name, boxes_or_points in vars(prompt).items()
         }
         if prompt.negative:
             fields["mask_without"] = small_mask(outcome.masks_without[row])
@@ -148,7 +150,7 @@ def _masks(outcome: RewardOutput, row: int) -> dict:
 
 
 def small_mask(mask: torch.Tensor) -> dict:
-    """{"size": [h, w], "counts": str}, COCO's compressed run lengths, of a mask (H, W) bool.
+    """Return COCO's compressed run lengths, {"size": [h, w], "counts": str}, of a mask (H, W) bool.
 
     Its longer side is MASK_SIDE pixels at most; a smaller mask keeps its size.
     """
@@ -158,28 +160,30 @@ def small_mask(mask: torch.Tensor) -> dict:
     return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())
 
 
-def rollout_picture(image: Image.Image, work: ScoredRollout, row: int) -> np.ndarray:
-    """(H, W, 3) uint8: the target (yellow) left, the model's mask (magenta) right, text below.
+def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.ndarray:
+    """Return (H, W, 3) uint8: the target (yellow), the model's mask (magenta), text below.
 
     A box and points that prompt the mask are drawn too: points green, negative ones red.
 
     Args:
         image: image of the row's sample, in any size and shape; it gets the mask's shape.
     """
-    batch, i = work.rollout.batch, row // work.rollout.num_generations
+    batch, i = scored.rollout.batch, row // scored.rollout.num_generations
     height, width = batch.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     image = image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
-    prompt = work.outcome.answers[row] if work.outcome.answers else None
-    lines = [f"answer: {work.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
-    if work.outcome.replies:
-        lines.append(f"teacher's reply: {work.outcome.replies[row]}")
-    lines.append(f"reward {work.reward[row]:.3f}  advantage {work.advantages[row]:+.2f}")
+    prompt = scored.outcome.answers[row] if scored.outcome.answers else None
+    lines = [f"answer: {scored.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
+    if scored.outcome.replies:
+        lines.append(f"teacher's reply: {scored.outcome.replies[row]}")
+    lines.append(f"reward {scored.reward[row]:.3f}  advantage {scored.advantages[row]:+.2f}")
     lines = [part for line in lines for part in textwrap.wrap(line, width=66)]
     size = (2 * PICTURE_WIDTH + 8, image.height + 18 * len(lines) + 8)
     canvas = Image.new("RGB", size, "white")
     canvas.paste(overlay(image, batch.masks[i], REGION, prompt))
-    canvas.paste(overlay(image, work.outcome.masks[row], PREDICTED, prompt), (PICTURE_WIDTH + 8, 0))
+    canvas.paste(
+        overlay(image, scored.outcome.masks[row], PREDICTED, prompt), (PICTURE_WIDTH + 8, 0)
+    )
     text, corner = "\n".join(lines), (4, image.height + 4)
     ImageDraw.Draw(canvas).multiline_text(corner, text, fill="black", font_size=14)
     return np.array(canvas)

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from rl_train.utils.io import read_json, write_json
 
-RUN_FILE = "wandb.json"  # in the run's folder: its id lets a resumed run continue the same W&B run
-
 
 def start_wandb(folder: Path, project: str, flags: dict):
     """Start the W&B run of `folder`: a new one, or the one that a resumed run continues.
@@ -20,7 +18,7 @@ def start_wandb(folder: Path, project: str, flags: dict):
     """
     import wandb  # an extra
 
-    file = folder / RUN_FILE
+    file = folder / "wandb.json"  # by its id a resumed run continues the same W&B run
     run_id = read_json(file)["id"] if file.is_file() else secrets.token_hex(4)
     try:
         wandb.init(

@@ -41,9 +41,9 @@ class StepCallback:
     ):
         run_config = self.run.config.run
         num_iterations = self.run.config.optim.num_iterations
-        metrics.points["learning_rate"] = state.scheduler.get_last_lr()[0]
+        metrics.common["learning_rate"] = state.scheduler.get_last_lr()[0]
         if state.roles.has_teacher:
-            metrics.points["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
+            metrics.common["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
         for _ in range(num_iterations):
             state.scheduler.step()  # also in a step without an update
         timer("update")
@@ -87,13 +87,13 @@ class StepCallback:
         for scored_rollout in scored:
             metrics.add_rollout(scored_rollout)
             self.logger.rollouts(state.step - 1, scored_rollout)
-            metrics.add_shares(run.sampler.shares, scored_rollout.rollout.batch.index)
+            metrics.add_mixture(run.sampler.shares, scored_rollout.rollout.batch.index)
         if run.judge:
             num_asked, metrics.judge_reasons = run.judge.take_failures()
-            metrics.mean(failed_frac, metrics.judge_reasons.total(), num_asked)
-        metrics.stop = self.signals.received
+            metrics.add_mean(failed_frac, metrics.judge_reasons.total(), num_asked)
+        metrics.interrupt = self.signals.received
         all_metrics = gather_objects(metrics)
-        self.signals.agree([m.stop for m in all_metrics])
+        self.signals.agree([m.interrupt for m in all_metrics])
         values = reduce_metrics(all_metrics, {task.name: task.weight for task in state.tasks})
         values |= timer.metrics(sum(m.num_tokens for m in all_metrics))
         for name in run.damaged.add(name for m in all_metrics for name in m.damaged):

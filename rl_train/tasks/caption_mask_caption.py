@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rl_train.config.flags import SHARE, WEIGHT, flag
+from rl_train.config.flags import FRACTION, WEIGHT, flag
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou, meteor
@@ -44,7 +44,7 @@ class CaptionMaskCaption(Task):
             None,
             "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
             "with --use_llm_judge_loop2 0",
-            type=SHARE,
+            type=FRACTION,
         )
         use_llm_judge_loop2: bool = flag(
             False, "0.25 METEOR + 0.75 judge in place of METEOR", needs="use_llm_judge"

@@ -30,7 +30,7 @@ class CannotWrite(Exception):
 
 @contextmanager
 def wrap_write_errors(path: str | Path):
-    """A context that turns errors of the disk into CannotWrite, whose sentence names `path`."""
+    """Context that turns errors of the disk into CannotWrite, whose sentence names `path`."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:

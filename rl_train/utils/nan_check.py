@@ -7,7 +7,7 @@ class NanWatcher:
     """Remembers the names of outputs of which any number was NaN or infinite.
 
     A model that diverged answers all prompts alike, so that its rewards are equal and no loss is
-    computed: what it said itself has to be looked at.
+    computed: its outputs themselves have to be checked.
     """
 
     def __init__(self, seen: dict[str, torch.Tensor] | None = None):
@@ -15,13 +15,13 @@ class NanWatcher:
 
     @torch.no_grad()
     def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """`values` itself, looked at."""
+        """Check `values` and return them."""
         bad = ~values.isfinite().all()
         self.seen[name] = self.seen[name] | bad if name in self.seen else bad
         return values
 
     def take(self) -> "NanWatcher":
-        """What was seen since the last call; nobody waits for the GPU before its `names`."""
+        """Return what was seen since the last call; only its `names` wait for the GPU."""
         taken, self.seen = NanWatcher(self.seen), {}
         return taken
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rl_train.data.loader import StepSampler
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, GradientAverage
+from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, averaging, data_parallel
 from tests.ranks import fork, forked
 from tests.runs import (
     distance,
@@ -171,11 +171,11 @@ def test_gradients_are_averaged(tmp_path):
 
     def job(ranks):
         both = Both(ranks.rank)
-        average = GradientAverage(both)
+        ddp = data_parallel(both)
         for _ in range(2):
             for scale, last in ((0.25, False), (0.75, True)):
-                with average.averaging(last):
-                    average(scale, last=last).backward()
+                with averaging(ddp, last):
+                    ddp(scale, last=last).backward()
             assert both.a.grad.tolist() == [1, 1] and both.b.grad.tolist() == [3, 3, 3]
             norms = process_group.gradient_norms([both.a, both.b])
             assert (norms - torch.tensor([2**0.5, 27**0.5])).abs().max() < 1e-5, norms
@@ -211,12 +211,12 @@ def test_two_ranks_have_the_gradient_of_one_bit_for_bit(tmp_path, dtype):
 
     def weights_after(rows, num_ranks):
         module = SquaredOutputs(dtype)
-        average, optimizer = GradientAverage(module), torch.optim.AdamW(module.parameters(), 0.1)
+        ddp, optimizer = data_parallel(module), torch.optim.AdamW(module.parameters(), 0.1)
         for _ in range(2):
             for number, micro_batch in enumerate(rows.split(2), 1):
                 last = number == len(rows) // 2
-                with average.averaging(last):
-                    average(micro_batch, 8 / num_ranks, last=last).backward()
+                with averaging(ddp, last):
+                    ddp(micro_batch, 8 / num_ranks, last=last).backward()
             gradient = module.weight.grad.clone()
             optimizer.step()
             module.weight.data.round_()  # of the next update, nothing rounds either
@@ -238,10 +238,10 @@ def test_two_ranks_have_the_gradient_of_one_bit_for_bit(tmp_path, dtype):
 
 def test_alone_nothing_is_reduced():
     linear = torch.nn.Linear(2, 1, bias=False)
-    average = GradientAverage(Passing(linear))
+    ddp = data_parallel(Passing(linear))
     for last in (False, True):
-        with average.averaging(last):
-            average(torch.tensor([3.0, 4.0]), last=last).backward()
+        with averaging(ddp, last):
+            ddp(torch.tensor([3.0, 4.0]), last=last).backward()
     assert linear.weight.grad.tolist() == [[6, 8]]
     assert process_group.gradient_norms([linear.weight]).tolist() == [10]
     assert process_group.all_sum({"x": 3}) == {"x": 3}
@@ -269,10 +269,10 @@ def test_a_module_of_ddp_may_outlive_its_group(tmp_path):
         sys.setswitchinterval(5)  # seconds: Python hands the GIL over as rarely as it can
         for _ in range(300):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            average = GradientAverage(torch.nn.Linear(4, 4))
+            ddp = data_parallel(torch.nn.Linear(4, 4))
             process_group.gather_objects(None)
             process_group.close()
-            del average
+            del ddp
 
     status, output = fork(tmp_path, job)
     assert status == 0, output

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rl_train import cli
-from rl_train.config.flags import add_flags, known_flags, read_flags
+from rl_train.config.flags import add_flags, read_flags
 from tools.benchmarks import data, decode, head, logprob, memory, profile, scale, step, workload
 
 MODULES = (data, decode, head, logprob, step, profile, memory, scale)
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None):
 def check_flags(options: workload.Options, command: argparse.ArgumentParser):
     """End the program now, not after a warm-up, if --flags took what rl_train.train does not."""
     words = {word.partition("=")[0] for word in options.flags}
-    if taken := sorted(words & known_flags(command)):
+    if taken := sorted(words & set(command._option_string_actions)):
         command.error(f"{' '.join(taken)}: behind --flags, which takes all: must be before it")
     cli.parse([*workload.given(options), *options.flags])
 

@@ -20,7 +20,7 @@ from rl_train import cli
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.flags import COUNT, POSITIVE, flag
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import GradientAverage, Ranks
+from rl_train.distributed.process_group import Ranks, averaging, data_parallel
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, score_rollout
@@ -145,7 +145,7 @@ class Work:
     config: cli.Config
     ranks: Ranks
     state: RunState
-    average: GradientAverage
+    ddp: torch.nn.Module
     batch: Batch
     # N (H, W) bool that the teacher describes; None: those drawn, or there is no teacher
     masks: list[torch.Tensor] | None
@@ -212,8 +212,8 @@ class Work:
             end(f"teacher{number + 1}")
         totals, _ = loss_denominators(work, self.ranks.world_size)
         for w, rows, last in iter_micro_batches(work, optim.micro_batch_size):
-            with self.average.averaging(last):
-                loss, statistics = self.average(w, rows, totals[w.task.name], last=last)
+            with averaging(self.ddp, last):
+                loss, statistics = self.ddp(w, rows, totals[w.task.name], last=last)
                 loss.backward()
             tally.add_update(w.task.name, statistics, on_policy=True)
         update(state, tally, optim.max_grad_norm)
@@ -270,14 +270,14 @@ def build(
     hold_to(options.budget_gib, ranks.device)
     state = random_state(config, options, policy_class, ranks)
     policy, tokens = state.policy, config.rollout.max_completion_length
-    average = GradientAverage(MicroBatchLoss(policy, config.loss, tokens))
+    ddp = data_parallel(MicroBatchLoss(policy, config.loss, tokens))
     size = (options.height, options.width)
     if points:
         batch = points_batch(policy, tokens, config.rollout.batch_size, size, ranks.rank)
-        return Work(config, ranks, state, average, batch, None, options)
+        return Work(config, ranks, state, ddp, batch, None, options)
     cells = region_cells(policy, options.prompt_length, options.num_tiles)
     batch = make_batch(policy, cells, config, options, ranks.rank)
-    work = Work(config, ranks, state, average, batch, None, options)
+    work = Work(config, ranks, state, ddp, batch, None, options)
     work.masks = [
         mask_of(cells.roll(row), options.height, options.width).to(ranks.device)
         for row in range(work.num_rows)
