@@ -100,17 +100,8 @@ def draw(
     Returns:
         P masks (H, W) bool, P masks without the negative points, and P pairs of their confidence.
     """
-    empty = [torch.zeros(features.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
-    masks, without, confidences = list(empty), list(empty), [(0.0, 0.0)] * len(answers)
-    rows = [row for row, answer in enumerate(answers) if answer]
-    if rows:
-        found = []
-        drawn = policy.point_masks(
-            features, [image[row] for row in rows], [answers[row] for row in rows], passes, found
-        )
-        for row, mask, plain, of_both in zip(rows, *drawn, found, strict=True):
-            masks[row], without[row], confidences[row] = mask, plain, of_both
-    return masks, without, confidences
+    prompts = [answer or PointPrompt() for answer in answers]
+    return policy.point_masks(features, image, prompts, passes)
 
 
 def confused_regions(

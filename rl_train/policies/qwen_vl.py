@@ -209,16 +209,15 @@ class QwenVLPolicy(Policy):
         self,
         images: QwenImageFeatures,
         image: list[int],
-        answers: list[PointPrompt],
+        prompts: list[PointPrompt],
         passes: int = 1,
-        confidence: list[tuple[float, float]] | None = None,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """((H, W) bool mask of answers[k] in image[k], the same without its negative points).
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
+        """Return masks of prompts[k], in pixels of the original image[k].
 
-        Answers are in pixels of the original images. See `sam2_prompting.point_masks`.
+        See `sam2_prompting.point_masks`.
         """
         return sam2_prompting.point_masks(
-            self.model.sam, images.sam, images.sizes, image, answers, passes, confidence
+            self.model.sam, images.sam, images.sizes, image, prompts, passes
         )
 
 

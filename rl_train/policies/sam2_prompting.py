@@ -69,16 +69,20 @@ def point_masks(
     image: list[int],
     prompts: list[PointPrompt],
     passes: int = 1,
-    confidence: list[tuple[float, float]] | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """((H, W) bool mask of prompts[k] in image[k], the same without its negative points).
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
+    """Return the masks that SAM2 predicts for prompts[k] in image[k].
+
+    A prompt with neither box nor positive point has an empty mask.
 
     Args:
         features: `sam_features`; sizes: (H, W) of the B original images.
         passes: 1 = all points at once; 2 = as SAM2 was trained on: box and positive points first,
             then all points with the logits of the first pass. Without negative points both masks
             are those of the first pass.
-        confidence: list that receives the `mask_confidence` of both masks of each prompt.
+
+    Returns:
+        Masks (H, W) bool, masks without the negative points, and the `mask_confidence` of both, 0
+        for an empty one.
     """
     groups = [split_by_box(prompt) for prompt in prompts]
     image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
@@ -102,12 +106,9 @@ def point_masks(
             for box_logits in logits[:, None, None]:
                 mask |= F.interpolate(box_logits, sizes[i], mode="bilinear")[0, 0] > 0
             masks[column].append(mask)
-            if confidence is not None:
-                union = logits.amax(0, keepdim=True) if len(logits) else None
-                confidences[column].append(0.0 if union is None else float(mask_confidence(union)))
-    if confidence is not None:
-        confidence += zip(*confidences)
-    return masks
+            confidence = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
+            confidences[column].append(float(confidence))
+    return *masks, list(zip(*confidences))
 
 
 def decode(

@@ -86,8 +86,8 @@ def test_two_passes_as_by_hand(model, pixels, features):
         native = torch.nn.functional.interpolate(logits[None, None], **size)[0, 0]
         assert torch.equal(native > 0, mask)
     assert (second - once).abs().max() > 1e-2  # the logits go in
-    single = point_masks(model, features, SIZES, [image], [answer], 1, sure := [])
-    for logits, found in zip((once, first), *sure, strict=True):
+    single = point_masks(model, features, SIZES, [image], [answer], 1)
+    for logits, found in zip((once, first), single[2][0], strict=True):
         inside = logits[logits > 0].sigmoid()
         assert found == pytest.approx(inside.mean().item() if len(inside) else 0, abs=1e-5)
     native = torch.nn.functional.interpolate(once[None, None], **size)[0, 0]
@@ -158,13 +158,14 @@ def test_boxes_are_united_and_take_the_points_in_them(model, features):
 
 def test_an_answer_of_nothing_draws_nothing(model, features):
     image, empty = [0, 1, 0], [PointPrompt(), PointPrompt((), (), (P,)), PointPrompt((BOX,))]
-    masks, without = point_masks(model, features, SIZES, image, empty, passes=2)
+    masks, without, confidence = point_masks(model, features, SIZES, image, empty, passes=2)
+    assert confidence[:2] == [(0.0, 0.0)] * 2 and min(confidence[2]) > 0.5
     assert [mask.shape for mask in masks] == [SIZES[i] for i in image]
     assert not masks[0].any() and not masks[1].any() and not without[1].any() and masks[2].any()
 
 
 def test_no_answers_are_no_masks(model, features):
-    assert point_masks(model, features, SIZES, [], []) == ([], [])
+    assert point_masks(model, features, SIZES, [], []) == ([], [], [])
 
 
 def test_the_image_is_encoded_once(points, features, monkeypatch):

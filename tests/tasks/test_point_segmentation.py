@@ -39,9 +39,9 @@ class Policy:
         assert len(self.said) == num_generations * len(prompts.image)
         return self.done, self.said
 
-    def point_masks(self, features, image, answers, passes, confidence):
+    def point_masks(self, features, image, answers, passes):
         self.drawn.append((list(image), list(answers), passes))
-        confidence += [(0.75, 0.5)] * len(answers)
+        confidence = [(0.75, 0.5) if answer.boxes else (0.0, 0.0) for answer in answers]
         masks, without = [], []
         for i, answer in zip(image, answers):
             mask = torch.zeros(features.sizes[i], dtype=torch.bool)
@@ -51,7 +51,7 @@ class Policy:
             masks.append(mask.clone())
             for x, y in answer.negative:
                 masks[-1][:, int(x) :] = False
-        return masks, without
+        return masks, without, confidence
 
 
 def region(x1, y1, x2, y2) -> torch.Tensor:
@@ -144,11 +144,12 @@ def test_two_passes_and_hidden_negatives_reach_sam2_or_not():
 def test_without_negative_points_nothing_is_asked_of_the_true_region():
     policy = Policy()
     found = task_of(policy, negative_points="off").rewards(rollout_of([GOOD, "so"]))
-    assert len(policy.drawn) == 1 and policy.drawn[0][0] == [0]
+    [(image, prompts, _)] = policy.drawn
+    assert image == [0, 1] and prompts[1] == PointPrompt()
     assert found.rewards["num_negative"].tolist() == [0, 0]
     nothing = Policy()
     task_of(nothing, negative_points="off").rewards(rollout_of(["so", "so"]))
-    assert nothing.drawn == []
+    assert all(prompt == PointPrompt() for _, prompts, _ in nothing.drawn for prompt in prompts)
 
 
 def test_user_rewards_see_what_was_read(monkeypatch):
