@@ -2,8 +2,9 @@
 
 A decode step reads every weight once and computes almost nothing, so what it costs beyond that is
 the number of kernels. So linears that read one input are one matrix product together with their
-LoRA A's (see `fused`), whose rows are refreshed at the start of each `generate`, and all that lies
-between two products is one kernel (attention: two; `decode_triton`, or its twin `decode_torch`).
+LoRA A's (see `fused_weights`), whose rows are refreshed at the start of each `generate`, and the
+operations between two products are one kernel (attention: two; `decode_triton`, or the same in
+plain torch, `decode_torch`).
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, m prompt tokens,
 C width, V vocabulary, K key-value heads, D head size.
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 PROMPT_SLOTS, NEW_SLOTS = 128, 64  # multiples to which L and T are rounded up: few graphs serve all
 MAX_GRAPHS = 16  # kept; the oldest goes
-POLL = 2  # tokens between two looks at whether all rows are done, each a poll late
+POLL = 2  # tokens between two polls of whether all rows are done; each is read one poll late
 
 
 class Decoder:
@@ -42,7 +43,7 @@ class Decoder:
         self._make_cache(0)
 
     def _make_cache(self, slots: int):
-        """One cache for all graphs, of which one runs at a time. Graphs hold its address, so go."""
+        """Make one cache for all graphs, which run one at a time; drop graphs of the last cache."""
         self.graphs.clear()
         weight = self.fused.embedding
         # A pool without graphs is not used again.
@@ -50,16 +51,19 @@ class Decoder:
         self.cache = None  # freed before there is another
         self.cache = weight.new_zeros(slots * self.slot_size)  # not empty: 0 * NaN is NaN
 
-    def graph(self, num_prompts: int, length: int, draws: SamplingParams) -> "Graph":
-        """The graph that serves these sizes."""
+    def graph(self, num_prompts: int, length: int, params: SamplingParams) -> "Graph":
+        """Return the graph for these sizes, captured at first use."""
         prompts = _round_up(num_prompts, 16)
         if num_prompts <= 16:
             prompts = 1 << (num_prompts - 1).bit_length()
-        length, new = _round_up(length, PROMPT_SLOTS), _round_up(draws.max_new_tokens, NEW_SLOTS)
-        sizes = prompts, draws.num_generations, length, new
-        key = (sizes, draws.stop, draws.pad_id, draws.temperature, draws.uniforms is None)
+        length, new_slots = (
+            _round_up(length, PROMPT_SLOTS),
+            _round_up(params.max_new_tokens, NEW_SLOTS),
+        )
+        sizes = prompts, params.num_generations, length, new_slots
+        key = (sizes, params.stop, params.pad_id, params.temperature, params.uniforms is None)
         if key not in self.graphs:
-            slots = prompts * (length + draws.num_generations * new)
+            slots = prompts * (length + params.num_generations * new_slots)
             if len(self.graphs) == MAX_GRAPHS:
                 del self.graphs[next(iter(self.graphs))]
             if self.cache.numel() < slots * self.slot_size:
@@ -69,10 +73,10 @@ class Decoder:
                 self.cache,
                 self.pool,
                 num_prompts=prompts,
-                num_generations=draws.num_generations,
+                num_generations=params.num_generations,
                 length=length,
-                num_tokens=new,
-                draws=draws,
+                num_tokens=new_slots,
+                params=params,
             )
         return self.graphs[key]
 
@@ -81,28 +85,34 @@ class Decoder:
         embeds: torch.Tensor,
         attention_mask: torch.Tensor,
         position_ids: torch.Tensor,
-        shared: SharedPrefixLayout,
-        draws: SamplingParams,
+        prefix_layout: SharedPrefixLayout,
+        params: SamplingParams,
     ) -> Completions:
-        """See `Engine.generate`; shared: the layout of the prompts, on the CPU as their mask."""
-        num_rows = len(embeds) * draws.num_generations
+        """Sample completions; see `Engine.generate`.
+
+        Args:
+            prefix_layout: layout of the prompts; it and their mask are on the CPU.
+        """
+        num_rows = len(embeds) * params.num_generations
         with torch.autocast(embeds.device.type, enabled=False):
-            graph = self.graph(len(embeds), embeds.shape[1], draws)
-            cache, behind = [], next_positions(position_ids, attention_mask)
-            # Which refreshes the LoRA's copies, for the graph too.
+            graph = self.graph(len(embeds), embeds.shape[1], params)
+            cache, next_position = [], next_positions(position_ids, attention_mask)
+            # This refreshes the copies of the LoRA for the graph too.
             hidden = packed_forward.hidden_states(
-                self.fused, shared.gather(embeds), shared.layout, cache=cache
+                self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
             )
-            graph.load(cache, shared.tokens(), attention_mask, behind)
+            graph.load(cache, prefix_layout.tokens(), attention_mask, next_position)
             del cache
-            graph.begin(shared.last(hidden)[:, 0], draws.uniforms)
-            graph.run(draws.max_new_tokens)
-        rows, read = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
-        valid, stopped = read(graph.valid[rows]), read(graph.done[rows])
-        said = slice(max(1, int(valid.sum(1).max())))
-        logp, hidden = (buffer[rows, said].clone() for buffer in (graph.logp, graph.hiddens))
+            graph.begin(prefix_layout.last(hidden)[:, 0], params.uniforms)
+            graph.run(params.max_new_tokens)
+        rows, copy_to_cpu = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
+        valid, stopped = copy_to_cpu(graph.valid[rows]), copy_to_cpu(graph.done[rows])
+        columns = slice(max(1, int(valid.sum(1).max())))
+        logp, hidden = (buffer[rows, columns].clone() for buffer in (graph.logp, graph.hiddens))
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
-        return Completions(read(graph.ids[rows, said]), logp, valid[:, said], stopped, hidden)
+        return Completions(
+            copy_to_cpu(graph.ids[rows, columns]), logp, valid[:, columns], stopped, hidden
+        )
 
 
 class Graph:
@@ -113,7 +123,7 @@ class Graph:
     Args:
         fused: `fused_weights.FusedModel`; cache: numbers that hold at least all keys and values.
         pool: CUDA graphs' memory pool, None on the CPU.
-        draws: of which stop, pad_id, temperature and whether there are uniforms count.
+        params: its stop, pad_id, temperature and whether it has uniforms are read.
     """
 
     def __init__(
@@ -125,39 +135,45 @@ class Graph:
         num_generations: int,
         length: int,
         num_tokens: int,
-        draws: SamplingParams,
+        params: SamplingParams,
     ):
         self.fused, self.num_generations = fused, num_generations
         self.vocab, width = fused.head.weight.shape
-        self.stop, self.table = draws.stop, draws.stop and draws.stop.table  # its address is held
-        self.pad_id, self.temperature = draws.pad_id, draws.temperature
-        self.greedy = draws.uniforms is None
-        n, new = num_prompts * num_generations, cache.new_zeros
+        self.stop, self.table = (
+            params.stop,
+            params.stop and params.stop.table,
+        )  # its address is held
+        self.pad_id, self.temperature = params.pad_id, params.temperature
+        self.greedy = params.uniforms is None
+        n, new_zeros = num_prompts * num_generations, cache.new_zeros
         layers, kv, size = len(fused.layers), fused.num_kv, fused.head_size
-        of_prompts = (layers, 2, num_prompts, kv, length, size)
-        of_rows = (layers, 2, n, kv, num_tokens, size)
-        split = torch.Size(of_prompts).numel()
-        self.prefix = cache[:split].view(of_prompts)
-        self.suffix = cache[split : split + torch.Size(of_rows).numel()].view(of_rows)
-        self.pad = new(num_prompts, dtype=torch.int32)  # empty slots before each prompt
-        self.hiddens = new(n, num_tokens, width)
-        self.uniforms = new(n, num_tokens, dtype=torch.float64)
-        self.ids = new(n, num_tokens, dtype=torch.long)
-        self.logp = new(n, num_tokens, dtype=torch.float32)
-        self.valid, self.done = new(n, num_tokens, dtype=torch.bool), new(n, dtype=torch.bool)
-        self.state, self.token, self.position = (new(n, dtype=torch.long) for _ in range(3))
+        prefix_shape = (layers, 2, num_prompts, kv, length, size)
+        suffix_shape = (layers, 2, n, kv, num_tokens, size)
+        split = torch.Size(prefix_shape).numel()
+        self.prefix = cache[:split].view(prefix_shape)
+        self.suffix = cache[split : split + torch.Size(suffix_shape).numel()].view(suffix_shape)
+        self.pad = new_zeros(num_prompts, dtype=torch.int32)  # empty slots before each prompt
+        self.hiddens = new_zeros(n, num_tokens, width)
+        self.uniforms = new_zeros(n, num_tokens, dtype=torch.float64)
+        self.ids = new_zeros(n, num_tokens, dtype=torch.long)
+        self.logp = new_zeros(n, num_tokens, dtype=torch.float32)
+        self.valid, self.done = (
+            new_zeros(n, num_tokens, dtype=torch.bool),
+            new_zeros(n, dtype=torch.bool),
+        )
+        self.state, self.token, self.position = (new_zeros(n, dtype=torch.long) for _ in range(3))
         any_number(self.done, self.state, self.token)  # so that `choose` is compiled once
         for buffer in (self.uniforms, self.ids, self.logp, self.valid):
             torch._dynamo.maybe_mark_dynamic(buffer, (0, 1))
-        self.step = new(1, dtype=torch.long)
+        self.step = new_zeros(1, dtype=torch.long)
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
-        turns = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
-        self.cos, self.sin = (turn.to(cache.dtype) for turn in turns)  # (L + T, D/2)
+        angles = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
+        self.cos, self.sin = (values.to(cache.dtype) for values in angles)  # (L + T, D/2)
         self.graph = self._capture(pool)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its own, without the cache that all share."""
+        """Bytes of its buffers, without the shared cache."""
         buffers = self.hiddens, self.uniforms, self.ids, self.logp, self.valid
         return sum(buffer.nbytes for buffer in buffers)
 
@@ -167,10 +183,10 @@ class Graph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.advance()  # compiles kernels and makes workspaces
+            self.advance()  # compiles kernels and allocates workspaces
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Of this thread alone: others pin memory.
+        # Captures this thread alone: other threads pin memory.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.advance()
         return graph
@@ -180,24 +196,25 @@ class Graph:
         cache: list[list[torch.Tensor]],
         tokens: torch.Tensor,
         attention_mask: torch.Tensor,
-        behind: torch.Tensor,
+        next_position: torch.Tensor,
     ):
-        """Take over the keys and values of p prompts, at the end of the slots.
+        """Copy the keys and values of p prompts to the end of their slots.
 
         Args:
             cache: of each layer its keys and values, (m, K, D) each.
-            tokens: (p, length) which of the m stand in each slot of the prompts.
-            attention_mask: (p, length); behind: (p,) position of the first token behind each.
+            tokens: (p, length) index among the m tokens of each slot of the prompts.
+            attention_mask: (p, length).
+            next_position: (p,) position of the first token behind each prompt.
         """
         p, length = attention_mask.shape
         lengths, slots = attention_mask.sum(1), self.prefix.shape[4]
-        self.pad.fill_(slots)  # prompts that are not there are empty
+        self.pad.fill_(slots)  # unused prompts are empty
         self.pad[:p].copy_(slots - lengths, non_blocking=True)
         tokens = to_device(tokens, self.pad.device)
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
-        rows = behind.repeat_interleave(self.num_generations)
+        rows = next_position.repeat_interleave(self.num_generations)
         self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)
 
     def begin(self, hidden: torch.Tensor, uniforms: torch.Tensor | None):
@@ -215,7 +232,7 @@ class Graph:
     def run(self, max_new_tokens: int):
         """Decode until all rows are done, or max_new_tokens.
 
-        The host looks at the poll before the last: the device never waits.
+        The host reads the poll before the last, so the device never waits for it.
         """
         polls = []
         for t in range(1, max_new_tokens):
@@ -250,7 +267,7 @@ class Graph:
         self.fused.decode_ops.choose(self, *any_number(logits))
 
     def forward(self):
-        """(N, C) last hidden state of the newest token; its keys and values go to slot `step`."""
+        """Return the last hidden state (N, C) of the newest token; store its keys and values."""
         layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
         following = [norm for _, norm, _ in layers[1:]] + [final_norm]
         residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0][1].weight)

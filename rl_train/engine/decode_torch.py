@@ -1,6 +1,6 @@
-"""The parts of a decode step in plain torch.
+"""Operations of a decode step in plain torch.
 
-For sizes that `decode_triton` does not fit, and what it is tested against.
+They serve sizes that `decode_triton` does not support, and are what it is tested against.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
 slots, C width, F MLP width, r LoRA rank, k linears of one input, V vocabulary.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def embed(token: torch.Tensor, table: torch.Tensor, weight: torch.Tensor):
-    """(residual stream (N, C), x, power): embeddings of token (N,), and what `add` says of them."""
+    """Embed token (N,): return the residual stream (N, C), and x and power as `add` does."""
     residual = F.embedding(token, table)
     return residual, *_before_norm(residual, weight)
 
@@ -33,9 +33,9 @@ def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", we
         weight: (C,) of the RMSNorm that reads the sum.
 
     Returns:
-        x (N, C): sum * weight; power (N, any): shares of the sum's mean square. RMSNorm is
-        x / sqrt(power.sum(1) + eps), and what divides is one number a row: the linears are given
-        x, and their outputs are divided.
+        x (N, C): sum * weight; power (N, any): summands of the sum's mean square. RMSNorm is
+        x / sqrt(power.sum(1) + eps). As the divisor is one number a row, linears take x and their
+        outputs are divided.
     """
     residual.add_(outputs(F.linear(inputs, linear.weight), linear))
     return _before_norm(residual, weight)
@@ -46,12 +46,12 @@ def _before_norm(residual, weight):
 
 
 def normed(x: torch.Tensor, power: torch.Tensor, eps: float):
-    """The RMSNorm (N, C) itself, of what `add` returns."""
+    """Return the RMSNorm (N, C) of x and power that `add` returned."""
     return (x * torch.rsqrt(power.sum(1, keepdim=True) + eps)).to(x.dtype)
 
 
 def outputs(y: torch.Tensor, linears: "FusedLinears"):
-    """(N, sum of outputs) of the linears, given their product y (N, sum of outputs + k*r).
+    """Return the linears' outputs (N, sum of outputs) from their product y (N, sum + k*r).
 
     The last k*r columns are the outputs of LoRA's A.
     """
@@ -75,7 +75,7 @@ def rotate_and_store(
     values: torch.Tensor,
     step: torch.Tensor,
 ):
-    """Finish q, k, v; turn q and k; write k and v to slot `step` of keys, values (N, K, T, D).
+    """Complete q, k, v; rotate q and k; write k and v to slot `step` of keys, values (N, K, T, D).
 
     Args:
         y: (N, (H + 2K) D + 3r) product of x of `add` with the matrix of linears `qkv`;
@@ -85,13 +85,13 @@ def rotate_and_store(
     Returns:
         q (N, H, D).
     """
-    n, num_kv, _, size = keys.shape
+    num_rows, num_kv, _, size = keys.shape
     width = sum(qkv.sizes)
     num_heads = width // size - 2 * num_kv
     qkv_heads = normed(outputs(y, qkv), power, eps)
     if qkv.bias is not None:
         qkv_heads = qkv_heads + qkv.bias[:width]
-    qkv_heads = qkv_heads.view(n, -1, size)  # (N, H + 2K, D)
+    qkv_heads = qkv_heads.view(num_rows, -1, size)  # (N, H + 2K, D)
     q, k, v = qkv_heads.split([num_heads, num_kv, num_kv], 1)
     cos, sin = cos[position, None], sin[position, None]
     keys.index_copy_(2, step, rotate(k, cos, sin)[:, :, None])
@@ -109,34 +109,38 @@ def attend(
     done: torch.Tensor,
     step: torch.Tensor,
 ):
-    """Attention (N, H*D) of q (N, H, D) over its prompt and over its own slots up to `step`.
+    """Return attention (N, H*D) of q (N, H, D) over its prompt and its row's slots up to `step`.
 
-    Of rows that are done (N,) bool it is any numbers: a kernel need not read what nobody asks for.
+    Results of rows that are done (N,) bool are undefined, so a kernel may skip them.
 
     Args:
-        prefix_keys, prefix_values: (P, K, L, D), which the G rows of a prompt share, and of which
-            the first pad[p] slots are empty.
+        prefix_keys, prefix_values: (P, K, L, D), shared by the G rows of a prompt; the first pad[p]
+            slots are empty.
         keys, values: (N, K, T, D) of the rows themselves.
     """
-    (n, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
-    per, device = num_heads // num_kv, q.device
-    own = (q * size**-0.5).view(n, num_kv, -1, size)  # (N, K, H/K, D)
-    shared = own.view(num_prompts, -1, num_kv, per, size).transpose(1, 2)  # (P, K, G, H/K, D)
+    (num_rows, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
+    heads_per_kv, device = num_heads // num_kv, q.device
+    grouped = (q * size**-0.5).view(num_rows, num_kv, -1, size)  # (N, K, H/K, D)
+    shared = grouped.view(num_prompts, -1, num_kv, heads_per_kv, size).transpose(
+        1, 2
+    )  # (P, K, G, H/K, D)
     shape = shared.shape
     prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)  # (P, K, G*H/K, L)
-    empty = torch.arange(length, device=device) < pad[:, None, None, None]
-    prefix = prefix.masked_fill(empty, float("-inf"))
-    prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(n, num_kv, -1, length)
-    suffix = own @ keys.transpose(2, 3)  # (N, K, H/K, T)
+    padding = torch.arange(length, device=device) < pad[:, None, None, None]
+    prefix = prefix.masked_fill(padding, float("-inf"))
+    prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(num_rows, num_kv, -1, length)
+    suffix = grouped @ keys.transpose(2, 3)  # (N, K, H/K, T)
     suffix = suffix.masked_fill(torch.arange(keys.shape[2], device=device) > step, float("-inf"))
     p = torch.softmax(torch.cat([prefix, suffix], dim=-1).float(), dim=-1).to(q.dtype)
-    shared = p[..., :length].view(num_prompts, -1, num_kv, per, length).transpose(1, 2)
-    prefix = (shared.flatten(2, 3) @ prefix_values).view(shape).transpose(1, 2).reshape(own.shape)
-    return (prefix + p[..., length:] @ values).reshape(n, -1)
+    shared = p[..., :length].view(num_prompts, -1, num_kv, heads_per_kv, length).transpose(1, 2)
+    prefix = (
+        (shared.flatten(2, 3) @ prefix_values).view(shape).transpose(1, 2).reshape(grouped.shape)
+    )
+    return (prefix + p[..., length:] @ values).reshape(num_rows, -1)
 
 
 def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
-    """silu(gate) * up (N, F) of y (N, 2F + 2r).
+    """Return silu(gate) * up (N, F) from y (N, 2F + 2r).
 
     Args:
         y: product of x of `add` with the matrix of linears `gate_up`; power, eps: see there.
@@ -147,7 +151,7 @@ def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinear
 
 
 def choose(rows: "Graph", logits: torch.Tensor):
-    """Draw a token of each row as `sampling.sample_token` does, and write it down at column `step`.
+    """Sample a token of each row by `sampling.sample_token` and store it at column `step`.
 
     Rows that are done get the pad.
 

@@ -1,11 +1,11 @@
-"""The parts of a decode step as one kernel each, of Triton.
+"""Operations of a decode step as one Triton kernel each.
 
 `attend` is two, `add` comes behind a product; `embed`, `normed` and `choose` are compiled.
 
-The same functions as `decode_torch`, which says what they take and return. Sums are float32;
-products of two tensors take their own dtype, in full precision for float32. Rounded to the model's
-dtype are what one kernel leaves for another, a linear's output, and silu's, as in the model; but of
-RMSNorm its input times its weight, which the model rounds after the division.
+The functions are those of `decode_torch`, where their arguments are documented. Sums are float32;
+products of two tensors use their dtype, in full precision for float32. Outputs of kernels, of
+linears and of silu are rounded to the model's dtype, as in the model. RMSNorm differs: its input
+times its weight is rounded, where the model rounds after the division.
 
 Letters: N rows, C width, F MLP width, r LoRA rank.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from rl_train.engine import decode_torch
 
-# Parts that have a file of their own.
+# Operations that have a file of their own.
 from rl_train.engine.attention_triton import attend, rotate_and_store  # noqa: F401
 from rl_train.engine.linear_triton import (
     COLUMNS,
@@ -35,44 +35,47 @@ if TYPE_CHECKING:
     from rl_train.engine.fused_weights import FusedLinears
 
 
-# Of a product, added up in `add`: for so few rows cuBLAS does not split the inputs well itself.
+# Parts into which a product's inputs are split, added up in `add`: for so few rows cuBLAS does not
+# split them well itself.
 SUMMANDS = 2
 
 
 def fits(head_size: int, width: int, mlp_width: int) -> bool:
-    """Are the kernels written for these sizes?"""
+    """Tell whether the kernels support these sizes."""
     power_of_2 = head_size & (head_size - 1) == 0
     return head_size >= 32 and power_of_2 and width % COLUMNS == mlp_width % COLUMNS == 0
 
 
-# Once a token, not once a layer.
+# These run once a token, not once a layer.
 PER_TOKEN = decode_torch.embed, decode_torch.normed, decode_torch.choose
 embed, normed, choose = map(torch.compile, PER_TOKEN)
 
 
 @triton.jit
-def _add(residual, p, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr, C: tl.constexpr):
+def _add(
+    residual, product, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr, C: tl.constexpr
+):
     rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
-    part = tl.program_id(0)
-    columns, width = part * C + tl.arange(0, C), S.PARTS * C
+    block = tl.program_id(0)
+    columns, width = block * C + tl.arange(0, C), S.PARTS * C
     dtype = residual.dtype.element_ty
-    there = rows < p.num_rows
+    valid = rows < product.num_rows
     at = rows[:, None] * width + columns[None, :]
-    before = tl.load(residual + at, mask=there[:, None], other=0.0).to(tl.float32)
+    before = tl.load(residual + at, mask=valid[:, None], other=0.0).to(tl.float32)
     scale = tl.load(weight + columns).to(tl.float32)
-    b = read_lora_b(p, columns, S)
-    delta, inner = read_linear(p, p.y, rows, columns, width, S)
+    b = read_lora_b(product, columns, S)
+    delta, inner = read_linear(product, product.y, rows, columns, width, S)
     for summand in tl.static_range(1, SUMMANDS):
-        y = p.y + summand * p.num_rows * p.stride
-        more, more_inner = read_linear(p, y, rows, columns, width, S)
-        delta += more
-        inner += more_inner
-    delta = linear(p, delta, inner.to(dtype), b, S)
+        y = product.y + summand * product.num_rows * product.stride
+        y_summand, inner_summand = read_linear(product, y, rows, columns, width, S)
+        delta += y_summand
+        inner += inner_summand
+    delta = linear(product, delta, inner.to(dtype), b, S)
     total = (before + delta.to(dtype).to(tl.float32)).to(dtype)
-    tl.store(residual + at, total, mask=there[:, None])
+    tl.store(residual + at, total, mask=valid[:, None])
     total = total.to(tl.float32)
-    tl.store(x + at, (total * scale[None, :]).to(dtype), mask=there[:, None])
-    tl.store(power + rows * S.PARTS + part, tl.sum(total * total, axis=1) / width, mask=there)
+    tl.store(x + at, (total * scale[None, :]).to(dtype), mask=valid[:, None])
+    tl.store(power + rows * S.PARTS + block, tl.sum(total * total, axis=1) / width, mask=valid)
 
 
 def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", weight: torch.Tensor):
@@ -86,7 +89,7 @@ def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", we
 
 
 def _product(inputs, matrix):
-    """(summands, N, outputs) whose sum is inputs @ matrix.T, float32 if there is more than one."""
+    """Return summands (summands, N, outputs) of inputs @ matrix.T, float32 if more than one."""
     if matrix.dtype == torch.float32 or matrix.shape[1] % (8 * SUMMANDS):
         return F.linear(inputs, matrix)[None]
     inputs = inputs.unflatten(1, (SUMMANDS, -1)).transpose(0, 1)
@@ -95,26 +98,26 @@ def _product(inputs, matrix):
 
 
 @triton.jit
-def _gate(p, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
+def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
     columns = tl.program_id(0) * C + tl.arange(0, C)
     up_columns, inner = width + columns, 2 * width
     dtype = out.dtype.element_ty
-    shares = read_power(power, rows, p.num_rows, S)
-    g_b, u_b = read_lora_b(p, columns, S), read_lora_b(p, up_columns, S)
-    g, g_a = read_linear(p, p.y, rows, columns, inner, S)
-    u, u_a = read_linear(p, p.y, rows, up_columns, inner + S.RANK, S)
-    scale = norm_scale(shares, eps)
-    g = (linear(p, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
-    u = (linear(p, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
+    summands = read_power(power, rows, product.num_rows, S)
+    g_b, u_b = read_lora_b(product, columns, S), read_lora_b(product, up_columns, S)
+    g, g_a = read_linear(product, product.y, rows, columns, inner, S)
+    u, u_a = read_linear(product, product.y, rows, up_columns, inner + S.RANK, S)
+    scale = norm_scale(summands, eps)
+    g = (linear(product, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
+    u = (linear(product, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
     at = rows[:, None] * width + columns[None, :]
-    tl.store(out + at, (g * u).to(dtype), mask=(rows < p.num_rows)[:, None])
+    tl.store(out + at, (g * u).to(dtype), mask=(rows < product.num_rows)[:, None])
 
 
 def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
     n, width = len(y), gate_up.sizes[0]
-    # Each program reads LoRA A's outputs and the norm's shares anew.
+    # More columns per program read LoRA A's outputs and the norm's summands less often.
     columns, out = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS, y.new_empty(n, width)
     product, sizes = product_of(y, gate_up, power)
     grid = width // columns, triton.cdiv(n, sizes.ROWS)

@@ -1,4 +1,4 @@
-"""The one object through which a policy samples and scores: all that makes it fast is behind it.
+"""Engine of a decoder LLM: samples answers and scores them, fast on CUDA.
 
 Letters: P prompts, G samples each, N = P*G rows, n scored rows, L prompt length, T completion
 tokens, C LLM width, m tokens, A axes of a position (1, or 3 where images have time, height, width).
@@ -21,7 +21,7 @@ from sa2va_hf.to_device import to_device
 
 @dataclass
 class ScoreOutput:
-    """What one forward says of n rows."""
+    """Log-probs, entropies and hidden states of n scored rows."""
 
     logp: torch.Tensor  # (n, T), 0 where not valid
     entropy: torch.Tensor  # (n, T), detached unless asked, 0 where not valid
@@ -29,26 +29,31 @@ class ScoreOutput:
     packed: Packed
 
     def hidden_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(m, C) hidden states of tokens (n, T) bool, on the CPU, that were fed, row-major."""
+        """Return hidden states (m, C) at the tokens (n, T) bool, which were inputs, row-major.
+
+        Args:
+            tokens: on the CPU.
+        """
         return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
 
 class Engine:
     """Samples from and scores with one decoder LLM, under softmax(logits / temperature).
 
-    Embeddings are on its device, everything else that it takes on the CPU, where sequences are laid
-    out (what is not is fetched, for which the GPU waits); so are ids of answers and their ends.
+    Embeddings are on the model's device. All other inputs are on the CPU, where sequences are laid
+    out; an input on the GPU is copied to the CPU, which waits for it. Returned ids, `valid` and
+    `stopped` are on the CPU.
 
-    On CUDA it samples by kernels and graphs of its own and scores by compiled layers, if it knows
-    the model (else it logs one warning); on the CPU by the model's own modules, which there are as
-    fast. At its first use on CUDA it takes the frozen weights over: the model's parameters become
-    views of larger matrices, and compute as before. Whoever saves, moves, merges or unloads the
-    model calls `release` first.
+    On CUDA it samples by kernels and CUDA graphs of its own and scores by compiled layers. For a
+    model that these do not support it logs one warning and uses the model's own modules, as it does
+    on the CPU. At its first use on CUDA the frozen weights move into larger matrices, of which the
+    model's parameters become views. Call `release` before saving, moving, merging or unloading the
+    model.
 
     Args:
         language_model: has .model, .lm_head, .config and get_input_embeddings() as a causal LM of
             transformers, is frozen but for its LoRA, which is attached already.
-        pad_id: stands behind the end of an answer.
+        pad_id: token after the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
     """
 
@@ -71,7 +76,7 @@ class Engine:
         self._fused = self._decoder = None
 
     def fused(self, tensor: torch.Tensor) -> FusedModel | None:
-        """Return the model's fused matrices, made at first use; None where its modules compute."""
+        """Return the fused matrices, made at first use; None if the model's own modules compute."""
         if tensor.device.type not in self.fast_on:
             return None
         if self._fused is None:
@@ -104,14 +109,14 @@ class Engine:
         position_ids: torch.Tensor | None = None,
         shared_prefix_lengths: list[int] | None = None,
     ) -> Completions:
-        """G sampled completions of each prompt, whose T is the longest row's length.
+        """Sample G completions of each prompt; their T is the longest row's length.
 
         Sampling is by inverse CDF of softmax(logits / temperature): no top-k, no top-p, no
         clipping, so the returned log-probs are those of the distribution that was sampled.
 
         Args:
             embeds: (P, L, C) prompt embeddings, left-padded; attention_mask: (P, L).
-            stop: says where a row ends; None: nowhere before `max_new_tokens`.
+            stop: test for the end of a row; None: rows end at `max_new_tokens`.
             uniforms: (N, max_new_tokens) in [0, 1), one number a token; None: greedy decoding.
             position_ids: (A, P, L); default counts the attended tokens.
             shared_prefix_lengths: how many leading embeddings each prompt has in common with the
@@ -123,8 +128,8 @@ class Engine:
         shape = (len(embeds) * num_generations, max_new_tokens)
         if uniforms is not None and uniforms.shape != shape:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
-        mask, placed = _laid_out(attention_mask, position_ids)
-        draws = SamplingParams(
+        mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
+        params = SamplingParams(
             num_generations=num_generations,
             max_new_tokens=max_new_tokens,
             stop=stop and stop.to(embeds.device),
@@ -133,9 +138,9 @@ class Engine:
             uniforms=uniforms,
         )
         if self.fused(embeds) is None:
-            return hf_backend.generate(self.language_model, embeds, mask, placed, draws)
-        shared = shared_prefix_layout(mask, placed, shared_prefix_lengths)
-        return self._decoder.generate(embeds, mask, placed, shared, draws)
+            return hf_backend.generate(self.language_model, embeds, mask, position_ids_cpu, params)
+        prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
+        return self._decoder.generate(embeds, mask, position_ids_cpu, prefix_layout, params)
 
     def score(
         self,
@@ -147,7 +152,7 @@ class Engine:
         position_ids: torch.Tensor | None = None,
         entropy_gradient: bool = False,
     ) -> ScoreOutput:
-        """Log-probs of n answers by one forward over their prompts; carries gradient.
+        """Return log-probs of n answers, with gradient, by one forward over prompts and answers.
 
         Args:
             embeds, attention_mask: (P, L, C), (P, L) of the prompts, padded on the left.
@@ -158,23 +163,23 @@ class Engine:
         """
         model, device = self.language_model, embeds.device
         prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
-        mask, placed = _laid_out(attention_mask, position_ids)
-        packed = pack(mask, placed, prompt, ids, valid, self.pad_id)
+        mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
+        packed = pack(mask, position_ids_cpu, prompt, ids, valid, self.pad_id)
         embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
-            bias, placed = packed.bias(embeds.dtype, device), packed.position_ids
+            bias, position_ids_cpu = packed.bias(embeds.dtype, device), packed.position_ids
             hidden = hf_backend.hidden_states(
-                model, embeds, bias, placed, self.gradient_checkpointing
+                model, embeds, bias, position_ids_cpu, self.gradient_checkpointing
             )
         else:
             hidden = packed_forward.hidden_states(
                 fused, embeds, packed, self.gradient_checkpointing
             )
-        before, said = packed.hidden_before(hidden, valid), ids[valid]
-        at = to_device(valid.flatten().nonzero()[:, 0], device)
+        predicting, target_ids = packed.hidden_before(hidden, valid), ids[valid]
+        valid_indices = to_device(valid.flatten().nonzero()[:, 0], device)
         logp, entropy = (
-            values.new_zeros(ids.numel()).index_copy(0, at, values).view(ids.shape)
-            for values in self._token_logps(before, said, fused, entropy_gradient)
+            values.new_zeros(ids.numel()).index_copy(0, valid_indices, values).view(ids.shape)
+            for values in self._token_logps(predicting, target_ids, fused, entropy_gradient)
         )
         return ScoreOutput(logp, entropy, hidden, packed)
 
@@ -188,22 +193,24 @@ class Engine:
         position_ids: torch.Tensor | None = None,
         shared_prefix_lengths: list[int] | None = None,
     ) -> torch.Tensor:
-        """(P, num_last, C) hidden states at the end of prompts, without gradient.
+        """Return hidden states (P, num_last, C) at the end of prompts, without gradient.
 
         Args: see `generate`.
         """
-        mask, placed = _laid_out(attention_mask, position_ids)
+        mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
         fused = self.fused(embeds)
         if fused is None:
-            hidden = hf_backend.hidden_states(self.language_model, embeds, mask, placed)
+            hidden = hf_backend.hidden_states(self.language_model, embeds, mask, position_ids_cpu)
             return hidden[:, -num_last:]
-        shared = shared_prefix_layout(mask, placed, shared_prefix_lengths)
-        hidden = packed_forward.hidden_states(fused, shared.gather(embeds), shared.layout)
-        return shared.last(hidden, num_last)
+        prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
+        hidden = packed_forward.hidden_states(
+            fused, prefix_layout.gather(embeds), prefix_layout.layout
+        )
+        return prefix_layout.last(hidden, num_last)
 
     @torch.no_grad()
     def logps(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """(m,) log-probs of ids (m,) after hidden states (m, C), without gradient."""
+        """Return log-probs (m,) of ids (m,) after hidden states (m, C), without gradient."""
         return self._token_logps(hidden, ids, self.fused(hidden))[0]
 
     def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
@@ -219,7 +226,7 @@ class Engine:
         )
 
 
-def _laid_out(attention_mask, position_ids):
-    """Both on the CPU; positions that are None count the attended tokens."""
+def _to_cpu(attention_mask, position_ids):
+    """Return both on the CPU; positions that are None count the attended tokens."""
     mask = attention_mask.cpu()
     return mask, positions(mask) if position_ids is None else position_ids.cpu()

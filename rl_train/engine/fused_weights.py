@@ -1,4 +1,4 @@
-"""A decoder LLM's weights as few matrices, which its own parameters are views of while in use.
+"""Weights of a decoder LLM as few matrices, of which its parameters are views while in use.
 
 Linears that read one input are one product. Of [Wq; Wk; Wv; Aq; Ak; Av] the W are the model's
 frozen weights, of which there is one copy in memory; the rows of the LoRA are copied in from the
@@ -20,7 +20,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoder
 
 from rl_train.engine import decode_torch, layers
 
-LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # which compute one and the same
+LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # both compute the same
 
 
 class FusedLinears:
@@ -79,12 +79,12 @@ class FusedLinears:
         )
 
 
-def _joined(parameters, last) -> torch.Tensor:
-    """The parameters below each other, which become views of this, and `last` below them."""
-    whole = torch.cat([*(p.data for p in parameters), last])
-    for parameter, rows in zip(parameters, whole.split([*map(len, parameters), len(last)])):
+def _joined(parameters, padding) -> torch.Tensor:
+    """Stack the parameters, which become views of the result, and `padding` below them."""
+    joined = torch.cat([*(p.data for p in parameters), padding])
+    for parameter, rows in zip(parameters, joined.split([*map(len, parameters), len(padding)])):
         parameter.data = rows
-    return whole
+    return joined
 
 
 class FusedLayer(NamedTuple):
@@ -94,15 +94,19 @@ class FusedLayer(NamedTuple):
     norm: nn.Module  # before attention
     mlp_norm: nn.Module
 
-    def operands(self, turn: tuple[torch.Tensor, torch.Tensor], live: bool) -> layers.LayerOperands:
-        """Operands of the functions before and behind attention.
+    def operands(
+        self, rotation: tuple[torch.Tensor, torch.Tensor], live: bool
+    ) -> layers.LayerOperands:
+        """Return the operands of the functions before and behind attention.
 
         Args:
-            turn: cos, sin (m, 1, D/2) by which q and k are turned.
-            live: whether the LoRA are the parameters themselves, else their copies.
+            rotation: cos, sin (m, 1, D/2) by which q and k are rotated.
+            live: read the LoRA parameters themselves; else their copies.
         """
-        qkv, out, gate_up, down = (each.live if live else each.copied for each in self.linears)
-        cos, sin = turn
+        qkv, out, gate_up, down = (
+            linears.live if live else linears.copied for linears in self.linears
+        )
+        cos, sin = rotation
         return layers.LayerOperands(
             cos=cos,
             sin=sin,
@@ -116,13 +120,13 @@ class FusedLayer(NamedTuple):
 
 
 class FusedModel:
-    """What the fast path knows of a language model, whose frozen weights it takes over.
+    """A language model's frozen weights as the fused matrices of the fast path.
 
-    From here on the model's linears and lm_head are views of the matrices here, and compute as
-    before; `release` gives them storage of their own again.
+    The model's linears and lm_head become views of these matrices and compute as before. `release`
+    gives them storage of their own again.
 
     Args:
-        language_model: one of which `unsupported` says None.
+        language_model: one for which `unsupported` returns None.
     """
 
     def __init__(self, language_model: nn.Module):
@@ -138,8 +142,8 @@ class FusedModel:
             linears = [FusedLinears(group) for group in _groups(layer)]
             norms = layer.input_layernorm, layer.post_attention_layernorm
             self.layers.append(FusedLayer(linears, norm=norms[0], mlp_norm=norms[1]))
-            self.sources += [source for one in linears for source in one.sources]
-            self.targets += [target for one in linears for target in one.targets]
+            self.sources += [source for group in linears for source in group.sources]
+            self.targets += [target for group in linears for target in group.targets]
         rotary = model.rotary_emb
         self.inv_freq, self.rope_scale = rotary.inv_freq.float(), rotary.attention_scaling
         # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
@@ -149,11 +153,11 @@ class FusedModel:
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        # The parts of a decode step that are no products, of a layer that are not attention.
+        # Operations of a decode step beside products; functions of a layer beside attention.
         self.decode_ops, self.functions = decode_torch, layers.FUNCTIONS
         if head.weight.is_cuda:
-            # What feeds a product of the backward too, as the MLP's gated values, may be computed
-            # again: a third less memory where layers keep what they computed.
+            # Allow recomputing tensors that a product of the backward reads too, such as the MLP's
+            # gated values: a third less memory without gradient checkpointing.
             torch._functorch.config.ban_recompute_materialized_backward = False
             self.functions = layers.LayerFunctions(*map(torch.compile, layers.FUNCTIONS))
             from rl_train.engine import decode_triton
@@ -163,24 +167,24 @@ class FusedModel:
         self.state = _state(model)
 
     def check(self):
-        """Raise AssertionError if the model no longer computes with what was taken over."""
+        """Raise AssertionError if the model no longer computes with the fused matrices."""
         assert self.state == _state(self.model), (
             "the model was moved, or its LoRA is merged, off or another one: "
             "call release() of its engine before that"
         )
 
     def refresh(self):
-        """Copy the LoRA in use into the fused matrices."""
+        """Copy the active LoRA into the fused matrices."""
         _copy(self.targets, self.sources)
         self.copied_from = address(self.sources)
 
     def follow(self):
-        """`refresh`, if the copies are of another LoRA than the one in use."""
+        """Call `refresh` if the copies are of another LoRA than the active one."""
         if self.copied_from != address(self.sources):
             self.refresh()
 
     def release(self):
-        """Give the model's parameters storage of their own. This object is then of no use."""
+        """Give the model's parameters storage of their own; this object must not be used after."""
         for parameter in (self.head.weight, *self.model.parameters()):
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
@@ -193,14 +197,17 @@ def _copy(targets, sources):
 
 
 def address(sources: Sequence[torch.Tensor]) -> int | None:
-    """Where the first parameter's numbers are: a role's own, which it exchanges all together."""
+    """Return the address of the first parameter, which identifies the active role's LoRA.
+
+    A role exchanges all its parameters together.
+    """
     return sources[0].data_ptr() if sources else None
 
 
 def _state(model) -> tuple:
-    """What `.to(..)`, merging, disabling and unloading change. They do so to all linears alike.
+    """Return a value that `.to(..)`, merging, disabling and unloading change.
 
-    So one of them is looked at: this runs at every use.
+    They change all linears alike, so only one is read: this runs at every use.
     """
     module = model.layers[0].self_attn.q_proj
     lora = ()
@@ -214,13 +221,13 @@ def _base(module) -> nn.Linear:
 
 
 def _lora(module: LoraLinear):
-    """(A (r, in), B (out, r), alpha / r) of a LoRA with one adapter."""
+    """Return A (r, in), B (out, r) and alpha / r of a LoRA with one adapter."""
     (name,) = module.active_adapters
     return module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
 
 
 def _groups(layer) -> list[list[nn.Module]]:
-    """The linears of a decoder layer by the input that they share."""
+    """Return the linears of a decoder layer, grouped by the input that they share."""
     attention, mlp = layer.self_attn, layer.mlp
     return [
         [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -231,27 +238,29 @@ def _groups(layer) -> list[list[nn.Module]]:
 
 
 def unsupported(language_model: nn.Module) -> str | None:
-    """Why the fast path would not compute what `language_model` computes, or None if it does."""
+    """Return why the fast path does not support `language_model`, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
-    others = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
-    if others:
-        return f"layers of {', '.join(kind.__name__ for kind in others)} are not known"
+    unknown = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
+    if unknown:
+        return f"layers of {', '.join(layer_type.__name__ for layer_type in unknown)} are not known"
     rope = config.rope_parameters["rope_type"]
-    known = config.hidden_act == "silu" and rope == "default"
-    if not known or set(config.layer_types) != {"full_attention"}:
+    supported = config.hidden_act == "silu" and rope == "default"
+    if not supported or set(config.layer_types) != {"full_attention"}:
         return "only silu, full attention and default rotary embeddings are known"
     if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"
     linears = [module for layer in model.layers for group in _groups(layer) for module in group]
     if any(type(_base(module)) is not nn.Linear for module in linears):
         return "it has linears of another kind"
-    named = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
-    base = [parameter for name, parameter in named if "lora_" not in name]
+    parameters = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
+    base = [parameter for name, parameter in parameters if "lora_" not in name]
     if any(parameter.requires_grad for parameter in base):
         return "its base weights train"
-    kinds = {(parameter.dtype, parameter.device) for parameter in base}
-    if len(kinds) > 1 or base[0].dtype not in (torch.float32, torch.bfloat16):
-        return f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in kinds)}"
+    placements = {(parameter.dtype, parameter.device) for parameter in base}
+    if len(placements) > 1 or base[0].dtype not in (torch.float32, torch.bfloat16):
+        return (
+            f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in placements)}"
+        )
     for number, layer in enumerate(model.layers):
         for group in _groups(layer):
             reason = _unsupported_loras(group)

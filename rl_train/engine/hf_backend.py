@@ -1,6 +1,6 @@
-"""Sampling and scoring by a language model's own modules: on the CPU, and of models unknown here.
+"""Sampling and scoring by a language model's own modules, on the CPU and for unsupported models.
 
-It is also what the fast path is tested against.
+The fast path is tested against it.
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt length, T new tokens, M tokens behind a
 prompt, C width, A axes of a position.
@@ -17,12 +17,12 @@ from sa2va_hf.to_device import to_device
 
 
 def follow(language_model: nn.Module, embeds: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """(P, L+M, C) embeddings (P, L, C) with those of ids (P, M) behind them.
+    """Return embeddings (P, L+M, C): embeds (P, L, C) followed by those of ids (P, M).
 
-    A placeholder of an image there is a token like any other.
+    An image placeholder among the ids is embedded like any other token.
     """
-    behind = language_model.get_input_embeddings()(to_device(ids, embeds.device))
-    return torch.cat([embeds, behind.to(embeds.dtype)], dim=1)
+    following = language_model.get_input_embeddings()(to_device(ids, embeds.device))
+    return torch.cat([embeds, following.to(embeds.dtype)], dim=1)
 
 
 def prepare_checkpointing(language_model: nn.Module):
@@ -42,7 +42,7 @@ def hidden_states(
     position_ids: torch.Tensor,
     gradient_checkpointing: bool = False,
 ) -> torch.Tensor:
-    """(P, L, C) last hidden states after the final norm.
+    """Return the last hidden states (P, L, C) after the final norm.
 
     Args:
         mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (A, P, L).
@@ -67,7 +67,7 @@ def hidden_states(
 
 
 def _of_transformers(position_ids):
-    """(A, P, L) as transformers takes them: without a single axis."""
+    """Drop the first axis of positions (A, P, L) if A is 1, as transformers takes them."""
     return position_ids[0] if len(position_ids) == 1 else position_ids
 
 
@@ -77,34 +77,37 @@ def generate(
     embeds: torch.Tensor,
     attention_mask: torch.Tensor,
     position_ids: torch.Tensor,
-    draws: SamplingParams,
+    params: SamplingParams,
 ) -> Completions:
-    """See `Engine.generate`; a token at a time, with the cache of transformers."""
-    mask, placed = (t.to(embeds.device) for t in (attention_mask, position_ids))
-    num_generations, stop = draws.num_generations, draws.stop
+    """Sample a token at a time with the cache of transformers; see `Engine.generate`."""
+    mask, positions = (t.to(embeds.device) for t in (attention_mask, position_ids))
+    num_generations, stop = params.num_generations, params.stop
     cache, inputs = DynamicCache(config=language_model.config), embeds
     ids, logps, valids, hiddens = [], [], [], []
-    for t in range(draws.max_new_tokens):
+    for t in range(params.max_new_tokens):
         hidden = language_model.model(
             inputs_embeds=inputs,
             attention_mask=mask,
-            position_ids=_of_transformers(placed),
+            position_ids=_of_transformers(positions),
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
         if t:
             hiddens.append(hidden)
-            placed = placed + 1
+            positions = positions + 1
         else:
             cache.batch_repeat_interleave(num_generations)
-            behind = next_positions(placed, mask).repeat_interleave(num_generations)
-            placed = behind[None, :, None]  # (1, N, 1)
+            next_position = next_positions(positions, mask).repeat_interleave(num_generations)
+            positions = next_position[None, :, None]  # (1, N, 1)
             mask, hidden = (x.repeat_interleave(num_generations, 0) for x in (mask, hidden))
-            state, done = torch.zeros_like(behind), torch.zeros_like(behind, dtype=torch.bool)
-        u = None if draws.uniforms is None else draws.uniforms[:, t].to(hidden.device)
+            state, done = (
+                torch.zeros_like(next_position),
+                torch.zeros_like(next_position, dtype=torch.bool),
+            )
+        u = None if params.uniforms is None else params.uniforms[:, t].to(hidden.device)
         logits = product(hidden, language_model.lm_head.weight.t())
-        token, logp = sample_token(logits, draws.temperature, u)
-        token = torch.where(done, draws.pad_id, token)
+        token, logp = sample_token(logits, params.temperature, u)
+        token = torch.where(done, params.pad_id, token)
         ids.append(token)
         logps.append(torch.where(done, 0.0, logp))
         valids.append(~done)

@@ -1,7 +1,7 @@
-"""The parts of a decoder layer as functions of packed tokens, without padding.
+"""Parts of a decoder layer as functions of packed tokens, without padding.
 
-A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. What is not
-attention is written for torch.compile, which makes few kernels of it, forward and backward.
+A linear is y = x W^T + b + s (x A^T) B^T, of which W and b are frozen, A and B are not. Everything
+but attention is written for torch.compile, which fuses it into few kernels.
 
 Letters: m tokens of P sequences, S slots of each, C width, H query heads, K key-value heads,
 D head size, F MLP width, r LoRA rank, k linears of one input.
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from sa2va_hf.to_device import to_device
 
 
-# Records are named tuples: torch.compile takes them as it takes tuples.
+# Records are named tuples, which torch.compile supports as it supports tuples.
 class LinearOperands(NamedTuple):
     """Operands of `linear` for k linears that read one input.
 
@@ -62,34 +62,37 @@ class LayerOperands(NamedTuple):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """(m, C); rounded where the model rounds, or, compiled, only what leaves a kernel."""
+    """Normalise x (m, C).
+
+    It rounds where the model rounds; compiled, it rounds only the kernels' outputs.
+    """
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)
 
 
 def linear(x: torch.Tensor, operands: LinearOperands) -> Sequence[torch.Tensor]:
-    """(m, outputs of its own) of each of k linears of one input."""
+    """Return the output (m, outputs) of each of k linears of one input."""
     weight, bias, sizes, scaling, a, b = operands
     if b and not a:
         y = F.linear(x, weight, bias)
-        own, inner = y[:, : sum(sizes)].split(sizes, 1), y[:, sum(sizes) :]
+        outputs, inner = y[:, : sum(sizes)].split(sizes, 1), y[:, sum(sizes) :]
     elif bias is None and min(sizes) > weight.shape[1]:
-        # Wide ones, as the MLP's: else their derivatives were copied side by side first.
-        own = [F.linear(x, rows) for rows in weight.split(sizes)]
+        # Wide linears, as the MLP's, one by one: their derivatives need not be concatenated.
+        outputs = [F.linear(x, rows) for rows in weight.split(sizes)]
     else:
-        own = F.linear(x, weight, bias).split(sizes, 1)
+        outputs = F.linear(x, weight, bias).split(sizes, 1)
     if not b:
-        return own
+        return outputs
     if a:
         inner = F.linear(x, (torch.cat(a) if len(a) > 1 else a[0]).to(x.dtype))
-    inner = scaling * inner  # r is few beside the outputs
-    parts = zip(own, inner.chunk(len(sizes), 1), b)
-    return [y + F.linear(part, rows.to(x.dtype)) for y, part, rows in parts]
+    inner = scaling * inner  # scaled here: r is small beside the outputs
+    lora_inputs = zip(outputs, inner.chunk(len(sizes), 1), b)
+    return [y + F.linear(lora_input, rows.to(x.dtype)) for y, lora_input, rows in lora_inputs]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (m, heads, D), turned by angles of cos, sin (m, 1, D/2)."""
+    """Rotate x (m, heads, D) by angles with cos, sin (m, 1, D/2)."""
     first, second = x.chunk(2, dim=2)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
 
@@ -101,7 +104,7 @@ def before_attention(
     norm: NormOperands,
     qkv: LinearOperands,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q (m, H, D), k, v (m, K, D), of which q and k are turned by cos, sin (m, 1, D/2)."""
+    """Return q (m, H, D), k and v (m, K, D); q and k are rotated by cos, sin (m, 1, D/2)."""
     heads = linear(rms_norm(residual, norm.weight, norm.eps), qkv)
     q, k, v = (part.unflatten(1, (-1, 2 * cos.shape[2])) for part in heads)
     return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
@@ -115,7 +118,7 @@ def behind_attention(
     gate_up: LinearOperands,
     down: LinearOperands,
 ) -> torch.Tensor:
-    """(m, C) the residual of the layer that follows, given attention `mixed` (m, H*D)."""
+    """Return the residual (m, C) after the layer, given attention `mixed` (m, H*D)."""
     residual = residual + linear(mixed, out)[0]
     gate, up = linear(rms_norm(residual, norm.weight, norm.eps), gate_up)
     return residual + linear(F.silu(gate) * up, down)[0]
@@ -130,7 +133,7 @@ def before_attention_vjp(
     norm: NormOperands,
     qkv: LinearOperands,
 ) -> tuple[torch.Tensor, ...]:
-    """Derivatives by the residual, to which `d_residual` is added, and by each of qkv's LoRA.
+    """Return derivatives by the residual, plus `d_residual`, and by each LoRA of qkv.
 
     Args:
         d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as in
@@ -154,9 +157,9 @@ def behind_attention_vjp(
     gate_up: LinearOperands,
     down: LinearOperands,
 ) -> tuple[torch.Tensor, ...]:
-    """Derivatives by residual, mixed and each LoRA of the linears in turn.
+    """Return derivatives by residual, by mixed and by each LoRA of the linears in turn.
 
-    Compiled, it does not compute what `down` puts out.
+    Compiled, it does not compute the output of `down`.
     """
     frozen, loras = zip(*[_apart(operands) for operands in (out, gate_up, down)])
 
@@ -169,7 +172,7 @@ def behind_attention_vjp(
 
 
 def _apart(operands: LinearOperands):
-    """(operands without LoRA, (A, B) of the LoRA), of which A were the last rows of weight."""
+    """Return the operands without LoRA, and (A, B), where A were the last rows of weight."""
     weight, bias, sizes, scaling, a, b = operands
     outputs = sum(sizes)
     bias = None if bias is None else bias[:outputs]
@@ -178,13 +181,13 @@ def _apart(operands: LinearOperands):
 
 
 def _with_lora(frozen: LinearOperands, lora) -> LinearOperands:
-    """The operands with a LoRA (A, B)."""
+    """Return the operands with a LoRA (A, B)."""
     a, b = lora
     return LinearOperands(frozen.weight, frozen.bias, frozen.sizes, frozen.scaling, a, b)
 
 
 def _of_each(a, b):
-    """Float32 derivatives by A, B of the first linear, of the second, .."""
+    """Return float32 derivatives by A, B of the first linear, of the second, .."""
     by_a = a[0].float().chunk(len(b)) if b else ()
     return [d for pair in zip(by_a, b) for d in (pair[0], pair[1].float())]
 
@@ -205,7 +208,7 @@ FUNCTIONS = LayerFunctions(
 
 
 def any_number(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors, of which torch.compile shall not take the number of rows for a constant."""
+    """Return the tensors, marked so that torch.compile keeps their number of rows dynamic."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensors
@@ -213,32 +216,32 @@ def any_number(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 @dataclass
 class VarlenSegments:
-    """Tokens as runs: a prompt, or what was fed of a row, which sees its prompt too."""
+    """Tokens as runs: a prompt, or the inputs of one row, which attend to their prompt too."""
 
-    slots: torch.Tensor  # (m,) where each token is among the P*S slots
-    keys: torch.Tensor  # the tokens that the first run sees, the second, ..
+    slots: torch.Tensor  # (m,) index of each token among the P*S slots
+    keys: torch.Tensor  # tokens that the first run attends to, the second, ..
     query_ends: torch.Tensor  # (runs + 1,) int32, from 0
     key_ends: torch.Tensor  # (runs + 1,) int32, from 0
     most_queries: int  # of a run
     most_keys: int  # of a run
-    bias: torch.Tensor | None  # (P, 1, S, S), where flash attention does not compute
+    bias: torch.Tensor | None  # (P, 1, S, S) if flash attention is not used
 
 
 def varlen_segments(
     part: torch.Tensor, device: torch.device | str, bias: torch.Tensor | None = None
 ) -> VarlenSegments:
-    """The runs of `packing.Layout.part` (P, S), on `device`."""
-    part = part.numpy()  # for so few numbers torch takes twice as long
+    """Return the runs of `packing.Layout.part` (P, S), on `device`."""
+    part = part.numpy()  # twice as fast as torch for so few numbers
     slots = np.flatnonzero(part >= 0)
-    named = part.ravel()[slots], slots // part.shape[1]
-    new = np.flatnonzero((np.diff(named, prepend=-1) != 0).any(0))
-    ends = np.append(new, len(slots))
-    keys, prompt = [], None
-    for name, start, end in zip(named[0][new], ends, ends[1:]):
-        own = np.arange(start, end)
-        if name == 0:
-            prompt = own
-        keys.append(own if name == 0 else np.concatenate([prompt, own]))
+    labels = part.ravel()[slots], slots // part.shape[1]
+    starts = np.flatnonzero((np.diff(labels, prepend=-1) != 0).any(0))
+    ends = np.append(starts, len(slots))
+    keys, prompt_indices = [], None
+    for label, start, end in zip(labels[0][starts], ends, ends[1:]):
+        indices = np.arange(start, end)
+        if label == 0:
+            prompt_indices = indices
+        keys.append(indices if label == 0 else np.concatenate([prompt_indices, indices]))
     key_ends = np.cumsum([0, *map(len, keys)])
     return VarlenSegments(
         slots=to_device(torch.from_numpy(slots), device),
@@ -252,21 +255,21 @@ def varlen_segments(
 
 
 def by_flash(x: torch.Tensor) -> bool:
-    """Whether flash attention takes such tensors."""
+    """Tell whether flash attention supports such tensors."""
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
 ) -> tuple[torch.Tensor, ...]:
-    """(attention (m, H*D), and what else flash attention's backward takes), without gradient.
+    """Return attention (m, H*D) and the other inputs of flash attention's backward, no gradient.
 
-    For flash attention the keys of a prompt are repeated for its rows, but kept once.
+    Flash attention reads a prompt's keys repeated for each of its rows; they are stored once.
     """
     if runs.bias is not None:
         return (dense_attention(q, k, v, runs),)
-    # At the end: no dropout, causal, no debugging mask.
-    out, *kept, _ = torch.ops.aten._flash_attention_forward(
+    # The last three arguments: no dropout, causal, no debugging mask.
+    out, *saved, _ = torch.ops.aten._flash_attention_forward(
         q,
         k[runs.keys],
         v[runs.keys],
@@ -278,7 +281,7 @@ def attend(
         True,
         False,
     )
-    return out.flatten(1), *kept
+    return out.flatten(1), *saved
 
 
 def attend_vjp(
@@ -288,12 +291,12 @@ def attend_vjp(
     v: torch.Tensor,
     runs: VarlenSegments,
     mixed: torch.Tensor,
-    *kept: torch.Tensor,
+    *saved: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Derivatives by q, k, v, given what `attend` returned."""
+    """Return derivatives by q, k and v; `mixed` and `saved` are what `attend` returned."""
     if runs.bias is not None:
         return torch.func.vjp(lambda *heads: dense_attention(*heads, runs), q, k, v)[1](d)
-    sums, *state = kept
+    sums, *state = saved
     dq, *d_kv = torch.ops.aten._flash_attention_backward(
         d.reshape(q.shape),
         q,
@@ -309,14 +312,14 @@ def attend_vjp(
         True,
         *state,
     )
-    # Up to G + 1 numbers add up, in float32.
+    # Sums of up to G + 1 numbers, in float32.
     totals = [torch.zeros_like(k, dtype=torch.float32) for _ in d_kv]
-    added = [t.index_add_(0, runs.keys, each.float()) for t, each in zip(totals, d_kv)]
-    return dq, *[total.to(k.dtype) for total in added]
+    gradients = [t.index_add_(0, runs.keys, gradient.float()) for t, gradient in zip(totals, d_kv)]
+    return dq, *[total.to(k.dtype) for total in gradients]
 
 
 class Attention(torch.autograd.Function):
-    """(m, H*D) of q, k, v, with gradient."""
+    """Attention (m, H*D) of q, k and v, with gradient."""
 
     @staticmethod
     def forward(
@@ -326,9 +329,9 @@ class Attention(torch.autograd.Function):
         v: torch.Tensor,
         runs: VarlenSegments,
     ):
-        mixed, *kept = attend(q, k, v, runs)
+        mixed, *saved = attend(q, k, v, runs)
         ctx.runs = runs
-        ctx.save_for_backward(q, k, v, mixed, *kept)
+        ctx.save_for_backward(q, k, v, mixed, *saved)
         return mixed
 
     @staticmethod
@@ -341,14 +344,14 @@ class Attention(torch.autograd.Function):
 def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
 ) -> torch.Tensor:
-    """The same over the padded sequences with a bias: what flash does not know."""
+    """Compute attention over padded sequences with a bias, where flash attention is not used."""
     q, k, v = (_padded(x, runs) for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
 
 
 def _padded(x, runs):
-    """(P, heads, S, D) of x (m, heads, D), 0 at the padding."""
+    """Return x (m, heads, D) as padded sequences (P, heads, S, D), 0 at the padding."""
     size = len(runs.bias), runs.bias.shape[-1]
     slots = x.new_zeros(size[0] * size[1], *x.shape[1:]).index_copy(0, runs.slots, x)
     return slots.unflatten(0, size).transpose(1, 2)

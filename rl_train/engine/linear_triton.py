@@ -1,8 +1,8 @@
-"""What the Triton kernels of a decode step share: reading a product with its LoRA, and RMSNorm.
+"""Functions that Triton kernels of a decode step share: products with their LoRA, and RMSNorm.
 
 Letters: N rows, C width, F MLP width, r LoRA rank. Rows and columns below are the ones of a
-program. Kernels read all that they need before they compute: what they cost is mostly the wait for
-the first numbers.
+program. Kernels read all their inputs before they compute: most of their time is the wait for the
+first of these.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,43 +15,49 @@ if TYPE_CHECKING:
     from rl_train.engine.fused_weights import FusedLinears
 
 
-# Of the width that a program computes; of the MLP's width twice as many where they divide it.
+# Columns of the width that a program computes; of the MLP's width twice as many if these divide it.
 COLUMNS = 32
 
 
 class Product(NamedTuple):
-    """A product with the matrix of linears, and what finishes it."""
+    """A product with the matrix of linears, and the operands that complete it."""
 
     y: torch.Tensor  # (.., N, stride), whose last columns are the outputs of LoRA A
-    lora_b: torch.Tensor  # (outputs, r), or anything if there is none
+    lora_b: torch.Tensor  # (outputs, r), unread without LoRA
     scaling: float
     num_rows: int  # N
     stride: int
 
 
 class Sizes(NamedTuple):
-    """What kernels are compiled for."""
+    """Constants of the compiled kernels."""
 
     ROWS: int  # of a program
     RANK: int  # 0 without LoRA
     RANK_BLOCK: int
-    PARTS: int  # in which a row's power comes
+    PARTS: int  # summands of a row's power
     PARTS_BLOCK: int
 
 
 def product_of(
     y: torch.Tensor, linears: "FusedLinears", power: torch.Tensor
 ) -> tuple[Product, Sizes]:
-    """What kernels take of a product y (.., N, outputs + k*r), and their sizes."""
-    n, stride = y.shape[-2:]
-    b, rank = linears.lora_b, 0 if linears.lora_b is None else linears.lora_b.shape[1]
-    parts = power.shape[1]
-    sizes = Sizes(program_rows(n), rank, at_least_16(rank), parts, triton.next_power_of_2(parts))
-    return Product(y, y if b is None else b, linears.scaling, n, stride), sizes
+    """Return the kernels' arguments for a product y (.., N, outputs + k*r), and their constants."""
+    num_rows, stride = y.shape[-2:]
+    lora_b, rank = linears.lora_b, 0 if linears.lora_b is None else linears.lora_b.shape[1]
+    num_parts = power.shape[1]
+    sizes = Sizes(
+        program_rows(num_rows),
+        rank,
+        at_least_16(rank),
+        num_parts,
+        triton.next_power_of_2(num_parts),
+    )
+    return Product(y, y if lora_b is None else lora_b, linears.scaling, num_rows, stride), sizes
 
 
 def program_rows(n: int) -> int:
-    """Rows of a program: tensor cores multiply at least 16, more than 64 spill registers."""
+    """Return the rows of a program: tensor cores take at least 16, more than 64 spill registers."""
     return min(64, at_least_16(n))
 
 
@@ -60,41 +66,48 @@ def at_least_16(n: int) -> int:
 
 
 @triton.jit
-def read_linear(p, y, rows, columns, inner, S: tl.constexpr):
-    """(rows, columns) of y, and the outputs of LoRA A, which start at column `inner`."""
-    there, r = (rows < p.num_rows)[:, None], tl.arange(0, S.RANK_BLOCK)
-    row = y + rows[:, None] * p.stride
-    outputs = tl.load(row + columns[None, :], mask=there, other=0.0)
-    at = row + inner + r[None, :]
-    return outputs, tl.load(at, mask=there & (r < S.RANK)[None, :], other=0.0)
+def read_linear(
+    product: "Product",
+    y: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    inner: tl.tensor,
+    S: tl.constexpr,
+):
+    """Read (rows, columns) of y, and the outputs of LoRA A, which start at column `inner`."""
+    valid, r = (rows < product.num_rows)[:, None], tl.arange(0, S.RANK_BLOCK)
+    row = y + rows[:, None] * product.stride
+    outputs = tl.load(row + columns[None, :], mask=valid, other=0.0)
+    lora_at = row + inner + r[None, :]
+    return outputs, tl.load(lora_at, mask=valid & (r < S.RANK)[None, :], other=0.0)
 
 
 @triton.jit
-def read_lora_b(p, columns, S: tl.constexpr):
-    """(RANK_BLOCK, columns) LoRA B, transposed."""
+def read_lora_b(product: "Product", columns: tl.tensor, S: tl.constexpr):
+    """Read columns of LoRA B, transposed: (RANK_BLOCK, columns)."""
     r = tl.arange(0, S.RANK_BLOCK)
-    at = p.lora_b + columns[None, :] * S.RANK + r[:, None]
+    at = product.lora_b + columns[None, :] * S.RANK + r[:, None]
     return tl.load(at, mask=(r < S.RANK)[:, None], other=0.0)
 
 
 @triton.jit
-def linear(p, outputs, a, b, S: tl.constexpr):
-    """outputs + scaling a b, float32."""
+def linear(product: "Product", outputs: tl.tensor, a: tl.tensor, b: tl.tensor, S: tl.constexpr):
+    """Return outputs + scaling a b, in float32."""
     total = outputs.to(tl.float32)
     if S.RANK > 0:
-        total += p.scaling * tl.dot(a, b, input_precision="ieee")
+        total += product.scaling * tl.dot(a, b, input_precision="ieee")
     return total
 
 
 @triton.jit
-def read_power(power, rows, num_rows, S: tl.constexpr):
-    """(rows, PARTS_BLOCK) shares of the mean square."""
+def read_power(power: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, S: tl.constexpr):
+    """Read the summands (rows, PARTS_BLOCK) of each row's mean square."""
     part = tl.arange(0, S.PARTS_BLOCK)
-    there = (rows < num_rows)[:, None] & (part < S.PARTS)[None, :]
-    return tl.load(power + rows[:, None] * S.PARTS + part[None, :], mask=there, other=0.0)
+    valid = (rows < num_rows)[:, None] & (part < S.PARTS)[None, :]
+    return tl.load(power + rows[:, None] * S.PARTS + part[None, :], mask=valid, other=0.0)
 
 
 @triton.jit
-def norm_scale(shares, eps):
-    """(rows, 1) by which RMSNorm multiplies."""
-    return tl.rsqrt(tl.sum(shares, axis=1) + eps)[:, None]
+def norm_scale(summands: tl.tensor, eps: tl.tensor):
+    """Return the factor (rows, 1) of RMSNorm."""
+    return tl.rsqrt(tl.sum(summands, axis=1) + eps)[:, None]

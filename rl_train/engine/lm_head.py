@@ -1,4 +1,4 @@
-"""Log-probs of tokens from hidden states: the vocabulary passes in chunks and never stands whole.
+"""Log-probs of tokens from hidden states, chunk by chunk of tokens to bound the logits' memory.
 
 Sampler and scorer take their logits from `product`, in float32 also of a bfloat16 model: rounded
 to bfloat16, a logit of 10 is .06 off, and the two ways to compute differ by as much.
@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_train.engine.layers import any_number
 
-CHUNK = 2**26  # logits that are held at a time, however large the vocabulary is
-NEVER = -1e30  # logit of what is no token: not -inf, which times its probability 0 is NaN
+CHUNK = 2**26  # logits held at a time, for a vocabulary of any size
+NEVER = -1e30  # logit of an index that is no token; -inf times its probability 0 would be NaN
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """(n, m) float32 a (n, k) @ b (k, m): numbers in b's dtype, their products added in float32.
+    """Return a (n, k) @ b (k, m) in float32: factors in b's dtype, products added in float32.
 
-    Without gradient of its own.
+    It defines no gradient.
     """
     a = a.to(b.dtype)
     with torch.autocast(a.device.type, enabled=False):
@@ -33,56 +33,60 @@ def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
-    """[log-probs (c,) of ids (c,), entropies (c,), d log-prob, d entropy (c, V) by logits / T].
+    """Return log-probs (c,) of ids (c,), entropies (c,), and derivatives (c, V) by logits / T.
 
-    Under softmax(logits / T), T the temperature, of logits (c, at least V).
+    The distribution is softmax(logits / T), T the temperature, of logits (c, at least V).
 
     Args:
-        derivatives: how many of the two, in `dtype`.
+        derivatives: 0 none, 1 of the log-probs, 2 of the entropies too; in `dtype`.
     """
     column, token = torch.arange(logits.shape[1], device=logits.device), ids[:, None]
-    every = logits if temperature == 1 else logits / temperature
+    scaled = logits if temperature == 1 else logits / temperature
     if vocabulary < len(column):
-        every = torch.where(column < vocabulary, every, NEVER)
-    every = every.log_softmax(-1)
-    logp, p = every.gather(1, token)[:, 0], every.exp()
-    terms = every * p
-    found = [logp, -terms.sum(-1)]
-    if derivatives > 0 and p.is_cuda:  # the compiler makes it a part of its kernel
-        found.append(((column == token).float() - p).to(dtype))
+        scaled = torch.where(column < vocabulary, scaled, NEVER)
+    scaled = scaled.log_softmax(-1)
+    logp, p = scaled.gather(1, token)[:, 0], scaled.exp()
+    terms = scaled * p
+    results = [logp, -terms.sum(-1)]
+    if derivatives > 0 and p.is_cuda:  # fused by the compiler
+        results.append(((column == token).float() - p).to(dtype))
     elif derivatives > 0:
-        found.append(p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1])).to(dtype))
+        results.append(p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1])).to(dtype))
     if derivatives > 1:
-        found.append(terms.addcmul_(p, found[1][:, None]).neg_().to(dtype))
-    return found
+        results.append(terms.addcmul_(p, results[1][:, None]).neg_().to(dtype))
+    return results
 
 
 @functools.cache
 def _compiled():
-    """`_read` by a kernel that goes over logits twice: each row is one block's, not many's."""
+    """Return `_read`, compiled to a kernel in which one block reads a row of logits twice."""
     kernel = torch.compile(_read, options=dict(split_reductions=False))
-    return lambda logits, ids, *how: kernel(*any_number(logits, ids), *how)
+    return lambda logits, ids, *settings: kernel(*any_number(logits, ids), *settings)
 
 
 class _TokenLogps(torch.autograd.Function):
-    """A token's derivative is known with its logits, up to a factor: nothing is computed twice."""
+    """`token_logps` with derivatives computed in the forward, where the logits are at hand."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, temperature, vocabulary, entropy_gradient):
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
-        many = ctx.needs_input_grad[0] * (1 + entropy_gradient)  # d logp, d entropy / d hidden
-        by_hidden = [torch.empty_like(hidden, dtype=torch.float32) for _ in range(many)]
+        num_derivatives = ctx.needs_input_grad[0] * (
+            1 + entropy_gradient
+        )  # d logp, d entropy / d hidden
+        derivatives = [
+            torch.empty_like(hidden, dtype=torch.float32) for _ in range(num_derivatives)
+        ]
         read = _compiled() if hidden.is_cuda else _read
         for start in range(0, len(ids), rows := max(1, CHUNK // len(weight))):
             chunk = slice(start, start + rows)
             logits = product(hidden[chunk], weight.t())  # (c, V)
             logp[chunk], entropy[chunk], *slopes = read(
-                logits, ids[chunk], temperature, vocabulary, weight.dtype, many
+                logits, ids[chunk], temperature, vocabulary, weight.dtype, num_derivatives
             )
-            for result, by_logits in zip(by_hidden, slopes):
+            for result, by_logits in zip(derivatives, slopes):
                 result[chunk] = product(by_logits, weight).div_(temperature)
-        ctx.save_for_backward(*by_hidden)
+        ctx.save_for_backward(*derivatives)
         ctx.dtype = hidden.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -103,18 +107,17 @@ def token_logps(
     vocabulary: int,
     entropy_gradient: bool = False,
 ):
-    """((m,) log-probs of `ids` (m,), (m,) entropies in nats), both float32.
+    """Return log-probs (m,) of `ids` (m,) and entropies (m,) in nats, both float32.
 
-    Under softmax(hidden @ weight.T / temperature). Never with more than CHUNK logits at a time,
-    forward or backward.
+    The distribution is softmax(hidden @ weight.T / temperature). At most CHUNK logits are held at a
+    time, forward and backward.
 
     Args:
         hidden: (m, C), which gets a gradient.
-        weight: (at least V, C) of lm_head, in whose dtype the numbers are that are multiplied. If
-            it trains, as in supervised training, torch's own operations give it its gradient.
-        vocabulary: V; the rows behind it only align the matrix and are zeros.
-        entropy_gradient: whether the entropies carry one too, for one more product; else they are
-            detached.
+        weight: (at least V, C) of lm_head; products are computed in its dtype. If it trains, as in
+            supervised training, autograd computes its gradient.
+        vocabulary: V; rows of `weight` beyond it are zeros that align the matrix.
+        entropy_gradient: whether the entropies carry gradient too; else they are detached.
     """
     if weight.requires_grad:
         logp, entropy = _trained_token_logps(hidden, weight[:vocabulary], ids, temperature)
@@ -123,14 +126,14 @@ def token_logps(
 
 
 def _trained_token_logps(hidden, weight, ids, temperature):
-    """`token_logps` with a gradient for the weight; the backward computes each chunk again."""
+    """Compute `token_logps` with a gradient for the weight; the backward recomputes each chunk."""
 
-    def some(hidden, ids):
+    def chunk_logps(hidden, ids):
         with torch.autocast(hidden.device.type, enabled=False):
             logits = hidden.float() @ weight.float().t()  # (c, V)
         return _read(logits, ids, temperature, len(weight))
 
     rows = max(1, CHUNK // len(weight))
     chunks = zip(hidden.split(rows), ids.split(rows))
-    parts = [checkpoint(some, *chunk, use_reentrant=False) for chunk in chunks]
-    return tuple(torch.cat(part) for part in zip(*parts))
+    results = [checkpoint(chunk_logps, *chunk, use_reentrant=False) for chunk in chunks]
+    return tuple(torch.cat(values) for values in zip(*results))

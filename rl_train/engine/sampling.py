@@ -1,4 +1,4 @@
-"""What both ways to sample share: the draw of a token, the test for its end, and their records.
+"""Sampling of a token, the test for the end of an answer, and the records of both samplers.
 
 Letters: N rows, T new tokens, C width, V vocabulary, S states of the stop text's automaton.
 """
@@ -34,45 +34,43 @@ class Completions:
 def sample_token(
     logits: torch.Tensor, temperature: float, u: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token (N,), its log-prob (N,)) from logits (N, V).
+    """Return a token (N,) and its log-prob (N,) for each row of logits (N, V).
 
-    By inverse CDF at u (N,) in [0, 1): the first token whose cumulative probability exceeds u of
-    the total, never one without probability. The likeliest token, of several the first, if u is
-    None.
+    The token is sampled by inverse CDF at u (N,) in [0, 1): it is the first whose cumulative
+    probability exceeds u of the total, and never one of probability 0. If u is None it is the most
+    likely token, the first one of equals.
 
     Sums are float64, over blocks first and then inside the one block that is hit: a float64 scan of
-    the whole vocabulary costs more on a GPU than the rest of the sampling. Of each block the
-    highest logit and the sum relative to that are all that is read of the others, so torch.compile
-    reads the logits once.
+    the whole vocabulary costs more on a GPU than the rest of the sampling. Other blocks enter only
+    by their highest logit and their sum relative to it, so torch.compile reads the logits once.
     """
     x = F.pad(logits.float() / temperature, (0, -logits.shape[1] % BLOCK), value=float("-inf"))
     x = x.unflatten(1, (-1, BLOCK))  # (N, K, BLOCK)
     top = x.amax(-1)  # (N, K)
     highest, top = top.amax(1, keepdim=True), top.clamp(min=LOWEST)  # -inf - -inf is no number
     scale = (top - highest).exp()
-    share = (x - top[..., None]).exp().sum(-1, dtype=torch.float64) * scale
-    total = share.sum(1, keepdim=True)
+    block_sums = (x - top[..., None]).exp().sum(-1, dtype=torch.float64) * scale
+    total = block_sums.sum(1, keepdim=True)
     if u is None:
         block = top.argmax(1, keepdim=True)  # (N, 1)
     else:
-        cdf, target = share.cumsum(1), u[:, None].double() * total
+        cdf, target = block_sums.cumsum(1), u[:, None].double() * total
         block = _first_above(cdf, target, total)
-    inside = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
+    block_logits = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
     if u is None:
-        place = inside.argmax(1, keepdim=True)
+        offset = block_logits.argmax(1, keepdim=True)
     else:
-        p = (inside - top.gather(1, block)).exp().double() * scale.gather(1, block)
-        target = (target - (cdf - share).gather(1, block)).clamp(min=0)  # rounding: not below
-        place = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
-    logp = inside.gather(1, place) - highest - total.log().float()
-    return (block * BLOCK + place)[:, 0], logp[:, 0]
+        p = (block_logits - top.gather(1, block)).exp().double() * scale.gather(1, block)
+        target = (target - (cdf - block_sums).gather(1, block)).clamp(min=0)  # rounding: not below
+        offset = _first_above(p.cumsum(1), target, p.sum(1, keepdim=True))
+    logp = block_logits.gather(1, offset) - highest - total.log().float()
+    return (block * BLOCK + offset)[:, 0], logp[:, 0]
 
 
 def _first_above(cdf, target, total) -> torch.Tensor:
-    """(N, 1) index of the first entry of a rising cdf (N, K) above target (N, 1).
+    """Return the index (N, 1) of the first entry of a rising cdf (N, K) above target (N, 1).
 
-    Rounding may put target at total (N, 1), its end, behind which nothing has a probability: it is
-    then taken for less.
+    Rounding may make target equal to total (N, 1), the end of the cdf: it is then lowered.
     """
     return (cdf <= target.minimum(total * (1 - 1e-13))).sum(1, keepdim=True)
 
@@ -103,12 +101,15 @@ class StopText:
         self.eos_id = tokenizer.eos_token_id
 
     def to(self, device: torch.device | str) -> "StopText":
-        """Itself, its table moved to `device`."""
+        """Move the table to `device` and return self."""
         self.table = self.table.to(device)
         return self
 
     def step(self, state: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(state (N,) after token (N,), 0 before the first; (N,) bool: does it end the answer?)"""
+        """Return the state (N,) after token (N,), and whether the token ends the answer (N,) bool.
+
+        The state before the first token is 0.
+        """
         state = self.table[token, state]
         done = state >= self.stopped
         return state, done if self.eos_id is None else done | (token == self.eos_id)
@@ -147,7 +148,7 @@ def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
 
 
 def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
-    """What each id adds to the decoded text.
+    """Return the bytes that each id adds to the decoded text.
 
     Byte-level pieces add the bytes of their alphabet; added tokens are spelt as they are.
     """
@@ -161,7 +162,7 @@ def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
 
 
 def _over_tokens(automaton: np.ndarray, tokens: list[bytes]) -> np.ndarray:
-    """(V, S) state after each whole token from each state."""
+    """Return the state (V, S) after each whole token from each state."""
     table = np.tile(np.arange(len(automaton)), (len(tokens), 1))
     lengths = np.array([len(token) for token in tokens])
     for position in range(lengths.max(initial=0)):

@@ -3,7 +3,13 @@
 import torch
 
 from rl_train.engine.layers import varlen_segments
-from rl_train.engine.packing import TOGETHER, next_positions, pack, positions, shared_prefix_layout
+from rl_train.engine.packing import (
+    MAX_PROMPTS_PER_SEQUENCE,
+    next_positions,
+    pack,
+    positions,
+    shared_prefix_layout,
+)
 
 
 def packed(mask, *args):
@@ -16,8 +22,12 @@ def shared(mask, lengths):
 
 def test_no_more_prompts_than_allowed_share_a_sequence():
     layout = shared(torch.ones(20, 5, dtype=torch.long), [0] + [3] * 19).layout
-    rest = 20 - 2 * TOGETHER
-    assert [int(part.max()) for part in layout.part] == [TOGETHER, TOGETHER, rest]
+    rest = 20 - 2 * MAX_PROMPTS_PER_SEQUENCE
+    assert [int(part.max()) for part in layout.part] == [
+        MAX_PROMPTS_PER_SEQUENCE,
+        MAX_PROMPTS_PER_SEQUENCE,
+        rest,
+    ]
     part = shared(torch.ones(3, 5, dtype=torch.long), [0, 3, 2]).layout.part
     assert part[0, :11].tolist() == [0] * 2 + [1] * 3 + [2] * 3 + [3] * 3
 
