@@ -98,8 +98,8 @@ class RewardOutput:
         torch.Tensor
     ]  # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
-    # Where answers must have a form: {reason: (N,) bool} of those that could not be read for it
-    refused: dict[str, torch.Tensor] = field(default_factory=dict)
-    # The prompt of each mask (None of a refused answer), and the mask without its negative points
+    # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
+    unparsed: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The prompt of each mask (None of an unparsed answer), and the mask without its negative points
     answers: list[PointPrompt | None] = field(default_factory=list)
     masks_without: list[torch.Tensor] = field(default_factory=list)

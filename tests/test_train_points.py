@@ -85,9 +85,9 @@ def exported_loads(checkpoint, output, points):
 
 
 def test_answers_that_cannot_be_read_are_counted(data, tmp_path, points):
-    """The run goes on: every answer is refused, and has reward 0."""
+    """The run goes on: no answer can be parsed, and has reward 0."""
     folder = run(data, tmp_path, **points, max_steps=1, eval_steps=0)
-    assert curve(folder, "points/refused_frac") == {1: 1.0}
+    assert curve(folder, "points/unparsed_frac") == {1: 1.0}
     assert {line["iou"] for line in rollouts(folder)} == {0.0}
 
 

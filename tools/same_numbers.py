@@ -67,6 +67,7 @@ RENAMED: list[tuple[str, str]] = [
     (r"^export: loops ema ", "export: loops teacher "),
     (r"mask_to_caption_weight", "loop1_weight"),
     (r"caption_to_mask_weight", "loop2_weight"),
+    (r"\brefused(_frac)?\b", r"unparsed\1"),
 ]
 # Results of the other revision that are not computed any more: patterns of names.
 DELETED: list[str] = [

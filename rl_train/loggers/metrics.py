@@ -40,7 +40,7 @@ class StepMetrics:
             self.add_mean(f"data/share/{name}", num_samples, len(indices))
 
     def add_rollout(self, scored: ScoredRollout):
-        """Count tokens, refusals, reward components and signs of reward hacking of a rollout."""
+        """Count a rollout's tokens, unparsed answers, rewards and signs of reward hacking."""
         rollout, outcome, task, rows = (
             scored.rollout,
             scored.outcome,
@@ -59,9 +59,9 @@ class StepMetrics:
             unscored_frac=scored.reward.isnan().sum(),
             whole_mask_frac=sum(map(is_whole, outcome.masks)),
         )
-        if outcome.refused:
-            row_totals["refused_frac"] = torch.stack(list(outcome.refused.values())).any(0).sum()
-            row_totals |= {f"refused/{reason}": r.sum() for reason, r in outcome.refused.items()}
+        if outcome.unparsed:
+            row_totals["unparsed_frac"] = torch.stack(list(outcome.unparsed.values())).any(0).sum()
+            row_totals |= {f"unparsed/{reason}": r.sum() for reason, r in outcome.unparsed.items()}
         else:  # answers of a fixed format always have digits and repeat their keys
             captions = outcome.replies or rollout.texts
             row_totals["repeats_frac"] = sum(map(repeats, captions))

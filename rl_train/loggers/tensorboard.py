@@ -82,7 +82,7 @@ class RunLogger:
             line["advantage"] = round(scored.advantages[row].item(), 4)
             line |= {name: _json_number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
-            line |= {"refused": reason for reason, rows in outcome.refused.items() if rows[row]}
+            line |= {"unparsed": reason for reason, rows in outcome.unparsed.items() if rows[row]}
             line |= _masks(outcome, row)
             lines.append(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
         with wrap_write_errors(self.jsonl.name):

@@ -202,5 +202,7 @@ class PointSegmentation(PointTask):
             answers=answers,
             mask_confidence=[pair[self.options.hide_negatives] for pair in confidences],
         )
-        refused = {name: torch.tensor([name == why for why in reasons]) for name in REASONS}
-        return RewardOutput(rewards, masks, refused=refused, answers=answers, masks_without=without)
+        unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in REASONS}
+        return RewardOutput(
+            rewards, masks, unparsed=unparsed, answers=answers, masks_without=without
+        )

@@ -230,17 +230,17 @@ def test_the_clock_books_seconds_and_peaks_where_they_arise(monkeypatch):
 
 
 def refusing(*reasons, texts=None) -> StepMetrics:
-    """Of rows refused for "no_json", for "outside" or, "", not at all."""
+    """Of rows unparsed for "no_json", for "outside" or, "", parsed."""
     work = work_of(texts or [f"text {k}" for k in range(len(reasons))], torch.zeros(len(reasons)))
     names = ("no_json", "outside")
-    refused = {name: torch.tensor([name == reason for reason in reasons]) for name in names}
-    return tally_of(replace(work, outcome=replace(work.outcome, refused=refused)))
+    unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in names}
+    return tally_of(replace(work, outcome=replace(work.outcome, unparsed=unparsed)))
 
 
 def test_reasons_are_counted_on_all_ranks():
     first, second = refusing("no_json", "", "outside", "no_json"), refusing("", "")
     points = curves_of(first, second)
-    assert points["loop1/refused_frac"] == 3 / 6
-    assert points["loop1/refused/no_json"] == 2 / 6 and points["loop1/refused/outside"] == 1 / 6
+    assert points["loop1/unparsed_frac"] == 3 / 6
+    assert points["loop1/unparsed/no_json"] == 2 / 6 and points["loop1/unparsed/outside"] == 1 / 6
     assert "loop1/digits_frac" not in points  # which JSON of coordinates always has
-    assert "loop1/refused_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))
+    assert "loop1/unparsed_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0.0, 1.0])))

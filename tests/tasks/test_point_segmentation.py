@@ -111,9 +111,9 @@ def test_answers_are_judged_by_the_masks_that_they_draw():
     assert rewards["format"] == [1, 1, 1, 0, 1, 0]
     # confused are the cup's columns 6 and 7, the mug's 5 and 6: of the true boxes, not the answers'
     assert rewards["negatives"] == pytest.approx([1, 0.5, 0.5, 0, 1, 0])
-    refused = {name: rows.tolist() for name, rows in found.refused.items() if rows.any()}
-    assert refused == {NO_JSON: [0, 0, 0, 1, 0, 0], OUTSIDE: [0, 0, 0, 0, 0, 1]}
-    assert set(found.refused) == set(REASONS)
+    unparsed = {name: rows.tolist() for name, rows in found.unparsed.items() if rows.any()}
+    assert unparsed == {NO_JSON: [0, 0, 0, 1, 0, 0], OUTSIDE: [0, 0, 0, 0, 0, 1]}
+    assert set(found.unparsed) == set(REASONS)
     assert found.answers[1] == PointPrompt(((2, 2, 6, 8),), ((4, 5),)) and found.answers[3] is None
     assert not found.masks[3].any() and found.masks[0].equal(TARGETS[0])
     assert found.masks_without[0].sum() == 36

@@ -39,14 +39,14 @@ def test_a_run_and_the_tool_measure_the_same(data, tmp_path, answering, capsys):
     lines = rollouts(output)
     for line in lines:
         read = line["completion"] != "so"
-        assert line.get("refused") == (None if read else NO_JSON)
+        assert line.get("unparsed") == (None if read else NO_JSON)
         counts = line["iou"] + 0.1 * line["format"] + 0.3 * line["negatives"]
         assert line["reward"] == pytest.approx(counts, abs=1e-6)
         assert (line["reward"] > 0) == read and line["num_negative"] == read
-    assert {line.get("refused") for line in lines} == {None, NO_JSON}
+    assert {line.get("unparsed") for line in lines} == {None, NO_JSON}
     tags = events(output).Tags()
     assert "points/rollout_0" in tags["images"]
-    curves = {"points/refused_frac", f"points/refused/{NO_JSON}", "points/gain", "eval/parsable"}
+    curves = {"points/unparsed_frac", f"points/unparsed/{NO_JSON}", "points/gain", "eval/parsable"}
     assert curves | {"eval/gain_negative", "eval/seg_iou_swapped"} <= set(tags["scalars"])
 
     of_run = json.loads((output / "evaluation" / "step_2.json").read_text())

@@ -84,8 +84,8 @@ def run(tmp_path_factory):
     log_step(log, 2, dataset, "loop2", ["ok"] * 8, first, torch.zeros(8), replies=HOSTILE * 2)
     answer = PointPrompt(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
     prompted = dict(answers=[answer] * 7 + [None], masks_without=[rectangle(0, 0, 8, 8)] * 8)
-    refused = dict(refused={"no_json": torch.arange(8) == 7})
-    log_step(log, 2, dataset, "points", ["{}"] * 8, first, torch.zeros(8), **prompted, **refused)
+    unparsed = dict(unparsed={"no_json": torch.arange(8) == 7})
+    log_step(log, 2, dataset, "points", ["{}"] * 8, first, torch.zeros(8), **prompted, **unparsed)
     log.close()
     return folder
 
@@ -126,7 +126,7 @@ def test_an_answer_of_points_is_given(run):
     prompt = dict(boxes=[[4, 2, 10, 9]], positive=[[5, 7]], negative=[[15, 8]])
     assert [row.get("prompt") for row in rows] == [prompt] * 3 + [None]
     assert decode_mask(rows[0]["mask_without"])[:8, :8].all() and "mask_without" not in rows[3]
-    assert rows[3]["texts"] == {"refused": "no_json"} and rows[0]["texts"] == {}
+    assert rows[3]["texts"] == {"unparsed": "no_json"} and rows[0]["texts"] == {}
 
 
 def test_steps_and_numbers_choose(run):

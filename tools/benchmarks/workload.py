@@ -236,8 +236,8 @@ class Work:
                 assert rows.tolist() == list(range(self.num_rows)), f"[SEG] in rows {rows.tolist()}"
                 assert len(replies) == self.num_rows, f"{len(replies)} masks are described"
             check_lengths(w.rollout.valid, expected)
-            refused = [reason for reason, rows in w.outcome.refused.items() if rows.any()]
-            assert not refused, f"answers that cannot be read: {refused}"
+            unparsed = [reason for reason, rows in w.outcome.unparsed.items() if rows.any()]
+            assert not unparsed, f"answers that cannot be parsed: {unparsed}"
 
 
 def given(options: Options) -> list[str]:
