@@ -17,7 +17,7 @@ SCALES = ("group", "batch", "none")  # what advantages may be divided by (`group
 
 @dataclass(frozen=True)
 class LossType:
-    """What tells one loss from another: a row of `LOSSES`.
+    """Definition of one loss type, a row of `LOSSES`.
 
     Attributes:
         average: "rows" is the mean over rows of each row's mean over its tokens; "tokens" the sum
@@ -46,7 +46,7 @@ MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry 
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """(B,) standard deviation (G - 1) of each group's scored rows; 0 below two or if equal."""
+    """Return the (B,) unbiased std of each group's scored rows; 0 below two or if equal."""
     std = _group_moments(rewards, num_generations)[1][:, 0]
     return torch.where(std < MIN_STD, 0.0, std)
 
@@ -54,11 +54,12 @@ def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
 def group_advantages(
     rewards: torch.Tensor, num_generations: int, scale: str = "group"
 ) -> torch.Tensor:
-    """(N,) advantages (r - mean) / (std + 1e-4) inside each group of G consecutive rows.
+    """Return the (N,) advantages (r - mean) / (std + 1e-4) inside each group of G rows.
 
     Args:
-        rewards: (N,) float, NaN where a row could not be scored; such rows leave the statistics and
-            get advantage 0. num_generations: G.
+        rewards: (N,) float, NaN where a row could not be scored. Such rows leave the statistics and
+            get advantage 0.
+        num_generations: G; rows i*G to i*G + G - 1 form a group.
         scale: "group" divides by the group's unbiased std, "batch" by that of all rows, "none" by
             1.
 
@@ -80,16 +81,16 @@ def group_advantages(
 
 
 def divide_by_std(advantages: torch.Tensor, rewards: torch.Tensor) -> torch.Tensor:
-    """Advantages divided by the unbiased std of `rewards` (M,), NaN left out, + 1e-4."""
+    """Divide advantages by 1e-4 plus the unbiased std of the scored ones among `rewards` (M,)."""
     scored = rewards[~rewards.isnan()]
-    spread = scored.std() if len(scored) > 1 else scored.new_zeros(())
-    return advantages / (spread.to(advantages) + ADVANTAGE_EPS)
+    std = scored.std() if len(scored) > 1 else scored.new_zeros(())
+    return advantages / (std.to(advantages) + ADVANTAGE_EPS)
 
 
 def _group_moments(
     rewards: torch.Tensor, num_generations: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(mean, unbiased std), (B, 1) each, of each group's scored rows."""
+    """Return (mean, unbiased std) of each group's scored rows, (B, 1) each."""
     if num_generations < 2:
         raise ValueError(f"--num_generations {num_generations}: a group needs at least 2 samples")
     if rewards.ndim != 1 or len(rewards) % num_generations:
@@ -106,13 +107,20 @@ def _group_moments(
 def token_logps_from_logits(
     logits: torch.Tensor, ids: torch.Tensor, temperature: float
 ) -> torch.Tensor:
-    """(N, T) float32 log-probs of ids (N, T) under softmax(logits (N, T, V) / temperature)."""
+    """Return the log-probs of ids (N, T) under softmax(logits (N, T, V) / temperature).
+
+    Returns:
+        (N, T) float32.
+    """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
     return logp.gather(-1, ids[..., None])[..., 0]
 
 
 def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
-    """Schulman's k3 estimate of KL(policy || reference) at the policy's samples, d = ref - logp."""
+    """Return Schulman's k3 estimate of KL(policy || reference) at the policy's samples.
+
+    It is exp(d) - d - 1 with d = ref_logp - logp.
+    """
     difference = ref_logp - logp
     return difference.exp() - difference - 1
 
@@ -120,7 +128,7 @@ def k3_kl(logp: torch.Tensor, ref_logp: torch.Tensor) -> torch.Tensor:
 def clip_window(
     loss_type: str, low: float | None = None, high: float | None = None
 ) -> tuple[float, float]:
-    """(low, high): the ratio is clipped to [1 - low, 1 + high].
+    """Return (low, high) of the ratio's window [1 - low, 1 + high].
 
     Missing values default to the loss's own; a missing high equals low if low is given.
     """
@@ -144,7 +152,7 @@ def grpo_loss(
     max_completion_length: int | None = None,
     num_tokens: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Clipped policy-gradient loss with a KL penalty.
+    """Compute the clipped policy-gradient loss with a KL penalty.
 
     Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
     rho = exp(logp - old_logp).
@@ -212,14 +220,18 @@ def grpo_loss(
 
 
 def _row_mean(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """(N,) mean over valid tokens; a row without any counts 0."""
+    """Return the (N,) means over valid tokens, 0 for a row without any."""
     return torch.where(valid, values, 0.0).sum(1) / valid.sum(1).clamp(min=1)
 
 
 def mean_entropy(
     entropy: torch.Tensor, valid: torch.Tensor, num_tokens: float | None = None
 ) -> torch.Tensor:
-    """Sum of the entropies (N, T) of valid tokens / num_tokens (default: their number)."""
+    """Return the sum of the valid tokens' entropies (N, T) divided by num_tokens.
+
+    Args:
+        num_tokens: by default the number of valid tokens.
+    """
     total = torch.where(valid, entropy, 0.0).sum()
     return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
@@ -227,9 +239,10 @@ def mean_entropy(
 def gaussian_logp(
     z: torch.Tensor, mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(M,) log-density of z (M, D) under N(mean, sigma^2 L L^T), averaged over the D dimensions.
+    """Return the (M,) log-densities of z (M, D) under N(mean, sigma^2 L L^T), divided by D.
 
-    The mean, as the joint ratio of 256 dimensions would leave any clip range after one step.
+    The average over dimensions is used because the joint ratio of 256 dimensions would leave any
+    clip range after one step.
 
     Args:
         factor: (D, D) lower triangular L; None is the identity.
@@ -242,7 +255,7 @@ def gaussian_logp(
 def gaussian_kl(
     mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(M,) exact KL between N(mean, sigma^2 L L^T) and the same around ref_mean, averaged over D.
+    """Return the (M,) exact KL of N(mean, sigma^2 L L^T) to the same around ref_mean, divided by D.
 
     Args:
         mean, ref_mean: (M, D); factor: as of `gaussian_logp`.
@@ -251,7 +264,7 @@ def gaussian_kl(
 
 
 def whitened(x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """(M, D) y with L y = x, of x (M, D) and L (D, D) lower triangular, None the identity."""
+    """Solve L y = x for y (M, D), with x (M, D) and L (D, D) lower triangular or None, identity."""
     if factor is None:
         return x
     return torch.linalg.solve_triangular(factor.to(x.device), x.T, upper=False).T

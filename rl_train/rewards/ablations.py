@@ -19,7 +19,7 @@ COMPONENT = "control"
 
 
 class Task(Protocol):
-    """The members of a `tasks.base.Task` that an ablation uses."""
+    """Interface of a task: the members of `tasks.base.Task` that an ablation uses."""
 
     weights: dict[str, float]  # of the reward components that count
 
@@ -27,10 +27,12 @@ class Task(Protocol):
 
 
 class AblationReward:
-    """One of ABLATION_REWARDS.
+    """Replacement of a task's reward by one of ABLATION_REWARDS.
 
     Args:
-        seed: of the run; caption: the one that "fixed" rewards, whatever the image.
+        name: "none" leaves the task's reward.
+        seed: of the run.
+        caption: rewarded by "fixed", whatever the image.
     """
 
     def __init__(self, name: str = "none", seed: int = 0, caption: str = ""):

@@ -1,4 +1,7 @@
-"""From components to a row's reward: a weighted sum, of them as they are or on one scale."""
+"""Combine reward components into a row's reward: their weighted sum, also on one scale.
+
+Letters: N rows of a rollout, G generations, K components.
+"""
 
 import torch
 
@@ -9,21 +12,23 @@ METEOR_WEIGHT, JUDGE_WEIGHT = 0.25, 0.75
 
 
 def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torch.Tensor:
-    """(N,) weighted sum of reward components (N,), without NaN parts; NaN where all are.
+    """Return the (N,) weighted sum of reward components (N,).
 
-    Components without a weight are measurements: they are logged and do not count.
+    NaN components of a row are left out of its sum; it is NaN if all are. Components without a
+    weight are measurements: they are logged and do not count.
     """
-    parts = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)
-    return torch.where(parts.isnan().all(-1), torch.nan, parts.nansum(-1))
+    weighted = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)  # (N, K)
+    return torch.where(weighted.isnan().all(-1), torch.nan, weighted.nansum(-1))
 
 
 def normalise_components(
     rewards: dict[str, torch.Tensor], weights: dict[str, float], num_generations: int
 ) -> dict[str, torch.Tensor]:
-    """{component that counts: (N,) less its mean, by its std inside each group of G rows}.
+    """Return {component: (N,)} of those with a weight, normalised inside each group of G rows.
 
-    Then a weight says how much a component counts, whatever its spread: in a plain sum the one that
-    spreads most decides. Of one that is equal in a group, nothing is left there; NaN stays NaN.
+    Each is its difference from the group's mean divided by the group's std. A weight then says how
+    much a component counts: in a plain sum the one with the largest std decides. A component that
+    is equal in a group is 0 there; NaN stays NaN.
     """
     return {
         name: torch.where(values.isnan(), torch.nan, group_advantages(values, num_generations))

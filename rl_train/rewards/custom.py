@@ -95,8 +95,8 @@ class UserReward:
         is_list = isinstance(values, (list, tuple)) and len(values) == len(completions)
         # A bool is a Real, a complex number or a string is none.
         if is_list and all(value is None or isinstance(value, Real) for value in values):
-            numbers = [math.nan if value is None else float(value) for value in values]
-            rewards = torch.tensor(numbers, dtype=torch.float32)  # (N,)
+            floats = [math.nan if value is None else float(value) for value in values]
+            rewards = torch.tensor(floats, dtype=torch.float32)  # (N,)
             if not rewards.isinf().any():
                 return rewards
         raise BadReward(

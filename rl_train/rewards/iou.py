@@ -36,8 +36,8 @@ def mask_confidence(logits: Tensor) -> Tensor:
     0 of an empty mask.
     """
     inside = logits > 0
-    sure = (torch.sigmoid(logits) * inside).sum((1, 2), dtype=torch.float32)
-    return sure / inside.sum((1, 2)).clamp(min=1)
+    total = (torch.sigmoid(logits) * inside).sum((1, 2), dtype=torch.float32)
+    return total / inside.sum((1, 2)).clamp(min=1)
 
 
 def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
@@ -62,21 +62,20 @@ def _batch_iou(pred: Tensor, target: Tensor, empty_value: float) -> Tensor:
 def best_objects(
     masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Tensor:
-    """Return which object of its image each mask lies on, (N,) int64: 0 = the target, k = the k-th
-    of the others, -1 = none.
+    """Return the index of the object that each mask lies on, (N,) int64.
 
-    That is the one whose IoU with the mask is above 0 and larger than any other's.
+    0 is the target, k the k-th of the others, -1 none. A mask lies on the object with which its IoU
+    is above 0 and larger than with any other.
 
     Args:
         masks: N = B*G masks (H, W) bool, row i*G+j about sample i.
         targets: B masks (H, W) bool; others: B of (K, H, W) bool.
     """
-    size, best = len(masks) // len(targets), []
-    for i, (target, rest) in enumerate(zip(targets, others, strict=True)):
-        mine = masks[i * size : (i + 1) * size]
-        objects = torch.cat([target[None], rest]).to(mine[0].device)  # (1 + K, H, W)
-        for mask in mine:
-            iou = _batch_iou(mask.expand_as(objects), objects, 0.0)  # (1 + K,)
+    G, best = len(masks) // len(targets), []
+    for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
+        objects = torch.cat([target[None], distractors])  # (1 + K, H, W)
+        for mask in masks[i * G : (i + 1) * G]:
+            iou = _batch_iou(mask.expand_as(objects), objects.to(mask.device), 0.0)  # (1 + K,)
             at_best = (iou == iou.max()).nonzero()[:, 0]
             best.append(at_best.item() if len(at_best) == 1 and iou.max() > 0 else -1)
     return torch.tensor(best)

@@ -30,11 +30,11 @@ Ask = Callable[..., Awaitable]  # see `LLMJudge.connect`
 
 
 class JudgeFailed(UserFault):
-    """The judge failed on too many of the last captions for the run to go on."""
+    """Error that ends a run: the judge failed on too many of the last captions."""
 
 
 class NoReply(RuntimeError):
-    """The server gave no reply that can be used; the sentence says why."""
+    """Error of a request without a usable reply; the message gives the reason."""
 
 
 class LLMJudge:
@@ -146,7 +146,9 @@ class LLMJudge:
             except (ValueError, LookupError, TypeError, RecursionError) as error:
                 raise NoReply("its replies are no chat completions") from error
 
-        async def ask(chat: Chat, parse: Callable, max_tokens: int) -> float | dict | str:
+        async def ask(
+            chat: Chat, parse: Callable[[str], float | dict | str | None], max_tokens: int
+        ) -> float | dict | str:
             key = json.dumps(chat)
             if key not in replies:
                 replies[key] = asyncio.create_task(request(chat, max_tokens))
@@ -192,14 +194,14 @@ class LLMJudge:
         attributes = await ask(
             messages(instructions, {"caption": reference}), parse, EXTRACT_TOKENS
         )
-        total, asked = 0.0, questions(attributes, reference, self.seed)
-        for k, question in enumerate(asked):
+        total, all_questions = 0.0, questions(attributes, reference, self.seed)
+        for k, question in enumerate(all_questions):
             chat = messages(ANSWER, {"description": hypothesis, **question.fields})
             points = await ask(chat, question.parse, CHOICE_TOKENS)
             if k == 0 and points < RIGHT:
                 return 0.0
             total += points
-        return max(total / len(asked), 0.0)
+        return max(total / len(all_questions), 0.0)
 
 
 def failure_sentence(failed: float, num_scored: float, failures: Counter) -> str:
@@ -218,10 +220,10 @@ class FailureWindow:
     def __init__(self, limit: float, size: int = FAILURE_WINDOW):
         self.limit, self.size, self.steps = limit, size, deque()
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, list[tuple[float, float]]]:
         return dict(steps=list(self.steps))
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, list[tuple[float, float]]]):
         self.steps = deque(state["steps"])
 
     def add(self, failed: float, num_scored: float):

@@ -136,20 +136,22 @@ def parse_attributes(text: str) -> dict | None:
          "absent": [up to MAX_ABSENT str]}. A fence of ``` around the JSON is allowed.
     """
     try:
-        found = json.loads(re.sub(r"\A\s*```(?:json)?\s*\n|\n\s*```\s*\Z", "", text))
-        entries = [found[name] for name in WRONG if found[name] is not None]
+        attributes = json.loads(re.sub(r"\A\s*```(?:json)?\s*\n|\n\s*```\s*\Z", "", text))
+        entries = [attributes[name] for name in WRONG if attributes[name] is not None]
         options = [[entry["answer"]] + entry["wrong"] for entry in entries]
         is_valid = (
-            found.keys() == {*WRONG, "absent"}
-            and found["object"] is not None
-            and all(map(str.strip, sum(options, found["absent"])))  # strings that are not blank
-            and len(found["absent"]) <= MAX_ABSENT
+            attributes.keys() == {*WRONG, "absent"}
+            and attributes["object"] is not None
+            and all(
+                map(str.strip, sum(options, attributes["absent"]))
+            )  # strings that are not blank
+            and len(attributes["absent"]) <= MAX_ABSENT
             and all(2 <= len(texts) <= 5 for texts in options)
             and all(len({t.strip().lower() for t in texts}) == len(texts) for texts in options)
         )
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
-    return found if is_valid else None
+    return attributes if is_valid else None
 
 
 # Messages to the judge
