@@ -61,7 +61,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 features = policy.encode(batch)  # with gradient, if an encoder trains
             step_examples.append(build_examples(run, batch, features))
             metrics.damaged += batch.damaged
-            metrics.add_mixture(run.sampler.shares, batch.index)
+            metrics.add_mixture(run.sampler.mixture, batch.index)
             timer("encode")
         run.phase = "update"
         totals = step_totals(step_examples, run.ranks.world_size)

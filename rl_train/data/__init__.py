@@ -1,6 +1,6 @@
 """Datasets of regions with captions; an item is dict(image, mask, caption, category, image_id).
 
-`image_keys` and `coco_ids` say which share an image, and `mask(i, size)` reads one's mask alone.
+`image_keys` and `coco_ids` tell which samples share an image; `mask(i, size)` reads a mask alone.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""Arrow shards on disk: where they are, and their tables, memory-mapped."""
+"""Find Arrow shards on disk and read their tables, memory-mapped."""
 
 import re
 from collections.abc import Iterator
@@ -20,7 +20,8 @@ ROWS_AT_ONCE = 16
 class Shard:
     """An Arrow file of rows with images, mapped at its first use in each process.
 
-    columns: {name: type} of those that it must have, see `check_columns`.
+    Attributes:
+        columns: {name: type} of the columns that it must have, see `check_columns`.
     """
 
     path: Path
@@ -31,7 +32,7 @@ class Shard:
 
     @cached_property
     def table(self) -> pa.Table:
-        """The table, memory-mapped. Raises BadData, see `read_shard`."""
+        """Map the table into memory, see `read_shard`."""
         return read_shard(self.path, self.columns)
 
     def rows(self, names: list[str]) -> Iterator[dict]:
@@ -42,11 +43,12 @@ class Shard:
 
 
 def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[str, Path]]:
-    """(part, path) of the shards below `data_dir`, in natural order (Part10 after Part2).
+    """Return (part, path) of the shards below `data_dir`, in natural order (Part10 after Part2).
 
-    A shard is a file `data-*.arrow` at any depth or `*.arrow` directly in `data_dir` (but no
-    `cache-*.arrow`, which `datasets` leaves behind). Its part is its folder below `data_dir`, for
-    shards in `data_dir` itself that folder's name: the same as when the folder above is read.
+    A shard is a file `data-*.arrow` at any depth or `*.arrow` directly in `data_dir`. The files
+    `cache-*.arrow` that `datasets` leaves behind do not count. Its part is its folder below
+    `data_dir`. Shards in `data_dir` itself have that folder's name, the same as when the folder
+    above is read.
 
     Raises:
         ValueError: no shard, or a name in `parts` that no folder has.
@@ -73,10 +75,10 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
 
 
 def read_shard(path: Path, columns: dict[str, pa.DataType]) -> pa.Table:
-    """The table of an Arrow IPC stream, memory-mapped.
+    """Map the table of an Arrow IPC stream into memory.
 
     Raises:
-        BadData: naming the file: unreadable, one of `columns` missing, or of another type.
+        BadData: the file is unreadable, or one of `columns` is missing or of another type.
     """
     with reading(path, "Arrow shard"):
         table = pa.ipc.open_stream(pa.memory_map(str(path))).read_all()
@@ -100,6 +102,6 @@ def check_columns(schema: pa.Schema, path: Path, columns: dict[str, pa.DataType]
 
 
 def natural(text: str) -> list:
-    """Sort key that compares the numbers in `text` as numbers."""
-    pieces = re.split(r"(\d+)", text)
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
+    """Return a sort key that compares the numbers in `text` as numbers."""
+    runs = re.split(r"(\d+)", text)  # digits and other characters in turn
+    return [(int(run), "") if run.isdecimal() else (-1, run) for run in runs]

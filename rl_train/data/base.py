@@ -1,4 +1,4 @@
-"""The protocol of a region data set, and the part of a reader that is the same in all of them."""
+"""The protocol of a region data set, and what all its readers share."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from rl_train.data.images import DAMAGED, NOT_COCO, CheckedImage, Encoded, decod
 from rl_train.data.rle import (
     BAD_MASK,
     LOST_MASK,
+    RLE,
     check_mask,
     decode_mask,
     mask_size,
@@ -22,10 +23,10 @@ from rl_train.data.text import caption_fault, clean_caption
 
 
 class RegionDataset(Protocol):
-    """A data set of n regions: every member that callers use.
+    """A data set of n regions.
 
     Attributes:
-        image_keys: (n,) int64 key of each sample's image, the same wherever there is a copy of it.
+        image_keys: (n,) int64 key of each sample's image; all copies of an image share it.
         coco_ids: (n,) int64 `coco_id` of each sample's image.
     """
 
@@ -53,11 +54,11 @@ class Region:
 
     Attributes:
         read: returns the encoded image.
-        rle: its run-length mask; None = the whole image is the region.
+        rle: run-length mask; None if the whole image is the region.
     """
 
     read: Callable[[], Encoded]
-    rle: dict | None
+    rle: RLE | None
     caption: str
     category: str = ""
     image_id: str = ""
@@ -81,7 +82,7 @@ class Reader:
         sample: Region | str | tuple[int, int, int],
         image: CheckedImage,
         caption: str | None,
-        rle: dict | None,
+        rle: RLE | None,
         coco: int = NOT_COCO,
     ):
         """Keep a region if it can be used; otherwise count the reason.
@@ -138,10 +139,10 @@ class Reader:
 
 
 def read_sample(region: Region, image_id: str) -> dict:
-    """dict(image PIL RGB, mask (H, W) bool of its `mask_size`, caption, category, image_id: str).
+    """Return dict(image PIL RGB, mask (H, W) bool of its `mask_size`, caption, category, image_id).
 
-    The caption is cleaned of special tokens; a mask of another size is resized to it by nearest
-    pixel. Images are never rotated (EXIF): masks belong to the stored pixels.
+    The caption is cleaned of special tokens. A mask of another size is resized to it by nearest
+    pixel. Images are never rotated (EXIF), because masks belong to the stored pixels.
 
     Raises:
         DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
@@ -161,8 +162,8 @@ def read_sample(region: Region, image_id: str) -> dict:
     )
 
 
-def read_mask(rle: dict | None, size: tuple[int, int], image_id: str) -> np.ndarray:
-    """The mask at `size` (H, W), bool, without its image. Raises DamagedSample: `read_sample`."""
+def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarray:
+    """Return the mask at `size` (H, W), bool. Raises DamagedSample as `read_sample` does."""
     try:
         mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
     except ValueError as error:  # it was good when the data set was opened
@@ -175,6 +176,6 @@ def read_mask(rle: dict | None, size: tuple[int, int], image_id: str) -> np.ndar
 
 
 def number_images(keys: np.ndarray) -> np.ndarray:
-    """(n,) int64 number of each sample's image, by first appearance, from the image keys (n,)."""
+    """Number the images of image keys (n,) by first appearance; return (n,) int64 numbers."""
     _, first, image = np.unique(keys, return_index=True, return_inverse=True)
     return first.argsort().argsort()[image]

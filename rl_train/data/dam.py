@@ -26,11 +26,11 @@ from rl_train.data.images import NO_IMAGE, Encoded, check_read, coco_id, map_fil
 REGION_LISTS = ("regions", "items", "objects", "annotations", "list")
 REGION_FIELDS = {"caption", "mask_rle"}
 IMAGE_NAME = re.compile(r"(?:\./)*(.+)\.(?:jpe?g|png)", re.IGNORECASE | re.DOTALL)
-FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time of a video's frame
+VIDEO_FRAME = re.compile(r"(.+)\.(\d{1,15})", re.DOTALL)  # id and time
 FILES = ["*annotations.json", "*.tar", "*.arrow"]
 Json = dict | list | str | float | bool | None  # a value of a JSON file, of any form
-# An image's file (its number), and where it is there: first and last byte of a tar file's member,
-# or column and row of a shard.
+# Number of an image's file, and its position there: first and last byte of a tar file's member, or
+# column and row of a shard.
 Location = tuple[int, int, int]
 BAD_NAME = "name of unprintable characters"
 
@@ -41,8 +41,8 @@ class DescribeAnythingDataset(Reader):
     [i] -> see `read_sample`; category "", image_id "SPLIT/sample_id/k", with k the region's place
     in its list or its key (0 for a lone region).
 
-    Captions and masks are held as text in Arrow arrays, 1.4 KB a region, which workers share; as
-    Python objects they would be copied page by page into each.
+    Captions and masks are held as text in an Arrow array, 1.4 KB a region, which workers share.
+    Python objects would be copied page by page into each worker.
 
     Args:
         root: folder of splits, one split's folder, or a hub name, see `resolve`.
@@ -110,11 +110,11 @@ class DescribeAnythingDataset(Reader):
         first = {}  # id -> (time, location)
         for number, file in enumerate(files, len(self._files)):
             images = shard_cells(file.table) if isinstance(file, Shard) else tar_members(file)
-            for name, start, end in images:
+            for name, start, end in images:  # of a shard: column and row
                 match = IMAGE_NAME.fullmatch(name)
                 if not match:
                     continue
-                frame = FRAME.fullmatch(match[1])
+                frame = VIDEO_FRAME.fullmatch(match[1])
                 names = [(match[1], -1)] + ([(frame[1], int(frame[2]))] if frame else [])
                 for key, time in names:  # a plain name comes before all frames
                     if key not in first or time < first[key][0]:
@@ -129,14 +129,11 @@ def read_annotations(path: Path) -> dict:
     The whole file is read at once: for 1.5 million regions (2.1 GB) that takes 5.2 GB and 31 s.
     """
     with reading(path, "annotations.json"):
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise TypeError("it holds no JSON object")
-    return content
+        return dict(json.loads(path.read_bytes()).items())  # AttributeError if it is no object
 
 
 def regions_of(value: Json) -> list[tuple[str, Json]]:
-    """(key or place, region) of one sample's value, in any of its forms; empty for any other."""
+    """Return (key or position, region) of a sample's value in any form; empty if none fits."""
     if isinstance(value, dict) and not REGION_FIELDS & value.keys():
         value = next((value[name] for name in REGION_LISTS if name in value), value)
     if isinstance(value, dict):
@@ -144,24 +141,26 @@ def regions_of(value: Json) -> list[tuple[str, Json]]:
     return [(str(k), region) for k, region in enumerate(value)] if isinstance(value, list) else []
 
 
-def find_splits(root: Path, names: list[str] | None) -> list[Path]:
-    """The split folders in natural order. Raises ValueError if there is none, or none of a name."""
+def find_splits(root: Path, splits: list[str] | None) -> list[Path]:
+    """Return the split folders in natural order. Raises ValueError if one of `names` is missing."""
     if (root / "annotations.json").is_file():
         folders = [root.resolve()]
     else:
         paths = [path.parent for path in root.glob("*/annotations.json")]
         folders = sorted(paths, key=lambda path: natural(path.name))
-    known = [folder.name for folder in folders]
-    for name in names or []:
-        if name not in known:
-            raise ValueError(f"--data_dir {root} has no split {name!r}; it has {', '.join(known)}.")
+    names = [folder.name for folder in folders]
+    for split in splits or []:
+        if split not in names:
+            raise ValueError(
+                f"--data_dir {root} has no split {split!r}; it has {', '.join(names)}."
+            )
     if not folders:
         raise ValueError(f"--data_dir {root} holds no annotations.json, nor does a folder in it.")
-    return [folder for folder in folders if names is None or folder.name in names]
+    return [folder for folder in folders if splits is None or folder.name in splits]
 
 
 def tar_members(path: Path) -> list[tuple[str, int, int]]:
-    """[(name, start, end)] of a tar file's regular files; links and other members are left out."""
+    """Return [(name, start, end)] of a tar file's regular files; links are left out."""
     with reading(path, "tar file"), tarfile.open(path, "r:") as tar:
         # Python before 3.11.14 would go round for ever behind a member of a negative size.
         members = takewhile(lambda member: member.size >= 0, tar)

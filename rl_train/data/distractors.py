@@ -1,4 +1,4 @@
-"""The other regions of a sample's image, which tell whether a mask lies on the right object."""
+"""The other regions of a sample's image, to check that a mask lies on the right object."""
 
 import numpy as np
 from torch.utils.data import Subset
@@ -6,7 +6,8 @@ from torch.utils.data import Subset
 from rl_train.data.base import RegionDataset
 from rl_train.data.errors import DamagedSample
 
-OTHER_PIXELS = 2**26  # of a sample's other masks together, a byte each; 64 masks of 1024 x 1024
+# Bytes (one a pixel) that the masks of a sample may take: 64 masks of 1024 x 1024.
+MAX_DISTRACTOR_PIXELS = 2**26
 
 
 def whole(dataset: RegionDataset | Subset) -> tuple[RegionDataset, np.ndarray]:
@@ -29,17 +30,17 @@ class DistractorMasks:
     def __call__(self, i: int, mask: np.ndarray) -> np.ndarray:
         """Return (K, H, W) bool masks of the K other regions of sample i's image.
 
-        They have the size of its `mask`. Each is there once, also where it has several captions. A
-        damaged one is left out, and so are the last ones beyond OTHER_PIXELS.
+        They have the size of its `mask`. A mask with several captions is there once. Damaged masks
+        are left out, and so are the last ones beyond MAX_DISTRACTOR_PIXELS.
         """
         keys = self.dataset.image_keys  # (n,)
-        others = {mask.tobytes(): mask}  # without two alike
+        masks = {mask.tobytes(): mask}  # by content: without two alike
         for other in np.flatnonzero(keys == keys[self.index[i]]).tolist():
-            if len(others) * mask.size > OTHER_PIXELS:
+            if len(masks) * mask.size > MAX_DISTRACTOR_PIXELS:
                 break
             try:
                 region = np.ascontiguousarray(self.dataset.mask(other, mask.shape))
             except DamagedSample:  # it was good when the data set was opened
                 continue
-            others.setdefault(region.tobytes(), region)
-        return np.stack(list(others.values()))[1:]
+            masks.setdefault(region.tobytes(), region)
+        return np.stack(list(masks.values()))[1:]

@@ -1,4 +1,4 @@
-"""Bad data: one sample that turns out to be damaged, and too many bad ones."""
+"""Errors of data: a damaged sample, an unreadable file, too many bad regions."""
 
 import pickle
 import tarfile
@@ -29,7 +29,7 @@ UNREADABLE = (
 
 
 class DamagedSample(ValueError):
-    """A sample whose image does not decode or that does not fit the model; opening cannot know."""
+    """A sample whose image does not decode, or that does not fit the model; found on access."""
 
     def __init__(self, image_id: str, reason: str):
         super().__init__(image_id, reason)
@@ -59,10 +59,12 @@ def reading(path: Path, contents: str) -> Iterator[None]:
 
 
 def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str = ""):
-    """Raise BadData, with the counts by reason, if more than the share `limit` of a set is bad.
+    """Raise BadData, with the counts by reason, if more than the fraction `limit` of a set is bad.
 
-    Bad is what its `report` says was skipped and `num_damaged`, which turned out so since. The
-    sentence begins with `where`.
+    Args:
+        report: of the data set; the regions that opening skipped are bad.
+        num_damaged: samples that turned out to be damaged since; they are bad too.
+        where: begins the error's sentence.
     """
     total = report["kept"] + sum(report["skipped"].values())
     # A sum of counters leaves out what is 0.
@@ -77,9 +79,14 @@ def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str 
 
 
 class DamagedSamples:
-    """The samples of a data set that turned out damaged, each once; at first none.
+    """The names of the samples that turned out to be damaged; at first none.
 
-    Raises BadData if what opening skipped, of its `report`, is above --max_bad_fraction already.
+    Args:
+        report: of the data set.
+        limit: --max_bad_fraction.
+
+    Raises:
+        BadData: opening skipped more than `limit` already.
     """
 
     def __init__(self, report: dict, limit: float):
@@ -87,7 +94,7 @@ class DamagedSamples:
         self.check()
 
     def add(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that are new, in order; they are known from now on."""
+        """Add `names`; return those that are new, in order."""
         new = sorted(set(names) - self.names)
         self.names.update(new)
         return new
@@ -99,5 +106,5 @@ class DamagedSamples:
         self.names = set(state["names"])
 
     def check(self):
-        """Raise BadData if there are too many in all."""
+        """Raise BadData if skipped and damaged samples together are too many."""
         check_bad_fraction(self.report, len(self.names), self.limit)

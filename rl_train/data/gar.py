@@ -21,7 +21,7 @@ TURN = pa.struct([("from", pa.string()), ("value", pa.string())])
 COLUMNS = {"image": IMAGE, "conversations": pa.list_(TURN)}
 CATEGORIES = ("catagory", "category")
 ASSISTANT = ("gpt", "assistant")
-SINGLE = -1  # region number of a row that holds one region and not a list of them
+SINGLE_REGION = -1  # region number of a row that holds one region and not a list of them
 
 
 class GraspAnyRegionDataset(Reader):
@@ -52,7 +52,7 @@ class GraspAnyRegionDataset(Reader):
 
     def image_id(self, i: int) -> str:
         shard, row, region = self._samples[i].tolist()
-        suffix = "" if region == SINGLE else f"-{region}"
+        suffix = "" if region == SINGLE_REGION else f"-{region}"
         return f"{self._parts[shard]}/{self._shards[shard].path.stem}/{row}{suffix}"
 
     def _region(self, i: int) -> Region:
@@ -65,7 +65,7 @@ class GraspAnyRegionDataset(Reader):
         names = category if isinstance(category, list) else [category]
         return Region(
             lambda: read_cell(table["image"][row].as_py(), shard.path.parent, self._root),
-            rle if region == SINGLE else rle[region],
+            rle if region == SINGLE_REGION else rle[region],
             first_answer(table["conversations"][row].as_py()),
             ", ".join(str(name) for name in names if name),
         )
@@ -78,12 +78,12 @@ class GraspAnyRegionDataset(Reader):
             image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
             rles = values.get("mask_rle", whole_mask(image[0]))
             self._num_rows += 1
-            several = isinstance(rles, list) and len(rles) > 0
-            for region, rle in enumerate(rles) if several else [(SINGLE, rles)]:
+            is_list = isinstance(rles, list) and len(rles) > 0
+            for region, rle in enumerate(rles) if is_list else [(SINGLE_REGION, rles)]:
                 self._add((number, row, region), image, caption, rle, coco_id(cell.get("path")))
 
 
 def first_answer(conversation: list[dict | None] | None) -> str | None:
-    """The assistant's first turn, or None."""
-    turns = [turn for turn in conversation or [] if turn and turn.get("from") in ASSISTANT]
-    return turns[0].get("value") if turns else None
+    """Return the text of the assistant's first turn, or None."""
+    answers = [turn for turn in conversation or [] if turn and turn.get("from") in ASSISTANT]
+    return answers[0].get("value") if answers else None

@@ -1,4 +1,4 @@
-"""Encoded images: where they are, their size without decoding them, and their pixels."""
+"""Read encoded images: their bytes, their size without decoding them, and their pixels."""
 
 import base64
 import io
@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-MAX_PIXELS = 100_000_000  # which a worker holds decoded, 4 bytes each, twice if it converts them
+MAX_PIXELS = 100_000_000  # a worker holds 4 bytes of each, twice if it converts the image
 MAX_IMAGE_SIDE = 65_535  # JPEG's; resizing to 1,024 columns takes 4 KiB for each row
 # Pillow's own limit is a warning between once and twice its value.
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-# Of all that pillow opens: some others run programs (EPS) or cannot be whole.
+# Other formats of pillow run programs (EPS) or cannot be whole.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "JPEG2000", "PPM")
 
 NO_IMAGE, BAD_HEADER = "no image", "unreadable image header"
 TOO_LARGE = f"image above {MAX_PIXELS} pixels, or {MAX_IMAGE_SIDE} on a side"
 BAD_DEPTH = "image of floating-point pixels"
 OUTSIDE = "image path outside of the data folder"
-# What pillow raises.
+# What pillow raises for an image that is damaged.
 DAMAGED = (
     OSError,
     SyntaxError,
@@ -36,7 +36,7 @@ DAMAGED = (
     zlib.error,
     Image.DecompressionBombError,
 )
-COCO = re.compile(r"(?<!\d)0{6}(\d{6})(?!\d)")  # of 2014 and 2017 alike
+COCO_NAME = re.compile(r"(?<!\d)0{6}(\d{6})(?!\d)")  # 2014 and 2017 number images alike
 NOT_COCO = -1
 Encoded = bytes | mmap.mmap  # an image as a file holds it
 # ((W, H) or why the image cannot be used, its `image_key`)
@@ -45,9 +45,10 @@ KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
 def check_read(read: Callable[[], Encoded]) -> CheckedImage:
-    """((W, H), `image_key`) of the encoded image that `read()` returns; reads its header only.
+    """Return ((W, H), `image_key`) of the encoded image that `read()` returns.
 
-    Of an image that cannot be used (why, 0). Whether its pixels are whole shows when it is decoded.
+    Only its header is read: damaged pixels are found when it is decoded. If the image cannot be
+    used, the result is (reason, 0).
     """
     try:
         data = read()
@@ -61,13 +62,13 @@ def check_read(read: Callable[[], Encoded]) -> CheckedImage:
         return BAD_HEADER, 0
     if width * height > MAX_PIXELS or max(width, height) > MAX_IMAGE_SIDE:
         return TOO_LARGE, 0
-    if mode == "F":  # of what range nobody says
+    if mode == "F":  # the range of its values is unknown
         return BAD_DEPTH, 0
     return (width, height), image_key(data)
 
 
 def image_key(data: Encoded) -> int:
-    """64 bits that all copies of an encoded image share: of its length and both its ends."""
+    """Hash the length and both ends of an encoded image to 64 bits, which all its copies share."""
     key = blake2b(len(data).to_bytes(8, "little"), digest_size=8)
     key.update(data[:KEY_BYTES])
     key.update(data[-KEY_BYTES:])
@@ -75,21 +76,21 @@ def image_key(data: Encoded) -> int:
 
 
 def coco_id(name: str | None) -> int:
-    """The id of the COCO image that a file or a sample is named by, or NOT_COCO.
+    """Return the id of the COCO image that a file or a sample is named after, or NOT_COCO.
 
-    Sets that are made of COCO's images keep its names, as COCO_train2014_000000123456.jpg, also
-    where they encode its pictures anew.
+    Sets that are made of COCO's images keep names such as COCO_train2014_000000123456.jpg, also
+    where they encode the pictures again.
     """
-    match = COCO.search(str(name))
+    match = COCO_NAME.search(str(name))
     return int(match[1]) if match else NOT_COCO
 
 
 def read_cell(cell: dict | bytes | None, folder: Path, root: Path) -> Encoded:
-    """The encoded image of a cell, bytes or {"bytes", "path"}: its bytes, else what its path names.
+    """Return the encoded image of a cell, which is bytes or {"bytes", "path"}.
 
-    A path is `data:..;base64,..`, or a file relative to `folder`, which is memory-mapped; it must
-    lie below `root`. Links are followed wherever they lead: who made the folder put them there, but
-    not who wrote the path.
+    Without bytes the path is read. It is `data:..;base64,..`, or a file relative to `folder` and
+    below `root`, which is memory-mapped. Links are followed wherever they lead, since the owner of
+    the folder made them, but the path comes from the data set.
 
     Raises:
         FileNotFoundError: the reason, if there are no bytes and no such file; or another of
@@ -109,7 +110,7 @@ def read_cell(cell: dict | bytes | None, folder: Path, root: Path) -> Encoded:
 
 
 def map_file(path: str | Path) -> mmap.mmap:
-    """The file, memory-mapped for reading; raises OSError, or ValueError for an empty file."""
+    """Map a file into memory for reading. Raises OSError, or ValueError for an empty file."""
     if not os.path.isfile(path):  # opening a pipe would wait for ever
         raise FileNotFoundError(NO_IMAGE)
     with open(path, "rb") as file:
@@ -117,10 +118,10 @@ def map_file(path: str | Path) -> mmap.mmap:
 
 
 def decode_image(data: Encoded) -> Image.Image:
-    """The image in RGB, as stored: an EXIF rotation is not applied. Raises one of DAMAGED.
+    """Decode the image to RGB as stored: an EXIF rotation is not applied. Raises one of DAMAGED.
 
-    Of an animation the first frame. Of 16 bits the upper 8, as pillow itself takes of 16-bit
-    colours; its grey ones it would clip at 255. Alpha is dropped.
+    An animation gives its first frame. 16 bits are reduced to the upper 8, as pillow itself does
+    with colours; grey values it would clip at 255. Alpha is dropped.
     """
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         image.load()

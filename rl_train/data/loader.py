@@ -1,4 +1,4 @@
-"""From dataset to batches: the same ones whatever the number of ranks or workers."""
+"""Make batches of a data set, the same ones whatever the number of ranks or workers."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 10  # samples that may replace a damaged one
 
 
 class Batches(Dataset):
-    """A region dataset by batches: [list of indices] is the Batch of these samples.
+    """A region data set by batches: [list of indices] returns the Batch of these samples.
 
     A damaged sample is replaced by another one, drawn from (index, attempt) alone, so that a batch
     does not depend on the number of workers.
@@ -48,8 +48,8 @@ class Batches(Dataset):
             inputs=self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
         )
         if self.others:
-            others = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
-            batch.others = pack([torch.from_numpy(masks) for masks in others])
+            distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
+            batch.others = pack([torch.from_numpy(masks) for masks in distractors])
         return share(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
@@ -76,8 +76,8 @@ def pack(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     step holds all its batches.
     """
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors)]
+    chunks = flat.split([tensor.numel() for tensor in tensors])
+    return [chunk.view(tensor.shape) for chunk, tensor in zip(chunks, tensors)]
 
 
 class StepSampler:
@@ -88,9 +88,9 @@ class StepSampler:
     the step holds in all.
 
     Args:
-        order: (epoch, random generator of (seed, epoch)) -> the epoch's indices, in place of a
+        order: maps (epoch, random generator of (seed, epoch)) to the epoch's indices, in place of a
             permutation: as many, any of them several times or not at all.
-        shares: chooses a step's samples in place of permutations; its epoch has as many steps.
+        mixture: chooses a step's samples in place of permutations; its epoch has as many steps.
 
     Raises:
         ValueError: the dataset is smaller than one step.
@@ -106,11 +106,11 @@ class StepSampler:
         world_size: int = 1,
         start: int = 0,
         order: Callable[[int, np.random.Generator], np.ndarray] | None = None,
-        shares: MixtureSampler | None = None,
+        mixture: MixtureSampler | None = None,
     ):
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
         self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
-        self.order, self.shares = order, shares
+        self.order, self.mixture = order, mixture
         self.cached = (None, None)  # the latest epoch and its indices
         self.prompts_per_step = batch_size * accumulation * world_size
         self.steps_per_epoch = length // self.prompts_per_step
@@ -131,8 +131,8 @@ class StepSampler:
 
     def step_indices(self, step: int) -> np.ndarray:
         """Return (prompts_per_step,) indices of a step's samples, of all ranks."""
-        if self.shares:
-            return self.shares.step(step, self.prompts_per_step)
+        if self.mixture:
+            return self.mixture.step(step, self.prompts_per_step)
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.prompts_per_step
         return self.indices(epoch)[start : start + self.prompts_per_step]

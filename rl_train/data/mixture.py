@@ -95,12 +95,12 @@ class MixtureSampler:
         sources, num_before = mixture_schedule(self.weights, step * size, size)
         indices = np.zeros(size, int)
         for k, members in enumerate(self.members):
-            slots = np.flatnonzero(sources == k)  # places in the step
+            slots = np.flatnonzero(sources == k)  # positions in the step
             passes, within = divmod(num_before[k] + np.arange(len(slots)), len(members))
             for number in np.unique(passes):
                 order = np.random.default_rng([self.seed, number, k]).permutation(len(members))
-                now = passes == number
-                indices[slots[now]] = members[order[within[now]]]
+                in_pass = passes == number
+                indices[slots[in_pass]] = members[order[within[in_pass]]]
         return np.random.default_rng([self.seed, step, len(self.members)]).permutation(indices)
 
     def count(self, indices: list[int]) -> dict[str, int]:
@@ -123,9 +123,9 @@ class MixtureSampler:
 def mixture_schedule(weights: np.ndarray, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the data set of each prompt from number `start` on, and how many of each came before.
 
-    The next prompt always comes from the data set with the least (taken + 1/2) / weight (Webster's
-    rule for seats), the first of several. The schedule is computed from a time shortly before
-    `start`, not from a run's first prompt.
+    The next prompt always comes from the data set with the least (prompts so far + 1/2) / weight,
+    the first of several (Webster's rule for seats). The schedule is computed from a time shortly
+    before `start`, not from a run's first prompt.
 
     Args:
         weights: (K,), sum to 1.
@@ -135,10 +135,10 @@ def mixture_schedule(weights: np.ndarray, start: int, count: int) -> tuple[np.nd
     """
     # Prompt j of a data set is due at time (j + 1/2) / weight, and by time start - K no more than
     # `start` prompts are. One fewer of each, so that rounding cannot count one that is due later.
-    taken = np.floor((start - len(weights)) * weights - 0.5).clip(min=0).astype(int)  # (K,)
-    missing = start - taken.sum()
-    due = [(k + np.arange(missing + count) + 0.5) / w for k, w in zip(taken, weights)]
+    num_early = np.floor((start - len(weights)) * weights - 0.5).clip(min=0).astype(int)  # (K,)
+    missing = start - num_early.sum()
+    due = [(k + np.arange(missing + count) + 0.5) / w for k, w in zip(num_early, weights)]
     sources = np.repeat(np.arange(len(weights)), missing + count)
     upcoming = sources[np.lexsort((sources, np.concatenate(due)))[: missing + count]]
-    num_before = taken + np.bincount(upcoming[:missing], minlength=len(weights))
+    num_before = num_early + np.bincount(upcoming[:missing], minlength=len(weights))
     return upcoming[missing:], num_before

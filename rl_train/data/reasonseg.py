@@ -18,7 +18,7 @@ from rl_train.data.arrow import IMAGE, check_columns, natural
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import reading
 from rl_train.data.images import Encoded, check_read, read_cell
-from rl_train.data.rle import DAMAGED_RLE, encode_mask
+from rl_train.data.rle import DAMAGED_RLE, RLE, encode_mask
 
 COLUMNS = {"image": IMAGE, "text": pa.string(), "mask": pa.list_(pa.list_(pa.bool_()))}
 
@@ -27,7 +27,7 @@ class ReasonSegDataset(Reader):
     """The rows of all *.parquet below `data_dir`, less those that opening finds unusable.
 
     [i] -> see `read_sample`; image_id is "file/row". Masks are held in memory, run-length coded.
-    Which images of COCO these are, the set does not say.
+    The set does not tell which images of COCO these are.
 
     Args:
         data_dir: folder of files.
@@ -69,12 +69,12 @@ class ReasonSegDataset(Reader):
 
 @lru_cache(maxsize=1)
 def read_images(path: Path, group: int) -> pa.ChunkedArray:
-    """The images of a row group. The last one is kept, for samples are read in order."""
+    """Read the images of a row group; the last one is cached, as samples are read in order."""
     return pq.ParquetFile(path).read_row_group(group, columns=["image"])["image"]
 
 
-def encode_rows(cell: pa.ListScalar) -> dict | None:
-    """The run-length code of a mask's rows, or None if there is none."""
+def encode_rows(cell: pa.ListScalar) -> RLE | None:
+    """Return the run-length code of a mask's rows, or None if there is none."""
     rows = cell.values
     if rows is None or not len(rows):
         return None

@@ -17,7 +17,7 @@ from pycocotools import mask as coco
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import reading
 from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
-from rl_train.data.rle import DAMAGED_RLE, compress
+from rl_train.data.rle import DAMAGED_RLE, RLE, compress
 
 REFCOCO_NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
 IMAGE_FOLDERS = (
@@ -96,7 +96,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_refs(path: Path) -> list[dict]:
-    """The refs of a pickle, Python 2's too.
+    """Read the refs of a pickle, Python 2's too.
 
     Raises BadData, naming the file, if it holds anything but plain data, or other refs.
     """
@@ -112,7 +112,10 @@ def read_refs(path: Path) -> list[dict]:
 
 
 def read_instances(path: Path) -> tuple[dict, dict]:
-    """({image id: (file name, (H, W))}, {annotation id: (image id, segmentation, category)}).
+    """Read instances.json.
+
+    Returns:
+        {image id: (file name, (H, W))}, {annotation id: (image id, segmentation, category)}.
 
     Raises BadData, naming the file, if it cannot be read.
     """
@@ -133,8 +136,8 @@ def read_instances(path: Path) -> tuple[dict, dict]:
         }
 
 
-def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> dict:
-    """pycocotools' run-length code of the union of polygons [x, y, x, y, ..] or run-length masks.
+def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> RLE:
+    """Encode the union of polygons [x, y, x, y, ..] or run-length masks in pycocotools' form.
 
     Args:
         segmentation: a list of polygons, one {"counts", "size"} or a list of them.
@@ -143,19 +146,19 @@ def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> 
     Raises:
         ValueError: neither; see `is_polygon` and `rle_runs`.
     """
-    parts = segmentation if isinstance(segmentation, list) else [segmentation]
-    if parts and all(
-        isinstance(part, dict) and {"counts", "size"} <= part.keys() for part in parts
+    shapes = segmentation if isinstance(segmentation, list) else [segmentation]
+    if shapes and all(
+        isinstance(shape, dict) and {"counts", "size"} <= shape.keys() for shape in shapes
     ):
-        return coco.merge([compress(part) for part in parts])
+        return coco.merge([compress(shape) for shape in shapes])
     sides = all(type(n) is int and 0 < n <= MAX_SIDE for n in (height, width))
-    if not parts or not sides or height * width > MAX_PIXELS or not all(map(is_polygon, parts)):
+    if not shapes or not sides or height * width > MAX_PIXELS or not all(map(is_polygon, shapes)):
         raise ValueError(f"no polygons of an image of {height} x {width}")
-    return coco.merge(coco.frPyObjects(parts, height, width))
+    return coco.merge(coco.frPyObjects(shapes, height, width))
 
 
 def is_polygon(polygon: list[float]) -> bool:
-    """Whether `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
+    """Return whether `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
     return (
         isinstance(polygon, list)
         and len(polygon) >= 6

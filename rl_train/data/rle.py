@@ -14,6 +14,8 @@ from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS
 
+# {"counts": str, bytes or list of int, "size": [H, W]}
+RLE = dict[str, str | bytes | list[int]]
 NO_MASK, BAD_MASK, EMPTY_MASK = "no mask", "bad mask RLE", "empty mask"
 LOST_MASK = "mask empty at the image's size"
 DAMAGED_RLE = {"counts": [], "size": []}  # in place of a mask that cannot be encoded
@@ -23,16 +25,17 @@ MASK_PIXELS = 2048 * 2048
 
 
 def mask_size(height: int, width: int) -> tuple[int, int]:
-    """(H, W) of the mask of an image (H, W): its own up to MASK_PIXELS, above it reduced to them.
+    """Return the size (H, W) at which the mask of an image (H, W) is used.
 
-    By the same factor on both sides, but to no less than a pixel.
+    It is the image's own up to MASK_PIXELS. Above, both sides are reduced by the same factor, to no
+    less than a pixel.
     """
     scale = (MASK_PIXELS / (height * width)) ** 0.5
     return (height, width) if scale >= 1 else tuple(max(1, int(n * scale)) for n in (height, width))
 
 
-def check_mask(rle: dict | None, image_size: tuple[int, int]) -> tuple[str | None, bool]:
-    """(why a mask cannot be used or None, whether its size is not that of its image (H, W))."""
+def check_mask(rle: RLE | None, image_size: tuple[int, int]) -> tuple[str | None, bool]:
+    """Return (reason why a mask cannot be used or None, whether its image has another size)."""
     if not isinstance(rle, dict) or rle.get("counts") is None:
         return NO_MASK, False
     try:
@@ -44,32 +47,32 @@ def check_mask(rle: dict | None, image_size: tuple[int, int]) -> tuple[str | Non
     return None, (height, width) != image_size
 
 
-def whole_mask(size: tuple[int, int] | str) -> dict | None:
-    """The mask of a whole image (W, H), uncompressed; None if `size` says why there is no image."""
+def whole_mask(size: tuple[int, int] | str) -> RLE | None:
+    """Return the mask of a whole image (W, H); None if `size` is the reason why there is none."""
     if isinstance(size, str):
         return None
     width, height = size
     return dict(counts=[0, width * height], size=[height, width])
 
 
-def encode_mask(mask: np.ndarray) -> dict:
-    """{"counts": bytes, "size": [H, W]} of a mask (H, W) bool, compressed."""
+def encode_mask(mask: np.ndarray) -> RLE:
+    """Encode a mask (H, W) bool to {"counts": bytes, "size": [H, W]}."""
     return coco.encode(np.asfortranarray(mask, dtype=np.uint8))
 
 
-def decode_mask(rle: dict) -> np.ndarray:
-    """(H, W) bool. Raises ValueError, see `rle_runs`."""
+def decode_mask(rle: RLE) -> np.ndarray:
+    """Decode a mask to (H, W) bool. Raises ValueError, see `rle_runs`."""
     return coco.decode(compress(rle)).astype(bool)
 
 
-def compress(rle: dict) -> dict:
-    """pycocotools' compressed form of a mask in any form. Raises ValueError, see `rle_runs`."""
+def compress(rle: RLE) -> RLE:
+    """Convert a mask to pycocotools' compressed form. Raises ValueError, see `rle_runs`."""
     runs, height, width = rle_runs(rle)
     return coco.frPyObjects(dict(counts=runs.tolist(), size=[height, width]), height, width)
 
 
-def rle_runs(rle: dict) -> tuple[np.ndarray, int, int]:
-    """(runs (R,) int64, H, W) of {"counts": str, bytes or list of int, "size": [H, W]}.
+def rle_runs(rle: RLE) -> tuple[np.ndarray, int, int]:
+    """Return (runs (R,) int64, H, W) of {"counts": str, bytes or list of int, "size": [H, W]}.
 
     Raises:
         ValueError: the size is not two positive integers of at most MAX_PIXELS pixels, or the runs
@@ -83,14 +86,17 @@ def rle_runs(rle: dict) -> tuple[np.ndarray, int, int]:
     if isinstance(counts, str):
         counts = counts.encode()
     runs = decompress(counts) if isinstance(counts, bytes) else np.array(counts)
-    whole = runs.ndim == 1 and runs.dtype.kind == "i" and ((runs >= 0) & (runs <= MAX_PIXELS)).all()
-    if not whole or runs.sum() != height * width:
+    valid = runs.ndim == 1 and runs.dtype.kind == "i" and ((runs >= 0) & (runs <= MAX_PIXELS)).all()
+    if not valid or runs.sum() != height * width:
         raise ValueError(f"counts are no runs of pixels that sum to {height}*{width}")
     return runs, height, width
 
 
 def decompress(counts: bytes) -> np.ndarray:
-    """(R,) int64 runs, of any sign, of a compressed string. Raises ValueError if it is damaged."""
+    """Return the runs (R,) int64, of any sign, of a compressed string.
+
+    Raises ValueError if it is damaged.
+    """
     code = np.frombuffer(counts, dtype=np.uint8) - np.uint8(48)  # (C,) wraps below "0"
     if len(code) == 0 or code.max() > 63 or code[-1] & 0x20:
         raise ValueError("counts are empty, cut off or hold what no run-length string has")
@@ -107,7 +113,7 @@ def decompress(counts: bytes) -> np.ndarray:
 
 
 def resize_nearest(mask: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The mask at (height, width), each pixel from the one nearest to its centre."""
+    """Resize a mask to (height, width); each pixel is the one nearest to its centre."""
     rows = ((np.arange(height) + 0.5) * mask.shape[0] / height).astype(np.int64)
     cols = ((np.arange(width) + 0.5) * mask.shape[1] / width).astype(np.int64)
     return mask[rows[:, None], cols]

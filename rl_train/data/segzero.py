@@ -23,7 +23,7 @@ from rl_train.data.images import (
     map_file,
     read_cell,
 )
-from rl_train.data.rle import BAD_MASK, encode_mask, whole_mask
+from rl_train.data.rle import BAD_MASK, RLE, encode_mask, whole_mask
 
 COLUMNS = {"id": pa.string(), "problem": pa.string(), "image": IMAGE}
 THRESHOLD = 127  # of a mask's grey value
@@ -32,8 +32,8 @@ THRESHOLD = 127  # of a mask's grey value
 class SegZeroDataset(Reader):
     """The phrases of all shards below `arrow_dir` that have a mask, less the unusable ones.
 
-    [i] -> see `read_sample`; image_id is the row's id. Which images of COCO these are, the set does
-    not say.
+    [i] -> see `read_sample`; image_id is the row's id. The set does not tell which images of COCO
+    these are.
 
     Args:
         arrow_dir: folder of shards, see `find_shards`, or a hub name, see `resolve`.
@@ -65,14 +65,14 @@ class SegZeroDataset(Reader):
     def _read(self, shard: Shard, row: int) -> Encoded:
         return read_cell(shard.table["image"][row].as_py(), shard.path.parent, self._root)
 
-    def _mask_area(self, name: str | None) -> dict | None:
+    def _mask_area(self, name: str | None) -> RLE | None:
         """Return a mask of the size of a row's mask file, or None."""
         if (
             not isinstance(name, str) or not name or Path(name).name != name
         ):  # it would lead out of the folder
             return None
-        size, _ = check_read(lambda: map_file(self._masks / f"{name}.png"))
-        return whole_mask(size)
+        image = check_read(lambda: map_file(self._masks / f"{name}.png"))
+        return whole_mask(image[0])
 
     def _region(self, i: int) -> Region:
         region = self._samples[i]

@@ -26,10 +26,11 @@ def split_dataset(
     """Return (training set, evaluation split, the damaged samples of the training data).
 
     The evaluation split is a sample of --eval_data_dir, see `sample_regions`. Without that flag it
-    comes from --data_dir, see `hold_out`.
+    comes from --data_dir, see `split_off_eval`.
 
     Args:
-        opener: opens --data_dir; eval_opener: opens --eval_data_dir, default the same.
+        opener: opens --data_dir.
+        eval_opener: opens --eval_data_dir, default the same.
         shared_images: refuse, or drop or keep in training, the regions whose image is on both sides
             by `picture_keys`.
         log: called with a sentence that counts the regions and images of both sides.
@@ -64,7 +65,7 @@ def split_dataset(
         training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
         evaluation = Subset(eval_set, sample_regions(eval_keys, eval_samples))
     else:
-        training, evaluation = hold_out(dataset, eval_samples, log)
+        training, evaluation = split_off_eval(dataset, eval_samples, log)
     if not len(training):
         raise ValueError(
             f"--data_dir {data_dir}: of {len(dataset)} regions nothing is left to train on beside "
@@ -74,23 +75,24 @@ def split_dataset(
     return training, evaluation, damaged
 
 
-def hold_out(
+def split_off_eval(
     dataset: RegionDataset, eval_samples: int, log: Callable[[str], None]
 ) -> tuple[Subset, Subset]:
     """Return (training set, evaluation split) of one data set.
 
-    The last images of a fixed shuffle are held out, and no region of theirs is trained on. They are
-    as many as samples, but no more than a tenth of all images unless these hold too few regions.
+    The evaluation split is taken from the last images of a fixed shuffle, of which no region is
+    trained on. They are as many as samples, but no more than a tenth of all images unless these
+    have too few regions.
     """
     (keys,) = picture_keys(dataset)
     images = number_images(keys)  # (n,)
     order = torch.randperm(int(images.max()) + 1, generator=torch.Generator().manual_seed(0))
     position = order.numpy().argsort()[images]  # (n,) of each region's image in the shuffle
     enough = np.sort(position)[-eval_samples:][0]  # images from here on hold `eval_samples` regions
-    first_held_out = min(enough, len(order) - min(eval_samples, len(order) // 10))
-    training = np.flatnonzero(position < first_held_out)
-    held_out = np.flatnonzero(position >= first_held_out)
-    evaluation = np.sort(held_out[sample_regions(images[held_out], eval_samples)])
+    first_eval = min(enough, len(order) - min(eval_samples, len(order) // 10))
+    training = np.flatnonzero(position < first_eval)
+    untrained = np.flatnonzero(position >= first_eval)
+    evaluation = np.sort(untrained[sample_regions(images[untrained], eval_samples)])
     log(
         f"held out: {len(evaluation)} regions of {len(np.unique(images[evaluation]))} images; "
         f"trained on: {len(training)} of {len(np.unique(images[training]))} others"
@@ -109,8 +111,8 @@ def picture_keys(*datasets: RegionDataset | Subset) -> list[np.ndarray]:
     coco = np.concatenate([dataset.coco_ids[index] for dataset, index in sets])
     # Bytes known as an image of COCO count as that image in files of any other name too.
     pairs = [(k, c) for k, c in zip(keys.tolist(), coco.tolist()) if c != NOT_COCO]
-    coco_of = dict(reversed(pairs))  # the first of several
-    keys = np.array([coco_of.get(key, key) for key in keys.tolist()], dtype=np.int64)
+    id_of_key = dict(reversed(pairs))  # the first of several
+    keys = np.array([id_of_key.get(key, key) for key in keys.tolist()], dtype=np.int64)
     return np.split(keys, np.cumsum([len(dataset) for dataset in datasets])[:-1])
 
 

@@ -1,4 +1,4 @@
-"""Captions as they come in datasets, made safe to stand in a prompt."""
+"""Clean captions of data sets, so that they are safe in a prompt."""
 
 import re
 
@@ -7,7 +7,7 @@ SPECIAL_TOKENS = tuple(
     "<|endoftext|> <|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|> "
     "<tool_call> </tool_call>".split()
 )
-# And whatever is written as Qwen writes its special tokens.
+# Also everything in the form of Qwen's special tokens.
 MARKERS = [r"<image>", r"<Prompt\d*>", r"<\|\w*\|>", *map(re.escape, SPECIAL_TOKENS)]
 MARKER = re.compile(rf"(?: ?(?:{'|'.join(MARKERS)}))+ ?", re.IGNORECASE)
 
@@ -17,12 +17,11 @@ BLANK, NOT_UNICODE = "blank caption", "caption that is no Unicode text"
 
 
 def clean_caption(text: str) -> str:
-    """`text` on one line, without control characters, dataset markers (`<image>`, `<Prompt0>`)
-    and special tokens.
+    """Put `text` on one line, without control characters, markers and special tokens.
 
-    These in upper and lower case: inside a caption such a token would count as an image feature, a
-    segmentation request or the end of the turn. Everything else stays as it is, quotes and braces
-    too. The result may be empty.
+    Markers of data sets (`<image>`, `<Prompt0>`) and special tokens go in upper and lower case:
+    inside a caption such a token would count as an image feature, a segmentation request or the end
+    of the turn. Everything else stays as it is, quotes and braces too. The result may be empty.
     """
 
     def gap(match: re.Match) -> str:
@@ -34,7 +33,7 @@ def clean_caption(text: str) -> str:
 
 
 def caption_fault(text: str | float | bool | list | dict | None) -> str | None:
-    """Why `text` cannot be a caption, or None."""
+    """Return the reason why `text` cannot be a caption, or None."""
     if not isinstance(text, str):
         return BLANK
     if SURROGATE.search(text):
@@ -43,10 +42,10 @@ def caption_fault(text: str | float | bool | list | dict | None) -> str | None:
 
 
 def phrase(caption: str) -> str:
-    """`caption` as {x} of a segmentation prompt: lower case, without final stop or special tokens.
+    """Turn a caption into {x} of a segmentation prompt.
 
-    A sampled caption may hold special-token strings; as text of a prompt they would become image or
-    [SEG] tokens.
+    It is in lower case, without final full stop and special tokens. A sampled caption may hold
+    special-token strings; as text of a prompt they would become image or [SEG] tokens.
     """
     text = clean_caption(caption.lower())
     return text[:-1] if text.endswith(".") else text

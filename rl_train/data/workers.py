@@ -1,7 +1,7 @@
-"""A loader's workers: their batches go through /dev/shm, and the death of one ends in a sentence.
+"""Send batches of a loader's workers through /dev/shm; explain the death of a worker.
 
-A full /dev/shm shows in a thread of the worker, whose batch is lost, and the trainer waits for it
-for ever. So the worker puts its batch there itself (`share`), where the fault is an exception.
+If /dev/shm is full, a thread of the worker fails, its batch is lost, and the trainer would wait for
+ever. So the worker itself puts its batch there (`share`), where the failure is an exception.
 """
 
 import io
@@ -19,16 +19,16 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 
 class _Sharer(pickle.Pickler):
-    """Moves the tensors that it meets into shared memory, and pickles the rest for nothing."""
+    """Moves tensors into shared memory; what it pickles of the rest is thrown away."""
 
-    def persistent_id(self, value):
+    def persistent_id(self, value: object) -> int | None:
         return 0 if isinstance(value, torch.Tensor) and value.share_memory_() is not None else None
 
 
 def share(batch: Batch) -> Batch:
-    """`batch`, its tensors in shared memory, where a worker's are sent from without a copy.
+    """Move the tensors of a batch into shared memory; a worker sends them from there uncopied.
 
-    Raises RuntimeError if that is full.
+    Raises RuntimeError if it is full.
     """
     _Sharer(io.BytesIO()).dump(batch)
     return batch

@@ -9,47 +9,49 @@ import torch
 from rl_train.evaluation import cycle_metrics, point_metrics, referring_metrics
 
 METRICS = cycle_metrics.METRICS | point_metrics.METRICS | referring_metrics.METRICS
-METRIC_PARTS = (
-    cycle_metrics.METRIC_PARTS | point_metrics.METRIC_PARTS | referring_metrics.METRIC_PARTS
+METRIC_COLUMNS = (
+    cycle_metrics.METRIC_COLUMNS | point_metrics.METRIC_COLUMNS | referring_metrics.METRIC_COLUMNS
 )
 
 
-def metrics_of(values: dict) -> dict[str, str]:
-    """{metric: its description} of the metrics that are made of the columns `values`."""
+def metrics_of(values: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Return {metric: description} of the metrics that are made of the columns `values`."""
     attributes = [name.removesuffix("_known") for name in values if name.endswith("_known")]
-    known = METRICS | {
+    described = METRICS | {
         f"{attribute}_{name}": text.format(attribute)
         for attribute in attributes
         for name, text in cycle_metrics.ATTRIBUTE_METRICS.items()
     }
-    return {metric: text for metric, text in known.items() if set(parts_of(metric)) <= set(values)}
+    return {
+        metric: text for metric, text in described.items() if set(columns_of(metric)) <= set(values)
+    }
 
 
-def parts_of(metric: str) -> tuple[str, ...]:
-    """Names of the columns of a metric: one, or numerator and denominator of a ratio."""
+def columns_of(metric: str) -> tuple[str, ...]:
+    """Return the columns of a metric: one, or numerator and denominator of a ratio."""
     attribute, _, name = metric.rpartition("_")
-    if name in cycle_metrics.ATTRIBUTE_PARTS:
-        return tuple(f"{attribute}_{part}" for part in cycle_metrics.ATTRIBUTE_PARTS[name])
-    return METRIC_PARTS.get(metric, (metric,))
+    if name in cycle_metrics.ATTRIBUTE_COLUMNS:
+        return tuple(f"{attribute}_{column}" for column in cycle_metrics.ATTRIBUTE_COLUMNS[name])
+    return METRIC_COLUMNS.get(metric, (metric,))
 
 
 def rows_of(values: dict[str, torch.Tensor], metric: str) -> torch.Tensor:
-    """(n,) values whose mean is the metric, or (n, 2) numerators and denominators of its ratio."""
-    parts = [values[name] for name in parts_of(metric)]
+    """Return (n,) values whose mean is the metric, or (n, 2) numerators and denominators."""
+    columns = [values[name] for name in columns_of(metric)]
     if metric == "seg_p50":
-        return (parts[0] >= 0.5).double()
-    return parts[0] if len(parts) == 1 else torch.stack(parts, 1)
+        return (columns[0] >= 0.5).double()
+    return columns[0] if len(columns) == 1 else torch.stack(columns, 1)
 
 
 def statistic(rows: torch.Tensor | np.ndarray) -> torch.Tensor | np.ndarray:
-    """Mean of (n,) values; of (n, 2) parts the ratio of their sums, NaN if both are 0."""
+    """Return the mean of (n,) values, or the ratio of the sums of (n, 2): NaN if both are 0."""
     if rows.ndim == 1:
         return rows.mean()
     return rows[:, 0].sum() / rows[:, 1].sum()
 
 
 def means(values: dict[str, torch.Tensor]) -> dict[str, float]:
-    """{metric: its value over all samples}. A ratio of 0 to 0 is left out."""
+    """Return {metric: its value over all samples}. A ratio of 0 to 0 is left out."""
     metrics = {metric: float(statistic(rows_of(values, metric))) for metric in metrics_of(values)}
     return {metric: value for metric, value in metrics.items() if not math.isnan(value)}
 
@@ -60,21 +62,22 @@ def bootstrap(
     seed: int = 0,
     statistic: Callable[[np.ndarray], np.ndarray] = statistic,
 ) -> tuple[float, float]:
-    """(low, high): 95 % bootstrap percentiles of `statistic` over the n rows of `values`.
+    """Return (low, high), the 95 % bootstrap percentiles of `statistic` over the n rows.
 
-    Rows count as independent; if many share an image, the interval is too narrow. Resamples with a
+    Rows count as independent: if many share an image, the interval is too narrow. Resamples with a
     ratio of 0 to 0 are left out.
     """
     rng, rows = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
-    n = len(rows)
     with np.errstate(invalid="ignore"):  # a ratio of 0 to 0 is NaN
-        resampled = [statistic(rows[rng.integers(n, size=n)]) for _ in range(num_resamples)]
+        resampled = [
+            statistic(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(num_resamples)
+        ]
     low, high = np.nanpercentile(resampled, (2.5, 97.5))
     return float(low), float(high)
 
 
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
-    """(after - before, low, high) of a metric's `rows_of`, with the paired 95 % interval."""
+    """Return (after - before, low, high) of a metric's `rows_of`, with the paired 95 % interval."""
     interval = bootstrap(
         torch.stack([before, after], dim=-1),
         statistic=lambda pairs: statistic(pairs[..., 1]) - statistic(pairs[..., 0]),
@@ -83,7 +86,7 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
 
 
 def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Metrics before and after, and the paired difference with its 95 % interval, as text."""
+    """Format metrics before and after, and the paired differences with their 95 % intervals."""
     title = f"held out, n = {len(next(iter(after.values())))}"
     lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
     means_before, means_after = means(before), means(after)

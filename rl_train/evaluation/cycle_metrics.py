@@ -34,7 +34,7 @@ METRICS = {
     "cycle_meteor": "true caption -> mask -> caption', METEOR",
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
     "seg_ciou": "same: summed intersections / summed unions (cIoU)",
-    "seg_p50": "same: share with IoU >= 0.5",
+    "seg_p50": "same: fraction with IoU >= 0.5",
     "seg_hit": "same: it lies on the region, on no other of the image (--other_regions)",
     "caption_meteor": "caption of the region, METEOR",
     "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
@@ -53,10 +53,11 @@ METRICS = {
 # data set's own masks and captions. Cycle metrics are what the rewards raise, also if captioner and
 # segmenter agree on a language that nobody else understands.
 DEFAULT_METRICS_FOR_BEST = ("seg_iou", "caption_meteor")
-# Columns of a metric of another name: one, or numerator and denominator of a ratio of sums.
-METRIC_PARTS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
+# Columns of the metrics that have another name than their column: one, or numerator and denominator
+# of a ratio of sums.
+METRIC_COLUMNS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}
 # The same for {attribute}_{name}, of each attribute of --attributes: see `attribute_values`.
-ATTRIBUTE_PARTS = {
+ATTRIBUTE_COLUMNS = {
     "accuracy": ("right", "known"),
     "precision": ("right", "said"),
     "stated": ("said", "known"),
@@ -71,9 +72,10 @@ WITHOUT_INTERVAL = ("caption_distinct",)
 
 
 def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> float:
-    """Mean of the metrics `names`, by default of those of DEFAULT_METRICS_FOR_BEST that are there.
+    """Return the mean of the metrics `names`.
 
-    Raises UserFault if one of `names`, or all of the default, is not there.
+    The default is those of DEFAULT_METRICS_FOR_BEST that were measured. Raises UserFault if one of
+    `names`, or all of the default, was not measured.
     """
     missing = [name for name in names if name not in metrics]
     chosen = [metrics[name] for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
@@ -120,8 +122,11 @@ def measure_captions(
     captions: list[str],
     max_new_tokens: int,
 ) -> dict[str, list]:
-    """{"cycle_iou" and, with the other regions, "cycle_hit": B values} of the masks that B
-    captions are answered with."""
+    """Measure the masks that B captions are answered with.
+
+    Returns:
+        {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_hit".
+    """
     rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
     masks, *_ = answer_captions(policy, images, rows, queries, max_new_tokens)
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
@@ -139,26 +144,24 @@ def measure_samples(
     max_new_tokens: int,
     num_generations: int,
 ) -> dict[str, list]:
-    """{column: B values} of G sampled captions of each region: what choosing among them gives.
+    """Measure what choosing among G sampled captions of each region gives: {column: B values}.
 
-    Cycle IoU and METEOR of the chosen caption: `best_of_G` chooses by the metric itself, `by_cycle`
-    by cycle IoU, which needs no true caption, `by_logp` by mean log-prob; `sampled` is the mean of
-    all G.
-
-    See `sample_captions`.
+    Columns are cycle IoU and METEOR of the chosen caption. `best_of_G` chooses by the metric
+    itself, `by_cycle` by cycle IoU, which needs no true caption, and `by_logp` by mean log-prob;
+    `sampled` is the mean of all G. See `sample_captions`.
     """
     G = num_generations
     captions, iou, logp = sample_captions(policy, batch, images, max_new_tokens, G)
     true = [caption for caption in batch.captions for _ in range(G)]
-    truth = meteor(true, captions).view(-1, G)  # (B, G)
+    caption_meteor = meteor(true, captions).view(-1, G)  # (B, G)
     return dict(
         best_of_G_cycle_iou=pick_best(iou, iou),
         by_logp_cycle_iou=pick_best(iou, logp),
         sampled_cycle_iou=iou.mean(1).tolist(),
-        best_of_G_meteor=pick_best(truth, truth),
-        by_cycle_meteor=pick_best(truth, iou),
-        by_logp_meteor=pick_best(truth, logp),
-        sampled_meteor=truth.mean(1).tolist(),
+        best_of_G_meteor=pick_best(caption_meteor, caption_meteor),
+        by_cycle_meteor=pick_best(caption_meteor, iou),
+        by_logp_meteor=pick_best(caption_meteor, logp),
+        sampled_meteor=caption_meteor.mean(1).tolist(),
     )
 
 
@@ -169,10 +172,13 @@ def sample_captions(
     max_new_tokens: int,
     num_generations: int,
 ) -> tuple[list[str], torch.Tensor, torch.Tensor]:
-    """(N sampled captions, G of each region; their cycle IoU, their mean log-prob (B, G)).
+    """Sample G captions of each region at the policy's temperature.
 
-    At the policy's temperature; random numbers follow from the sample's place in the data set, so
-    that they are the same for all policies. The masks are those of greedy answers.
+    Random numbers follow from the sample's index in the data set, so that they are the same for all
+    policies. The captions are answered greedily.
+
+    Returns:
+        N captions, and their cycle IoU and mean log-probs, both (B, G).
     """
     G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
     uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
@@ -189,8 +195,9 @@ def sample_captions(
 def measure_texts(
     references: list[str], captions: list[str], vocabulary: Vocabulary
 ) -> dict[str, torch.Tensor]:
-    """{measure: (n,) float64} of n captions together: those of attributes, and whether a caption
-    is the first of its words.
+    """Measure n captions together: {column: (n,) float64}.
+
+    Columns are those of the attributes, and whether a caption is the first one of its text.
     """
     first = {text: row for row, text in reversed(list(enumerate(captions)))}
     distinct = [first[text] == row for row, text in enumerate(captions)]

@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils.data import Subset
 from tqdm import tqdm
 
 from rl_train.checkpoint import save_load
 from rl_train.config.grpo_config import RunConfig
+from rl_train.data.base import RegionDataset
 from rl_train.data.loader import eval_loader
 from rl_train.distributed.process_group import Ranks, gather_objects, raise_on_any_rank
 from rl_train.evaluation.bootstrap import bootstrap, means, rows_of
@@ -21,9 +23,10 @@ from rl_train.evaluation.cycle_metrics import (
     selection_score,
 )
 from rl_train.loggers.tensorboard import RunLogger
-from rl_train.policies.base import Policy
+from rl_train.policies.base import Features, Policy
 from rl_train.rewards.attributes import Vocabulary
 from rl_train.roles import Roles
+from rl_train.rollout import Batch
 from rl_train.run.signals import SignalHandler
 from rl_train.utils.io import write_json
 
@@ -35,7 +38,7 @@ TRAIN_BATCHES_PER_EVAL_BATCH = 2
 class EvalSpec:
     """Samples, metrics and batch size of an evaluation."""
 
-    dataset: object
+    dataset: RegionDataset | Subset
     batch_size: int
     max_new_tokens: int
     num_workers: int
@@ -43,8 +46,12 @@ class EvalSpec:
     other_regions: bool = False  # also measure whether a mask lies on the right region
     best_of: int = 0  # answers that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
-    measure: Callable | None = None  # see `tasks.base.Task`
-    measure_samples: Callable = measure_samples  # (.., G) as measure: of `best_of` answers
+    # {column: B values} of (policy, batch, features, new tokens); None: `cycle_metrics.measure`
+    measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
+    # The same of `best_of` answers, the last argument
+    measure_samples: Callable[[Policy, Batch, Features, int, int], dict[str, list]] = (
+        measure_samples
+    )
 
 
 @dataclass
@@ -67,15 +74,16 @@ def evaluate(
     roles: Roles | None = None,
     signals: SignalHandler | None = None,
 ) -> dict[str, EvalResult]:
-    """{role: its result} of all ranks together; empty if a signal has interrupted any rank.
+    """Measure all samples on all ranks together: {role: its result}.
 
     Images are read once for all roles, and encoded once if no encoder trains. After a signal a rank
-    leaves when its batch ends.
+    leaves when its batch ends, and the result is empty on all ranks.
 
     Args:
-        names: roles, whose weights are those of `roles`; without it the weights in use are taken.
+        names: roles, whose weights are those of `roles`; without `roles` the weights in use count.
 
-    Raises FloatingPointError, on all ranks, if a model's outputs are not finite.
+    Raises:
+        FloatingPointError: on all ranks, if a model's outputs are not finite.
     """
     tokens = spec.max_new_tokens
     columns, faults = {name: [] for name in names}, set()
@@ -99,7 +107,7 @@ def evaluate(
                     values |= spec.measure_samples(policy, batch, features, tokens, spec.best_of)
                 columns[name].append(values)
             not_finite = policy.watch.take().names()
-            faults |= {f"evaluation of the {name}: {fault}" for fault in not_finite}
+            faults |= {f"evaluation of the {name}: {output}" for output in not_finite}
         if signals and signals.received:
             break
     raise_on_any_rank(sorted(faults))
@@ -112,7 +120,7 @@ class Evaluator:
     """Evaluations of a run: measure its roles, log the metrics, keep the best checkpoint.
 
     Args:
-        samples: whether training samples too; else the sampler's memory is freed each time.
+        samples: whether training also samples; if not, the sampler's memory is freed each time.
     """
 
     def __init__(
@@ -130,10 +138,10 @@ class Evaluator:
         self.values = {}  # {step: columns of the policy}
 
     def base(self, state: save_load.RunState, log: RunLogger):
-        """Measure what the run began with: the base, to which a fresh LoRA adds nothing.
+        """Measure the first weights of the run: the base, to which a fresh LoRA adds nothing.
 
-        That is the reference; without one the policy, which has not moved yet, or in a resumed run
-        its first weights, `state.initial_weights`.
+        They are the reference's. A run without one measures the policy, which has not moved yet; a
+        resumed run measures `state.initial_weights`.
         """
         first_weights = nullcontext()
         if state.initial_weights is not None:
@@ -145,17 +153,17 @@ class Evaluator:
 
     def __call__(self, state: save_load.RunState, log: RunLogger):
         """Measure the policy and the teacher, if any. After a signal nothing is logged."""
-        names = ("policy", "teacher") if state.roles.has_teacher else ("policy",)
-        self._measure(state.step, state, names, log)
+        teacher = ("teacher",) if state.roles.has_teacher else ()
+        self._measure(state.step, state, ("policy", *teacher), log)
 
     def due(self, step: int) -> bool:
-        """Whether an evaluation follows this step."""
+        """Return whether an evaluation follows this step."""
         return self.eval_steps > 0 and step % self.eval_steps == 0
 
     def missing(self, step: int) -> bool:
-        """Whether an evaluation was due after this step, but a signal kept the run from it.
+        """Return whether an evaluation was due after this step but a signal prevented it.
 
-        Rank 0's disk decides, which alone has the file; all ranks must call this.
+        Rank 0 decides, since it alone has the file; all ranks must call this.
         """
         lacks_file = step > 0 and self.due(step) and not self._file(step).is_file()
         return gather_objects(lacks_file)[0]
@@ -188,7 +196,7 @@ class Evaluator:
 
 
 def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
-    """Join all ranks' batches; rank r of R measured samples r, r + R, .."""
+    """Join the batches of all R ranks; rank r measured samples r, r + R, .."""
     merged, world_size = {}, len(columns_of_rank)
     for rank, batches in enumerate(columns_of_rank):
         for name in batches[0] if batches else ():
@@ -203,17 +211,16 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
 
 
 def record(result: EvalResult, flags: dict, teacher: EvalResult | None = None) -> dict:
-    """Metrics, intervals and columns as JSON, which `tools.evaluate --before` reads.
+    """Return metrics, intervals and columns as JSON, which `tools.evaluate --before` reads.
 
-    The teacher's, on the same samples, are under "teacher".
+    Those of the teacher, on the same samples, are under "teacher".
     """
-    head = dict(flags=flags, num_samples=len(result.image_ids))
-    teacher_record = dict(teacher=summary(teacher)) if teacher else {}
-    return head | vars(result) | summary(result) | teacher_record
+    policy = dict(flags=flags, num_samples=len(result.image_ids)) | vars(result) | summary(result)
+    return policy | (dict(teacher=summary(teacher)) if teacher else {})
 
 
 def summary(result: EvalResult) -> dict:
-    """Metrics, intervals, columns and answers of a role, as JSON."""
+    """Return metrics, intervals, columns and answers of a role as JSON."""
     metrics = means(result.values)
     intervals = {
         metric: bootstrap(rows_of(result.values, metric))

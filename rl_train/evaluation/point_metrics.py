@@ -1,4 +1,4 @@
-"""Evaluation metrics of greedy answers of box and points, also with other negative points.
+"""Evaluation metrics of greedy answers of boxes and points, also with other negative points.
 
 Letters: B samples, P answers, H W the pixels of a mask.
 """
@@ -35,12 +35,12 @@ METRICS = {
     "neg_in_confused": "negative points where SAM2 draws too much of the target's box and depth",
     "num_negative": "negative points of an answer",
 }
-METRIC_PARTS = {
+METRIC_COLUMNS = {
     "points_in_target": ("positive_in_target", "num_positive"),
     "neg_in_target": ("negative_in_target", "num_negative"),
     "neg_in_confused": ("negative_in_confused", "num_negative"),
 }
-CANDIDATES = 64  # random points, of which those outside of an answer's boxes come first
+NUM_CANDIDATES = 64  # random points; those outside of an answer's boxes are taken first
 
 
 def measure(
@@ -51,26 +51,29 @@ def measure(
     answers: list[PointPrompt | None],
     passes: int,
 ) -> dict[str, list]:
-    """{column: B values} of one batch's answers, for an `evaluate.EvalResult`.
+    """Measure the answers of a batch: {column: B values} of an `evaluate.EvalResult`.
 
     Args:
         texts: the model's answers.
-        answers: prompts parsed from them; None, of an answer that cannot be read, is an empty mask.
+        answers: prompts parsed from them, None where that failed, which gives an empty mask.
         passes: of SAM2.
     """
     sizes, rows = features.sizes, list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
-    masks, without, _ = draw(policy, features, rows, answers, passes)
-    random = [random_negatives(*sample) for sample in zip(answers, sizes, batch.index)]
-    with_swapped, *_ = draw(policy, features, rows, swapped(answers, sizes), passes)
-    with_random, *_ = draw(policy, features, rows, random, passes)
+    masks, without, _ = segment_points(policy, features, rows, answers, passes)
+    randomised = [random_negatives(*sample) for sample in zip(answers, sizes, batch.index)]
+    with_swapped, *_ = segment_points(
+        policy, features, rows, swapped_negatives(answers, sizes), passes
+    )
+    with_random, *_ = segment_points(policy, features, rows, randomised, passes)
     iou = mask_iou(masks, targets, 1.0).cpu()  # (B,)
-    others = dict(without=without, swapped=with_swapped, random=with_random)
+    controls = dict(without=without, swapped=with_swapped, random=with_random)
+    gains = ("negative", "over_swapped", "over_random")
     columns = {}
-    for (name, other), gain in zip(others.items(), ("negative", "over_swapped", "over_random")):
-        other_iou = mask_iou(other, targets, 1.0).cpu()
-        columns[f"seg_iou_{name}"] = other_iou.tolist()
-        columns[f"gain_{gain}"] = (iou - other_iou).tolist()
+    for (name, control_masks), gain in zip(controls.items(), gains):
+        control_iou = mask_iou(control_masks, targets, 1.0).cpu()
+        columns[f"seg_iou_{name}"] = control_iou.tolist()
+        columns[f"gain_{gain}"] = (iou - control_iou).tolist()
     prompts = [answer or PointPrompt() for answer in answers]
     confused = confused_regions(policy, features, targets)
     return dict(
@@ -86,7 +89,7 @@ def measure(
     )
 
 
-def draw(
+def segment_points(
     policy: QwenVLPolicy,
     features: QwenImageFeatures,
     image: list[int],
@@ -107,27 +110,30 @@ def draw(
 def confused_regions(
     policy: QwenVLPolicy, features: QwenImageFeatures, targets: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """What SAM2 takes in beside each image's target (H, W), prompted as well as can be."""
+    """Return what SAM2 segments outside of each target (H, W) when it is prompted by the target."""
     prompts = [reference_prompt(target) for target in targets]
-    masks, *_ = draw(policy, features, list(range(len(targets))), prompts, 1)
+    masks, *_ = segment_points(policy, features, list(range(len(targets))), prompts, 1)
     return [mask & ~target for mask, target in zip(masks, targets)]
 
 
-def swapped(
+def swapped_negatives(
     answers: list[PointPrompt | None], sizes: list[tuple[int, int]]
 ) -> list[PointPrompt | None]:
-    """The answers about images of (H, W) `sizes`, each with as many negative points of others.
+    """Replace each answer's negative points by as many of the other answers of the batch.
 
-    Of the next answer of the batch, then of the one after it, at the same place of the image; with
-    fewer, if the others have no more.
+    They come from the next answer, then from the one after it, at the same relative position in the
+    image. There are fewer if the others have no more.
+
+    Args:
+        sizes: (H, W) of the answers' images.
     """
     swapped_answers = []
     for i, answer in enumerate(answers):
-        others = [*range(i + 1, len(answers)), *range(i)]
+        next_first = [*range(i + 1, len(answers)), *range(i)]
         height, width = sizes[i]
         points = chain.from_iterable(
             answers[j].scaled(width / sizes[j][1], height / sizes[j][0]).negative
-            for j in others
+            for j in next_first
             if answers[j]
         )
         if answer:
@@ -139,15 +145,15 @@ def swapped(
 def random_negatives(
     answer: PointPrompt | None, size: tuple[int, int], index: int
 ) -> PointPrompt | None:
-    """An answer about an image of (H, W) `size` with as many random negative points.
+    """Replace an answer's negative points by as many random ones in an image of (H, W) `size`.
 
-    Outside of its boxes, where these leave room. They follow from the sample's index alone.
+    They lie outside of its boxes, where these leave room, and follow from the sample's index alone.
     """
     if answer is None:
         return None
-    points = np.random.default_rng([0, index]).random((CANDIDATES, 2)) * size[::-1]  # (x, y)
+    points = np.random.default_rng([0, index]).random((NUM_CANDIDATES, 2)) * size[::-1]  # (x, y)
 
-    def boxed(point) -> bool:
+    def boxed(point: Point) -> bool:
         return any(x1 <= point[0] <= x2 and y1 <= point[1] <= y2 for x1, y1, x2, y2 in answer.boxes)
 
     outside_first = sorted(map(tuple, points.tolist()), key=boxed)
@@ -155,5 +161,5 @@ def random_negatives(
 
 
 def num_inside(mask: torch.Tensor, points: Sequence[Point]) -> float:
-    """Number of the points that lie in a mask (H, W)."""
+    """Count the points that lie in a mask (H, W)."""
     return round(fraction_inside(mask, points) * len(points)) if points else 0

@@ -16,7 +16,7 @@ QUESTION = " Please segment {x} in this image."  # behind the image and a line b
 MAX_TILES = 12  # and a thumbnail
 # Metrics reported beside seg_iou, seg_ciou, seg_p50 and no_seg, as `cycle_metrics` has them.
 METRICS = {"seg_ciou_answered": "seg_ciou of the phrases alone that were answered with [SEG]"}
-METRIC_PARTS = {"seg_ciou_answered": ("answered_intersection", "answered_union")}
+METRIC_COLUMNS = {"seg_ciou_answered": ("answered_intersection", "answered_union")}
 
 
 def measure(
@@ -24,7 +24,7 @@ def measure(
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
-    The phrases are asked as they are. An answer without [SEG] is an empty mask.
+    The phrases are not changed. An answer without [SEG] is an empty mask.
     """
     texts, masks, answered = segment(policy, images, batch.captions, max_new_tokens)
     targets = [mask.to(policy.device) for mask in batch.masks]
@@ -41,9 +41,10 @@ def measure(
 def segment(
     policy: Sa2VAPolicy, images: ImageFeatures, phrases: list[str], max_new_tokens: int
 ) -> tuple[list[str], list[torch.Tensor], list[bool]]:
-    """(B answers, B masks (H, W) bool, whether each answer has [SEG]) of phrases[i] in image i.
+    """Segment phrases[i] in image i; a mask is the union of those of an answer's [SEG].
 
-    A mask is the union of those of an answer's [SEG].
+    Returns:
+        B answers, B masks (H, W) bool, and whether each answer has [SEG].
     """
     rows = list(range(len(phrases)))
     questions = [QUESTION.replace("{x}", phrase) for phrase in phrases]

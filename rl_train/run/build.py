@@ -252,7 +252,7 @@ def build_sampler(
         ranks.rank,
         ranks.world_size,
         order=order,
-        shares=mixture,
+        mixture=mixture,
     )
     if order:  # what is wrong with the user's function is said before the first step
         first_epoch = digest([sampler.indices(0).tobytes()])

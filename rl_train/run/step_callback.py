@@ -87,7 +87,7 @@ class StepCallback:
         for scored_rollout in scored:
             metrics.add_rollout(scored_rollout)
             self.logger.rollouts(state.step - 1, scored_rollout)
-            metrics.add_mixture(run.sampler.shares, scored_rollout.rollout.batch.index)
+            metrics.add_mixture(run.sampler.mixture, scored_rollout.rollout.batch.index)
         if run.judge:
             num_asked, metrics.judge_reasons = run.judge.take_failures()
             metrics.add_mean(failed_frac, metrics.judge_reasons.total(), num_asked)

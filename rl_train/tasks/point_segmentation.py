@@ -11,7 +11,7 @@ import torch
 from rl_train.config.flags import COUNT, WEIGHT, flag
 from rl_train.evaluation import point_metrics
 from rl_train.evaluation.best_of_n import mean_logps, pick_best
-from rl_train.evaluation.point_metrics import confused_regions, draw
+from rl_train.evaluation.point_metrics import confused_regions, segment_points
 from rl_train.points.parser import (
     FRAMES,
     NEGATIVE_POINTS,
@@ -131,7 +131,7 @@ class PointTask(Task):
         completions, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
         image = [i for i in range(len(batch)) for _ in range(G)]  # (N,)
         answers, _ = self.parse(texts, features, image)
-        masks, *_ = draw(policy, features, image, answers, self.options.sam_passes)
+        masks, *_ = segment_points(policy, features, image, answers, self.options.sam_passes)
         targets = [batch.masks[i].to(policy.device) for i in image]
         iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
         return dict(
@@ -182,7 +182,7 @@ class PointSegmentation(PointTask):
         image = rollout.prompts.image
         answers, reasons = self.parse(rollout.texts, features, image)
         # confidences: (with, without) the negative points of each row
-        masks, without, confidences = draw(
+        masks, without, confidences = segment_points(
             policy, features, image, answers, self.options.sam_passes
         )
         if self.options.hide_negatives:

@@ -63,7 +63,7 @@ def test_those_of_a_subset_are_the_whole_data_sets():
 def test_a_damaged_one_is_left_out_and_what_is_too_much(monkeypatch):
     dataset = Regions([7] * 4, [0, 1, 2, 3], bad=[1])
     assert pixels_of(DistractorMasks(dataset)(0, pixel(0))) == [2, 3]
-    monkeypatch.setattr(distractors, "OTHER_PIXELS", 6)
+    monkeypatch.setattr(distractors, "MAX_DISTRACTOR_PIXELS", 6)
     assert pixels_of(DistractorMasks(dataset)(0, pixel(0))) == [2]
 
 

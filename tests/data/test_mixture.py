@@ -98,7 +98,7 @@ def test_a_step_depends_neither_on_ranks_nor_on_where_a_run_begins():
         shares = MixtureSampler(
             mix(11, 5, weights=[1, 1.5]), seed=0
         )  # of its own, as after a restart
-        return StepSampler(16, batch_size, accumulation, 0, shares=shares, **how)
+        return StepSampler(16, batch_size, accumulation, 0, mixture=shares, **how)
 
     alone = first(sampler(4, 2), 20)  # 10 steps
     two = [first(sampler(2, 2, rank=rank, world_size=2), 20) for rank in range(2)]

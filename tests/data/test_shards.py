@@ -103,7 +103,7 @@ def test_unreadable_shard_is_named(tmp_path):
 )
 def test_no_folder_or_no_shard(tmp_path, make):
     make(tmp_path / "gar")
-    with pytest.raises(ValueError, match=f"--data_dir {tmp_path / 'gar'} "):
+    with pytest.raises(ValueError, match=f"--data_dir {tmp_path / 'gar'}"):
         GraspAnyRegionDataset(tmp_path / "gar")
 
 

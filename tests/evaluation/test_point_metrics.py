@@ -6,7 +6,7 @@ import torch
 
 from rl_train.evaluation.bootstrap import before_after_table, bootstrap, means, metrics_of, rows_of
 from rl_train.evaluation.cycle_metrics import selection_score
-from rl_train.evaluation.point_metrics import METRICS, random_negatives, swapped
+from rl_train.evaluation.point_metrics import METRICS, random_negatives, swapped_negatives
 from rl_train.points.parser import PointPrompt
 
 BOX, P = (2.0, 2.0, 6.0, 8.0), (4.0, 5.0)
@@ -21,11 +21,11 @@ def test_negative_points_of_the_next_answers():
     sizes = [(10, 20), (20, 20), (10, 40), (10, 20)]  # (H, W)
     one, two = with_points((1, 1)), with_points((4, 4), (6, 8))
     none = with_points()
-    found = swapped([one, two, none, None], sizes)
+    found = swapped_negatives([one, two, none, None], sizes)
     assert found == [with_points((4, 2)), with_points((1, 2)), none, None]
-    found = swapped([two, one, with_points((8, 9))], sizes[:3])
+    found = swapped_negatives([two, one, with_points((8, 9))], sizes[:3])
     assert found[0] == with_points((1, 0.5), (4, 9))
-    assert swapped([two], sizes) == [none]
+    assert swapped_negatives([two], sizes) == [none]
 
 
 def test_random_points_lie_outside_of_the_boxes():
