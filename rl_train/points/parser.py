@@ -65,7 +65,7 @@ class AnswerParseError(ValueError):
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a checkpoint answers.
+    """Format of a checkpoint's answers.
 
     Args:
         style: segzero (one box, two points), visionreasoner (a list of boxes with a point each) or
@@ -82,7 +82,7 @@ class AnswerFormat:
 
     @property
     def has_thoughts(self) -> bool:
-        """Whether answers stand in <answer> tags, behind thoughts in <think> tags."""
+        """True if answers stand in <answer> tags, behind thoughts in <think> tags."""
         return self.style != "points"
 
     @property
@@ -177,7 +177,7 @@ class AnswerFormat:
         return f"{THINK[0]}{thought}{THINK[1]}{ANSWER[0]}{text}{ANSWER[1]}"
 
     def is_well_formed(self, text: str) -> bool:
-        """Whether thoughts and answer stand in their tags, with nothing around them."""
+        """Return True if thoughts and answer stand in their tags, with nothing around them."""
         return not self.has_thoughts or bool(re.fullmatch(WELL_FORMED, text, re.DOTALL))
 
     def _load(self, text: str) -> JsonValue:

@@ -51,12 +51,14 @@ class Policy(Protocol):
         """Return the object that checks, prepares and collates samples in the loader's workers."""
 
     def encode(self, batch: Batch) -> Features:
-        """Features of a batch's images, shared by rows, tasks and roles."""
+        """Return features of a batch's images, shared by rows, tasks and roles."""
 
     def embed(
         self, images: Features, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(embeds (P, L, C), attention mask (P, L), positions (A, P, L) or None), left-padded.
+        """Return (embeds (P, L, C), attention mask (P, L), positions (A, P, L) or None).
+
+        Prompts are padded on the left.
 
         Without positions, tokens are counted from the first unpadded one. Raises ValueError if a
         prompt and `num_tokens` behind it exceed the model's context.
@@ -70,18 +72,22 @@ class Policy(Protocol):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
-        """(G completions of each prompt, their N texts), sampled by uniforms (N, T) or greedy."""
+        """Return (G completions of each prompt, their N texts).
+
+        Args:
+            uniforms: (N, T) in [0, 1) by which tokens are sampled; None: greedy.
+        """
 
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
         """Write the base with the LoRA merged in, in its published layout; ends its use."""
 
     def autocast(self) -> torch.autocast:
-        """Autocast to bfloat16 of float32 trainables over a bfloat16 base."""
+        """Return autocast to bfloat16 if the base is bfloat16; trainables are float32."""
         enabled = self.base_dtype == torch.bfloat16
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
     def picture(self, batch: Batch, sample: int) -> Image.Image:
-        """Image of one sample, for people to look at."""
+        """Return the image of one sample, for people to look at."""
         return Image.fromarray(batch.inputs.sam_pixels[sample].permute(1, 2, 0).numpy())
 
     def sample(

@@ -29,7 +29,7 @@ def attach_lora(
 
 
 def groups_of(names: Iterable[str], patterns: dict[str, str]) -> list[str]:
-    """Groups in {group: regex} to which any parameter of these names belongs."""
+    """Return the groups in {group: regex} to which any parameter of these names belongs."""
     return [group for group in patterns if any(re.search(patterns[group], n) for n in names)]
 
 

@@ -19,7 +19,12 @@ from rl_train.engine import Completions, Engine, StopText
 from rl_train.points.parser import PointPrompt
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
-from rl_train.policies.qwen_vl_inputs import QUESTION, ImagePreprocessing, QwenInputs, patches
+from rl_train.policies.qwen_vl_inputs import (
+    QUESTION_TOKENS,
+    ImagePreprocessing,
+    QwenInputs,
+    patches,
+)
 from rl_train.policies.qwen_vl_model import (
     PointModel,
     TextModel,
@@ -35,14 +40,14 @@ from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 
 TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
-# By where they are: the vision encoder's MLP has linears of the same names.
+# Matched by path, because the vision encoder's MLP has linears of the same names.
 LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"
-# The chat template, around an image and behind it a question.
-BEFORE = (
+# The chat template: CHAT_START, the image, AFTER_IMAGE, the question, AFTER_QUESTION.
+CHAT_START = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
 )
-BETWEEN, BEHIND = "<|vision_end|>", "<|im_end|>\n<|im_start|>assistant\n"
-ENDS = ["<|im_end|>", "<|endoftext|>"]
+AFTER_IMAGE, AFTER_QUESTION = "<|vision_end|>", "<|im_end|>\n<|im_start|>assistant\n"
+STOP_TEXTS = ["<|im_end|>", "<|endoftext|>"]
 QWEN_VL_CITATION = """@article{bai2025qwen25vl,
   title = {{Qwen2.5-VL} Technical Report},
   author = {Bai, Shuai and others},
@@ -83,10 +88,12 @@ class QwenVLPolicy(Policy):
         self.model, self.tokenizer, self.preprocessing = model, tokenizer, preprocessing
         vlm = model.vlm
         self.context = vlm.config.text_config.max_position_embeddings  # tokens
-        self.stop = StopText(tokenizer, ENDS, vlm.config.text_config.vocab_size)
+        self.stop = StopText(tokenizer, STOP_TEXTS, vlm.config.text_config.vocab_size)
         self.base_dtype = vlm.lm_head.weight.dtype
         self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
-        self.head, self.middle, self.tail = map(self.encode_text, (BEFORE, BETWEEN, BEHIND))
+        self.chat_start = self.encode_text(CHAT_START)
+        self.after_image = self.encode_text(AFTER_IMAGE)
+        self.after_question = self.encode_text(AFTER_QUESTION)
         self.peft = lora.attach_lora(vlm, config.lora_r, config.lora_alpha, targets=LINEARS)
         self.trainable, self.groups = lora.freeze_all_but(model, TRAINABLE)
         model.eval()
@@ -108,7 +115,7 @@ class QwenVLPolicy(Policy):
         vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> QwenInputs:
-        """Return what prepares and collates samples; too long ones are refused."""
+        """Return the object that checks, prepares and collates samples in the loader's workers."""
         return QwenInputs(
             preprocessing=self.preprocessing,
             sam_size=self.model.sam.prompt_encoder.input_image_size,
@@ -123,7 +130,7 @@ class QwenVLPolicy(Policy):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> QwenImageFeatures:
-        """Features of a batch's images, for Qwen2.5-VL and for SAM2."""
+        """Return Qwen2.5-VL's and SAM2's features of a batch's images."""
         pixels, preprocessing = batch.inputs.pixels, self.preprocessing
         values = torch.cat([patches(image.to(self.device), preprocessing) for image in pixels])
         seen_sizes = [tuple(image.shape[1:]) for image in pixels]
@@ -137,21 +144,29 @@ class QwenVLPolicy(Policy):
     def point_prompts(
         self, images: QwenImageFeatures, image: list[int], questions: list[str]
     ) -> Prompts:
-        """Prompts of image[p] and then questions[p]."""
+        """Return prompts that show image[p] and then ask questions[p]."""
         ids = []
         for i, question in zip(image, questions, strict=True):
             rows, columns = images.grids[i]
             image_ids = [self.image_token] * (rows * columns)
             question_ids = self.encode_text(question)
-            ids.append([*self.head, *image_ids, *self.middle, *question_ids, *self.tail])
+            ids.append(
+                [
+                    *self.chat_start,
+                    *image_ids,
+                    *self.after_image,
+                    *question_ids,
+                    *self.after_question,
+                ]
+            )
         return Prompts(ids, list(image), None)
 
     def embed(
         self, images: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(embeds (P, L, C), attention mask (P, L), positions (3, P, L)), padded on the left.
+        """Return (embeds (P, L, C), attention mask (P, L), positions (3, P, L)), left-padded.
 
-        Embeddings on the policy's device, the others on the CPU.
+        Embeddings are on the policy's device, the others on the CPU.
 
         Raises:
             ValueError: a prompt and `num_tokens` behind it exceed the model's context.
@@ -184,7 +199,6 @@ class QwenVLPolicy(Policy):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
-        """(G completions of each prompt, their N texts), sampled by uniforms (N, T) or greedy."""
         with self.autocast():
             embeds, mask, positions = self.embed(images, prompts, max_new_tokens)
             completions = self.engine.generate(
@@ -201,9 +215,9 @@ class QwenVLPolicy(Policy):
         return completions, [self.completion_text(ids[valid].tolist()) for ids, valid in rows]
 
     def completion_text(self, ids: list[int]) -> str:
-        """Decoded completion, cut where it ends."""
+        """Return the decoded completion up to its first stop text."""
         text = self.tokenizer.decode(ids)
-        return re.split("|".join(map(re.escape, ENDS)), text, maxsplit=1)[0].strip()
+        return re.split("|".join(map(re.escape, STOP_TEXTS)), text, maxsplit=1)[0].strip()
 
     def point_masks(
         self,
@@ -241,10 +255,10 @@ def build_policy(
     preprocessing = image_preprocessing(path, config)
     model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype)).to(device)
     policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
-    if policy.inputs(max_new_tokens).longest_phrase < 1:
+    if policy.inputs(max_new_tokens).max_phrase_tokens < 1:
         raise ValueError(
             f"--max_completion_length {max_new_tokens}: with {preprocessing.max_tokens} tokens of "
-            f"an image and {QUESTION} of a question it does not fit the model's context of "
+            f"an image and {QUESTION_TOKENS} of a question it does not fit the model's context of "
             f"{policy.context}"
         )
     return policy
@@ -264,5 +278,5 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype="bfloat16", device_map="cuda")
 processor = AutoProcessor.from_pretrained(FOLDER)
 ```
-It answers with a box and points; SAM2, which draws the mask of them, is not in this folder.""",
+It answers with a box and points; SAM2, which predicts their mask, is not in this folder.""",
 )

@@ -18,7 +18,9 @@ from rl_train.policies.base import check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
 
 MAX_ASPECT = 200  # of an image's longer side to its shorter one
-QUESTION = 512  # text tokens of a prompt beside the phrase: the chat template and the question
+QUESTION_TOKENS = (
+    512  # text tokens of a prompt beside the phrase: the chat template and the question
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class ImagePreprocessing:
         return (self.side**2 or self.max_pixels) // self.factor**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
-        """(H', W') of an image: multiples of `factor`, within the limits on pixels."""
+        """Return (H', W') of an image: multiples of `factor`, within the limits on pixels."""
         if self.side:
             return self.side, self.side
         return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
@@ -61,7 +63,7 @@ class PointInputs:
 
 @dataclass
 class QwenInputs:
-    """The loader's `Inputs` of Qwen2.5-VL and SAM2; holds no weights.
+    """Preprocessing for Qwen2.5-VL and SAM2, the loader's `Inputs`; holds no weights.
 
     Args:
         max_caption_length: text tokens of a phrase; None: all that fit the context.
@@ -75,9 +77,9 @@ class QwenInputs:
     max_caption_length: int | None = None
 
     @property
-    def longest_phrase(self) -> int:
+    def max_phrase_tokens(self) -> int:
         """Largest number of text tokens of a phrase."""
-        fits = self.context - self.preprocessing.max_tokens - QUESTION - self.max_new_tokens
+        fits = self.context - self.preprocessing.max_tokens - QUESTION_TOKENS - self.max_new_tokens
         return min(fits, self.max_caption_length or fits)
 
     def check(self, sample: dict):
@@ -88,10 +90,10 @@ class QwenInputs:
             raise DamagedSample(sample["image_id"], fault)
         text = phrase(sample["caption"])
         num_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
-        check_caption(sample, self.tokenizer, num_tokens, self.longest_phrase, texts=[text])
+        check_caption(sample, self.tokenizer, num_tokens, self.max_phrase_tokens, texts=[text])
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """(pixels (3, H', W') of Qwen2.5-VL, (3, S, S) of SAM2), uint8, of one sample."""
+        """Return pixels (3, H', W') for Qwen2.5-VL and (3, S, S) for SAM2, uint8, of one sample."""
         image = to_rgb(sample["image"])
         height, width = self.preprocessing.resized(image.height, image.width)
         resized = image.resize((width, height), Image.Resampling.BICUBIC)
@@ -104,10 +106,10 @@ class QwenInputs:
 
 
 def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Tensor:
-    """(n, 3 * frames * patch^2) float32 patches of an image (3, H', W') uint8, normalised.
+    """Return normalised patches (n, 3 * frames * patch^2) float32 of an image (3, H', W') uint8.
 
-    In the order of Qwen2-VL's image processor: the patches of one token are neighbours, and each
-    image stands as `frames` equal frames.
+    They have the order of Qwen2-VL's image processor: the patches of one token are neighbours, and
+    an image stands as `frames` equal frames.
     """
     device, p, m = pixels.device, preprocessing.patch, preprocessing.merge
     mean = torch.tensor(preprocessing.mean, device=device).view(3, 1, 1)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
@@ -17,12 +18,12 @@ from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
 from rl_train.utils.io import read_json
 from sa2va_hf.weights import find_keys
 
-# SAM2 has one such matrix. transformers keeps two copies, of which a file may hold but one.
-TWICE = ("prompt_encoder.shared_embedding", "shared_image_embedding")
+# SAM2 has one such matrix. transformers keeps two copies; a file may hold only one of them.
+SHARED_EMBEDDINGS = ("prompt_encoder.shared_embedding", "shared_image_embedding")
 
 
 class PointModel(nn.Module):
-    """Qwen2.5-VL, which answers, and SAM2, which draws the mask."""
+    """Qwen2.5-VL, which answers, and SAM2, which predicts the mask."""
 
     def __init__(self, vlm: Qwen2_5_VLForConditionalGeneration, sam: Sam2Model):
         super().__init__()
@@ -31,16 +32,16 @@ class PointModel(nn.Module):
 
 @dataclass
 class TextModel:
-    """Decoder of Qwen2.5-VL behind its embeddings, as an `engine.Engine` takes it."""
+    """Text decoder of Qwen2.5-VL as a causal language model, the form that `Engine` takes."""
 
     model: nn.Module
     lm_head: nn.Linear
 
     @property
-    def config(self):
+    def config(self) -> PreTrainedConfig:
         return self.model.config
 
-    def get_input_embeddings(self):
+    def get_input_embeddings(self) -> nn.Embedding:
         return self.model.embed_tokens
 
 
@@ -82,7 +83,7 @@ def _load(
         output_loading_info=True,
         ignore_mismatched_sizes=True,  # reported below, together with the other faults
     )
-    copies = {f"{name}.positional_embedding" for name in TWICE}
+    copies = {f"{name}.positional_embedding" for name in SHARED_EMBEDDINGS}
     if len(absent := info["missing_keys"] & copies) == 1:
         model.get_buffer(*absent).copy_(model.get_buffer(*copies - absent))
         info["missing_keys"] -= absent
@@ -94,23 +95,23 @@ def _load(
 
 
 def image_preprocessing(path: str | Path, config: PolicyConfig) -> ImagePreprocessing:
-    """Read how the checkpoint in a folder sees images, under --image_side and --max_image_tokens.
+    """Read a checkpoint's image preprocessing, limited by --image_side and --max_image_tokens.
 
-    Raises ValueError if --image_side is none of its sizes.
+    Raises ValueError if --image_side is not one of its sizes.
     """
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
-    least, most = processor.size["shortest_edge"], processor.size["longest_edge"]
-    unit, side = processor.patch_size * processor.merge_size, config.image_side
-    if side % unit or side and not least <= side**2 <= most:
+    min_pixels, max_pixels = processor.size["shortest_edge"], processor.size["longest_edge"]
+    side, token_side = config.image_side, processor.patch_size * processor.merge_size
+    if side % token_side or side and not min_pixels <= side**2 <= max_pixels:
         raise ValueError(
-            f"--image_side {side}: must be 0 or a multiple of {unit}, whose square is from {least} "
-            f"to {most}, as preprocessor_config.json in {path} says"
+            f"--image_side {side}: must be 0 or a multiple of {token_side}, whose square is from "
+            f"{min_pixels} to {max_pixels}, as preprocessor_config.json in {path} says"
         )
     return ImagePreprocessing(
         patch=processor.patch_size,
         merge=processor.merge_size,
-        min_pixels=least,
-        max_pixels=min(most, config.max_image_tokens * unit**2),
+        min_pixels=min_pixels,
+        max_pixels=min(max_pixels, config.max_image_tokens * token_side**2),
         side=side,
         mean=tuple(processor.image_mean),
         std=tuple(processor.image_std),

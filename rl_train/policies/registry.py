@@ -15,7 +15,7 @@ FAMILIES = {family.name: family for family in (SA2VA, QWEN_VL)}
 
 
 def family_of(path: str | Path) -> str:
-    """Name in FAMILIES of the model in folder `path`; a folder without model_type is Sa2VA's.
+    """Return the name in FAMILIES of the model in a folder; without model_type it is Sa2VA's.
 
     Raises ValueError if config.json names another type of model, or is no JSON.
     """

@@ -140,7 +140,7 @@ class Sa2VAPolicy(Policy):
         self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
 
     def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Sa2VAInputs:
-        """Return what prepares and collates samples; too long ones are refused."""
+        """Return the object that checks, prepares and collates samples in the loader's workers."""
         return Sa2VAInputs(
             processor=self.processor,
             prompts=self.prompts,
@@ -150,7 +150,7 @@ class Sa2VAPolicy(Policy):
         )
 
     def encode(self, batch: Batch) -> ImageFeatures:
-        """Vision and SAM2 features of a batch's images, with gradient if an encoder trains.
+        """Return vision and SAM2 features of a batch's images, with gradient if an encoder trains.
 
         Frozen encoders run without autocast, as in the original's inference: in one dtype, and a
         sixth faster.
@@ -168,7 +168,7 @@ class Sa2VAPolicy(Policy):
     def describe_prompts(
         self, images: ImageFeatures, image: Sequence[int], grids: Sequence[torch.Tensor]
     ) -> Prompts:
-        """Prompts that ask for a caption of region grids[p] (g, g) bool of image[p]."""
+        """Return prompts that ask for a caption of region grids[p] (g, g) bool of image[p]."""
         pairs = zip(image, grids)
         ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
         return Prompts(ids, list(image), [grid[None] for grid in grids])
@@ -180,7 +180,11 @@ class Sa2VAPolicy(Policy):
         captions: list[str],
         wordings: list[str] | None = None,
     ) -> Prompts:
-        """Prompts that ask for the mask of captions[p] in image[p], by default in words SEGMENT."""
+        """Return prompts that ask for the mask of captions[p] in image[p].
+
+        Args:
+            wordings: question of each, with {x} for the phrase; None: SEGMENT.
+        """
         wordings = wordings or [SEGMENT] * len(captions)
         rows = zip(image, captions, wordings, strict=True)
         ids = [self.prompts.segment(phrase(c), images.tiles[i], wording) for i, c, wording in rows]
@@ -189,7 +193,7 @@ class Sa2VAPolicy(Policy):
     def embed(
         self, images: ImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """(embeds (P, L, C), attention mask (P, L), None): see `sa2va_hf.batches.embed`."""
+        """Return (embeds (P, L, C), attention mask (P, L), None): see `sa2va_hf.batches.embed`."""
         return *batches.embed(self.model, images, prompts, self.pad_id, num_tokens), None
 
     @torch.no_grad()
@@ -201,7 +205,6 @@ class Sa2VAPolicy(Policy):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
-        """(G completions of each prompt, their N texts), sampled by uniforms (N, T) or greedy."""
         with self.autocast():
             embeds, mask, _ = self.embed(images, prompts)
             completions = self.engine.generate(
@@ -219,7 +222,10 @@ class Sa2VAPolicy(Policy):
 
     @torch.no_grad()
     def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1) -> torch.Tensor:
-        """(P, num_last, C) hidden states at each prompt's end; those of one image share work."""
+        """Return the last hidden states (P, num_last, C) of prompts.
+
+        Neighbouring prompts about one image share its computation.
+        """
         with self.autocast():
             embeds, mask, _ = self.embed(images, prompts)
             shared = shared_prefix_lengths(self.model, images, prompts)
@@ -229,7 +235,7 @@ class Sa2VAPolicy(Policy):
     def mean_logp(
         self, images: ImageFeatures, prompts: Prompts, answers: list[list[int]]
     ) -> torch.Tensor:
-        """(P,) mean log-prob of the tokens of answers[p], by one forward of `read`."""
+        """Return the mean log-prob (P,) of the tokens of answers[p], by one forward of `read`."""
         ids, mask = pad_left(answers, self.pad_id)  # (P, T)
         slots = mask.flatten().nonzero()[:, 0]
         targets, slots = ids.flatten()[slots], to_device(slots, self.device)
@@ -240,7 +246,7 @@ class Sa2VAPolicy(Policy):
         return sums / to_device(mask.sum(1), self.device)
 
     def seg_tokens(self, ids: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-        """(n, T) bool: the [SEG] tokens that are decoded, the first `max_masks` of each row.
+        """Return (n, T) bool: the [SEG] tokens to decode, at most the first `max_masks` of a row.
 
         A row's very last token has no hidden state, as in the original. Tensors are on the CPU.
         """
@@ -248,7 +254,7 @@ class Sa2VAPolicy(Policy):
         return seg & (seg.cumsum(1) <= self.max_masks)
 
     def too_many_masks(self, completed: Rollout | Completions) -> torch.Tensor:
-        """(N,) bool: rows with more [SEG] tokens than are decoded."""
+        """Return (N,) bool: rows with more [SEG] tokens than `max_masks`."""
         seg = input_mask(completed.valid) & (completed.ids == self.model.seg_id)
         return seg.sum(1) > self.max_masks
 
@@ -256,7 +262,7 @@ class Sa2VAPolicy(Policy):
     def mask_embeddings(
         self, completed: Rollout | Completions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row of each [SEG] (M,) on the CPU, prompt embeddings (M, D) float32) as sampled."""
+        """Return (row of each sampled [SEG] (M,) on the CPU, prompt embeddings (M, D) float32)."""
         seg = self.seg_tokens(completed.ids, completed.valid).nonzero()  # (M, 2)
         row, column = to_device(seg, self.device).unbind(1)
         with self.autocast():
@@ -266,7 +272,7 @@ class Sa2VAPolicy(Policy):
     def scored_mask_embeddings(
         self, scores: ScoreOutput, ids: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        """(M, D) float32 prompt embeddings of the [SEG] in scored rows (n, T), with gradient."""
+        """Return prompt embeddings (M, D) float32 of [SEG] in scored rows, with gradient."""
         hidden = scores.hidden_of(self.seg_tokens(ids, valid))
         with self.autocast():
             return self.model.text_hidden_fcs(hidden).float()
@@ -274,9 +280,9 @@ class Sa2VAPolicy(Policy):
     def decode_masks(
         self, images: ImageFeatures, image: Sequence[int], embeddings: torch.Tensor
     ) -> torch.Tensor:
-        """(M, 256, 256) float32 mask logits of prompt embeddings (M, D) in the images image[m].
+        """Return mask logits (M, 256, 256) float32 of prompt embeddings (M, D) in image[m].
 
-        See `by_chunks`.
+        Computed in chunks: see `by_chunks`.
         """
         index = to_device(torch.tensor(image, dtype=torch.long), self.device)
 

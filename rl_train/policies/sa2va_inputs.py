@@ -22,7 +22,7 @@ class BatchInputs:
 
 @dataclass
 class Sa2VAInputs:
-    """The loader's `Inputs` of Sa2VA; holds no weights, so that a worker's copy is cheap."""
+    """Preprocessing for Sa2VA, the loader's `Inputs`; holds no weights."""
 
     processor: Sa2VAProcessor
     prompts: PromptBuilder
@@ -50,7 +50,7 @@ class Sa2VAInputs:
         )
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
-        """(tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""
+        """Return (tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""
         image, grid = sample["image"], self.processor.region_grid(sample["mask"])
         return self.processor.tile_pixels(image), self.processor.sam_image(image), grid
 

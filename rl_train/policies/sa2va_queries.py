@@ -15,7 +15,9 @@ from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
-GROWTH = 2  # tokens of a sampled text in a question, for each that it may have as an answer
+CAPTION_TOKENS_FACTOR = (
+    2  # tokens of a sampled text in a question, for each that it may have as an answer
+)
 
 
 def chunks(rows: Sequence) -> Iterator[Sequence]:
@@ -25,12 +27,12 @@ def chunks(rows: Sequence) -> Iterator[Sequence]:
 
 
 def truncate_captions(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int) -> list[str]:
-    """Cut sampled texts to GROWTH * max_new_tokens tokens, so that they fit a question.
+    """Return sampled texts cut to CAPTION_TOKENS_FACTOR * max_new_tokens tokens.
 
-    Words are encoded to about as many tokens again. Bytes that are no letters become more tokens
-    each time.
+    So they fit a question. Words are encoded to about as many tokens again; bytes that are no
+    letters become more tokens each time.
     """
-    limit, truncated = GROWTH * max_new_tokens, []
+    limit, truncated = CAPTION_TOKENS_FACTOR * max_new_tokens, []
     for text in texts:
         ids = policy.tokenizer.encode(phrase(text), add_special_tokens=False)
         truncated.append(text if len(ids) <= limit else policy.tokenizer.decode(ids[:limit]))
@@ -45,9 +47,13 @@ def answer_captions(
     max_new_tokens: int,
     confidence: list[float] | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """(`row_masks`, p of each [SEG] (M,), prompt embeddings (M, D)) for captions[p] in image[p].
+    """Return the masks that the model's own greedy answers give captions[p] in image[p].
 
-    The model answers greedily; no answer is forced. Args: confidence: see `row_masks`.
+    Args:
+        confidence: see `row_masks`.
+
+    Returns:
+        `row_masks`, the p of each [SEG] (M,), and prompt embeddings (M, D).
     """
     prompts = policy.segment_prompts(images, image, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
@@ -65,7 +71,7 @@ def row_masks(
     embeddings: torch.Tensor,
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """(H, W) bool mask of each row: the union of its [SEG] masks, empty without [SEG].
+    """Return the (H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
     Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
 
@@ -95,7 +101,7 @@ def segment(
     captions: list[str],
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """(H, W) bool mask of captions[p] in image[p], by one forward of the forced "Sure, [SEG]".
+    """Return (H, W) bool masks of captions[p] in image[p] by a forward of the forced "Sure, [SEG]".
 
     Args: confidence: see `row_masks`.
     """
@@ -119,7 +125,7 @@ def segment_sampled(
     max_new_tokens: int,
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """(H, W) bool mask of captions[p] in image[p], by the model's own `answer_captions`.
+    """Return (H, W) bool masks of captions[p] in image[p] by the model's own `answer_captions`.
 
     Args: confidence: see `row_masks`.
     """
@@ -133,7 +139,7 @@ def segment_sampled(
 
 
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-    """{p: (g, g) bool region cells, on the CPU} of those masks[p] (H, W) that are not empty.
+    """Return {p: (g, g) bool region cells, on the CPU} of the masks[p] (H, W) that are not empty.
 
     One mask at a time, since each takes several bytes a pixel.
     """
@@ -152,7 +158,7 @@ def describe(
     max_new_tokens: int,
     grids: dict[int, torch.Tensor] | None = None,
 ) -> list[str]:
-    """Greedy caption of masks[p] (H, W) in image[p]; "" for an empty mask, without asking.
+    """Return the greedy caption of masks[p] (H, W) in image[p]; "" for an empty mask.
 
     Args: grids: `region_grids` of the masks, if they are known already.
     """
@@ -176,12 +182,12 @@ def caption_likelihood(
     max_new_tokens: int,
     grids: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """(P,) likelihood per token, exp(mean log-prob), of captions[p] as description of masks[p].
+    """Return the likelihood per token (P,), exp(mean log-prob), of captions[p] for masks[p].
 
-    In (0, 1), at the policy's temperature; 0 for an empty mask, without asking. One forward, no
-    decoding. Only the first max_new_tokens tokens of a caption count. Equal questions are asked
-    once: rounding depends on a row's neighbours and would make equal rewards differ. The result is
-    on the policy's device, which may still compute it.
+    It lies in (0, 1), at the policy's temperature, and is 0 for an empty mask. One forward scores
+    the first max_new_tokens tokens of each caption. Equal questions are asked once: rounding
+    depends on a row's neighbours and would make equal rewards differ. The result is on the policy's
+    device, which may still compute it.
 
     Args: grids: see `describe`.
     """

@@ -25,9 +25,9 @@ FOREGROUND, BACKGROUND = 1, 0  # labels of SAM2's points
 
 
 def sam_features(sam: Sam2Model, pixels: torch.Tensor) -> list[torch.Tensor]:
-    """Features of images (B, 3, S, S) uint8, as SAM2's mask decoder takes them.
+    """Return features of images (B, 3, S, S) uint8, as SAM2's mask decoder takes them.
 
-    Returns [(B, C/8, S/4, S/4), (B, C/4, S/8, S/8), (B, C, S/16, S/16)]
+    They are [(B, C/8, S/4, S/4), (B, C/4, S/8, S/8), (B, C, S/16, S/16)]
     """
     dtype = sam.vision_encoder.neck.convs[0].weight.dtype
     encoded = sam.vision_encoder(normalise_sam_pixels(pixels).to(dtype))
@@ -35,7 +35,7 @@ def sam_features(sam: Sam2Model, pixels: torch.Tensor) -> list[torch.Tensor]:
 
 
 def split_by_box(prompt: PointPrompt) -> list[PointPrompt]:
-    """Prompts of at most one box each, whose masks' union is the mask of `prompt`.
+    """Return prompts of at most one box, whose masks' union is the mask of `prompt`.
 
     Duplicates count once: to SAM2 a repeated point is another prompt. With several boxes, a
     positive point belongs to the nearest one, at distance 0 inside it, and then to the one whose
@@ -119,9 +119,9 @@ def decode(
     prompts: list[PointPrompt],
     previous: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(M, S/4, S/4) float32 mask logits of prompts[m], of at most one box each, in image[m].
+    """Return mask logits (M, S/4, S/4) float32 of prompts[m] in image[m], one mask each.
 
-    One mask each. SAM2 chooses among several only if its config has
+    A prompt has at most one box. SAM2 chooses among several only if its config has
     `dynamic_multimask_via_stability`.
 
     Args:

@@ -13,7 +13,7 @@ from rl_train.config.flags import WEIGHT, flag
 from rl_train.engine import ScoreOutput
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.base import Features
-from rl_train.policies.qwen_vl import ENDS, QwenImageFeatures
+from rl_train.policies.qwen_vl import STOP_TEXTS, QwenImageFeatures
 from rl_train.rewards import mask_iou
 from rl_train.rewards.points import bounding_box, deepest_point, deepest_points
 from rl_train.rollout import Batch
@@ -152,7 +152,9 @@ class PointAnswers(PointTask, SFTTask):
             answer = true_answer(self.format, targets[i], confused[i])
             in_frame = self.format.in_frame(answer, features.seen_sizes[i], size)
             answers.append(
-                policy.encode_text(self.format.format(in_frame, self.options.thought) + ENDS[0])
+                policy.encode_text(
+                    self.format.format(in_frame, self.options.thought) + STOP_TEXTS[0]
+                )
             )
         return self.prompts(batch, features), answers
 

@@ -80,7 +80,7 @@ def test_positions_of_text_and_images(points):
     prompts = points.point_prompts(images, [1, 0], ["a", "a longer question"])
     _, mask, placed = points.embed(images, prompts)
     for p, (ids, (rows, columns)) in enumerate(zip(prompts.ids, images.grids[::-1])):
-        start = len(points.head)
+        start = len(points.chat_start)
         steps = torch.arange(rows * columns)
         image = start + torch.stack([0 * steps, steps // columns, steps % columns])
         behind = start + max(rows, columns)

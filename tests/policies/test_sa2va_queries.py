@@ -8,7 +8,7 @@ import torch
 from rl_train.engine import Completions
 from rl_train.policies import sa2va_queries
 from rl_train.policies.sa2va_queries import (
-    GROWTH,
+    CAPTION_TOKENS_FACTOR,
     answer_captions,
     caption_likelihood,
     describe,
@@ -61,7 +61,7 @@ def test_grids_of_masks_of_several_sizes(model, batch):
 
 def test_a_question_about_junk_is_bounded(model, images):
     """Bytes that are no letters decode to text of more tokens; words stay as they are."""
-    generator, limit = torch.Generator().manual_seed(0), GROWTH * 8
+    generator, limit = torch.Generator().manual_seed(0), CAPTION_TOKENS_FACTOR * 8
     length = len(model.prompts.segment("", images.tiles[0])) + limit
     for vocabulary in (256, len(model.tokenizer)):
         ids = torch.randint(vocabulary, (50, 32), generator=generator)

@@ -15,8 +15,8 @@ from transformers import (
 
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
-from rl_train.policies.qwen_vl import BEFORE, BEHIND, BETWEEN
-from rl_train.policies.qwen_vl_model import TWICE
+from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, CHAT_START
+from rl_train.policies.qwen_vl_model import SHARED_EMBEDDINGS
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE
 from tools.demo.model import QWEN2_PATTERN
 from tools.demo.new_folder import new_tokenizer
@@ -104,7 +104,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     captions = [f"the {color} {shape}" for color in COLORS for shape in SHAPES]
     said = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
-    texts = [BEFORE, BETWEEN, BEHIND]
+    texts = [CHAT_START, AFTER_IMAGE, AFTER_QUESTION]
     for asked in (form(True), form(False)):
         texts += [point_question(caption, asked) for caption in captions]
         texts += [asked.format(answer) for answer in said]
@@ -163,7 +163,7 @@ def new_sam() -> Sam2Model:
             torch.nn.init.eye_(parameter)
             parameter.data.add_(0.02 * torch.randn_like(parameter))
     places = torch.randn(2, WIDTH // 2)
-    for name in TWICE:
+    for name in SHARED_EMBEDDINGS:
         model.get_submodule(name).positional_embedding.copy_(places)
     return model
 

@@ -19,7 +19,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_
 
 from rl_train.points.parser import PointPrompt
 from rl_train.points.prompts import point_question
-from rl_train.policies.qwen_vl import BEFORE, BEHIND, BETWEEN
+from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, CHAT_START
 from rl_train.policies.qwen_vl_inputs import ImagePreprocessing, patches
 from sa2va_hf.processing_sa2va import planes
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE, inside, make_scene
@@ -149,7 +149,13 @@ class PointingStart:
         """The ids of a question, as `QwenPointsPolicy.point_prompts` has them."""
         image = [self.image_token] * self.grid**2
         asked = self.ids(point_question(caption, form(negatives)))
-        return [*self.ids(BEFORE), *image, *self.ids(BETWEEN), *asked, *self.ids(BEHIND)]
+        return [
+            *self.ids(CHAT_START),
+            *image,
+            *self.ids(AFTER_IMAGE),
+            *asked,
+            *self.ids(AFTER_QUESTION),
+        ]
 
     def vision(self, seen: torch.Tensor) -> torch.Tensor:
         """(B, tokens, C) of images (B, 3, SEEN, SEEN), as `get_image_features` has them.
