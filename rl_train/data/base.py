@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_train.data.errors import BadData, DamagedSample
+from rl_train.data.errors import BadData, DamagedSample, Report
 from rl_train.data.images import DAMAGED, NOT_COCO, CheckedImage, Encoded, decode_image
 from rl_train.data.rle import (
     BAD_MASK,
@@ -44,7 +44,7 @@ class RegionDataset(Protocol):
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         """Read the mask of sample i at `size` (H, W), see `read_mask`."""
 
-    def report(self) -> dict:
+    def report(self) -> Report:
         """Return {"kept", "rows", "skipped": {reason: regions}, "resized_masks"}."""
 
 
@@ -88,8 +88,9 @@ class Reader:
         """Keep a region if it can be used; otherwise count the reason.
 
         Args:
-            sample: what is kept of it.
-            image: what `check_read` says of its image; coco: its `coco_id`.
+            sample: what `_region` and `image_id` need later.
+            image: result of `check_read` of its image.
+            coco: `coco_id` of its image.
         """
         size, key = image
         reason, resized = caption_fault(caption), False
@@ -116,7 +117,7 @@ class Reader:
         return self._samples[i].image_id
 
     def _region(self, i: int) -> Region:
-        """Return sample i without reading its image. Raises DamagedSample or BadData."""
+        """Return sample i without its image. Raises DamagedSample or BadData."""
         return self._samples[i]
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class Reader:
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         return read_mask(self._region(i).rle, size, self.image_id(i))
 
-    def report(self) -> dict:
+    def report(self) -> Report:
         """Return the counts of what opening read and kept, by name."""
         return dict(
             kept=len(self),

@@ -38,8 +38,8 @@ BAD_NAME = "name of unprintable characters"
 class DescribeAnythingDataset(Reader):
     """The captioned regions of all splits below `root`, less those that opening finds unusable.
 
-    [i] -> see `read_sample`; category "", image_id "SPLIT/sample_id/k", with k the region's place
-    in its list or its key (0 for a lone region).
+    [i] -> see `read_sample`; category "", image_id "SPLIT/sample_id/k", with k the region's
+    position in its list or its key (0 for a lone region).
 
     Captions and masks are held as text in an Arrow array, 1.4 KB a region, which workers share.
     Python objects would be copied page by page into each worker.
@@ -70,7 +70,7 @@ class DescribeAnythingDataset(Reader):
         return Region(lambda: self._read(location), rle, caption)
 
     def _read(self, location: Location) -> Encoded:
-        """Read an encoded image."""
+        """Read the encoded image at `location`."""
         number, start, end = location
         file = self._files[number]
         if isinstance(file, Path):

@@ -11,6 +11,8 @@ import pyarrow as pa
 
 from rl_train.utils.io import UserFault
 
+# {"kept", "rows", "resized_masks": counts; "skipped": {reason: regions}} of a data set
+Report = dict[str, int | dict[str, int]]
 # What the libraries raise that read a file of other contents than they expect.
 UNREADABLE = (
     OSError,
@@ -58,7 +60,7 @@ def reading(path: Path, contents: str) -> Iterator[None]:
         raise BadData(f"{path} is not a readable {contents}: {error!r}") from error
 
 
-def check_bad_fraction(report: dict, num_damaged: int, limit: float, where: str = ""):
+def check_bad_fraction(report: Report, num_damaged: int, limit: float, where: str = ""):
     """Raise BadData, with the counts by reason, if more than the fraction `limit` of a set is bad.
 
     Args:
@@ -89,7 +91,7 @@ class DamagedSamples:
         BadData: opening skipped more than `limit` already.
     """
 
-    def __init__(self, report: dict, limit: float):
+    def __init__(self, report: Report, limit: float):
         self.report, self.limit, self.names = report, limit, set()
         self.check()
 
@@ -102,7 +104,7 @@ class DamagedSamples:
     def state_dict(self) -> dict:
         return dict(names=sorted(self.names))
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, list[str]]):
         self.names = set(state["names"])
 
     def check(self):

@@ -210,7 +210,7 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
     return EvalResult(values, image_ids, references, captions, num_damaged)
 
 
-def record(result: EvalResult, flags: dict, teacher: EvalResult | None = None) -> dict:
+def record(result: EvalResult, flags: dict[str, object], teacher: EvalResult | None = None) -> dict:
     """Return metrics, intervals and columns as JSON, which `tools.evaluate --before` reads.
 
     Those of the teacher, on the same samples, are under "teacher".

@@ -61,7 +61,8 @@ def measure(
     sizes, rows = features.sizes, list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
     masks, without, _ = segment_points(policy, features, rows, answers, passes)
-    randomised = [random_negatives(*sample) for sample in zip(answers, sizes, batch.index)]
+    samples = zip(answers, sizes, batch.index)
+    randomised = [random_negatives(answer, size, index) for answer, size, index in samples]
     with_swapped, *_ = segment_points(
         policy, features, rows, swapped_negatives(answers, sizes), passes
     )
