@@ -74,16 +74,6 @@ class Roles:
             self._point_at(policy_weights)
             self.active = "policy"
 
-    @contextlib.contextmanager
-    def temporary_role(self, name: str, weights: dict[str, torch.Tensor]):
-        """Add a role of these weights, on any device, while the context is open."""
-        devices = {n: p.device for n, p in self.trainable.items()}
-        self.copies[name] = {n: weight.to(devices[n]) for n, weight in weights.items()}
-        try:
-            yield
-        finally:
-            del self.copies[name]
-
     def _point_at(self, weights: dict[str, torch.Tensor]):
         for name, parameter in self.trainable.items():
             parameter.data = weights[name]

@@ -39,7 +39,7 @@ from rl_train.loss import (
     score_rollout,
 )
 from rl_train.rewards.combine import combine, normalise_components
-from rl_train.run.build import Run, build, claim_output_dir
+from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.step_callback import StepCallback
@@ -160,6 +160,8 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
         evaluator = Evaluator(spec, config.run, run.ranks, run.flags, signals, config.samples)
         evaluator.base(state, logger)
+        if not roles_to_keep(config):
+            state.roles.copies.clear()  # the initial weights of a resumed run
         if not signals.agreed and evaluator.missing(state.step):
             evaluator(state, logger)
         if not signals.agreed:

@@ -47,17 +47,6 @@ def set_policy(toy, value):
             p.fill_(value)
 
 
-def test_a_role_is_lent_for_a_while(toy):
-    roles = Roles(toy.trainable, ())
-    began = {n: p.detach().clone() for n, p in toy.trainable.items()}
-    set_policy(toy, 5.0)
-    with roles.temporary_role("reference", began), roles.use("reference"):
-        assert toy.a.tolist() == [1, 2]
-    assert toy.a.tolist() == [5, 5] and roles.copies == {}
-    with pytest.raises(ValueError, match="known: policy. The"), roles.use("reference"):
-        pass
-
-
 def test_without_a_teacher_only_the_reference_is_kept(toy):
     roles = Roles(toy.trainable, ("reference",))
     set_policy(toy, 5.0)

@@ -51,8 +51,6 @@ class RunState:
         step: number of steps done.
         counters: {name: state that counts over many steps}.
         base: the frozen model under the weights.
-        initial_weights: {name: weight on the CPU} that a resumed run began with, until they are
-            evaluated; None if the run keeps a reference.
     """
 
     policy: Policy
@@ -63,7 +61,6 @@ class RunState:
     step: int = 0
     counters: dict[str, Stateful] = field(default_factory=dict)
     base: BaseFingerprint | None = None
-    initial_weights: dict[str, torch.Tensor] | None = None
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return {role: {name: weight}} of the policy and, if there is one, of the teacher."""

@@ -138,18 +138,12 @@ class Evaluator:
         self.values = {}  # {step: columns of the policy}
 
     def base(self, state: save_load.RunState, log: RunLogger):
-        """Measure the first weights of the run: the base, to which a fresh LoRA adds nothing.
+        """Measure the run's initial weights: the base, to which a fresh LoRA adds nothing.
 
-        They are the reference's. A run without one measures the policy, which has not moved yet; a
-        resumed run measures `state.initial_weights`.
+        These are the reference's; without one the policy's, which has not moved yet.
         """
-        first_weights = nullcontext()
-        if state.initial_weights is not None:
-            first_weights = state.roles.temporary_role("reference", state.initial_weights)
-            state.initial_weights = None
-        with first_weights:
-            role = "reference" if "reference" in state.roles.copies else "policy"
-            self._measure(0, state, (role,), log)
+        role = "reference" if "reference" in state.roles.copies else "policy"
+        self._measure(0, state, (role,), log)
 
     def __call__(self, state: save_load.RunState, log: RunLogger):
         """Measure the policy and the teacher, if any. After a signal nothing is logged."""

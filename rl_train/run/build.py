@@ -190,7 +190,9 @@ def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
         config.rollout.max_completion_length,
         ranks.device,
     )
-    roles = Roles(policy.trainable, roles_to_keep(config))
+    # A resumed run measures its initial weights before it forgets them: `train_and_evaluate`.
+    until_evaluated = ("reference",) if config.run.resume else ()
+    roles = Roles(policy.trainable, roles_to_keep(config) or until_evaluated)
     if config.run.export_final == "teacher" and not roles.has_teacher:
         raise ValueError("--export_final teacher: no task of --tasks has a teacher")
     counts = parameter_counts(policy.model, policy.groups)
@@ -292,11 +294,6 @@ def load_state(
     """Load a checkpoint that was made with the same flags. Raises ValueError otherwise."""
     print0(f"resuming from {folder}")
     check_same(folder / "config.json", config, flags, f"--resume {folder}")
-    if "reference" not in state.roles.copies:
-        state.initial_weights = {
-            name: parameter.detach().to("cpu", copy=True)
-            for name, parameter in state.policy.trainable.items()
-        }
     save_load.load(folder, state, config.run.output_dir, ranks.rank)
 
 

@@ -255,7 +255,7 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
         2: [[0.3, 0.4, 0.1], [0.1, 0.1, 0.1]],
     }  # of each role: segmentation IoU, METEOR, hits
     roles = SimpleNamespace(has_teacher=True, copies=dict(reference={}))
-    state, kept = SimpleNamespace(roles=roles, step=0, policy=None, initial_weights=None), []
+    state, kept = SimpleNamespace(roles=roles, step=0, policy=None), []
     log = SimpleNamespace(scalars=lambda points, step: None)
 
     def measured(policy, heldout, ranks, names, *_):
