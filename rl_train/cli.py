@@ -133,7 +133,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
     active = {name: option for name, option in options.items() if option.weight > 0}
     config = Config(
         **configs,
-        kinds={name: tasks[name] for name in active},
+        task_classes={name: tasks[name] for name in active},
         tasks=active,
         flags=vars(args),
         declared_in=tuple(config_classes(tasks, program)),

@@ -40,34 +40,37 @@ class PolicyConfig:
     )
     image_side: int = flag(
         840,
-        "pixels to which Qwen2.5-VL's images are resized, whatever their shape, as those that "
-        "Seg-Zero and VisionReasoner were trained on; 0 = each keeps its shape",
+        "side in pixels of the square to which images for Qwen2.5-VL are resized, as those that "
+        "Seg-Zero and VisionReasoner were trained on; 0 keeps their shape",
         type=COUNT_OR_0,
     )
     max_image_tokens: int = flag(
-        1280, "of an image that keeps its shape, of Qwen2.5-VL: larger ones are reduced", type=COUNT
+        1280, "largest number of tokens of an image that keeps its shape (Qwen2.5-VL)", type=COUNT
     )
     dtype: str = flag(
-        "bfloat16", "of the frozen base", choices=["float32", "bfloat16"], aliases=("torch_dtype",)
+        "bfloat16",
+        "type of the frozen base's weights",
+        choices=["float32", "bfloat16"],
+        aliases=("torch_dtype",),
     )
     max_tiles: int = flag(
         1,
-        "tiles of an image: 1 = all of it at 448 px, .. 12",
+        "largest number of tiles of an image, up to 12; 1 shows the whole image at 448 pixels",
         type=COUNT,
         lowers_memory_of=("encode",),
     )
     max_masks_per_answer: int = flag(
         8,
-        "[SEG] that are decoded; further ones stay text",
+        "number of [SEG] in an answer that are decoded to masks; further ones stay text",
         type=COUNT,
         lowers_memory_of=("update",),
     )
-    temperature: float = flag(1.0, "of sampling and of every log-prob", type=POSITIVE)
+    temperature: float = flag(1.0, "temperature of sampling and of every log-prob", type=POSITIVE)
     gradient_checkpointing: bool = flag(
         True, "recompute LLM layers in the backward pass", free_on_resume=True
     )
     lora_r: int = flag(128, "rank of the LoRA on the LLM", type=COUNT, aliases=("lora_rank",))
-    lora_alpha: int = flag(256, "its scale is alpha / r", type=COUNT)
+    lora_alpha: int = flag(256, "alpha of the LoRA, whose scale is alpha / r", type=COUNT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,78 +83,84 @@ class DataConfig:
         free_on_resume=True,
         of_machine=True,
     )
-    dataset: str = flag("gar", "its format (docs/data.md)", choices=list(DATASETS))
+    dataset: str = flag("gar", "format of --data_dir (docs/data.md)", choices=list(DATASETS))
     parts: list[str] = flag(
         [],
-        "folders of --data_dir that are read, and fetched from the hub (gar, dam); default all",
+        "folders of --data_dir to read and, from the hub, to download (gar, dam); default: all",
         metavar="PART",
     )
-    split: str | None = flag(None, "of RefCOCO; default train")
+    split: str | None = flag(None, "split of RefCOCO to train on; default: train")
     image_root: str | None = flag(
         None,
-        "RefCOCO's images (COCO train2014, or above it); default: looked for in --data_dir",
+        "folder of RefCOCO's images (COCO's train2014, or one above it); default: --data_dir",
         free_on_resume=True,
         of_machine=True,
     )
     mix: list[str] = flag(
         [],
-        "more training data, drawn as often as its weight says beside the 1 of --data_dir; PART as "
-        "in --parts, of RefCOCO its split",
+        "more training data, sampled by its weight; --data_dir has weight 1. PART is a folder as "
+        "in --parts, or a split of RefCOCO",
         metavar="NAME[/PART,..]:FOLDER[=WEIGHT]",
     )
     max_bad_fraction: float = flag(
-        0.01, "of a data set, above which the run stops", type=FRACTION, free_on_resume=True
+        0.01,
+        "fraction of damaged samples above which the run stops",
+        type=FRACTION,
+        free_on_resume=True,
     )
     eval_data_dir: str | None = flag(
         None,
-        "held-out regions; default: some images of --data_dir",
+        "folder of the regions to evaluate on; default: some images of --data_dir",
         free_on_resume=True,
         of_machine=True,
     )
     eval_dataset: str | None = flag(
         None,
-        "format of --eval_data_dir; default --dataset",
+        "format of --eval_data_dir; default: --dataset",
         choices=list(EVAL_DATASETS),
         needs="eval_data_dir",
     )
     eval_parts: list[str] = flag(
-        [], "as --parts, of --eval_data_dir", metavar="PART", needs="eval_data_dir"
+        [],
+        "folders of --eval_data_dir to read, as in --parts",
+        metavar="PART",
+        needs="eval_data_dir",
     )
     eval_split: str | None = flag(
-        None, "as --split, of --eval_data_dir; default RefCOCO's val", needs="eval_data_dir"
+        None, "split of --eval_data_dir; default: val of RefCOCO", needs="eval_data_dir"
     )
     eval_samples: int = flag(
         64,
-        "held-out regions in an evaluation: always the same ones, spread over images",
+        "number of regions in an evaluation: always the same ones, spread over images",
         type=COUNT,
     )
     shared_images: str = flag(
         "refuse",
-        "that are in --data_dir or --mix and in --eval_data_dir: refuse, or drop from what is "
-        "trained on, or keep there",
+        "images that are both trained and evaluated on: refuse to start, drop them from the "
+        "training data, or keep them there",
         choices=["refuse", "drop", "keep"],
     )
     attributes: str | None = flag(
         None,
-        "JSON file of the phrases that state an attribute's values, of which captions' accuracy "
-        "and precision are measured held out (docs/algorithm.md)",
+        "JSON file of the phrases that state an attribute's values; evaluations then measure the "
+        "accuracy and precision of attributes in captions (docs/algorithm.md)",
         free_on_resume=True,
         of_machine=True,
     )
     other_regions: bool = flag(
         False,
-        "read them with each region: is it the one that a mask lies on? (measures alone)",
+        "read the other regions of each image, to measure whether a mask lies on the right one",
         free_on_resume=True,
     )
     order: str | None = flag(
         None,
-        "function of your own (dataset, epoch, generator) -> the indices of an epoch, in place of "
-        "a random order (docs/adding_a_task.md)",
+        "your function (dataset, epoch, generator) -> indices of an epoch, in place of a random "
+        "order (docs/adding_a_task.md)",
         metavar="MODULE:FUNCTION",
     )
     num_workers: int = flag(
         2,
-        "DataLoader workers per rank",
+        "number of DataLoader workers per rank",
         type=COUNT_OR_0,
         aliases=("dataloader_num_workers",),
         free_on_resume=True,
@@ -159,7 +168,9 @@ class DataConfig:
         out_of_model_card=True,
     )
     max_caption_length: int = flag(
-        512, "text tokens of a caption's prompt; longer ones are left out", type=COUNT
+        512,
+        "longest caption in a prompt, in tokens; samples with a longer one are left out",
+        type=COUNT,
     )
 
 
@@ -171,18 +182,21 @@ class RolloutConfig:
 
     batch_size: int = flag(
         4,
-        "prompts per rank and rollout (B)",
+        "number of prompts per rank and rollout (B)",
         type=COUNT,
         aliases=("per_device_batch_size",),
         free_on_resume=True,
         lowers_memory_of=("calibration", "evaluation", "encode", "rollout", "teacher"),
     )
     num_generations: int = flag(
-        8, "samples per prompt (G), at least 2", type=GROUP, lowers_memory_of=("rollout", "teacher")
+        8,
+        "number of samples per prompt (G), at least 2",
+        type=GROUP,
+        lowers_memory_of=("rollout", "teacher"),
     )
     max_completion_length: int = flag(
         128,
-        "new tokens per sample (T)",
+        "largest number of tokens of a sampled answer (T)",
         type=COUNT,
         lowers_memory_of=("rollout", "teacher", "reference", "update"),
     )
@@ -192,47 +206,56 @@ class RolloutConfig:
 class RewardConfig:
     """rewards"""
 
-    use_llm_judge: bool = flag(False, "ask one; loop 1's reward gains 0.25 METEOR + 0.75 judge")
+    use_llm_judge: bool = flag(
+        False, "ask an LLM judge; loop 1's reward gains 0.25 METEOR + 0.75 judge"
+    )
     llm_judge_base_url: str = flag(
         "http://localhost:9100/v1",
-        "OpenAI-compatible server",
+        "address of the judge's server, which speaks OpenAI's protocol",
         aliases=("llm_judge_api_base", "llm_server_url"),
         free_on_resume=True,
         of_machine=True,
         out_of_model_card=True,
     )
     llm_judge_model: str = flag(
-        "meta-llama/Meta-Llama-3.1-8B-Instruct", "its name at that server", aliases=("llm_model",)
+        "meta-llama/Meta-Llama-3.1-8B-Instruct",
+        "name of the judge's model at that server",
+        aliases=("llm_model",),
     )
-    llm_judge_mode: str = flag("score", "rating, verdict A..E or questions", choices=tuple(MODES))
+    llm_judge_mode: str = flag(
+        "score",
+        "form of the judge's answer: a rating, a verdict A to E, or answers to questions",
+        choices=tuple(MODES),
+    )
     max_judge_failures: float = flag(
         0.2,
-        f"of the last {FAILURE_WINDOW} captions, above which the run stops",
+        f"fraction of the last {FAILURE_WINDOW} captions, without a verdict, above which the run "
+        "stops",
         type=FRACTION,
         free_on_resume=True,
     )
     control: str = flag(
         "none",
-        "train on these in place of the tasks' rewards, which stay measured. No one sees which "
-        "region is meant: shuffled in each group; constant; length = -|words - n| / n, n the mean "
-        "of the batch's true captions (loop 2: shares of the image, n of the true regions); fixed "
-        "= one caption of the data set is the true one of all (loop 1: METEOR with it); other = "
-        "the region and caption of another sample of the batch are the true ones",
+        "ablation: train on rewards that do not depend on the region; the tasks' own are still "
+        "logged. shuffled: permuted in each group; constant; length: -|words - n| / n, n the mean "
+        "of the batch's true captions (loop 2: fractions of the image, n of the true regions); "
+        "fixed: one caption of the data set is the target of all (loop 1: METEOR with it); other: "
+        "region and caption of another sample of the batch are the target",
         choices=ABLATION_REWARDS,
     )
     scale_components: bool = flag(
         False,
-        "divide each component by its std inside the group, before the weighted sum that the "
-        "advantages are of",
+        "divide each reward component by its std inside the group before the weighted sum from "
+        "which advantages are computed",
     )
     overlong_buffer: int = flag(
         0,
-        "component overlong: 0 up to this many tokens below --max_completion_length, from there "
-        "linearly down to -1 (DAPO's soft punishment); 0 = none",
+        "reward component `overlong`, DAPO's soft punishment: 0 up to this many tokens below "
+        "--max_completion_length, from there linearly down to -1; 0 adds none",
         type=COUNT_OR_0,
     )
     reward: list[str] = flag(
-        [], "functions of your own (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
+        [], "your own reward functions (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )
 
 
@@ -241,27 +264,27 @@ class LossConfig:
     """loss"""
 
     loss_type: str = flag(
-        "dapo", "how token losses are averaged (dr_grpo: no std either)", choices=LOSSES
+        "dapo",
+        "average of the token losses; dr_grpo also leaves advantages undivided",
+        choices=LOSSES,
     )
     scale_rewards: str | None = flag(
         None,
-        "advantages are divided by the std of: the group's rewards, the batch's (of the task, all "
-        "rows of the step on all ranks), or none; default none for dr_grpo, else group",
+        "divide advantages by the std of the group's rewards, of the batch's (all of the task in "
+        "the step, on all ranks), or by none; default: none for dr_grpo, else group",
         choices=SCALES,
     )
     mask_truncated: bool = flag(
         False,
-        "answers cut at --max_completion_length leave the loss; their rewards still count in the "
-        "mean and std of their group",
+        "leave answers cut at --max_completion_length out of the loss; their rewards still count "
+        "in the mean and std of their group",
         aliases=("mask_truncated_completions",),
     )
-    entropy_coef: float = flag(
-        0.0, "weight of the mean entropy of tokens, which the loss then rewards", type=WEIGHT
-    )
+    entropy_coef: float = flag(0.0, "weight of an entropy bonus, the mean over tokens", type=WEIGHT)
     clip_range: float | None = flag(
         None,
-        "ratio clip, lower side; default 0.2, of gspo {} and {} above. Without effect while the "
-        "ratio is 1: at --num_iterations 1, but for --dtype bfloat16's rounding".format(
+        "lower clip range of the ratio; default: 0.2, for gspo {}, and {} above. The ratio is 1 at "
+        "--num_iterations 1, except for the rounding of --dtype bfloat16".format(
             *LOSSES["gspo"].clip_range
         ),
         type=POSITIVE,
@@ -269,13 +292,13 @@ class LossConfig:
     )
     clip_range_high: float | None = flag(
         None,
-        "ratio clip, upper side; default --clip_range",
+        "upper clip range of the ratio; default: --clip_range",
         type=POSITIVE,
         aliases=("epsilon_high",),
     )
     kl_coef: float = flag(
         0.02,
-        "weight of the KL to the frozen reference, which is not asked at 0",
+        "weight of the KL to the frozen reference, which is not computed at 0",
         type=WEIGHT,
         aliases=("beta",),
     )
@@ -298,46 +321,55 @@ class UpdatesConfig:
 
     num_iterations: ClassVar[int] = 1  # updates of a step
 
-    max_steps: int = flag(0, "rollouts, then updates; 0 = --num_epochs", type=COUNT_OR_0)
+    max_steps: int = flag(0, "number of steps; 0: as many as --num_epochs needs", type=COUNT_OR_0)
     num_epochs: float = flag(
         1.0,
-        "passes over the data, if --max_steps is 0",
+        "number of passes over the data, if --max_steps is 0",
         type=POSITIVE,
         aliases=("num_train_epochs",),
     )
     gradient_accumulation_steps: int = flag(
-        1, "batches of samples per step and rank", type=COUNT, free_on_resume=True
+        1, "number of batches per step and rank", type=COUNT, free_on_resume=True
     )
-    learning_rate: float = flag(1e-5, "peak, of AdamW (betas .9 .999)", type=POSITIVE)
+    learning_rate: float = flag(
+        1e-5, "peak learning rate of AdamW (betas 0.9 and 0.999)", type=POSITIVE
+    )
     prompt_learning_rate: float | None = flag(
-        None, "of text_hidden_fcs, which prompts SAM2; default --learning_rate", type=POSITIVE
+        None,
+        "learning rate of text_hidden_fcs, which prompts SAM2; default: --learning_rate",
+        type=POSITIVE,
     )
-    weight_decay: float = flag(0.05, "of AdamW")
-    warmup_ratio: float = flag(0.05, "of updates, linear; then cosine to 0", type=FRACTION_BELOW_1)
-    max_grad_norm: float = flag(1.0, "gradient clipping by global norm", type=POSITIVE)
+    weight_decay: float = flag(0.05, "weight decay of AdamW")
+    warmup_ratio: float = flag(
+        0.05,
+        "fraction of updates with linear warm-up; a cosine to 0 follows",
+        type=FRACTION_BELOW_1,
+    )
+    max_grad_norm: float = flag(1.0, "global norm to which gradients are clipped", type=POSITIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(UpdatesConfig):
     """optimisation"""
 
-    num_iterations: int = flag(1, "optimizer updates on the same rollouts", type=COUNT)
+    num_iterations: int = flag(1, "number of optimizer updates on the same rollouts", type=COUNT)
     micro_batch_size: int = flag(
         32,
-        "rows per forward and backward of the update",
+        "number of rows per forward and backward of an update",
         type=COUNT,
         free_on_resume=True,
         lowers_memory_of=("reference", "update"),
     )
     ema_half_life: float = flag(
         0.1,
-        "share of the run's updates after which half of a change has reached the teacher",
+        "fraction of the run's updates after which half of a change has reached the teacher",
         only_one_of="teacher",
         type=POSITIVE,
     )
     ema_decay: float | None = flag(
         None,
-        "of the teacher, instead of a half-life; 0 = the policy, 1 = the base",
+        "decay of the teacher's average, instead of a half-life; at 0 the teacher is the policy, "
+        "at 1 the base",
         only_one_of="teacher",
         type=FRACTION,
     )
@@ -348,20 +380,27 @@ class RunConfig:
     """run"""
 
     output_dir: str = flag(
-        help="receives config.json, TensorBoard logs, rollouts and checkpoints",
+        help="folder for config.json, TensorBoard logs, rollouts and checkpoints",
         free_on_resume=True,
         of_machine=True,
         out_of_model_card=True,
     )
     save_steps: int = flag(
-        100, "steps between checkpoints; the last is always saved", type=COUNT, free_on_resume=True
+        100,
+        "number of steps between checkpoints; the last is always saved",
+        type=COUNT,
+        free_on_resume=True,
     )
     save_total_limit: int = flag(
-        3, "checkpoints kept, oldest removed; 0 = all", type=COUNT_OR_0, free_on_resume=True
+        3,
+        "number of checkpoints to keep, the newest; 0 keeps all",
+        type=COUNT_OR_0,
+        free_on_resume=True,
     )
     resume: str | None = flag(
         None,
-        "from a folder or the latest; auto: from the latest if any",
+        "continue from this checkpoint folder, without a value from the latest; auto: from the "
+        "latest if there is one",
         nargs="?",
         const="latest",
         aliases=("resume_from_checkpoint",),
@@ -370,20 +409,23 @@ class RunConfig:
         out_of_model_card=True,
     )
     eval_steps: int = flag(
-        100, "between evaluations; 0 = before and after", type=COUNT_OR_0, free_on_resume=True
+        100,
+        "number of steps between evaluations; 0: only before and after",
+        type=COUNT_OR_0,
+        free_on_resume=True,
     )
     best_by: list[str] = flag(
         [],
-        "held-out measures whose mean chooses checkpoint_best, and the role that tools.export "
-        "takes; none: seg_iou and caption_meteor, of points seg_iou (docs/algorithm.md)",
+        "metrics whose mean chooses checkpoint_best and the role that tools.export takes; default: "
+        "seg_iou and caption_meteor, for points seg_iou (docs/algorithm.md)",
         type=lambda name: name.removeprefix("eval/"),
-        metavar="MEASURE",
+        metavar="METRIC",
     )
-    seed: int = flag(0, "of everything", type=SEED)
+    seed: int = flag(0, "seed of all random numbers", type=SEED)
     wandb: str | None = flag(
         None,
-        "mirror the curves, pictures and flags of TensorBoard as a run of this project of Weights "
-        "& Biases (extra: wandb); WANDB_MODE=offline keeps it on this machine",
+        "send TensorBoard's logs and all flags to this project of Weights & Biases (extra: wandb); "
+        "WANDB_MODE=offline keeps them on this machine",
         metavar="PROJECT",
         nargs="?",
         const="rl-sa2va",
@@ -393,8 +435,8 @@ class RunConfig:
     )
     export_final: str | None = flag(
         None,
-        "at the end write the last checkpoint merged into its base to --output_dir/final_model, as "
-        "tools.export does: auto = policy or teacher, whichever is better on the evaluation split",
+        "merge the last checkpoint into its base at the end, into --output_dir/final_model, as "
+        "tools.export does; auto: policy or teacher, whichever is better on the evaluation split",
         nargs="?",
         const="auto",
         choices=["auto", "policy", "teacher"],
@@ -414,7 +456,7 @@ class Config:
     loss: LossConfig
     optim: OptimConfig
     run: RunConfig
-    kinds: dict[str, type]  # {name in --tasks: its class}, those of weight 0 left out
+    task_classes: dict[str, type]  # {name in --tasks: its class}, those of weight 0 left out
     tasks: dict[str, object]  # {the same name: its Options}
     flags: dict[str, object]  # every flag, as config.json has them
     declared_in: tuple[type, ...]  # the config classes of these flags, in order

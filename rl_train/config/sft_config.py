@@ -21,7 +21,7 @@ class SFTExamplesConfig:
 
     batch_size: int = flag(
         4,
-        "samples per rank, forward and backward (B)",
+        "number of samples per rank, forward and backward (B)",
         type=COUNT,
         aliases=("per_device_batch_size",),
         free_on_resume=True,
@@ -29,15 +29,15 @@ class SFTExamplesConfig:
     )
     max_completion_length: int = flag(
         512,
-        "tokens of an answer (T): a longer one is cut, held out none is sampled",
+        "largest number of tokens of an answer (T): a longer one is cut; also in evaluations",
         type=COUNT,
         lowers_memory_of=("rollout", "teacher", "reference", "update"),
     )
     train: list[str] = flag(
         [],
-        "what trains, in place of what the tasks name: lora, mlp1, text_hidden_fcs, sam2 (its mask "
-        "decoder); all weights of language_model (without a LoRA), embeddings (and lm_head), "
-        "vision, sam2_encoder; hypernetworks, of sam2",
+        "groups of weights to train, in place of those that the tasks name: lora, mlp1, "
+        "text_hidden_fcs, sam2 (its mask decoder), hypernetworks (of sam2); or all weights of "
+        "language_model (without a LoRA), embeddings (and lm_head), vision, sam2_encoder",
         metavar="GROUP",
     )
 
@@ -48,7 +48,7 @@ class SFTRunConfig(RunConfig):
 
     export_final: str = flag(
         "policy",
-        "at the end the last checkpoint is merged into its base: --output_dir/final_model, which "
+        "role to merge into its base at the end, into --output_dir/final_model, which "
         "rl_train.train takes as --model_path",
         choices=["policy"],
         free_on_resume=True,

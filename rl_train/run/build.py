@@ -99,7 +99,7 @@ def build(config: Config, ranks: Ranks) -> Run:
     check_same_start(config, resume, ranks, training=train_set, heldout=eval_set)
     policy, roles = build_model(config, ranks)
     context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
-    tasks = [config.kinds[name](options, context) for name, options in config.tasks.items()]
+    tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     mixture = MixtureSampler(train_set, config.run.seed) if config.data.mix else None
     sampler = build_sampler(config, train_set, mixture, ranks)
     steps_of_epochs = math.ceil(config.optim.num_epochs * sampler.steps_per_epoch)
@@ -182,7 +182,7 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
 
 def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
     """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
-    families = {name: kind.family for name, kind in config.kinds.items()}
+    families = {name: task.family for name, task in config.task_classes.items()}
     policy = build_policy(
         config.policy,
         families,
@@ -231,10 +231,10 @@ def roles_to_keep(config: Config) -> tuple[str, ...]:
     Teacher and reference if a task asks the teacher. Else the reference alone: always in
     reinforcement learning, in supervised training if a task `asks_reference`.
     """
-    kinds = config.kinds.values()
-    if any(kind.asks_teacher for kind in kinds):
+    task_classes = config.task_classes.values()
+    if any(task.asks_teacher for task in task_classes):
         return COPIES
-    needs_reference = config.samples or any(kind.asks_reference for kind in kinds)
+    needs_reference = config.samples or any(task.asks_reference for task in task_classes)
     return ("reference",) if needs_reference else ()
 
 

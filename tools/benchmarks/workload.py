@@ -308,11 +308,11 @@ def random_state(
     lengths = Lengths(options.answer_lengths, ranks.rank)
     policy = random_policy(config, options, policy_class, lengths)
     start_lora(policy.trainable)
-    kinds = config.kinds
+    task_classes = config.task_classes
     roles = Roles(policy.trainable, roles_to_keep(config))
     rewards = tuple(map(UserReward.parse, config.reward.reward))
     context = TaskContext(policy, roles, tokens, user_rewards=rewards)
-    tasks = [kinds[name](options, context) for name, options in config.tasks.items()]
+    tasks = [task_classes[name](options, context) for name, options in config.tasks.items()]
     optimizer = build_optimizer(config.optim, policy)
     return RunState(policy, roles, tasks, optimizer, scheduler=None)
 
