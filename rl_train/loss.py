@@ -1,4 +1,4 @@
-"""The loss of some rows of a rollout: clipped policy term, KL to the reference, the task's own.
+"""Compute the loss of rows of a rollout: clipped policy term, KL to the reference, the task's own.
 
 Letters: N rows of a rollout, n of a micro-batch, G generations, T tokens, M actions, D their
 parameters.
@@ -23,16 +23,21 @@ from sa2va_hf.to_device import to_device
 if TYPE_CHECKING:  # tasks import this module
     from rl_train.tasks.base import Task
 
+# A number that adds up to the step's value, or the (total, count) of a mean.
+Statistic = torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]
+
 
 @dataclass
 class ReferenceScores:
+    """Log-probs and action parameters of a whole rollout under the reference."""
+
     logp: torch.Tensor  # (N, T)
     action: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
 
 
 @dataclass
 class ScoredRollout:
-    """One task's rollout of one batch, with everything that the update needs."""
+    """Rollout of one task on one batch, with everything that the update needs."""
 
     task: "Task"
     rollout: Rollout
@@ -48,18 +53,18 @@ class ScoredRollout:
 
     @property
     def in_loss(self) -> torch.Tensor:
-        """(N,) bool, False where the reward is missing or the row is masked."""
+        """Rows in the loss, (N,) bool: False where the reward is missing or the row is masked."""
         has_reward = ~self.reward.isnan()
         return has_reward & self.rollout.stopped if self.mask_truncated else has_reward
 
     @property
     def has_signal(self) -> list[bool]:
-        """Of each group, whether a row in the loss has an advantage other than 0."""
+        """B bools: True if a row of the group is in the loss with an advantage other than 0."""
         learnable = (self.advantages != 0) & self.in_loss
         return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
 
     def faults(self) -> list[str]:
-        """Names of the rollout's numbers that are not finite. NaN rewards are no fault."""
+        """Return the names of the rollout's non-finite numbers. NaN rewards are no fault."""
         names = self.watch.names()
         if self.reference and not self.reference.logp.isfinite().all():
             names.append("the reference's log-probs")
@@ -82,7 +87,7 @@ class LossDenominators:
 
 
 def micro_batches(rows: slice, size: int) -> list[slice]:
-    """Consecutive slices of at most `size` rows."""
+    """Cut `rows` into consecutive slices of at most `size` rows."""
     starts = range(rows.start, rows.stop, size)
     return [slice(start, min(start + size, rows.stop)) for start in starts]
 
@@ -130,9 +135,10 @@ def score_rollout(
 def loss_denominators(
     scored_rollouts: list[ScoredRollout], num_ranks: int
 ) -> tuple[dict[str, LossDenominators], bool]:
-    """({task: `LossDenominators`} of this step, whether any rank has a group with a signal).
+    """Return ({task: `LossDenominators`} of this step, True if any rank has a group with a signal).
 
-    Raises FloatingPointError, on all ranks, if any rollout of any rank has `faults`.
+    Raises:
+        FloatingPointError: a rollout of any rank has `faults`; raised on all ranks.
     """
     counts, faults = Counter(learnable=0), []
     for scored in scored_rollouts:
@@ -166,7 +172,7 @@ def check_finite_log_probs(policy: Policy, scored_rollouts: list[ScoredRollout],
 
 
 class MicroBatchLoss(torch.nn.Module):
-    """The loss of a micro-batch as a module, as DistributedDataParallel needs it.
+    """Module that computes the loss of a micro-batch, as DistributedDataParallel needs one.
 
     Args:
         policy: its trainable weights are the module's parameters.
@@ -180,15 +186,17 @@ class MicroBatchLoss(torch.nn.Module):
 
     def forward(
         self, scored: ScoredRollout, rows: slice, totals: LossDenominators, last: bool
-    ) -> tuple[torch.Tensor, dict]:
-        """(loss of `rows`, normalised over the whole step, times the task's weight; statistics).
+    ) -> tuple[torch.Tensor, dict[str, Statistic]]:
+        """Return (loss of `rows`, {name: statistic}).
+
+        The loss is normalised over the whole step and multiplied by the task's weight.
 
         If `last`, connect every trainable parameter to the loss so that DDP reduces all of them.
 
-        A statistic {name: detached} is a pair (total, count), or a number that adds up to the
-        step's value; sampler_gap is a maximum. Statistics called sampler_.. compare the scorer's
-        log-probs with those at sampling: largest and mean difference, and KL(sampler || scorer) by
-        k3. They are meaningful under the weights that sampled.
+        Statistics are detached, and numbers add up to the step's value; sampler_gap is a maximum.
+        Statistics called sampler_.. compare the scorer's log-probs with those at sampling: largest
+        and mean difference, and KL(sampler || scorer) by k3. They are meaningful under the weights
+        that sampled.
         """
         entropy_gradient = self.config.entropy_coef > 0
         scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
@@ -207,8 +215,8 @@ class MicroBatchLoss(torch.nn.Module):
 
     def _text_loss(
         self, scored: ScoredRollout, rows: slice, scores: ScoreOutput, totals: LossDenominators
-    ) -> tuple[torch.Tensor, dict]:
-        """(loss of the sampled tokens, its statistics).
+    ) -> tuple[torch.Tensor, dict[str, Statistic]]:
+        """Return (loss of the sampled tokens, {name: statistic}).
 
         The old log-probs are the sampler's. A loss with a ratio per row (gspo) takes those of the
         first update's scoring, since its clip range is narrower than the sampler's gap to the

@@ -1,14 +1,20 @@
-"""The records that data, policies and tasks hand to each other.
+"""Records that data, policies and tasks hand to each other.
 
 Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T tokens, C LLM width.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
 from rl_train.points.parser import PointPrompt
+from sa2va_hf.batches import Prompts
+
+if TYPE_CHECKING:  # policies import this module
+    from rl_train.policies.base import Features
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -20,7 +26,7 @@ class Batch:
     captions: list[str]
     image_ids: list[str]
     damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
-    inputs: object  # made by the policy's `inputs.collate`; nobody but the policy looks inside
+    inputs: Any  # made by the policy's `Inputs.collate`; only that policy reads it
     # (K, H, W) bool masks of the K other regions of each image, with --other_regions
     others: list[torch.Tensor] | None = None
 
@@ -39,19 +45,19 @@ class Inputs(Protocol):
     A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
     """
 
-    def check(self, sample: dict):
+    def check(self, sample: dict[str, Any]):
         """Raise DamagedSample if the sample does not fit the model."""
 
-    def prepare(self, sample: dict) -> object:
-        """The model's inputs of one sample: the costly work."""
+    def prepare(self, sample: dict[str, Any]) -> Any:
+        """Make the model's inputs of one sample: the costly work."""
 
-    def collate(self, prepared: list) -> object:
-        """The model's inputs of a batch, from what `prepare` made of each sample."""
+    def collate(self, prepared: list[Any]) -> Any:
+        """Join the prepared samples into the model's inputs of a batch."""
 
 
 @dataclass
 class SampledLatents:
-    """The M latents that a task's action sampled beside the text, and the masks they decode to."""
+    """Record of the M latents that a task's action sampled, and of the masks they decode to."""
 
     rows: torch.Tensor  # (M,) the row of each latent, ascending, on the CPU
     masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without a latent
@@ -63,14 +69,14 @@ class SampledLatents:
 
 @dataclass
 class Rollout:
-    """N answers of a policy to the prompts of a batch, as they were sampled.
+    """Record of N answers of a policy to the prompts of a batch, as they were sampled.
 
     ids, valid and stopped are on the CPU, so that layouts by them need no synchronisation.
     """
 
     batch: Batch
-    features: object  # what the policy made of the batch's images, shared by all rows and roles
-    prompts: object  # N prompts, the policy's own
+    features: "Features"  # of the batch's images by the policy, shared by all rows and roles
+    prompts: Prompts  # N
     texts: list[str]  # N answers, cut at the stop text
     num_generations: int
     ids: torch.Tensor  # (N, T)
@@ -84,19 +90,18 @@ class Rollout:
     def __len__(self):
         return len(self.texts)
 
-    def of_rows(self, values: list) -> list:
+    def of_rows(self, values: list[T]) -> list[T]:
         """Repeat B values, one a sample, for the N rows: entry i*G+j is values[i]."""
         return [values[row // self.num_generations] for row in range(len(self))]
 
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The rewards of a rollout and what they were computed from."""
+    """Record of a rollout's rewards and of the masks and texts they were computed from."""
 
     rewards: dict[str, torch.Tensor]  # {component: (N,)} on the CPU, NaN = could not be obtained
-    masks: list[
-        torch.Tensor
-    ]  # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
+    # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
+    masks: list[torch.Tensor]
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
     # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
     unparsed: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -8,12 +8,9 @@ import torch
 
 from rl_train.data.mixture import MixtureSampler
 from rl_train.grpo import group_std
-from rl_train.loss import ScoredRollout
+from rl_train.loss import ScoredRollout, Statistic
 from rl_train.rewards.custom import BadReward
 from rl_train.rewards.hacking_signals import has_digit, is_whole, repeats
-
-# A number that adds up to the step's value, or the (total, count) of a mean.
-Statistic = torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]
 
 
 class StepMetrics:

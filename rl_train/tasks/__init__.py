@@ -1,4 +1,4 @@
-"""What is asked and how it is judged; a new task is a file and a line here, or module:Class."""
+"""Tasks: their prompts and rewards. A new one is a file and a line in `TASKS`, or module:Class."""
 
 from inspect import isclass
 
@@ -13,14 +13,11 @@ TASKS = {
     "caption_mask_caption": CaptionMaskCaption,
     "point_segmentation": PointSegmentation,
 }
-DEFAULT_TASKS = (
-    "mask_caption_mask",
-    "caption_mask_caption",
-)  # what is trained if --tasks names none
+DEFAULT_TASKS = ("mask_caption_mask", "caption_mask_caption")  # trained without --tasks
 
 
 def load_task(name: str, known: dict[str, type] = TASKS) -> type:
-    """The task class called `name` among the `known`, or the one that "module:Class" names.
+    """Return the task class called `name` among the `known`, or the one "module:Class" names.
 
     Raises:
         ValueError: there is no such task, module or class.

@@ -1,4 +1,4 @@
-"""Interfaces of a task and of the action that it may sample beside its text; what tasks share.
+"""Interfaces of a task and of the action that it may sample beside its text; shared functions.
 
 Letters: B samples, N rows of a rollout, M actions in them, D parameters of an action, H W the
 pixels of a mask.
@@ -6,13 +6,13 @@ pixels of a mask.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from rl_train.config.grpo_config import LossConfig
 from rl_train.engine import ScoreOutput
-from rl_train.loss import LossDenominators, ScoredRollout
+from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards import LLMJudge, UserReward, mask_iou
 from rl_train.rewards.custom import add_user_rewards
@@ -33,7 +33,7 @@ class Action(Protocol):
         """Sample the actions of a rollout, under the weights that sampled its text."""
 
     def parameters(self, rollout: Rollout, rows: slice, scores: ScoreOutput) -> torch.Tensor:
-        """(M, D) of the distribution of the M actions in `rows`, by the weights in use."""
+        """Return the (M, D) parameters of the actions in `rows`, by the weights in use."""
 
     def loss(
         self,
@@ -42,14 +42,14 @@ class Action(Protocol):
         scores: ScoreOutput,
         totals: LossDenominators,
         config: LossConfig,
-    ) -> tuple[list[torch.Tensor], dict]:
-        """(terms to add to the loss of `rows`, statistics as of `loss.MicroBatchLoss`)."""
+    ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
+        """Return (terms to add to the loss of `rows`, {name: statistic})."""
 
     def metrics(self, rollout: Rollout, outcome: RewardOutput) -> dict[str, tuple[float, float]]:
-        """{metric: (total, count)} of a rollout's actions."""
+        """Return {metric: (total, count)} of a rollout's actions."""
 
-    def state_dict(self) -> dict: ...
-    def load_state_dict(self, state: dict): ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]): ...
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,10 @@ class Task(Protocol):
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
 
     def prompts(self, batch: Batch, features: Features) -> Prompts:
-        """One prompt for each sample of the batch, made by the policy."""
+        """Return one prompt for each sample of the batch, made by the policy."""
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        """The rewards of a rollout, NaN where not scored; writes nothing into it."""
+        """Return the rewards of a rollout, NaN where not scored. It is not written to."""
 
 
 def with_measurements(
@@ -102,7 +102,7 @@ def with_measurements(
     questions: list[str],
     masks: list[torch.Tensor],
     targets: list[torch.Tensor],
-    **columns: list,
+    **columns: list[Any],
 ) -> dict[str, torch.Tensor]:
     """Complete a task's rewards: all on the CPU, with "hit" and the user's own among them.
 
@@ -110,27 +110,29 @@ def with_measurements(
     gave no "judge" lose all weighted components, so that they are not scored.
 
     Args:
-        masks: N (H, W) bool, which the rewards are of; targets: N regions.
+        questions: N texts of the prompts.
+        masks: N (H, W) bool that were rewarded.
+        targets: N true regions (H, W) bool.
         columns: N entries each, further arguments of the user's functions: see `add_user_rewards`.
     """
-    batch, judged = rollout.batch, rewards.get("judge")
+    batch, verdicts = rollout.batch, rewards.get("judge")
     rewards = {name: values.cpu() for name, values in rewards.items()}
     if batch.others is not None:
         rewards["hit"] = on_target(masks, batch.masks, batch.others)
     rewards = add_user_rewards(
         rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
     )
-    if judged is not None:
-        # `combine` leaves single NaN components out, and a row out of which all are NaN.
+    if verdicts is not None:
+        # `combine` leaves out single NaN components, and rows whose components are all NaN.
         for name in task.weights:
-            rewards[name] = torch.where(judged.isnan(), torch.nan, rewards[name])
+            rewards[name] = torch.where(verdicts.isnan(), torch.nan, rewards[name])
     return rewards
 
 
 def mask_columns(
     masks: list[torch.Tensor], targets: list[torch.Tensor], batch: Batch
 ) -> dict[str, list]:
-    """{column: B values} of masks (H, W) of the evaluation split: IoU and its parts."""
+    """Return {column: B values} of B masks (H, W) of the evaluation split: IoU and its parts."""
     pairs = list(zip(masks, targets, strict=True))
     return dict(
         seg_iou=mask_iou(masks, targets, 1.0).tolist(),

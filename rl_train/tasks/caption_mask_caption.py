@@ -16,7 +16,7 @@ from sa2va_hf.to_device import to_device
 
 
 class CaptionMaskCaption(Task):
-    """Loop 2: the reward of a mask is how well the teacher's caption of it fits the prompt's."""
+    """Loop 2, with the agreement of the teacher's caption of a mask with the prompt's as reward."""
 
     name = "loop2"
     family, asks_teacher = "sa2va", True
@@ -71,12 +71,14 @@ class CaptionMaskCaption(Task):
         self.weights = {k: weight for k, weight in weights.items() if weight} | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
-        """The question for the mask of each sample's caption."""
+        """Return the question for the mask of each sample's caption."""
         policy = self.context.policy
         return policy.segment_prompts(images, list(range(len(batch))), batch.captions)
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        """{"meteor", "iou" and, unless its weight is 0, "likelihood": (N,)} of the sampled masks.
+        """Return {"meteor", "iou", "likelihood": (N,)} of the sampled masks.
+
+        The likelihood is computed unless its weight is 0.
 
         METEOR compares the teacher's caption of each mask with the prompt's caption; the likelihood
         is the teacher's, of the prompt's caption as a description of the mask. The IoU with the
@@ -91,7 +93,7 @@ class CaptionMaskCaption(Task):
         grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
             replies = describe(policy, features, image, masks, tokens, grids)
-            if "likelihood" in self.weights:  # which a GPU computes during what follows
+            if "likelihood" in self.weights:  # a GPU still computes it during METEOR
                 rewards["likelihood"] = caption_likelihood(
                     policy, features, image, masks, captions, tokens, grids
                 )

@@ -1,4 +1,4 @@
-"""The action of loop 2: the mask of each [SEG], sampled as a prompt embedding of SAM2.
+"""Action of loop 2: the mask of each [SEG], sampled as a prompt embedding of SAM2.
 
 The answer's text is nearly constant and the mask a deterministic function of it, so G equal texts
 would give one mask, equal rewards and no gradient. The action is z ~ N(mean, sigma^2 L L^T): mean
@@ -9,6 +9,7 @@ Letters: N rows, M [SEG] tokens in them, m of a micro-batch, D prompt-embedding 
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from rl_train.config.grpo_config import LossConfig
 from rl_train.distributed.process_group import print0
 from rl_train.engine import ScoreOutput
 from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
-from rl_train.loss import LossDenominators, ScoredRollout
+from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.sa2va_queries import row_masks
 from rl_train.rewards.iou import best_objects, mask_spread
@@ -87,8 +88,8 @@ class LatentMaskAction(Action):
         scores: ScoreOutput,
         totals: LossDenominators,
         config: LossConfig,
-    ) -> tuple[list[torch.Tensor], dict]:
-        """([policy term with its KL, supervised mask term], statistics) of `rows`.
+    ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
+        """Return ([policy term with its KL, supervised mask term], {name: statistic}) of `rows`.
 
         Each [SEG] is one action whose log-ratio is the mean over the D dimensions. Both terms are
         divided by the number of [SEG] tokens of the step, `totals.actions`.
@@ -142,7 +143,7 @@ class LatentMaskAction(Action):
         return loss_terms, statistics
 
     def metrics(self, rollout: Rollout, outcome: RewardOutput) -> dict[str, tuple[float, float]]:
-        """{metric: (total, count)} of the sampled masks.
+        """Return {metric: (total, count)} of the sampled masks.
 
         mask_spread: 1 - mean pairwise IoU in a group; no_seg_frac: rows without [SEG];
         capped_frac: rows with more [SEG] than are decoded; objects_frac: groups whose masks lie on
@@ -164,11 +165,11 @@ class LatentMaskAction(Action):
             metrics["mask_sigma"] = self.sigma, 1
         return metrics
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         factor = None if self.factor is None else self.factor.cpu()
         return dict(sigma=self.sigma, factor=factor)
 
-    def load_state_dict(self, state: dict):
+    def load_state_dict(self, state: dict[str, Any]):
         self.sigma, self.factor = state["sigma"], state["factor"]
         if self.factor is not None:  # kept on the device, where each micro-batch uses it
             self.factor = self.factor.to(self.policy.device)
@@ -187,8 +188,8 @@ def latent_loss(
     clip_range: float,
     kl_coef: float,
     num_actions: float,
-) -> tuple[torch.Tensor, dict]:
-    """(clipped policy term of m sampled embeddings z (m, D) plus their exact KL, its statistics).
+) -> tuple[torch.Tensor, dict[str, Statistic]]:
+    """Return (clipped policy term of m sampled embeddings plus their exact KL, {name: statistic}).
 
     Ratio and KL are of means over the D dimensions, so both weigh 1/D of the joint distribution's.
     Their gradient by the mean is the natural one (`natural_gradient`): a good sample attracts
@@ -197,12 +198,12 @@ def latent_loss(
 
     Args:
         mean, ref_mean: (m, D) by the weights in use and by the reference, None if kl_coef is 0.
+        z: (m, D) sampled.
         old_logp: (m,) of z when it was sampled; advantages: (m,); in_loss: (m,) bool.
         num_actions: of the whole step, by which the sums are divided.
 
-    Returns:
-        statistics, detached: the term itself, the fraction of clipped actions, and the KL in nats
-        of the joint distribution, D times that of the loss.
+    The statistics are detached: the term itself, the fraction of clipped actions, and the KL in
+    nats of the joint distribution, D times that of the loss.
     """
     mean = natural_gradient(mean, factor)
     logp = gaussian_logp(z, mean, sigma, factor)  # (m,)
@@ -226,7 +227,7 @@ def latent_loss(
 
 
 def natural_gradient(mean: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """The mean (m, D) itself, whose gradient arrives multiplied by L L^T (Amari 1998)."""
+    """Return the mean (m, D) unchanged, with its gradient multiplied by L L^T (Amari 1998)."""
     if factor is None:
         return mean
     fixed, factor = mean.detach(), factor.to(mean.device)

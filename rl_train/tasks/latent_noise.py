@@ -24,7 +24,7 @@ SIGMA_SAMPLES = 4  # sampled for each caption to measure that IoU
 
 @dataclass
 class CalibrationBatch:
-    """The first [SEG] of each of the base's answers to a batch's captions, n of them."""
+    """Record of the first [SEG] of each of the base's n answers with one to a batch's captions."""
 
     # (k images, (k, D) embeddings) -> (k, h, w) mask logits
     decode: Callable[[list[int], torch.Tensor], torch.Tensor]
@@ -54,11 +54,17 @@ def collect_calibration(
 
 
 def covariance_factor(embeddings: torch.Tensor) -> torch.Tensor | None:
-    """(D, D) float32 lower triangular L; L L^T is the covariance of embeddings (n, D), shrunk.
+    """Return float32 lower triangular L (D, D); L L^T is the shrunk covariance of embeddings.
 
     Its trace is D, so that sigma is the root mean square over dimensions whatever the embeddings'
-    scale. SHRINKAGE of it is the identity: n may be far below D, and yet no direction's variance is
-    below SHRINKAGE, or above D. None, which stands for the identity, if embeddings do not differ.
+    scale. A fraction SHRINKAGE of it is the identity, so that no direction's variance is below
+    SHRINKAGE, or above D.
+
+    Args:
+        embeddings: (n, D); n may be far below D.
+
+    Returns:
+        None, for the identity, if the embeddings do not differ.
     """
     x = embeddings.double().cpu()
     x = x - x.mean(0)
@@ -72,15 +78,15 @@ def covariance_factor(embeddings: torch.Tensor) -> torch.Tensor | None:
 
 
 def correlated_noise(noise: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """(M, D) noise of covariance L L^T, of standard normal noise (M, D)."""
+    """Return noise (M, D) of covariance L L^T, made of standard normal noise (M, D)."""
     return noise if factor is None else noise @ factor.to(noise.device).T
 
 
 @torch.no_grad()
 def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | None) -> float:
-    """The sigma whose masks have a mean IoU of SIGMA_IOU with the mean's.
+    """Find the sigma whose masks have a mean IoU of SIGMA_IOU with those of the mean.
 
-    It is found by bisection of the logarithm, between 1/64 and 16 times the std of the embeddings
+    The logarithm of sigma is bisected between 1/64 and 16 times the std of the embeddings
     themselves: SAM2's embedding has no scale of its own.
 
     Raises:
@@ -100,7 +106,8 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
 
     def mean_iou(sigma: float) -> float:
         noisy = [decode(mean + sigma * noise) > 0 for decode, mean, noise in samples]
-        return torch.cat([mask_iou(*pair, 1.0) for pair in zip(noisy, masks)]).mean().item()
+        iou = [mask_iou(sampled, of_mean, 1.0) for sampled, of_mean in zip(noisy, masks)]
+        return torch.cat(iou).mean().item()
 
     scale = torch.cat([mean for _, mean, _ in samples]).std().log2().item()
     low, high = scale - 6, scale + 4

@@ -17,7 +17,7 @@ from sa2va_hf.to_device import to_device
 
 
 class MaskCaptionMask(Task):
-    """Loop 1: the reward of a caption is the IoU of the mask that the teacher finds by it."""
+    """Loop 1, with the IoU of the mask that the teacher finds by a caption as its reward."""
 
     name = "loop1"
     family, asks_teacher = "sa2va", True
@@ -45,12 +45,12 @@ class MaskCaptionMask(Task):
         self.weights = {"iou": 1.0} | caption_reward | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
-        """The question for a caption of each sample's region."""
+        """Return the question for a caption of each sample's region."""
         policy = self.context.policy
         return policy.describe_prompts(images, list(range(len(batch))), list(images.grids))
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        """{"iou": (N,)} of the region and the mask that the teacher finds, at the image's own size.
+        """Return {"iou": (N,)} of region and mask by the teacher, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; so does a reply without [SEG]. With
         --use_llm_judge, "caption_reward" counts beside the IoU: it compares the sampled caption
@@ -78,8 +78,8 @@ class MaskCaptionMask(Task):
         rewards = {"iou": mask_iou(masks, targets)}
         if context.judge:
             rewards["meteor"] = meteor(captions, rollout.texts)
-            rewards["judge"] = judged = context.judge.score(captions, rollout.texts)
-            rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * judged
+            rewards["judge"] = verdicts = context.judge.score(captions, rollout.texts)
+            rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * verdicts
         questions = [DESCRIBE] * len(rollout)
         rewards = with_measurements(
             self, rollout, rewards, questions, masks, targets, mask_confidence=confidence

@@ -1,4 +1,4 @@
-"""Box and points for a referring expression: the policy answers them, SAM2 decodes the mask.
+"""Box and points for a referring expression: the policy answers, SAM2 decodes the mask.
 
 Segzero_plus's task, with Seg-Zero's and VisionReasoner's ways to answer. No teacher is asked.
 Letters: B samples, G generations, N = B*G rows.
@@ -64,10 +64,10 @@ class AnswerOptions:
 
 
 class PointTask(Task):
-    """The question of the second system, its answers' format and its metrics.
+    """Base of the second system's tasks: question, answer format and metrics.
 
-    Base of reinforcement learning (`PointSegmentation`) and of supervised training
-    (`sft_tasks.PointAnswers`).
+    `PointSegmentation` is its reinforcement learning, `sft_tasks.PointAnswers` its supervised
+    training.
     """
 
     name = "points"
@@ -82,27 +82,31 @@ class PointTask(Task):
         )
 
     def prompts(self, batch: Batch, features: QwenImageFeatures) -> Prompts:
-        """The question for box and points of each sample's caption."""
+        """Return the question for box and points of each sample's caption."""
         questions = [point_question(caption, self.format) for caption in batch.captions]
         return self.context.policy.point_prompts(features, list(range(len(batch))), questions)
 
     def parse(
         self, texts: list[str], features: QwenImageFeatures, image: list[int]
     ) -> tuple[list[PointPrompt | None], list[str]]:
-        """(answers parsed from texts[p] about image[p], None if unreadable; why not, or "").
+        """Return (answers parsed from texts[p] about image[p], reasons why not).
 
-        In pixels of the images' masks.
+        Answers are in pixels of the images' masks, None if unparsed; the reason of a parsed one is
+        "".
         """
-        seen, sizes = features.seen_sizes, features.sizes
         parsed = [
-            self.format.parse_in_pixels(text, seen[i], sizes[i]) for text, i in zip(texts, image)
+            self.format.parse_in_pixels(text, features.seen_sizes[i], features.sizes[i])
+            for text, i in zip(texts, image)
         ]
         return [answer for answer, _ in parsed], [reason for _, reason in parsed]
 
     def confused_regions(
         self, policy: QwenVLPolicy, features: QwenImageFeatures, targets: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """B (H, W) bool regions that SAM2 confuses with the targets; empty without negatives."""
+        """Return B (H, W) bool regions that SAM2 confuses with the targets.
+
+        They are empty if the format has no negative points.
+        """
         if self.format.with_negatives:
             return confused_regions(policy, features, targets)
         return [torch.zeros_like(target) for target in targets]
@@ -110,7 +114,7 @@ class PointTask(Task):
     def measure(
         self, policy: QwenVLPolicy, batch: Batch, features: QwenImageFeatures, max_new_tokens: int
     ) -> dict[str, list]:
-        """{column: B values} of greedy answers: see `point_metrics.measure`."""
+        """Return {column: B values} of greedy answers; see `point_metrics.measure`."""
         _, texts = policy.complete(features, self.prompts(batch, features), 1, max_new_tokens)
         answers, _ = self.parse(texts, features, list(range(len(batch))))
         return point_metrics.measure(
@@ -125,7 +129,7 @@ class PointTask(Task):
         max_new_tokens: int,
         num_generations: int,
     ) -> dict[str, list]:
-        """{column: B values} of G sampled answers: see `cycle_metrics.measure_samples`."""
+        """Return {column: B values} of G sampled answers; see `cycle_metrics.measure_samples`."""
         G, prompts = num_generations, self.prompts(batch, features)
         uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
         completions, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
@@ -142,7 +146,7 @@ class PointTask(Task):
 
 
 class PointSegmentation(PointTask):
-    """The task of the second system: the reward is the IoU of the mask that an answer prompts."""
+    """Task of the second system, with the IoU of the mask that an answer prompts as its reward."""
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
@@ -171,7 +175,7 @@ class PointSegmentation(PointTask):
         self.weights = weights | negatives | context.user_weights
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
-        """`point_rewards` of the masks that SAM2 decodes from the answers, at the image's own size.
+        """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.
 
         An answer that cannot be read has an empty mask and 0 in all components that count. The
         region that SAM2 confuses with the target follows from the target alone. See

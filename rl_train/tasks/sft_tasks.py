@@ -11,6 +11,7 @@ import torch
 
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.engine import ScoreOutput
+from rl_train.loss import Statistic
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.base import Features
 from rl_train.policies.qwen_vl import STOP_TEXTS, QwenImageFeatures
@@ -28,14 +29,14 @@ CONFUSED = 0.05  # smallest confused area, as a fraction of the target's, for a 
 
 @dataclass
 class Examples:
-    """One task's B examples of a batch, as `policy.score_answers` takes them."""
+    """Record of one task's B examples of a batch, as `policy.score_answers` takes them."""
 
     task: "SFTTask"
     batch: Batch
     features: Features  # of the batch
     prompts: Prompts  # B
     ids: torch.Tensor  # (B, T)
-    valid: torch.Tensor  # (B, T) bool, the answers with what ends them
+    valid: torch.Tensor  # (B, T) bool, answers with the tokens that end them
 
 
 class SFTTask(Task):
@@ -44,16 +45,16 @@ class SFTTask(Task):
     def examples(
         self, batch: Batch, features: Features, rngs: list[np.random.Generator]
     ) -> tuple[Prompts, list[list[int]]]:
-        """(B prompts, B answers as token ids with what ends them).
+        """Return (B prompts, B answers as token ids, with the tokens that end them).
 
         Args:
-            rngs: B numpy generators, one a sample, the only source of randomness.
+            rngs: B generators, one per sample, the only source of randomness.
         """
 
     def loss_terms(
         self, examples: Examples, features: Features, scores: ScoreOutput, rows: float
-    ) -> tuple[list[torch.Tensor], dict]:
-        """(loss terms beside the cross-entropy, statistics as of `loss.MicroBatchLoss`).
+    ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
+        """Return (loss terms beside the cross-entropy, {name: statistic}).
 
         Args:
             scores: of `policy.score_answers`.
@@ -118,8 +119,8 @@ class ReferringSegmentation(SFTTask):
 
     def loss_terms(
         self, examples: Examples, features: ImageFeatures, scores: ScoreOutput, rows: float
-    ) -> tuple[list[torch.Tensor], dict]:
-        """The masks' 2.0 BCE + 0.5 Dice, as the published supervised training weighs them."""
+    ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
+        """Return 2.0 BCE + 0.5 Dice of the masks, weighted as in the published training."""
         policy, targets = self.context.policy, examples.batch.masks
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)
         logits = policy.decode_masks(features, range(len(targets)), prompts)  # (B, h, w)
@@ -162,7 +163,7 @@ class PointAnswers(PointTask, SFTTask):
 def true_answer(
     answer_format: AnswerFormat, target: torch.Tensor, confused: torch.Tensor
 ) -> PointPrompt:
-    """The reference answer of a target (H, W) bool, in its own pixels.
+    """Return the reference answer of a target (H, W) bool, in its own pixels.
 
     Box and positive points are as the format's checkpoints give them: two deepest points for
     "segzero", else one; no box for "points". One negative point lies in the region confused with
