@@ -91,10 +91,11 @@ class Roles:
     def distance(self, a: str, b: str) -> float:
         """Return the RMS difference of two roles' weights, relative to the reference's RMS."""
         weights = {"policy": self.trainable, **self.copies}
-        left, right, reference = (
+        weights_a, weights_b, reference = (
             [weights[role][n].detach() for n in self.trainable] for role in (a, b, "reference")
         )
-        difference = torch._foreach_sub(left, right)
+        difference = torch._foreach_sub(weights_a, weights_b)
+        # The norm of all tensors' norms is that of all their elements.
         norms = [torch.stack(torch._foreach_norm(x)).norm().item() for x in (difference, reference)]
         return norms[0] / norms[1]
 

@@ -80,7 +80,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
 
 
 def build_examples(run: Run, batch: Batch, features: Features) -> list[Examples]:
-    """Every task's examples of a batch; random numbers follow from (seed, step, task, sample)."""
+    """Build every task's examples; random numbers follow from (seed, step, task, sample)."""
     state, policy, all_examples = run.state, run.state.policy, []
     max_tokens = run.config.rollout.max_completion_length
     for number, task in enumerate(state.tasks):
@@ -101,7 +101,7 @@ def build_examples(run: Run, batch: Batch, features: Features) -> list[Examples]
 def step_totals(
     step_examples: list[list[Examples]], num_ranks: int
 ) -> dict[tuple[str, str], float]:
-    """{(task, "tokens" or "rows"): count of a step over all ranks / number of ranks}."""
+    """Return {(task, "tokens" or "rows"): count of a step over all ranks / number of ranks}."""
     counts = Counter()
     for examples in itertools.chain.from_iterable(step_examples):
         counts[examples.task.name, "tokens"] += int(examples.valid.sum())
@@ -124,7 +124,7 @@ class SFTLoss(torch.nn.Module):
         totals: dict[tuple[str, str], float],
         last: bool,
     ) -> tuple[torch.Tensor, dict[str, dict]]:
-        """(loss of all tasks' examples, normalised over the whole step; {task: statistics}).
+        """Return (loss of all tasks' examples, normalised over the step; {task: statistics}).
 
         If `last`, connect every trainable parameter to the loss so that DDP reduces all of them.
         Statistics are those of `loss.MicroBatchLoss`.

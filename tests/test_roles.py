@@ -8,6 +8,7 @@ from rl_train.roles import Roles, half_life_decay
 from rl_train.run.schedules import cosine_schedule
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 
@@ -257,7 +258,7 @@ def test_the_reference_is_the_base_model(policy, batch):
         valid = rollout.valid[row]
         ids = torch.tensor([rollout.prompts.ids[row]])
         full = torch.cat([ids, rollout.ids[row : row + 1, valid]], dim=1)
-        logits = base(full, torch.ones_like(full), batch.inputs.pixel_values[row]).logits[
+        logits = base(full, torch.ones_like(full), normalise_tiles(batch.inputs.tiles[row])).logits[
             0, ids.shape[1] - 1 : -1
         ]
         expected = torch.log_softmax(logits, -1).gather(1, rollout.ids[row, valid, None])[:, 0]

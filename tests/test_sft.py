@@ -15,6 +15,7 @@ from rl_train.rewards.points import deepest_points
 from rl_train.run.error_report import remedy
 from rl_train.tasks.sft_tasks import true_answer
 from sa2va_hf.losses import mask_loss
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from tests.policies.tiny_points import write_qwen, write_sam
@@ -47,7 +48,7 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
             encoded = video_lisa_encode_fn(encoded, policy.tokenizer, max_length=8192)
             ids, labels = (torch.tensor([encoded[key]]) for key in ("input_ids", "labels"))
             region = dict(prompt_masks=[grid[None]], vp_overall_mask=torch.tensor([True]))
-            pixels = batch.inputs.pixel_values[k]
+            pixels = normalise_tiles(batch.inputs.tiles[k])
             out = model(ids, torch.ones_like(ids), pixels, **region if cells else {})
             shifted = labels[0, 1:]
             sums[name] += F.cross_entropy(out.logits[0, :-1], shifted, reduction="sum")

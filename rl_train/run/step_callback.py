@@ -70,9 +70,8 @@ class StepCallback:
                 self.run.ranks.is_main,
             )
         if signals.agreed:
-            gather_objects(
-                None
-            )  # torchrun ends the other ranks, which may be writing, with the first
+            # When one rank exits, torchrun ends the others, which may still be writing.
+            gather_objects(None)
             raise Interrupted(f"{signals.agreed}, after step {state.step}")
 
     def report(

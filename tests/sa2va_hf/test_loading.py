@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, loading
+from sa2va_hf.processing_sa2va import normalise_tiles
 from tests.runs import CHECKPOINT
 
 ITS_LINE = dict(low_cpu_mem_usage=True, use_flash_attn=True, trust_remote_code=True)
@@ -175,7 +176,7 @@ def test_generate_continues_prompts_with_images(model, batch, policy):
     """As `predict_forward` of the original calls it, for one prompt with a region, and several."""
     built = policy()
     images = built.encode(batch)
-    tiles, grids = batch.inputs.pixel_values[0], list(batch.inputs.grids[:2])
+    tiles, grids = normalise_tiles(batch.inputs.tiles[0]), list(batch.inputs.grids[:2])
     prompts = built.describe_prompts(images, [0, 1], [grid[None] for grid in grids])
     _, texts = built.complete(images, prompts, 1, 6)
     config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -184,7 +185,7 @@ def test_generate_continues_prompts_with_images(model, batch, policy):
         given = dict(input_ids=ids, attention_mask=torch.ones_like(ids, dtype=torch.bool))
         given |= dict(prompt_masks=[grid[None].float()], vp_overall_mask=torch.tensor([1.0]))
         given |= dict(generation_config=config, position_ids=None, labels=None, return_dict=None)
-        tile = batch.inputs.pixel_values[row]
+        tile = normalise_tiles(batch.inputs.tiles[row])
         answer = model.generate(pixel_values=tile, **given)
         assert built.prompts.completion_text(answer[0].tolist()) == texts[row]
         features = model.extract_feature(tile)

@@ -9,6 +9,7 @@ from rl_train.engine import hf_backend
 from rl_train.policies.sa2va_queries import answer_captions, describe
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
+from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.tokenizer import load_tokenizer
 from sa2va_hf.video import track
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
@@ -102,7 +103,7 @@ def test_scripts_of_the_original_run(built, scenes, policy):
 def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
     ids = torch.tensor([[460, 461]])
     model = Sa2VAModel.from_pretrained(SHIPPED_CHECKPOINT)
-    features = model.extract_feature(batch.inputs.pixel_values[0])
+    features = model.extract_feature(normalise_tiles(batch.inputs.tiles[0]))
     with pytest.raises(
         ValueError, match="0 <IMG_CONTEXT> tokens"
     ):  # known, though nobody bound a tokenizer
@@ -125,7 +126,7 @@ def test_region_masks_of_any_dtype(built, batch, dtype):
     prompts = built.describe_prompts(images, [0], list(batch.inputs.grids[:1]))
     ids, features = (
         torch.tensor(prompts.ids),
-        built.model.extract_feature(batch.inputs.pixel_values[0]),
+        built.model.extract_feature(normalise_tiles(batch.inputs.tiles[0])),
     )
 
     def embed(masks):
