@@ -20,13 +20,7 @@ from rl_train.utils.hub import model_folder
 from rl_train.utils.io import read_json
 
 # Flags of a run that its checkpoints' weights depend on.
-ARCHITECTURE = (
-    "lora_r",
-    "lora_alpha",
-    "sam_path",
-    "image_side",
-    "max_image_tokens",
-)
+ARCHITECTURE = ("lora_r", "lora_alpha", "sam_path", "image_side", "max_image_tokens")
 
 
 def open_policy(
@@ -66,8 +60,7 @@ def open_policy(
     if role == "teacher":
         raise ValueError(f"--role teacher: {flag} {folder} is no checkpoint of a run")
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
-    groups = FAMILIES[family_of(base)].trainable
-    return build_policy(config, {}, groups, max_new_tokens, device)
+    return build_policy(config, {}, FAMILIES[family_of(base)].trainable, max_new_tokens, device)
 
 
 def load_policy(
@@ -92,8 +85,8 @@ def load_policy(
     base = model_folder("--model_path", base or flags["model_path"])
     settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
-    names = open_weights(folder / WEIGHT_FILES[role]).keys()
-    groups = flags.get("train") or groups_of(names, FAMILIES[family_of(base)].trainable)
+    weights = open_weights(folder / WEIGHT_FILES[role])
+    groups = flags.get("train") or groups_of(weights.keys(), FAMILIES[family_of(base)].trainable)
     policy = build_policy(config, {}, groups, max_new_tokens, device)
     fingerprint = fingerprint_of(*filter(None, (config.model_path, config.sam_path)))
     load_weights(folder, policy.trainable, WEIGHT_FILES[role], fingerprint)

@@ -51,8 +51,8 @@ class RunLogger:
             self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("ab")
         if ranks.is_main:
             with wrap_write_errors(self.folder):
-                purge_step = start + 1 if start else 0
-                self.writer = SummaryWriter(str(self.folder), purge_step=purge_step)
+                # Points of step `start` stay: its checkpoint was saved after them.
+                self.writer = SummaryWriter(str(self.folder), purge_step=start + 1 if start else 0)
 
     def scalars(self, values: dict[str, float], step: int):
         """Log {metric: value} of a step; all of it is in the file when this returns.
@@ -75,11 +75,15 @@ class RunLogger:
         captions = rollout.of_rows(rollout.batch.captions)
         lines = []
         for row, text in enumerate(rollout.texts):
-            line = dict(step=step, task=scored.task.name, image_id=image_ids[row])
-            line |= dict(
-                caption=captions[row], completion=text, reward=_json_number(scored.reward[row])
+            line = dict(
+                step=step,
+                task=scored.task.name,
+                image_id=image_ids[row],
+                caption=captions[row],
+                completion=text,
+                reward=_json_number(scored.reward[row]),
+                advantage=round(scored.advantages[row].item(), 4),
             )
-            line["advantage"] = round(scored.advantages[row].item(), 4)
             line |= {name: _json_number(values[row]) for name, values in outcome.rewards.items()}
             line |= {"reply": outcome.replies[row]} if outcome.replies else {}
             line |= {"unparsed": reason for reason, rows in outcome.unparsed.items() if rows[row]}
@@ -184,8 +188,8 @@ def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.n
     canvas.paste(
         overlay(image, scored.outcome.masks[row], PREDICTED, prompt), (PICTURE_WIDTH + 8, 0)
     )
-    text, corner = "\n".join(lines), (4, image.height + 4)
-    ImageDraw.Draw(canvas).multiline_text(corner, text, fill="black", font_size=14)
+    below = (4, image.height + 4)
+    ImageDraw.Draw(canvas).multiline_text(below, "\n".join(lines), fill="black", font_size=14)
     return np.array(canvas)
 
 
