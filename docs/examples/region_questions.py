@@ -26,7 +26,6 @@ QUESTIONS = (
 
 class RegionQuestions(Task):
     name = "questions"
-    summary = "questions about regions, answered as the teacher answers them"
     family, asks_teacher = "sa2va", True
 
     @dataclass(frozen=True)
