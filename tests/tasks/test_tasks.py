@@ -32,7 +32,7 @@ def test_a_new_task_has_flags(monkeypatch, tmp_path):
     line = f"--model_path {tmp_path} --data_dir {tmp_path} --output_dir {tmp_path}/o"
     line += " --tasks counting --most 4"
     config = parse(line.split())
-    assert config.tasks["counting"].most == 4 and config.kinds == dict(counting=Counting)
+    assert config.tasks["counting"].most == 4 and config.task_classes == dict(counting=Counting)
     with pytest.raises(SystemExit):
         cli.parse([*line.split(), "--least", "1"])
 
