@@ -90,7 +90,7 @@ def test_too_much_bad_data_is_exit_status_1_and_one_sentence(planted):
             ["--data_dir", str(folder / "dam"), "--dataset", "dam", "--num_workers", "0"]
         )
     assert "\n" not in str(caught.value)
-    with pytest.raises(SystemExit, match="^inspect_data: --data_dir /nowhere/at/all "):
+    with pytest.raises(SystemExit, match="^inspect_data: --data_dir /nowhere/at/all: "):
         inspect_data.main(["--data_dir", "/nowhere/at/all"])
 
 
