@@ -35,6 +35,7 @@ OURS = {
     for name in re.findall(r"^@triton\.jit.*\ndef (\w+)", file.read_text(), re.MULTILINE)
 }
 KERNELS = ["matrix products", "attention", "our and compiled kernels", "other kernels", "copies"]
+Event = tuple[str, float, float]  # name, start and end in seconds
 MARKS = {"cuda": "spin_kernel", "cpu": "end of phase"}
 SPARE_MARKS = 8  # before the first that counts: what a profiler loses, it loses at its start
 CLOCK_SLACK = 0.1  # seconds by which a phase may differ between trace and host
@@ -98,8 +99,8 @@ def measure(options: Options) -> dict:
     return head | dict(total=plain["total"], phases=phases) | more
 
 
-def parse(trace: dict, device_type: str) -> list[tuple[str, float, float]]:
-    """(name, start, end), in seconds, by start, of what ran on the device, and of the marks."""
+def parse(trace: dict, device_type: str) -> list[Event]:
+    """Return events of the device and the marks, in the order of their starts."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset") if device_type == "cuda" else ("cpu_op",)
     events = [
         (event["ts"] / 1e6, event["dur"] / 1e6, event["name"])
@@ -110,7 +111,7 @@ def parse(trace: dict, device_type: str) -> list[tuple[str, float, float]]:
     return [(name, start - first, start - first + took) for start, took, name in sorted(events)]
 
 
-def split(events, phases: dict[str, float], mark: str) -> dict[str, list]:
+def split(events: list[Event], phases: dict[str, float], mark: str) -> dict[str, list[Event]]:
     """{phase: its events}, by the marks.
 
     Raises:
@@ -143,7 +144,7 @@ def kind(name: str) -> str:
     return "matrix products" if PRODUCTS.search(name) else "other kernels"
 
 
-def attribute(events) -> dict[str, float]:
+def attribute(events: list[Event]) -> dict[str, float]:
     """{class: seconds} in which any event ran; where they overlap, all count for less."""
     of_class, busy, until = dict.fromkeys(KERNELS, 0.0), 0.0, 0.0
     for name, start, end in events:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from sa2va_hf import Sa2VAModel
 
 
-def new_config(vision: dict, llm: dict, **top) -> dict:
+def new_config(vision: dict, llm: dict, **top: str | int | float | bool | dict) -> dict:
     """A config.json of InternViT-300M's and Qwen2.5's kind.
 
     Args:

@@ -118,9 +118,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return new_tokenizer(tokenizer, SPECIAL)
 
 
-def new_qwen(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+def new_qwen(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
     """A Qwen2.5-VL of random weights, at the scale of each layer's inputs."""
-    of = tokenizer.convert_tokens_to_ids
+    token_id = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config=TEXT
         | dict(
@@ -130,10 +130,10 @@ def new_qwen(tokenizer) -> Qwen2_5_VLForConditionalGeneration:
         ),
         vision_config=VISION,
         tie_word_embeddings=True,
-        image_token_id=of("<|image_pad|>"),
-        video_token_id=of("<|video_pad|>"),
-        vision_start_token_id=of("<|vision_start|>"),
-        vision_end_token_id=of("<|vision_end|>"),
+        image_token_id=token_id("<|image_pad|>"),
+        video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"),
+        vision_end_token_id=token_id("<|vision_end|>"),
     )
     model = Qwen2_5_VLForConditionalGeneration(config)
     for name, parameter in model.named_parameters():
@@ -168,8 +168,10 @@ def new_sam() -> Sam2Model:
     return model
 
 
-def save_qwen(model, tokenizer, folder: Path):
-    """Write Qwen2.5-VL's folder: weights in bfloat16, tokenizer, how it sees images."""
+def save_qwen(
+    model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, folder: Path
+):
+    """Write Qwen2.5-VL's folder: weights in bfloat16, tokenizer, image preprocessing."""
     _save(model, folder)
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
@@ -179,13 +181,13 @@ def save_qwen(model, tokenizer, folder: Path):
     (folder / "preprocessor_config.json").write_text(text)
 
 
-def save_sam(model, folder: Path):
-    """Write SAM2's folder, weights in bfloat16."""
+def save_sam(model: Sam2Model, folder: Path):
+    """Write SAM2's folder, with weights in bfloat16."""
     _save(model, folder)
 
 
 def _save(model, folder: Path):
-    """Write a model's weights in bfloat16, and its configuration; the model stays what it is."""
+    """Write a model's weights in bfloat16 and its configuration; the model is not changed."""
     state = {name: value.to(torch.bfloat16) for name, value in model.state_dict().items()}
     state.pop("lm_head.weight", None)  # Qwen2.5-VL's, tied to its embeddings
     model.save_pretrained(folder, state_dict=state)

@@ -1,4 +1,4 @@
-"""What the demo leaves to learn: which attributes tell objects apart, say, read and find what.
+"""Report what the demo leaves to learn about each attribute.
 
     python -m tools.demo.report --checkpoint outputs/demo/checkpoint [--output F.json]
     python -m tools.demo.report --checkpoint outputs/mid/checkpoint --size mid --device cuda
@@ -22,39 +22,49 @@ from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import build_policy
 from rl_train.policies.sa2va_queries import answer_captions, describe
 from rl_train.rewards import mask_iou
-from tools.demo.scenes import HELDOUT, TRAIN, caption, make_scene
+from sa2va_hf.batches import ImageFeatures
+from tools.demo.scenes import HELDOUT, TRAIN, Scene, caption, make_scene
 from tools.demo.sizes import SIZES
 
 TOKENS = 32  # of an answer, at most
 PROBE_STEPS = 300
 
 
-def told_apart(scenes) -> dict[int, dict[str, float]]:
-    """{k: shares of objects that k attributes tell from all others: "any" k, the "best" k}."""
-    shares = {k: [] for k in range(1, len(scenes[0].objects[0].attributes) + 1)}
+def told_apart(scenes: list[Scene]) -> dict[int, dict[str, float]]:
+    """Return {k: fractions of objects that k attributes tell from all others}.
+
+    "any" is averaged over all choices of k attributes, "best" takes the best choice.
+    """
+    by_count = {k: [] for k in range(1, len(scenes[0].objects[0].attributes) + 1)}
     for scene in scenes:
         for obj in scene.objects:
             others = [o for o in scene.objects if o is not obj]
             differ = [[a != b for a, b in zip(obj.attributes, o.attributes)] for o in others]
-            for k, found in shares.items():
+            for k, picked in by_count.items():
                 picks = combinations(range(len(obj.attributes)), k)
-                found.append([all(any(d[a] for a in pick) for d in differ) for pick in picks])
+                picked.append([all(any(d[a] for a in pick) for d in differ) for pick in picks])
     return {
-        k: dict(any=float(np.mean(found)), best=float(np.mean(np.any(found, 1))))
-        for k, found in shares.items()
+        k: dict(any=float(np.mean(picked)), best=float(np.mean(np.any(picked, 1))))
+        for k, picked in by_count.items()
     }
 
 
 class Report:
     """Measures of one checkpoint on scenes that are drawn by a seed."""
 
-    def __init__(self, checkpoint: Path, seed: int, attributes, device: str = "cpu"):
+    def __init__(
+        self,
+        checkpoint: Path,
+        seed: int,
+        attributes: dict[str, tuple[str, ...]],
+        device: str = "cpu",
+    ):
         config = PolicyConfig(model_path=str(checkpoint), lora_r=1, dtype="float32")
         self.policy = build_policy(config, ("lora", "mlp1"), TOKENS, torch.device(device))
         self.seed, self.attributes = seed, attributes
 
-    def features(self, scene):
-        """Features of a scene's image, by the same path as in a run."""
+    def features(self, scene: Scene) -> ImageFeatures:
+        """Return features of a scene's image, computed as in a run."""
         obj = scene.objects[0]
         sample = dict(
             image=scene.image, mask=obj.mask, caption=obj.caption, category="", image_id=""
@@ -62,8 +72,8 @@ class Report:
         return self.policy.encode(Batches([sample], self.policy.inputs(TOKENS))[[0]])
 
     @torch.no_grad()
-    def regions(self, scenes) -> torch.Tensor:
-        """(n, C) mean feature of each object's cells, as the language model is given them."""
+    def regions(self, scenes: list[Scene]) -> torch.Tensor:
+        """Return the mean input feature (n, C) of the language model over each object's cells."""
         rows, policy = [], self.policy
         for scene in scenes:
             tile = policy.processor.tiles(scene.image).to(policy.device)
@@ -72,8 +82,8 @@ class Report:
                 rows.append(tokens[policy.processor.region_grid(obj.mask).flatten()].mean(0))
         return torch.stack(rows).cpu()
 
-    def probe(self, training, heldout) -> dict[str, float]:
-        """{attribute: accuracy on held-out objects} of linear probes on `regions`."""
+    def probe(self, training: list[Scene], heldout: list[Scene]) -> dict[str, float]:
+        """Fit linear probes on `regions`; return {attribute: accuracy on held-out objects}."""
         xs = [self.regions(scenes) for scenes in (training, heldout)]
         mean, std = xs[0].mean(0), xs[0].std(0) + 1e-6
         xs, accuracy = [(x - mean) / std for x in xs], {}
@@ -91,8 +101,11 @@ class Report:
             accuracy[name] = (probe(xs[1]).argmax(1) == ys[1]).float().mean().item()
         return accuracy
 
-    def said(self, scenes) -> dict[str, float]:
-        """{attribute: share of greedy captions that state it rightly}, "words", "distinct"."""
+    def said(self, scenes: list[Scene]) -> dict[str, float]:
+        """Return {attribute: fraction of greedy captions that state it rightly}.
+
+        "words" is a caption's mean number of words, "distinct" the fraction of distinct captions.
+        """
         right, words, texts = [], [], []
         for scene in scenes:
             masks = [torch.from_numpy(obj.mask) for obj in scene.objects]
@@ -104,19 +117,19 @@ class Report:
         shares = dict(zip(self.attributes, np.mean(right, 0).tolist()))
         return shares | dict(words=float(np.mean(words)), distinct=len(set(texts)) / len(texts))
 
-    def found(self, scenes) -> dict[int, dict[str, float]]:
-        """{number of right attributes in a phrase: IoU and hits of its mask}.
+    def found(self, scenes: list[Scene]) -> dict[int, dict[str, float]]:
+        """Return {number of right attributes in a phrase: IoU and hits of its mask}.
 
-        ideal_hit is of a listener who takes one of the objects that most of the attributes fit.
+        ideal_hit is that of a listener who picks one of the objects that fit most attributes.
         """
         rng, rows = np.random.default_rng([self.seed, 10]), {}
         for scene in scenes:
             features = self.features(scene)
             truth = np.stack([obj.mask for obj in scene.objects])
             truth = torch.from_numpy(truth).to(self.policy.device)
-            for number, obj in enumerate(scene.objects):
-                phrases, kept = [], range(len(self.attributes) + 1)
-                for num_right in kept:
+            for index, obj in enumerate(scene.objects):
+                phrases, counts = [], range(len(self.attributes) + 1)
+                for num_right in counts:
                     keep = rng.permutation(len(self.attributes))[:num_right]
                     phrases.append(
                         tuple(
@@ -128,15 +141,15 @@ class Report:
                             )
                         )
                     )
-                texts = [caption(*one) for one in phrases]
+                texts = [caption(*phrase) for phrase in phrases]
                 masks, *_ = answer_captions(self.policy, features, [0] * len(texts), texts, TOKENS)
-                for num_right, mask, phrase in zip(kept, masks, phrases):
+                for num_right, mask, phrase in zip(counts, masks, phrases):
                     ious = mask_iou([mask] * len(truth), list(truth), 0.0)
-                    hit = ious[number] > 0 and int(ious.argmax()) == number
+                    hit = ious[index] > 0 and int(ious.argmax()) == index
                     fit = [sum(map(str.__eq__, phrase, o.attributes)) for o in scene.objects]
-                    best = [i for i, one in enumerate(fit) if one == max(fit)]
-                    ideal = (number in best) / len(best)
-                    row = (float(ious[number]), float(hit), ideal)
+                    best = [i for i, count in enumerate(fit) if count == max(fit)]
+                    ideal = (index in best) / len(best)
+                    row = (float(ious[index]), float(hit), ideal)
                     rows.setdefault(num_right, []).append(row)
         names = ("iou", "hit", "ideal_hit")
         return {

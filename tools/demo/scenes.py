@@ -10,7 +10,9 @@ H, W = image height and width in pixels; positions are (x, y) in pixels, x to th
 """
 
 import multiprocessing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +20,7 @@ from PIL import Image
 
 from tools.demo.shapes import background, pattern, place, stamp
 
+Result = TypeVar("Result")
 TRAIN, HELDOUT, WARM_START = 0, 1, 2  # split numbers of make_scene
 COLORS = {
     "red": (214, 36, 40),
@@ -145,8 +148,8 @@ def make_scene(seed: int, split: int, index: int, kind: Kind = TINY) -> Scene:
     return draw_scene(np.random.default_rng([seed, split, index]), kind)
 
 
-def in_order(function, number: int, workers: int = 0):
-    """Yield function(i) for i below `number`, computed by so many processes; 0: by this one.
+def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -> Iterator[Result]:
+    """Yield function(i) for i below `number`, computed by `workers` processes; 0: by this one.
 
     The function is pickled, so it is one of a module, or a partial of one.
     """
@@ -188,7 +191,7 @@ def _draw(rng, plan, kind) -> Scene | None:
     """A scene of objects with these attributes, or None if one found no place."""
     width, height = kind.image_sizes[rng.integers(len(kind.image_sizes))]
     canvas = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
-    taken, objects, areas = np.zeros((height, width), dtype=bool), [], []
+    occupied, objects, areas = np.zeros((height, width), dtype=bool), [], []
     for values in plan:
         obj = Object(
             mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values))
@@ -203,15 +206,15 @@ def _draw(rng, plan, kind) -> Scene | None:
             rows, cols = place(rng, alpha.shape, width // 2, height // 2)
             box = np.s_[top + rows.start : top + rows.stop, left + cols.start : left + cols.stop]
             around = tuple(slice(max(s.start - GAP, 0), s.stop + GAP) for s in box)
-            apart = not taken[around].any()
-            if apart or kind.visible < 1 and leaves(kind.visible, objects, areas, box, alpha):
+            separate = not occupied[around].any()
+            if separate or kind.visible < 1 and leaves(kind.visible, objects, areas, box, alpha):
                 break
         else:
             return None
         for other in objects:
             other.mask[box] &= alpha < 0.5
         obj.mask[box] = alpha >= 0.5
-        taken[box] = True
+        occupied[box] = True
         areas.append(obj.mask.sum())
         jitter = rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3)
         paint = np.clip(np.array(COLORS[obj.color]) + jitter, 0, 255)
@@ -225,11 +228,18 @@ def _draw(rng, plan, kind) -> Scene | None:
     return Scene(image, tuple(objects))
 
 
-def leaves(visible: float, objects, areas, box, alpha) -> bool:
-    """Whether a stamp drawn in the window `box` leaves so much of each object to see.
+def leaves(
+    visible: float,
+    objects: list[Object],
+    areas: list[int],
+    box: tuple[slice, slice],
+    alpha: np.ndarray,
+) -> bool:
+    """Tell whether a stamp in the window `box` leaves a fraction `visible` of each object.
 
     Args:
-        areas: pixels of each object, hidden ones included; alpha: (h, w) of the stamp.
+        areas: pixels of each object, hidden ones included.
+        alpha: (h, w) in 0..1 of the stamp.
     """
     return all(
         obj.mask.sum() - (obj.mask[box] & (alpha >= 0.5)).sum() >= visible * area

@@ -7,6 +7,7 @@ of one demo an interval is for other seeds, not for other regions.
 import json
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -163,7 +164,7 @@ def markdown(found: dict, metrics: list[str]) -> str:
     return "\n".join(lines)
 
 
-def row(name: str, count, cells) -> str:
+def row(name: str, count: int | str, cells: Iterable[str]) -> str:
     return f"| {name} | {count} | {' | '.join(cells)} |"
 
 
