@@ -457,8 +457,8 @@ class Config:
     optim: OptimConfig
     run: RunConfig
     task_classes: dict[str, type]  # {name in --tasks: its class}, those of weight 0 left out
-    tasks: dict[str, object]  # {the same name: its Options}
-    flags: dict[str, object]  # every flag, as config.json has them
+    tasks: dict[str, Any]  # {the same name: its Options}
+    flags: dict[str, Any]  # every flag, as config.json has them
     declared_in: tuple[type, ...]  # the config classes of these flags, in order
 
     @property
@@ -472,5 +472,7 @@ class Config:
 
 
 CONFIG_CLASSES = {
-    n: kind for n, kind in Config.__annotations__.items() if dataclasses.is_dataclass(kind)
+    name: annotation
+    for name, annotation in Config.__annotations__.items()
+    if dataclasses.is_dataclass(annotation)
 }

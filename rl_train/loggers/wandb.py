@@ -2,11 +2,12 @@
 
 import secrets
 from pathlib import Path
+from typing import Any
 
 from rl_train.utils.io import read_json, write_json
 
 
-def start_wandb(folder: Path, project: str, flags: dict):
+def start_wandb(folder: Path, project: str, flags: dict[str, Any]):
     """Start the W&B run of `folder`: a new one, or the one that a resumed run continues.
 
     It reads what SummaryWriter writes from then on, and ends with this process: as "failed" after

@@ -22,8 +22,8 @@ class NanWatcher:
 
     def take(self) -> "NanWatcher":
         """Return what was seen since the last call; only its `names` wait for the GPU."""
-        taken, self.seen = NanWatcher(self.seen), {}
-        return taken
+        watcher, self.seen = NanWatcher(self.seen), {}
+        return watcher
 
     def names(self) -> list[str]:
         """Return the names of outputs of which a number was not finite."""
