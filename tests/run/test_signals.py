@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from rl_train import train
 from rl_train.checkpoint import save_load
-from rl_train.data.loader import _loader
 from rl_train.evaluation import evaluate
 from rl_train.run import build
-from rl_train.run.signals import EXIT_INTERRUPTED, SignalHandler
+from rl_train.run.signals import EXIT_INTERRUPTED, SignalHandler, ignore_signals_in_worker
 from tests.campaigns import kill_campaign
 from tests.campaigns.kill_campaign import RUN, differences
 from tests.ranks import fork
@@ -137,9 +136,20 @@ class Pids(Dataset):
         return os.getpid()
 
 
+def pid_loader(num_workers: int) -> DataLoader:
+    """50 process ids of workers that are set up as `batch_loader`'s."""
+    return DataLoader(
+        Pids(),
+        batch_size=None,
+        sampler=[0] * 50,
+        num_workers=num_workers,
+        worker_init_fn=ignore_signals_in_worker,
+    )
+
+
 def test_a_worker_leaves_signals_to_the_trainer():
     with SignalHandler().listening():
-        batches = iter(_loader(Pids(), [0] * 50, num_workers=1))
+        batches = iter(pid_loader(num_workers=1))
         pid = next(batches)
         assert pid != os.getpid()
         for name in ("INT", "TERM", "USR1"):  # not by the trainer, which may end its workers
@@ -150,9 +160,8 @@ def test_a_worker_leaves_signals_to_the_trainer():
 def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
     """At its exit Python sends them SIGTERM and waits, which once lasted for ever."""
     script = (
-        "import threading\nfrom rl_train.data.loader import _loader\n"
-        "from tests.run.test_signals import Pids\n"
-        "threading.held = iter(_loader(Pids(), [0] * 50, num_workers=2))\n"
+        "import threading\nfrom tests.run.test_signals import pid_loader\n"
+        "threading.held = iter(pid_loader(num_workers=2))\n"
         "print(next(threading.held))\nraise SystemExit(3)\n"
     )
     how = dict(cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
