@@ -1,4 +1,4 @@
-"""Many prompts about several images as one batch: features once an image, one embedding.
+"""Batches of prompts about several images: features are computed once an image.
 
 Letters: B images, P prompts (each about one image), L their longest length, C LLM width.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ImageFeatures:
-    """Features of B images before what trains, shared by all rows, roles and inner iterations."""
+    """Features of B images before trained modules, shared by rows, roles and inner iterations."""
 
     vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
     tiles: list[int]  # tiles of each image
@@ -29,10 +29,10 @@ class ImageFeatures:
 
 @dataclass
 class Prompts:
-    """P questions, ready for an answer."""
+    """P prompts, ready for an answer."""
 
     ids: list[list[int]]  # ragged
-    image: list[int]  # the image each is about
+    image: list[int]  # index of the image of each
     grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, on the CPU, or None
 
     def __len__(self):
@@ -46,12 +46,12 @@ class Prompts:
         return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
 
     def followed_by(self, answers: list[list[int]]) -> "Prompts":
-        """Each with the ids of an answer behind it."""
+        """Return the prompts, each followed by the ids of an answer."""
         ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
         return Prompts(ids, self.image, self.grids)
 
     def distinct(self) -> tuple["Prompts", list[int]]:
-        """(the prompts without repeats of the one before, the index there of each of these)."""
+        """Return the prompts without consecutive repeats, and each prompt's index among them."""
         first = [row for row in range(len(self)) if row == 0 or not self._repeats(row)]
         return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
 
@@ -61,21 +61,21 @@ class Prompts:
 
 
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(P, L) ids and attention mask of ragged rows, padded on the left to the longest."""
+    """Pad ragged rows on the left to the longest: return ids and attention mask (P, L)."""
     lengths = torch.tensor([len(row) for row in rows])
-    there = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]
-    ids = torch.full(there.shape, pad_id)
-    ids[there] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
-    return ids, there.long()
+    attended = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]
+    ids = torch.full(attended.shape, pad_id)
+    ids[attended] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
+    return ids, attended.long()
 
 
 def embed(
     model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts, pad_id: int, num_tokens: int = 0
 ):
-    """Left-padded embeddings of prompts, with image and region features.
+    """Return left-padded embeddings of prompts, with image and region features.
 
     Args:
-        num_tokens: what will follow a prompt; checked against the model's context.
+        num_tokens: number of tokens that will follow a prompt; checked against the model's context.
 
     Returns:
         embeds (P, L, C), attention mask (P, L) on the CPU.
@@ -99,18 +99,19 @@ def embed(
 def _check_length(model, ids: list[int], num_tokens: int):
     limit = model.config.llm.max_position_embeddings
     if len(ids) + num_tokens > limit:
-        of_image = ids.count(model.img_context_id)
-        remedy = "use fewer tiles" if 2 * of_image > len(ids) else "its caption is too long"
+        num_image_tokens = ids.count(model.img_context_id)
+        remedy = "use fewer tiles" if 2 * num_image_tokens > len(ids) else "its caption is too long"
         raise ValueError(
-            f"a prompt of {of_image} tokens of image and region and {len(ids) - of_image} of "
-            f"text, {num_tokens} behind it, does not fit the context of {limit}: {remedy}"
+            f"a prompt of {num_image_tokens} tokens of image and region and "
+            f"{len(ids) - num_image_tokens} of text, {num_tokens} behind it, does not "
+            f"fit the context of {limit}: {remedy}"
         )
 
 
 def shared_prefix_lengths(
     model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts
 ) -> list[int]:
-    """Leading tokens that each prompt shares with the one before: to the end of one image."""
+    """Return how many leading tokens, up to its image's end, each prompt shares with the last."""
     lengths = [0] * len(prompts)
     for p in range(1, len(prompts)):
         ids, image = prompts.ids[p], prompts.image[p]

@@ -1,4 +1,4 @@
-"""How the original's scripts load a model: transformers' arguments, as `Sa2VAModel` takes them."""
+"""Arguments of transformers' `from_pretrained`, as the original's scripts pass them."""
 
 import logging
 from pathlib import Path
@@ -32,7 +32,7 @@ def resolve(
     device_map: str | dict | None,
     others: dict,
 ) -> tuple:
-    """(dtype, device) that the arguments of `Sa2VAModel.from_pretrained` mean.
+    """Return the dtype and device that arguments of `Sa2VAModel.from_pretrained` mean.
 
     Arguments without a meaning here are named in one line of the log.
 
@@ -57,21 +57,23 @@ def resolve(
     return named, _one_device(_one("device", device, "device_map", device_map))
 
 
-def _one(name, value, other, also):
-    """Whichever of two arguments is given; ValueError if both are and they differ."""
-    if value is not None and also is not None and value != also:
-        raise ValueError(f"Sa2VAModel.from_pretrained: {name} is {value!r}, {other} {also!r}")
-    return also if value is None else value
+def _one(name, value, other, other_value):
+    """Return the argument that is given; ValueError if both are and they differ."""
+    if value is not None and other_value is not None and value != other_value:
+        raise ValueError(
+            f"Sa2VAModel.from_pretrained: {name} is {value!r}, {other} {other_value!r}"
+        )
+    return other_value if value is None else value
 
 
 def _one_device(place) -> torch.device:
-    """The device that a `device_map` or a device names, the CPU if None.
+    """Return the device that a `device_map` or a device names, the CPU if None.
 
     A map may name parts, if all lie on one device. "auto" and its like are the one accelerator, if
     there are not several.
     """
     if isinstance(place, dict):
-        places = {"disk" if one == "disk" else _device(one) for one in place.values()}
+        places = {"disk" if name == "disk" else _device(name) for name in place.values()}
         place = places.pop() if len(places) == 1 else "several"
     if place in ("auto", "balanced", "balanced_low_0", "sequential"):
         if torch.cuda.device_count() < 2:
@@ -89,12 +91,12 @@ def _one_device(place) -> torch.device:
 
 
 def _device(place) -> torch.device:
-    """A device by its name; a number is that of a GPU, also where torch knows none."""
+    """Return a device by its name; a number is that of a GPU, also where torch knows none."""
     return torch.device(f"cuda:{place}" if isinstance(place, int) else place)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
-    """Dtype of the LLM's norms in the safetensors of `folder`. ValueError if there are none."""
+    """Return the dtype of the LLM's norms in `folder`; ValueError if it has no safetensors."""
     for key, file in find_keys(folder).items():
         if key.startswith(("language_model.", "model.")) and key.endswith("norm.weight"):
             with safe_open(file, framework="pt") as reader:

@@ -9,7 +9,7 @@ BCE_WEIGHT, DICE_WEIGHT = 2.0, 0.5
 
 
 def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor:
-    """(M,) supervised loss 2.0 BCE + 0.5 Dice of mask logits (M, h, w), masks (H, W) bool.
+    """Return the loss (M,) 2.0 BCE + 0.5 Dice of mask logits (M, h, w) and masks (H, W) bool.
 
     All pixels count (the published supervised training sampled 12,544 points).
     """
@@ -17,9 +17,9 @@ def mask_loss(logits: torch.Tensor, targets: list[torch.Tensor]) -> torch.Tensor
 
 
 def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """(M, h, w) float32 masks (H, W) bool at the size of logits (M, h, w), on their device.
+    """Resize masks (H, W) bool to float32 (M, h, w), the size of logits, on their device.
 
-    By the nearest pixel, as in the published supervised training.
+    The nearest pixel is taken, as in the published supervised training.
     """
     size, resized = logits.shape[-2:], {}
     for mask in masks:
@@ -30,7 +30,7 @@ def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tenso
 
 
 def resized_mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """(M,) `mask_loss` of masks that have the logits' size: target (M, h, w) float32, 0 or 1."""
+    """Return `mask_loss` (M,) of masks at the logits' size: target (M, h, w) float32, 0 or 1."""
     bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
     probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
     overlap = 2 * (probability * target).sum(1) + 1

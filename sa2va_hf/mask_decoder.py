@@ -1,4 +1,4 @@
-"""The way from a language prompt through SAM2's mask decoder: transformers' own forwards take none.
+"""SAM2's mask decoder with a language prompt, which transformers' own forwards do not take.
 
 `sam` is transformers' `Sam2VideoModel`. Letters: B images, P prompts.
 """
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def decoder_features(sam: nn.Module, features: list[torch.Tensor]) -> list[torch.Tensor]:
-    """SAM2's pyramid as the mask decoder takes it without memory, in the mask decoder's dtype.
+    """Return SAM2's pyramid as input of the mask decoder without memory, in the decoder's dtype.
 
     Args:
         features: [(B, 256, 256, 256), (B, 256, 128, 128), (B, 256, 64, 64)], `sam_features`.
@@ -28,7 +28,7 @@ def decoder_features(sam: nn.Module, features: list[torch.Tensor]) -> list[torch
 def decode_candidates(
     sam: nn.Module, high_res: list[torch.Tensor], coarse: torch.Tensor, prompts: torch.Tensor | None
 ):
-    """The mask decoder's three candidates for each language prompt.
+    """Decode three candidate masks for each language prompt.
 
     The sparse prompt is [not_a_point, not_a_point, language], the dense one `no_mask_embed`.
 
@@ -50,12 +50,12 @@ def decode_candidates(
     sparse = sparse.to(dtype)
     if prompts is not None:
         sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)  # (P, 1, 3, 256)
-    places = sam.get_image_wide_positional_embeddings().to(dtype)
+    image_positions = sam.get_image_wide_positional_embeddings().to(dtype)
     masks, iou, tokens, score = sam.mask_decoder(
         image_embeddings=coarse,
         sparse_prompt_embeddings=sparse,
         dense_prompt_embeddings=dense.to(dtype),
-        image_positional_embeddings=places.expand(n, -1, -1, -1),
+        image_positional_embeddings=image_positions.expand(n, -1, -1, -1),
         multimask_output=True,
         high_resolution_features=high_res,
     )

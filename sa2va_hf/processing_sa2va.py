@@ -19,7 +19,7 @@ MAX_PIXELS = 300_000_000
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB, by pillow; alpha is dropped, as in the original.
+    """Convert an image to RGB by pillow; alpha is dropped, as in the original.
 
     Raises:
         ValueError: it has more than MAX_PIXELS.
@@ -32,7 +32,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def planes(image: Image.Image) -> torch.Tensor:
-    """(3, H, W) uint8 of an RGB image, band by band: half the time of reordering its pixels."""
+    """Return an RGB image as (3, H, W) uint8; by bands it takes half the time of a permutation."""
     return torch.from_numpy(np.stack(image.split()))
 
 
@@ -111,10 +111,10 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
 
 
 def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -> torch.Tensor:
-    """(n, H, W) mask logits (n, h, w) at `size` = (H, W), by way of SAM2's own input size.
+    """Resize mask logits (n, h, w) to `size` = (H, W), by way of SAM2's own input size.
 
-    So does the original's `predict_forward`; (256, 256) to (H, W) at once would flip about 0.4 % of
-    the pixels.
+    The original's `predict_forward` does the same. Resizing (256, 256) to (H, W) directly would
+    flip about 0.4 % of the pixels.
     """
     logits = F.interpolate(
         logits[:, None].float(), size=(sam_size, sam_size), mode="bilinear", align_corners=False

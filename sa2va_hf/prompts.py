@@ -67,20 +67,21 @@ class PromptBuilder:
         self.forced_answer = answer[: answer.index(seg_id) + 1]
 
     def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
-        """What the user says: image, regions of cells[i] tokens (else a newline), question."""
+        """Return the user's turn: image, regions of cells[i] tokens or a newline, question."""
         regions = "\n" if cells is None else region_string(cells)
         return image_string(num_tiles, self.tokens_per_tile) + regions + question
 
     def text(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
-        """`question` in the chat template, ready for the answer."""
+        """Return `question` in the chat template, ready for the answer."""
         return self.template["INSTRUCTION"].replace(
             "{input}", self.question(question, num_tiles, cells)
         )
 
     def ids(self, question: str, num_tiles: int, cells: list[int] | None = None) -> list[int]:
-        """Ids of `text`; the many equal tokens of image and regions are put in afterwards.
+        """Return the ids of `text`.
 
-        That saves nearly all of the time.
+        The many equal tokens of image and regions are inserted after encoding, which saves nearly
+        all of its time.
         """
         text = self.text(question, num_tiles, cells)
         lengths = iter([len(run) // len(IMG_CONTEXT_TOKEN) for run in CONTEXT.findall(text)])
@@ -89,22 +90,22 @@ class PromptBuilder:
         return [i for run in runs for i in run]
 
     def describe(self, num_tiles: int, num_cells: int) -> list[int]:
-        """Prompt ids that ask for a caption of one region of `num_cells` grid cells."""
+        """Return prompt ids that ask for a caption of one region of `num_cells` grid cells."""
         return self.ids(DESCRIBE, num_tiles, [num_cells])
 
     def segment(self, phrase: str, num_tiles: int, wording: str = SEGMENT) -> list[int]:
-        """Prompt ids that ask for the mask of `phrase` (lower case, without special tokens)."""
+        """Return prompt ids that ask for the mask of `phrase` (lower case, no special tokens)."""
         return self.ids(wording.replace("{x}", phrase), num_tiles)
 
     def answer(self, caption: str) -> list[int]:
-        """Ids of `caption` as an answer, with what ends it in the supervised training."""
+        """Return the ids of `caption` as an answer, with its end as in the supervised training."""
         ids = self.tokenizer.encode(
             caption + self.template.get("SUFFIX", ""), add_special_tokens=False
         )
         return ids if self.template.get("SUFFIX_AS_EOS") else [*ids, self.tokenizer.eos_token_id]
 
     def completion_text(self, ids: list[int]) -> str:
-        """Decoded completion, cut at the stop text."""
+        """Decode a completion and cut it at the stop text."""
         text = self.tokenizer.decode(ids)
         for end in self.ends:
             text = end.split(text, 1)[0]

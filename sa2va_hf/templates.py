@@ -50,7 +50,7 @@ PROMPT_TEMPLATE = {
 
 
 def token_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> dict[str, int]:
-    """The id of each of SPECIAL_TOKENS.
+    """Return the id of each of SPECIAL_TOKENS.
 
     Raises:
         ValueError: one of them is not a single token, or lies beyond the model's vocabulary.
@@ -73,12 +73,12 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> dict[str
 
 
 def image_string(num_tiles: int, tokens_per_tile: int) -> str:
-    """One image, or one frame, in a prompt."""
+    """Return the tokens of one image, or one frame, in a prompt."""
     return "<img>" + "<IMG_CONTEXT>" * (num_tiles * tokens_per_tile) + "</img>"
 
 
 def region_string(cells: list[int]) -> str:
-    """The header of regions of `cells[i]` tokens each; "are" also for one region, as trained."""
+    """Return the header of regions of `cells[i]` tokens; "are" for one region too, as trained."""
     regions = ", ".join(
         f"region{i + 1}<vp>" + "<IMG_CONTEXT>" * k + "</vp>" for i, k in enumerate(cells)
     )
@@ -86,7 +86,7 @@ def region_string(cells: list[int]) -> str:
 
 
 def chat_template(name: str) -> dict:
-    """The template `name`; raises ValueError naming the known ones."""
+    """Return the template `name`; raise ValueError naming the known ones."""
     if name not in PROMPT_TEMPLATE:
         raise ValueError(
             f"config.json: template {name!r} is unknown; known: {', '.join(PROMPT_TEMPLATE)}"
@@ -95,7 +95,7 @@ def chat_template(name: str) -> dict:
 
 
 def template_map(example: dict, template: dict) -> dict:
-    """`example` with INSTRUCTION, SUFFIX and SEP around each turn, as in the supervised training.
+    """Return `example` with INSTRUCTION, SUFFIX and SEP around each turn, as in training.
 
     Args:
         example: {"conversation": [{"input": str, "output": str}, ..]}; not modified.

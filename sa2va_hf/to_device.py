@@ -1,13 +1,13 @@
-"""From the CPU to a GPU, which goes on with what it has."""
+"""Transfers from the CPU to a GPU that do not synchronise."""
 
 import torch
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The tensor on `device`, without a wait.
+    """Copy a tensor to `device` without waiting for the GPU.
 
-    More than 64 KB a GPU takes when it comes to them, for which the host waits unless their memory
-    is pinned; and, pinned or not, if it is first copied to lie in one piece.
+    The host would wait for transfers of more than 64 KB from memory that is not pinned, and of
+    tensors that are not contiguous.
     """
     if torch.device(device).type == "cuda" and not tensor.is_cuda:
         tensor = tensor.contiguous().pin_memory()

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer, PretrainedConfig
 
 
 def load_tokenizer(path: str | Path):
-    """The tokenizer in folder `path`, padding on the left, without running any code of the folder.
+    """Load the tokenizer in folder `path`, which pads on the left; no code of the folder runs.
 
     Raises:
         ValueError: there is none, it needs code of the folder, or it has no pad token.

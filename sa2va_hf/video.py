@@ -1,4 +1,4 @@
-"""Tracks language prompts through a video with the memory of transformers' SAM2 video model.
+"""Track language prompts through a video with the memory of transformers' SAM2 video model.
 
 The native forward is not used whole: it takes no language prompt, and it replaces the mask of an
 object that it believes absent, which the original Sa2VA does not. Memory attention, memory encoder
@@ -27,7 +27,7 @@ def track(
     prompts: torch.Tensor,
     num_prompted: int,
 ) -> torch.Tensor:
-    """(M, F, 256, 256) float32 mask logits of M objects, each tracked by itself.
+    """Return mask logits (M, F, 256, 256), float32, of M objects, each tracked by itself.
 
     The first `num_prompted` frames are conditioning frames: each is decoded from the language
     prompt without memory, as a single image would be. The later ones are decoded without the
@@ -52,7 +52,7 @@ def track(
         prompted = frame < num_prompted
         fine, middle, no_memory = decoder_features(sam, features)
         coarse = features[-1].flatten(2).permute(2, 0, 1)  # (h*w, 1, 256)
-        place = sam.vision_encoder.neck.position_encoding(
+        position_encoding = sam.vision_encoder.neck.position_encoding(
             features[-1].shape, coarse.device, coarse.dtype
         )
         for m in objects:
@@ -65,7 +65,9 @@ def track(
                     m,
                     is_initial_conditioning_frame=False,
                     current_vision_features=coarse,
-                    current_vision_positional_embeddings=place.flatten(2).permute(2, 0, 1),
+                    current_vision_positional_embeddings=position_encoding.flatten(2).permute(
+                        2, 0, 1
+                    ),
                     num_total_frames=frame + 1,
                 )
             )
@@ -96,4 +98,4 @@ def track(
                     object_pointer=pointer, maskmem_features=memory, maskmem_pos_enc=memory_place
                 ),
             )
-    return torch.stack([torch.stack(one) for one in logits])
+    return torch.stack([torch.stack(frame_logits) for frame_logits in logits])

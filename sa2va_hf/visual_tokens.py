@@ -1,4 +1,4 @@
-"""What the LLM reads of an image: tokens of tiles, and of the regions in them."""
+"""Image tokens that the LLM reads: those of tiles, and of the regions in them."""
 
 import torch
 
@@ -6,7 +6,7 @@ from .to_device import to_device
 
 
 def pixel_shuffle(x: torch.Tensor) -> torch.Tensor:
-    """(t, n / 4, 4 D) tokens, row-major: the patches (t, n, D) of each square of 2 x 2 as one."""
+    """Join the patches (t, n, D) of each 2 x 2 square: tokens (t, n / 4, 4 D), row-major."""
     side = int(x.shape[1] ** 0.5) // 2
     x = x.view(len(x), side, 2, side, 2, x.shape[-1])  # (t, rows, r, columns, c, D)
     return x.permute(0, 1, 3, 2, 4, 5).reshape(len(x), side**2, -1)
@@ -17,17 +17,17 @@ def context_features(
     prompt_masks: list[torch.Tensor] | None,
     flags: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(tokens, C) what stands at the `<IMG_CONTEXT>` ids of a batch, in the order of the ids.
+    """Return the features (tokens, C) at the `<IMG_CONTEXT>` ids of a batch, in order of the ids.
 
-    These are the tokens of each tile, and behind a flagged tile those of each of its regions.
+    They are the tokens of each tile, and after a flagged tile those of each of its regions.
 
     Args:
         image_features: (t, tokens, C), all tiles of all samples.
         prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions, or None.
-        flags: (t,) bool, the tiles that regions refer to, or None.
+        flags: (t,) bool, tiles that regions refer to, or None.
 
     Raises:
-        ValueError: a flag too many or too few.
+        ValueError: the number of flags does not match.
     """
     (tiles, tokens, _), device = image_features.shape, image_features.device
     flags = [False] * tiles if flags is None else flags.tolist()
@@ -36,10 +36,10 @@ def context_features(
         raise ValueError(f"vp_overall_mask has {len(flags)} entries for {tiles} tiles")
     if sum(flags) != len(masks):
         raise ValueError(f"{len(masks)} prompt_masks for {sum(flags)} flagged tiles")
-    at, masks = [], iter(masks)  # indices among all tiles' tokens
+    indices, masks = [], iter(masks)  # indices among all tiles' tokens
     for tile, flag in enumerate(flags):
-        at.append(torch.arange(tile * tokens, (tile + 1) * tokens))
+        indices.append(torch.arange(tile * tokens, (tile + 1) * tokens))
         if flag:
             cells = next(masks).cpu().bool().flatten(1)  # (n, 256)
-            at.append(cells.nonzero()[:, 1] + tile * tokens)
-    return image_features.flatten(0, 1)[to_device(torch.cat(at), device)]
+            indices.append(cells.nonzero()[:, 1] + tile * tokens)
+    return image_features.flatten(0, 1)[to_device(torch.cat(indices), device)]

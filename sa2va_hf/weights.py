@@ -1,4 +1,4 @@
-"""Reads the weight files of a checkpoint folder in the original layout into a `Sa2VAModel`."""
+"""Read the weight files of a checkpoint folder in the original layout into a `Sa2VAModel`."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ def default_dtype(dtype: torch.dtype):
 
 
 def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Tensor], object]):
-    """Put every tensor of the folder's files into the model by write(tensor, value).
+    """Write every tensor of the folder's files into the model by write(tensor, value).
 
     Raises:
         ValueError: no checkpoint there, a LoRA adapter instead of a model, missing or unexpected
@@ -39,8 +39,8 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
         model.unwritten = None
         llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
     elif tied and (EMBED_TOKENS in files or LM_HEAD in files):
-        there, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
-        files[absent], source, model.unwritten = files[there], {absent: there}, absent
+        present, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
+        files[absent], source, model.unwritten = files[present], {absent: present}, absent
     state = model.state_dict()
     check_keys(folder, files, original_shapes(state))
     with contextlib.ExitStack() as stack:
@@ -59,9 +59,9 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
 
 
 def find_keys(folder: Path) -> dict[str, Path]:
-    """{original key: safetensors file} of a checkpoint folder.
+    """Return {original key: safetensors file} of a checkpoint folder.
 
-    Every file's header is read, so that a truncated one shows at once.
+    Every file's header is read, which finds truncated files.
 
     Raises:
         ValueError: no checkpoint there, or an index or file that is missing or damaged; names it.
