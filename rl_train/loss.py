@@ -45,7 +45,7 @@ class ScoredRollout:
     reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
     advantages: torch.Tensor  # (N,) on the CPU
     reference: ReferenceScores | None  # None if --kl_coef is 0
-    watch: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
+    nan_watcher: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
     scaled_reward: torch.Tensor | None = None  # (N,) source of the advantages, if not `reward`
     mask_truncated: bool = False  # whether answers cut at the length limit leave the loss
     # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
@@ -65,7 +65,7 @@ class ScoredRollout:
 
     def faults(self) -> list[str]:
         """Return the names of the rollout's non-finite numbers. NaN rewards are no fault."""
-        names = self.watch.names()
+        names = self.nan_watcher.names()
         if self.reference and not self.reference.logp.isfinite().all():
             names.append("the reference's log-probs")
         if self.reward.isinf().any():
@@ -142,7 +142,7 @@ def loss_denominators(
     """
     counts, faults = Counter(learnable=0), []
     for scored in scored_rollouts:
-        name, in_loss, action = scored.task.name, scored.in_loss, scored.rollout.action
+        name, in_loss, action = scored.task.name, scored.in_loss, scored.rollout.latents
         faults += scored.faults()
         counts["learnable"] += sum(scored.has_signal)
         counts[name, "rows"] += len(scored.reward)
@@ -150,11 +150,11 @@ def loss_denominators(
         counts[name, "actions"] += int(in_loss[action.rows].sum()) if action else 0
     total = process_group.all_sum(counts, faults)
     mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
-    totals = {
+    denominators = {
         name: LossDenominators(mean[name, "rows"], mean[name, "tokens"], mean[name, "actions"])
         for name in dict.fromkeys(scored.task.name for scored in scored_rollouts)
     }
-    return totals, total["learnable"] > 0
+    return denominators, total["learnable"] > 0
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ class MicroBatchLoss(torch.nn.Module):
         self.policy, self.config, self.max_tokens = policy, config, max_tokens
 
     def forward(
-        self, scored: ScoredRollout, rows: slice, totals: LossDenominators, last: bool
+        self, scored: ScoredRollout, rows: slice, denominators: LossDenominators, last: bool
     ) -> tuple[torch.Tensor, dict[str, Statistic]]:
         """Return (loss of `rows`, {name: statistic}).
 
@@ -200,10 +200,10 @@ class MicroBatchLoss(torch.nn.Module):
         """
         entropy_gradient = self.config.entropy_coef > 0
         scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
-        loss, statistics = self._text_loss(scored, rows, scores, totals)
+        loss, statistics = self._text_loss(scored, rows, scores, denominators)
         if scored.task.action:
             action_terms, action_statistics = scored.task.action.loss(
-                scored, rows, scores, totals, self.config
+                scored, rows, scores, denominators, self.config
             )
             loss = sum(action_terms, loss)
             statistics |= action_statistics
@@ -214,7 +214,11 @@ class MicroBatchLoss(torch.nn.Module):
         return loss, statistics
 
     def _text_loss(
-        self, scored: ScoredRollout, rows: slice, scores: ScoreOutput, totals: LossDenominators
+        self,
+        scored: ScoredRollout,
+        rows: slice,
+        scores: ScoreOutput,
+        denominators: LossDenominators,
     ) -> tuple[torch.Tensor, dict[str, Statistic]]:
         """Return (loss of the sampled tokens, {name: statistic}).
 
@@ -230,7 +234,7 @@ class MicroBatchLoss(torch.nn.Module):
         advantages = to_device(scored.advantages[rows], logp.device)  # (n,)
         # Means over rows are scaled by the rows' fraction of the step; token sums already are.
         mean_over_rows = LOSSES[config.loss_type].average != "tokens"
-        fraction = len(valid) / totals.rows if mean_over_rows else 1.0
+        fraction = len(valid) / denominators.rows if mean_over_rows else 1.0
         loss, stats = grpo_loss(
             logp,
             old_logp,
@@ -241,11 +245,13 @@ class MicroBatchLoss(torch.nn.Module):
             kl_coef=config.kl_coef,
             loss_type=config.loss_type,
             max_completion_length=self.max_tokens,
-            num_tokens=totals.tokens,
+            num_tokens=denominators.tokens,
         )
         loss = fraction * loss
         if config.entropy_coef:
-            loss = loss - config.entropy_coef * mean_entropy(scores.entropy, valid, totals.tokens)
+            loss = loss - config.entropy_coef * mean_entropy(
+                scores.entropy, valid, denominators.tokens
+            )
         tokens = stats["tokens"]
         scorer_logp = torch.where(valid, logp.detach(), 0.0)
         sampler_logp = torch.where(valid, rollout.logp[rows], 0.0)

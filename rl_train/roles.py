@@ -103,5 +103,8 @@ class Roles:
         """Return {metric: `distance`} of the teacher; empty without one."""
         if not self.has_teacher:
             return {}
-        others = {"teacher/drift": "reference", "teacher/lag": "policy"}
+        others = {
+            "teacher/distance_to_reference": "reference",
+            "teacher/distance_to_policy": "policy",
+        }
         return {metric: self.distance("teacher", other) for metric, other in others.items()}

@@ -26,7 +26,7 @@ class Batch:
     captions: list[str]
     image_ids: list[str]
     damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
-    inputs: Any  # made by the policy's `Inputs.collate`; only that policy reads it
+    inputs: Any  # made by the policy's `Preprocessor.collate`; only that policy reads it
     # (K, H, W) bool masks of the K other regions of each image, with --other_regions
     others: list[torch.Tensor] | None = None
 
@@ -39,8 +39,8 @@ class Batch:
         return [tuple(mask.shape) for mask in self.masks]
 
 
-class Inputs(Protocol):
-    """Preprocessing of samples into a model's inputs: `policy.inputs(..)`. Copies run in workers.
+class Preprocessor(Protocol):
+    """Preprocessing of samples into a model's inputs; its copies run in the loader's workers.
 
     A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
     """
@@ -62,7 +62,7 @@ class SampledLatents:
     rows: torch.Tensor  # (M,) the row of each latent, ascending, on the CPU
     masks: list[torch.Tensor]  # N (H, W) bool, the union of a row's, empty without a latent
     z: torch.Tensor  # (M, D) sampled; the mean itself where sigma is 0
-    offset: torch.Tensor  # (M, D) z minus the mean it was sampled around
+    noise: torch.Tensor  # (M, D) z minus the mean it was sampled around
     logp: torch.Tensor | None  # (M,) log-density, mean over dimensions; None where sigma is 0
     confidence: list[float] = field(default_factory=list)  # N, of the masks: `mask_confidence`
 
@@ -85,7 +85,7 @@ class Rollout:
     stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
     # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on
     hidden: torch.Tensor
-    action: SampledLatents | None = None  # sampled by the task's action beside the text
+    latents: SampledLatents | None = None  # sampled by the task's action beside the text
 
     def __len__(self):
         return len(self.texts)
@@ -106,5 +106,5 @@ class RewardOutput:
     # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
     unparsed: dict[str, torch.Tensor] = field(default_factory=dict)
     # The prompt of each mask (None of an unparsed answer), and the mask without its negative points
-    answers: list[PointPrompt | None] = field(default_factory=list)
+    point_prompts: list[PointPrompt | None] = field(default_factory=list)
     masks_without: list[torch.Tensor] = field(default_factory=list)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from rl_train import cli
 from rl_train.checkpoint import save_load
 from rl_train.data.loader import batch_loader, steps
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import averaging, data_parallel, gather_objects, print0
 from rl_train.evaluation.bootstrap import before_after_table
@@ -72,7 +72,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 with roles.use("policy"):
                     rollout = policy.sample(batch, features, prompts, G, T, rng.uniforms(T))  # N
                     if task.action:
-                        rollout.action = task.action.draw(rollout, rng)
+                        rollout.latents = task.action.draw(rollout, rng)
                 timer("rollout")
                 run.phase, reference = "reference", None
                 if config.loss.kl_coef:
@@ -97,7 +97,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                         reward,
                         advantages,
                         reference,
-                        watch=policy.watch.take(),
+                        nan_watcher=policy.nan_watcher.take(),
                         scaled_reward=normalised,
                         mask_truncated=config.loss.mask_truncated,
                     )
@@ -133,7 +133,7 @@ def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float
     process_group.raise_on_any_rank(faults)
     squares = Counter()
     for name, norm in zip(trainable, norms.tolist()):
-        squares[state.policy.groups[name]] += norm**2
+        squares[state.policy.group_of[name]] += norm**2
     total_norm = torch.linalg.vector_norm(norms)
     torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_grad_norm, total_norm)
     state.optimizer.step()
@@ -158,16 +158,18 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         measure=state.tasks[0].measure,
     )
     with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
-        evaluator = Evaluator(spec, config.run, run.ranks, run.flags, signals, config.samples)
+        evaluator = Evaluator(
+            spec, config.run, run.ranks, run.flags, signals, config.samples_answers
+        )
         evaluator.base(state, logger)
         if not roles_to_keep(config):
             state.roles.copies.clear()  # the initial weights of a resumed run
         if not signals.agreed and evaluator.missing(state.step):
             evaluator(state, logger)
         if not signals.agreed:
-            inputs = state.policy.inputs(max_tokens, data.max_caption_length)
+            preprocessor = state.policy.preprocessor(max_tokens, data.max_caption_length)
             loader = batch_loader(
-                run.train_set, inputs, run.sampler, data.num_workers, data.other_regions
+                run.train_set, preprocessor, run.sampler, data.num_workers, data.other_regions
             )
             end_step = StepCallback(run, logger, evaluator, signals)
             with closing(end_step.progress):  # what is printed at the end stands below the bar
@@ -198,7 +200,7 @@ def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop
                 run = build(config, ranks)
                 claim_output_dir(run)
             reporter.run = run
-            explaining(config.data.num_workers, train_and_evaluate, run, signals, loop)
+            reporting_dead_workers(config.data.num_workers, train_and_evaluate, run, signals, loop)
     finally:
         process_group.close()
 

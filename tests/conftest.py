@@ -13,7 +13,7 @@ from tqdm import tqdm
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import TRAINABLE, Sa2VAPolicy
-from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
@@ -114,7 +114,7 @@ def prepare():
         prompts = PromptBuilder(
             load_tokenizer(SHIPPED_CHECKPOINT), config.template, config.tokens_per_tile
         )
-        inputs = Sa2VAInputs(processor, prompts, config.llm.max_position_embeddings, 0)
+        inputs = Sa2VAPreprocessor(processor, prompts, config.llm.max_position_embeddings, 0)
         return Batches(samples, inputs)[list(range(len(samples)))]
 
     return build

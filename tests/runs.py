@@ -23,7 +23,7 @@ REGIONS = 117  # training regions of `draw_data`
 # Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
 SAMPLED = {"best_of_G_cycle_iou", "by_logp_cycle_iou", "sampled_cycle_iou", "best_of_G_meteor"}
 SAMPLED |= {"by_cycle_meteor", "by_logp_meteor", "sampled_meteor"}
-ASKED = {"cycle_hit", "seg_hit"} | SAMPLED
+ASKED = {"cycle_on_target", "seg_on_target"} | SAMPLED
 # A process on one CPU core, without what a launcher around the tests may have set.
 ENVIRONMENT = {
     name: value

@@ -48,8 +48,8 @@ def test_a_format_of_held_out_regions_that_are_not_given(complaint):
 
 
 def test_names_of_curves_choose_the_best(data, tmp_path):
-    named = dict(best_by=["eval/seg_hit", "cycle_iou"], other_regions="")
-    assert cli.parse(flags(data, tmp_path, **named)).run.best_by == ["seg_hit", "cycle_iou"]
+    named = dict(best_by=["eval/seg_on_target", "cycle_iou"], other_regions="")
+    assert cli.parse(flags(data, tmp_path, **named)).run.best_by == ["seg_on_target", "cycle_iou"]
     assert cli.parse(flags(data, tmp_path)).run.best_by == []
 
 

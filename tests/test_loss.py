@@ -72,7 +72,7 @@ def test_at_step_0_the_ratio_is_one_and_the_kl_zero(policy, two):
         assert 0 <= sums["sampler_gap"] < 1e-4  # |log ratio|
         assert abs(mean(sums["kl_div"])) < 1e-6
         if loop == 2:
-            rows = rollout.action.rows
+            rows = rollout.latents.rows
             assert (
                 sums["latent_joint_kl"][1] == len(rows) and abs(sums["latent_joint_kl"][0]) < 1e-6
             )
@@ -118,7 +118,7 @@ def test_one_step_moves_what_trains_and_nothing_else(policy, two):
     optimizer.step()
     moved = {n for n, p in model.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved <= set(model.trainable)
-    assert {model.groups[n] for n in moved} == set(TRAINABLE)
+    assert {model.group_of[n] for n in moved} == set(TRAINABLE)
     assert all(torch.equal(b, buffers[n]) for n, b in model.model.named_buffers())
     for role in ("teacher", "reference"):
         assert all(torch.equal(roles.copies[role][n], before[n]) for n in model.trainable)
@@ -141,7 +141,7 @@ TABLE = {
 
 
 def column_of(model, name) -> str:
-    group = model.groups[name]
+    group = model.group_of[name]
     parts = [part for part in COLUMNS[3:] if f"grounding_encoder.{part}." in name]
     return parts[0] if group == "sam2" else group
 
@@ -149,7 +149,7 @@ def column_of(model, name) -> str:
 def test_gradient_of_each_term_by_module(model, two, rollouts):
     """Which weights one update of each term reaches; prints the norms."""
     plain = roll(model, task_of(model, 2, mask_sigma=0.0), two)
-    assert plain.action.logp is None and not plain.action.offset.any()
+    assert plain.latents.logp is None and not plain.latents.noise.any()
     assert {column_of(model, n) for n in model.trainable} == set(COLUMNS)
     print("\n" + " " * 36 + "".join(f"{column:>17s}" for column in COLUMNS))
     for term, expected in TABLE.items():
@@ -230,7 +230,7 @@ def test_a_row_without_reward_leaves_the_loss(model, rollouts):
     assert largest_difference(results[0][0], results[1][0]) == 0
     sums = results[0][1]
     assert sums["kl_div"][1] == rollout.valid[:3].sum()
-    assert sums["latent_joint_kl"][1] == (rollout.action.rows < 3).sum()
+    assert sums["latent_joint_kl"][1] == (rollout.latents.rows < 3).sum()
 
 
 def test_the_weight_of_a_task_multiplies_its_loss_and_not_its_curve(model, rollouts):
@@ -252,7 +252,7 @@ def test_the_backward_of_the_last_micro_batch_comes_by_every_trainable(model, ro
     assert {id(p) for p in loss_of.parameters() if p.requires_grad} >= trainable
     for last in (False, True):
         by = in_backward(loss_of(work, slice(0, 2), LossDenominators(4, 20, 1), last)[0])
-        missing = {model.groups[n] for n, p in model.trainable.items() if id(p) not in by}
+        missing = {model.group_of[n] for n, p in model.trainable.items() if id(p) not in by}
         assert missing == (set() if last else {"text_hidden_fcs", "sam2"})
 
 
@@ -273,7 +273,7 @@ def test_totals_by_hand():
 
     def work(name, rewards):
         task, action = SimpleNamespace(name=name), two_each if name == "drawn" else None
-        rollout = SimpleNamespace(valid=valid, num_generations=2, action=action)
+        rollout = SimpleNamespace(valid=valid, num_generations=2, latents=action)
         rewards = torch.tensor(rewards)
         return ScoredRollout(task, rollout, None, rewards, group_advantages(rewards, 2), None)
 

@@ -52,7 +52,7 @@ def without_model(rewards, masked=None, size=2, name="loop1", scale="group"):
         valid=torch.ones(rows, 3, dtype=torch.bool),
         num_generations=size,
         stopped=torch.ones(rows) > 0 if masked is None else ~torch.tensor(masked),
-        action=None,
+        latents=None,
     )
     task = SimpleNamespace(name=name, action=None)
     advantages = group_advantages(rewards, size, scale)

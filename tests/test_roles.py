@@ -57,7 +57,10 @@ def test_without_a_teacher_only_the_reference_is_kept(toy):
         assert toy.a.tolist() == [1, 2]
     with pytest.raises(ValueError, match="known: policy, reference. The"), roles.use("teacher"):
         pass
-    assert list(Roles(toy.trainable).drift()) == ["teacher/drift", "teacher/lag"]
+    assert list(Roles(toy.trainable).drift()) == [
+        "teacher/distance_to_reference",
+        "teacher/distance_to_policy",
+    ]
 
 
 def test_an_optimizer_step_moves_the_policy_alone(toy, roles):

@@ -75,7 +75,7 @@ def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
     loss.backward()
     policy = made.state.policy
     wanted = chosen or ["lora", "mlp1", "text_hidden_fcs", "sam2"]
-    assert {policy.groups[name] for name in policy.trainable} == set(wanted)
+    assert {policy.group_of[name] for name in policy.trainable} == set(wanted)
     still = [n for n, p in policy.trainable.items() if p.grad is None or not p.grad.any()]
     # B of a fresh LoRA is 0, and one of three masks is each sample's best
     excused = ("lora_A", "k_proj.bias", "hypernetworks_mlps", "key.bias")
@@ -104,7 +104,7 @@ def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chos
     made.state.policy.model.vision_model.register_forward_pre_hook(
         lambda *_: gradient.append(torch.is_grad_enabled())
     )
-    batches = [Batches(made.train_set, made.state.policy.inputs(24))[[i]] for i in (0, 7)]
+    batches = [Batches(made.train_set, made.state.policy.preprocessor(24))[[i]] for i in (0, 7)]
     sft.train(made, batches, lambda *_: None)
     assert gradient == [False, False, *second]
 
@@ -200,7 +200,7 @@ def test_frozen_encoders_have_no_gradient(data, tmp_path):
     made.state.policy.model.vision_model.register_forward_pre_hook(
         lambda *_: asked.append(torch.is_grad_enabled())
     )
-    made.state.policy.encode(Batches(made.train_set, made.state.policy.inputs(24))[[0]])
+    made.state.policy.encode(Batches(made.train_set, made.state.policy.preprocessor(24))[[0]])
     assert asked == [False]
 
 

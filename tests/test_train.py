@@ -51,8 +51,8 @@ TAGS = (
     | {
         "perf/rollout_tokens_per_second",
         "data/damaged",
-        "teacher/drift",
-        "teacher/lag",
+        "teacher/distance_to_reference",
+        "teacher/distance_to_policy",
         "teacher/decay",
     }
 )

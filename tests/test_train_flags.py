@@ -107,7 +107,7 @@ def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     )  # the rewards as they were are still logged by name
     for loop in ("loop1", "loop2"):
         assert curve(output, f"{loop}/frac_zero_std") == {1: 1, 2: 1}
-    for tag in ("teacher/drift", "teacher/lag"):
+    for tag in ("teacher/distance_to_reference", "teacher/distance_to_policy"):
         assert curve(output, tag) == {1: 0, 2: 0}
     updates = {
         f"{loop}/{name}"
@@ -128,7 +128,10 @@ def test_ends_of_the_ema(data, tmp_path, monkeypatch, decay, twin):
     same = state.policy.trainable if twin == "policy" else state.roles.copies["reference"]
     assert all(torch.equal(t, same[n]) for n, t in state.roles.copies["teacher"].items())
     assert state.roles.distance("policy", "reference") > 1e-4
-    lag, drift = curve(output, "teacher/lag"), curve(output, "teacher/drift")
+    lag, drift = (
+        curve(output, "teacher/distance_to_policy"),
+        curve(output, "teacher/distance_to_reference"),
+    )
     assert (lag if twin == "policy" else drift) == {1: 0, 2: 0} and (
         drift if twin == "policy" else lag
     )[2] > 1e-4

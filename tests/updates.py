@@ -53,8 +53,8 @@ def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, 
     uniforms = draws.uniforms(max_new_tokens)
     rollout = model.sample(batch, features, prompts, num_generations, max_new_tokens, uniforms)
     if task.action:
-        rollout.action = task.action.draw(rollout, draws)
-        assert len(set(rollout.action.rows.tolist())) > 1, "the demo model answers with [SEG]"
+        rollout.latents = task.action.draw(rollout, draws)
+        assert len(set(rollout.latents.rows.tolist())) > 1, "the demo model answers with [SEG]"
     return rollout
 
 
@@ -78,7 +78,7 @@ def work_of(
 def totals_by_hand(work: ScoredRollout) -> LossDenominators:
     """Of a step of one rank with this rollout alone."""
     rollout, scored = work.rollout, work.in_loss
-    actions = int(scored[rollout.action.rows].sum()) if work.task.action else 0
+    actions = int(scored[rollout.latents.rows].sum()) if work.task.action else 0
     return LossDenominators(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
 
 
@@ -118,7 +118,7 @@ def mean(statistic) -> float:
 
 def reached(model, gradients) -> set[str]:
     """The groups of trainables that a gradient reaches."""
-    return {model.groups[name] for name, g in gradients.items() if g.abs().max() > 0}
+    return {model.group_of[name] for name, g in gradients.items() if g.abs().max() > 0}
 
 
 def largest_difference(a, b) -> float:

@@ -43,12 +43,12 @@ from torch.utils.data import Dataset, Subset
 from rl_train.config.flags import read_flags
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.refcoco import REFCOCO_NAMES
-from rl_train.data.registry import reader
+from rl_train.data.registry import opener_of
 from rl_train.data.split import sample_regions
 from rl_train.data.text import clean_caption
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import Ranks, print0
+from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.evaluation import referring_metrics
 from rl_train.evaluation.bootstrap import before_after_table, metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
@@ -89,7 +89,7 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
 
 def build_dataset(args: Namespace) -> Dataset:
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    opened = reader(args.dataset, args.parts, args.split, args.image_root, is_eval=True)
+    opened = opener_of(args.dataset, args.parts, args.split, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
@@ -205,7 +205,7 @@ def table(result_json: dict) -> str:
     return "\n".join(lines)
 
 
-def policy_of(args: Namespace, ranks: Ranks) -> Policy:
+def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
     """The policy that the flags name. Raises ValueError, naming the flag."""
     most_masks = PolicyConfig.max_masks_per_answer
     return open_policy(
@@ -225,7 +225,7 @@ def policy_of(args: Namespace, ranks: Ranks) -> Policy:
     )
 
 
-def run(args: Namespace, ranks: Ranks):
+def run(args: Namespace, ranks: RankInfo):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
@@ -252,7 +252,7 @@ def run(args: Namespace, ranks: Ranks):
     )
     measures = measures_of(policy, args)
     spec = replace(spec, **measures)
-    result = explaining(args.num_workers, evaluate, policy, spec, ranks)["policy"]
+    result = reporting_dead_workers(args.num_workers, evaluate, policy, spec, ranks)["policy"]
     if not ranks.is_main:
         return
     if not measures:

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, check_bad_fraction
 from rl_train.data.base import RegionDataset
-from rl_train.data.registry import reader
-from rl_train.data.workers import explaining
+from rl_train.data.registry import opener_of
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.utils.io import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None):
     try:
         if args.output:
             check_writable("--output", args.output, is_file=True)
-        opener = reader(
+        opener = opener_of(
             args.dataset,
             args.parts,
             args.split,
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None):
         )
         dataset = opener(args.data_dir)
         workers = args.num_workers
-        numbers, damaged, good = explaining(workers, measure, dataset, workers)
+        numbers, damaged, good = reporting_dead_workers(workers, measure, dataset, workers)
         tqdm.write(table(dataset.report(), damaged, numbers))
         if args.output and good:
             shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))

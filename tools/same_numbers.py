@@ -8,8 +8,8 @@ Each tree runs the scenarios of its own `SCENARIOS` (reinforcement learning of b
 points, supervised training, evaluation, export, reading of every data format) in float32 on one CPU
 thread, on the same drawn data, and writes a digest of every result: every metric but those of time,
 every field of every rollout, every evaluation result, every weight, every sample. `RENAMED` maps
-names of the other revision to names here; `DELETED` lists what is not computed any more. Exits with
-status 1 and the first differences if any other result differs.
+names of the other revision to names here; `NOT_COMPARED` lists what only one of them computes.
+Exits with status 1 and the first differences if any other result differs.
 """
 
 import argparse
@@ -68,9 +68,14 @@ RENAMED: list[tuple[str, str]] = [
     (r"mask_to_caption_weight", "loop1_weight"),
     (r"caption_to_mask_weight", "loop2_weight"),
     (r"\brefused(_frac)?\b", r"unparsed\1"),
+    (r"teacher/lag\b", "teacher/distance_to_policy"),
+    (r"teacher/drift\b", "teacher/distance_to_reference"),
+    (r"\b(seg|cycle)_hit\b", r"\1_on_target"),
+    (r"/hit\b", "/on_target"),
+    (r"(rollout .*) hit$", r"\1 on_target"),
 ]
-# Results of the other revision that are not computed any more: patterns of names.
-DELETED: list[str] = [
+# Results that only one revision computes, or that changed on purpose: patterns of names.
+NOT_COMPARED: list[str] = [
     r"^readers: dam report ignored_members",
     r"^export: \w+ \w+ files$",  # a CITATION.bib was among them
 ]
@@ -299,14 +304,22 @@ def record_revision(revision: str, file: Path, steps: int, seed: int):
 
 
 def renamed(results: Results) -> Results:
-    """The results of the other revision under the names of this tree, without the deleted ones."""
+    """Return the compared results of the other revision under the names of this tree."""
     translated = {}
     for name, value in results.items():
         for pattern, replacement in RENAMED:
             name, value = re.sub(pattern, replacement, name), re.sub(pattern, replacement, value)
-        if not any(re.search(pattern, name) for pattern in DELETED):
-            translated[name] = value
-    return translated
+        translated[name] = value
+    return compared(translated)
+
+
+def compared(results: Results) -> Results:
+    """Leave out the results of `NOT_COMPARED`."""
+    return {
+        name: value
+        for name, value in results.items()
+        if not any(re.search(pattern, name) for pattern in NOT_COMPARED)
+    }
 
 
 def differences(before: Results, after: Results) -> list[str]:
@@ -345,12 +358,12 @@ def main(argv: list[str] | None = None):
             record_revision(args.revision, before_file, args.steps, args.seed)
         record(here_file, args.steps, args.seed)
         recorded = json.loads((args.before or before_file).read_text())
-        here = json.loads(here_file.read_text())
+        here = compared(json.loads(here_file.read_text()))
     before = renamed(recorded)
     wrong = differences(before, here)
     gone = len(recorded) - len(before)
     print(f"{args.revision or args.before} and this tree: {len(before)} results,", end=" ")
-    print(f"{len(wrong)} differ, {gone} are not computed any more")
+    print(f"{len(wrong)} differ, {gone} are not compared")
     kinds = Counter(kind_of(name, before, here) for name in wrong)
     print("".join(f"  {name}: {count}\n" for name, count in list(kinds.items())[:60]), end="")
     sys.exit(bool(wrong))

@@ -231,7 +231,7 @@ def replacing(final: Path) -> Iterator[Path]:
     recover(final)
 
 
-def find(resume: str | None, output_dir: str | Path) -> Path | None:
+def find_resume_checkpoint(resume: str | None, output_dir: str | Path) -> Path | None:
     """Return the checkpoint that --resume names; None without it, or if there is none yet."""
     if resume is None:
         return None

@@ -24,7 +24,7 @@ def flag(
     only_one_of: str | None = None,
     needs: str | None = None,
     free_on_resume: bool = False,
-    of_machine: bool = False,
+    may_differ_by_rank: bool = False,
     out_of_model_card: bool = False,
     lowers_memory_of: tuple[str, ...] = (),
     **options: Any,
@@ -49,7 +49,7 @@ def flag(
         only_one_of=only_one_of,
         needs=needs,
         free_on_resume=free_on_resume,
-        of_machine=of_machine,
+        may_differ_by_rank=may_differ_by_rank,
         out_of_model_card=out_of_model_card,
         lowers_memory_of=lowers_memory_of,
         options=options,
@@ -78,7 +78,7 @@ def number(
 
 COUNT = number(int, "at least 1", lambda value: value >= 1)
 COUNT_OR_0 = number(int, "at least 0", lambda value: value >= 0)
-GROUP = number(int, "at least 2", lambda value: value >= 2)
+AT_LEAST_2 = number(int, "at least 2", lambda value: value >= 2)
 SEED = number(int, "in [0, 2^63)", lambda value: 0 <= value < 2**63)
 POSITIVE = number(float, "above 0", lambda value: value > 0)
 WEIGHT = number(float, "at least 0", lambda value: value >= 0)
@@ -89,10 +89,10 @@ FRACTION_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 # A declaration, read
 
 
-def flags_with(fact: str, configs: Iterable[type]) -> dict[str, Any]:
-    """{flag: value} of the flags of config classes that declare a value of `fact`, in order."""
+def flags_with(attribute: str, configs: Iterable[type]) -> dict[str, Any]:
+    """{flag: value} of the config classes' flags that declare `attribute`, in order."""
     fields = [field for config in configs for field in dataclasses.fields(config)]
-    return {flag_name(field): value for field in fields if (value := field.metadata[fact])}
+    return {flag_name(field): value for field in fields if (value := field.metadata[attribute])}
 
 
 def flag_name(field: dataclasses.Field) -> str:

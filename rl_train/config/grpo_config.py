@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rl_train.config.flags import (
+    AT_LEAST_2,
     COUNT,
     COUNT_OR_0,
     FRACTION,
     FRACTION_BELOW_1,
-    GROUP,
     POSITIVE,
     SEED,
     WEIGHT,
@@ -33,10 +33,13 @@ class PolicyConfig:
         help="Sa2VA folder in the original layout, or one of Qwen2.5-VL",
         aliases=("model_name_or_path",),
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
     )
     sam_path: str | None = flag(
-        None, "SAM2 folder, which Qwen2.5-VL needs beside it", free_on_resume=True, of_machine=True
+        None,
+        "SAM2 folder, which Qwen2.5-VL needs beside it",
+        free_on_resume=True,
+        may_differ_by_rank=True,
     )
     image_side: int = flag(
         840,
@@ -81,7 +84,7 @@ class DataConfig:
         help="folder of training regions, or owner/name of a data set on the hub",
         aliases=("dataset_name", "local_data_dir"),
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
     )
     dataset: str = flag("gar", "format of --data_dir (docs/data.md)", choices=list(DATASETS))
     parts: list[str] = flag(
@@ -94,7 +97,7 @@ class DataConfig:
         None,
         "folder of RefCOCO's images (COCO's train2014, or one above it); default: --data_dir",
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
     )
     mix: list[str] = flag(
         [],
@@ -112,7 +115,7 @@ class DataConfig:
         None,
         "folder of the regions to evaluate on; default: some images of --data_dir",
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
     )
     eval_dataset: str | None = flag(
         None,
@@ -145,7 +148,7 @@ class DataConfig:
         "JSON file of the phrases that state an attribute's values; evaluations then measure the "
         "accuracy and precision of attributes in captions (docs/algorithm.md)",
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
     )
     other_regions: bool = flag(
         False,
@@ -164,7 +167,7 @@ class DataConfig:
         type=COUNT_OR_0,
         aliases=("dataloader_num_workers",),
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
         out_of_model_card=True,
     )
     max_caption_length: int = flag(
@@ -191,7 +194,7 @@ class RolloutConfig:
     num_generations: int = flag(
         8,
         "number of samples per prompt (G), at least 2",
-        type=GROUP,
+        type=AT_LEAST_2,
         lowers_memory_of=("rollout", "teacher"),
     )
     max_completion_length: int = flag(
@@ -214,7 +217,7 @@ class RewardConfig:
         "address of the judge's server, which speaks OpenAI's protocol",
         aliases=("llm_judge_api_base", "llm_server_url"),
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
         out_of_model_card=True,
     )
     llm_judge_model: str = flag(
@@ -382,7 +385,7 @@ class RunConfig:
     output_dir: str = flag(
         help="folder for config.json, TensorBoard logs, rollouts and checkpoints",
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
         out_of_model_card=True,
     )
     save_steps: int = flag(
@@ -405,7 +408,7 @@ class RunConfig:
         const="latest",
         aliases=("resume_from_checkpoint",),
         free_on_resume=True,
-        of_machine=True,
+        may_differ_by_rank=True,
         out_of_model_card=True,
     )
     eval_steps: int = flag(
@@ -462,13 +465,13 @@ class Config:
     declared_in: tuple[type, ...]  # the config classes of these flags, in order
 
     @property
-    def samples(self) -> bool:
+    def samples_answers(self) -> bool:
         """True if answers are sampled and rewarded; in supervised training they are given."""
         return "num_generations" in self.flags
 
-    def flags_with(self, fact: str) -> dict[str, Any]:
-        """{flag: value} of the flags that declare a value of `fact`, an argument of `flag`."""
-        return flags_with(fact, self.declared_in)
+    def flags_with(self, attribute: str) -> dict[str, Any]:
+        """{flag: value} of the flags that declare a value of `attribute`, an argument of `flag`."""
+        return flags_with(attribute, self.declared_in)
 
 
 CONFIG_CLASSES = {

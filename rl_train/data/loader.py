@@ -12,7 +12,7 @@ from rl_train.data.distractors import DistractorMasks
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.mixture import MixtureSampler
 from rl_train.data.workers import share
-from rl_train.rollout import Batch, Inputs
+from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.signals import ignore_signals_in_worker
 
 MAX_ATTEMPTS = 10  # samples that may replace a damaged one
@@ -32,9 +32,12 @@ class Batches(Dataset):
     """
 
     def __init__(
-        self, dataset: RegionDataset | Subset, inputs: Inputs, other_regions: bool = False
+        self,
+        dataset: RegionDataset | Subset,
+        preprocessor: Preprocessor,
+        other_regions: bool = False,
     ):
-        self.dataset, self.inputs = dataset, inputs
+        self.dataset, self.preprocessor = dataset, preprocessor
         self.others = DistractorMasks(dataset) if other_regions else None
 
     def __getitem__(self, indices: list[int]) -> Batch:
@@ -45,7 +48,7 @@ class Batches(Dataset):
             captions=[sample["caption"] for sample in samples],
             image_ids=[sample["image_id"] for sample in samples],
             damaged=sum(damaged, []),
-            inputs=self.inputs.collate([self.inputs.prepare(sample) for sample in samples]),
+            inputs=self.preprocessor.collate([self.preprocessor.prepare(s) for s in samples]),
         )
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
@@ -58,7 +61,7 @@ class Batches(Dataset):
         for attempt in range(1, MAX_ATTEMPTS + 2):
             try:
                 sample = self.dataset[index]
-                self.inputs.check(sample)
+                self.preprocessor.check(sample)
                 return index, sample, damaged
             except DamagedSample as error:
                 damaged.append(str(error))
@@ -161,14 +164,14 @@ class StepSampler:
 
 def batch_loader(
     dataset: RegionDataset | Subset,
-    inputs: Inputs,
+    preprocessor: Preprocessor,
     sampler: Iterable[list[int]],
     num_workers: int,
     other_regions: bool = False,
 ) -> DataLoader:
     """Return a loader of a batch for each index list of `sampler`."""
     return DataLoader(
-        Batches(dataset, inputs, other_regions),
+        Batches(dataset, preprocessor, other_regions),
         batch_size=None,
         sampler=sampler,
         num_workers=num_workers,
@@ -178,7 +181,7 @@ def batch_loader(
 
 def eval_loader(
     dataset: RegionDataset | Subset,
-    inputs: Inputs,
+    preprocessor: Preprocessor,
     batch_size: int,
     num_workers: int,
     rank: int = 0,
@@ -188,7 +191,7 @@ def eval_loader(
     """Return a loader of every `world_size`-th sample from `rank` on, in order, each once."""
     indices = list(range(rank, len(dataset), world_size))
     lists = [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
-    return batch_loader(dataset, inputs, lists, num_workers, other_regions)
+    return batch_loader(dataset, preprocessor, lists, num_workers, other_regions)
 
 
 def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:

@@ -22,7 +22,7 @@ ENTRY = re.compile(
 )
 
 
-def reader(
+def opener_of(
     name: str,
     parts: Sequence[str] = (),
     split: str | None = None,
@@ -82,10 +82,10 @@ class MixtureEntry:
         parts = tuple(match["parts"].split(",")) if match["parts"] else ()
         return cls(match["name"], parts, match["folder"], weight)
 
-    def reader(self, image_root: str | None) -> Opener:
+    def opener(self, image_root: str | None) -> Opener:
         """Return the function that opens it in its folder; a RefCOCO's part is its split."""
         has_splits = self.name in REFCOCO_NAMES
-        return reader(
+        return opener_of(
             self.name,
             parts=() if has_splits else self.parts,
             split=",".join(self.parts) if has_splits else None,
@@ -107,8 +107,8 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
     if data.image_root and not {eval_name, *names} & set(REFCOCO_NAMES):
         raise ValueError(f"--image_root: no data set here is one of {', '.join(REFCOCO_NAMES)}")
     roots = dict.fromkeys(REFCOCO_NAMES, data.image_root)
-    train = reader(data.dataset, data.parts, data.split, roots.get(data.dataset))
-    evaluation = reader(
+    train = opener_of(data.dataset, data.parts, data.split, roots.get(data.dataset))
+    evaluation = opener_of(
         eval_name,
         data.eval_parts,
         data.eval_split,
@@ -117,7 +117,7 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
         prefix="--eval_",
         folder_flag="--eval_data_dir ",
     )
-    openers = [entry.reader(data.image_root) for entry in entries]
+    openers = [entry.opener(data.image_root) for entry in entries]
     if not entries:
         return train, evaluation
 

@@ -34,7 +34,9 @@ def share(batch: Batch) -> Batch:
     return batch
 
 
-def explaining(num_workers: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def reporting_dead_workers(
+    num_workers: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Return what `function` does; raise UserFault, with torch's reason, if a worker dies.
 
     torch raises RuntimeError on SIGCHLD, wherever the process is by then.

@@ -29,7 +29,7 @@ _closed: list[dist.ProcessGroup] = []  # groups that were left, see `close`
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     rank: int
     world_size: int
     device: torch.device
@@ -43,7 +43,7 @@ class RankError(ValueError):
     """Sent by a rank that cannot go on instead of its value, and then raised on all ranks."""
 
 
-def init() -> Ranks:
+def init() -> RankInfo:
     """Join the process group that torchrun describes (NCCL or gloo), or be alone without one."""
     end_with_launcher()
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
@@ -55,7 +55,7 @@ def init() -> Ranks:
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
-    return Ranks(rank, world_size, device)
+    return RankInfo(rank, world_size, device)
 
 
 def end_with_launcher():

@@ -27,7 +27,7 @@ from sa2va_hf.batches import ImageFeatures
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
     "cycle_iou": "region -> caption -> mask', IoU with the region",
-    "cycle_hit": "same: mask' lies on the region, on no other of the image (--other_regions)",
+    "cycle_on_target": "same: mask' lies on the region, on no other of the image (--other_regions)",
     "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
     "by_logp_cycle_iou": "same, the likeliest of them (mean log-prob)",
     "sampled_cycle_iou": "same, their mean",
@@ -35,7 +35,7 @@ METRICS = {
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
     "seg_ciou": "same: summed intersections / summed unions (cIoU)",
     "seg_p50": "same: fraction with IoU >= 0.5",
-    "seg_hit": "same: it lies on the region, on no other of the image (--other_regions)",
+    "seg_on_target": "same: it lies on the region, on no other of the image (--other_regions)",
     "caption_meteor": "caption of the region, METEOR",
     "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
     "by_cycle_meteor": "same, the one of them of the highest cycle IoU",
@@ -100,7 +100,7 @@ def measure(
     replies = describe(policy, images, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
     if batch.others is not None:
-        columns["seg_hit"] = on_target(masks, batch.masks, batch.others).tolist()
+        columns["seg_on_target"] = on_target(masks, batch.masks, batch.others).tolist()
     return dict(
         **columns,
         **mask_columns(masks, targets, batch),
@@ -125,7 +125,7 @@ def measure_captions(
     """Measure the masks that B captions are answered with.
 
     Returns:
-        {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_hit".
+        {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_on_target".
     """
     rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
     masks, *_ = answer_captions(policy, images, rows, queries, max_new_tokens)
@@ -133,7 +133,7 @@ def measure_captions(
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
     if batch.others is not None:
-        columns["cycle_hit"] = (on_target(masks, batch.masks, batch.others) * spoken).tolist()
+        columns["cycle_on_target"] = (on_target(masks, batch.masks, batch.others) * spoken).tolist()
     return columns
 
 

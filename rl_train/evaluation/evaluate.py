@@ -13,7 +13,7 @@ from rl_train.checkpoint import save_load
 from rl_train.config.grpo_config import RunConfig
 from rl_train.data.base import RegionDataset
 from rl_train.data.loader import eval_loader
-from rl_train.distributed.process_group import Ranks, gather_objects, raise_on_any_rank
+from rl_train.distributed.process_group import RankInfo, gather_objects, raise_on_any_rank
 from rl_train.evaluation.bootstrap import bootstrap, means, rows_of
 from rl_train.evaluation.cycle_metrics import (
     WITHOUT_INTERVAL,
@@ -42,7 +42,7 @@ class EvalSpec:
     batch_size: int
     max_new_tokens: int
     num_workers: int
-    max_caption_length: int | None = None  # see `Sa2VAInputs`
+    max_caption_length: int | None = None  # see `Sa2VAPreprocessor`
     other_regions: bool = False  # also measure whether a mask lies on the right region
     best_of: int = 0  # answers that are sampled of each region; 0 = none
     vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
@@ -69,7 +69,7 @@ class EvalResult:
 def evaluate(
     policy: Policy,
     spec: EvalSpec,
-    ranks: Ranks,
+    ranks: RankInfo,
     names: Sequence[str] = ("policy",),
     roles: Roles | None = None,
     signals: SignalHandler | None = None,
@@ -89,7 +89,7 @@ def evaluate(
     columns, faults = {name: [] for name in names}, set()
     loader = eval_loader(
         spec.dataset,
-        policy.inputs(tokens, spec.max_caption_length),
+        policy.preprocessor(tokens, spec.max_caption_length),
         spec.batch_size,
         spec.num_workers,
         rank=ranks.rank,
@@ -106,7 +106,7 @@ def evaluate(
                 if spec.best_of:
                     values |= spec.measure_samples(policy, batch, features, tokens, spec.best_of)
                 columns[name].append(values)
-            not_finite = policy.watch.take().names()
+            not_finite = policy.nan_watcher.take().names()
             faults |= {f"evaluation of the {name}: {output}" for output in not_finite}
         if signals and signals.received:
             break
@@ -120,21 +120,22 @@ class Evaluator:
     """Evaluations of a run: measure its roles, log the metrics, keep the best checkpoint.
 
     Args:
-        samples: whether training also samples; if not, the sampler's memory is freed each time.
+        samples_answers: True if training also samples answers; if not, the sampler's memory is
+            freed after each evaluation.
     """
 
     def __init__(
         self,
         spec: EvalSpec,
         config: RunConfig,
-        ranks: Ranks,
+        ranks: RankInfo,
         flags: dict[str, object],
         signals: SignalHandler,
-        samples: bool = True,
+        samples_answers: bool = True,
     ):
         self.spec, self.ranks, self.flags, self.signals = spec, ranks, flags, signals
         self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
-        self.best_by, self.samples = config.best_by, samples
+        self.best_by, self.samples_answers = config.best_by, samples_answers
         self.values = {}  # {step: columns of the policy}
 
     def base(self, state: save_load.RunState, log: RunLogger):
@@ -170,7 +171,7 @@ class Evaluator:
     ):
         """Log the roles `names`; keep the first one's columns, and the state if it is the best."""
         results = evaluate(state.policy, self.spec, self.ranks, names, state.roles, self.signals)
-        if not self.samples:
+        if not self.samples_answers:
             state.policy.engine.forget()
         if not results:
             return

@@ -60,7 +60,7 @@ def open_policy(
     if role == "teacher":
         raise ValueError(f"--role teacher: {flag} {folder} is no checkpoint of a run")
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
-    return build_policy(config, {}, FAMILIES[family_of(base)].trainable, max_new_tokens, device)
+    return build_policy(config, {}, FAMILIES[family_of(base)].rl_patterns, max_new_tokens, device)
 
 
 def load_policy(
@@ -86,7 +86,7 @@ def load_policy(
     settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
     weights = open_weights(folder / WEIGHT_FILES[role])
-    groups = flags.get("train") or groups_of(weights.keys(), FAMILIES[family_of(base)].trainable)
+    groups = flags.get("train") or groups_of(weights.keys(), FAMILIES[family_of(base)].rl_patterns)
     policy = build_policy(config, {}, groups, max_new_tokens, device)
     fingerprint = fingerprint_of(*filter(None, (config.model_path, config.sam_path)))
     load_weights(folder, policy.trainable, WEIGHT_FILES[role], fingerprint)

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 from torch.utils.tensorboard import SummaryWriter
 
 from rl_train.data.rle import encode_mask
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.grpo import group_std
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
@@ -38,7 +38,7 @@ class RunLogger:
             is, if a line cannot be read.
     """
 
-    def __init__(self, output_dir: str | Path, ranks: Ranks, start: int):
+    def __init__(self, output_dir: str | Path, ranks: RankInfo, start: int):
         folder, self.start = Path(output_dir) / "rollouts", start
         self.folder, self.writer = Path(output_dir) / "tensorboard", None
         with wrap_write_errors(folder):
@@ -142,7 +142,7 @@ def _masks(outcome: RewardOutput, row: int) -> dict:
     Coordinates are pixels of the sample's mask. "mask_without" is the mask without the negative
     points, if there are any.
     """
-    fields, prompt = {}, outcome.answers[row] if outcome.answers else None
+    fields, prompt = {}, outcome.point_prompts[row] if outcome.point_prompts else None
     if prompt:
         fields["prompt"] = {
             name: [[round(value, 1) for value in coordinates] for coordinates in boxes_or_points]
@@ -176,7 +176,7 @@ def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.n
     height, width = batch.sizes[i]
     scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
     image = image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
-    prompt = scored.outcome.answers[row] if scored.outcome.answers else None
+    prompt = scored.outcome.point_prompts[row] if scored.outcome.point_prompts else None
     lines = [f"answer: {scored.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
     if scored.outcome.replies:
         lines.append(f"teacher's reply: {scored.outcome.replies[row]}")

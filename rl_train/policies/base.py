@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_train.data.errors import DamagedSample
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
-from rl_train.rollout import Batch, Inputs, Rollout
+from rl_train.rollout import Batch, Preprocessor, Rollout
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf.batches import Prompts
 
@@ -39,15 +39,17 @@ class Policy(Protocol):
     pad_id: int
     base_dtype: torch.dtype
     trainable: dict[str, torch.nn.Parameter]  # float32, by the model's own names
-    groups: dict[str, str]  # {name of a trainable: its group}, by which gradient norms are logged
+    group_of: dict[str, str]  # {name of a trainable: its group}, by which gradient norms are logged
     encoders_train: bool = False  # True if `encode` has a gradient
-    watch: NanWatcher  # names of the outputs, in any role, that had a NaN or infinity
+    nan_watcher: NanWatcher  # names of the outputs, in any role, that had a NaN or infinity
 
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Inputs:
+    def preprocessor(
+        self, max_new_tokens: int, max_caption_length: int | None = None
+    ) -> Preprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
 
     def encode(self, batch: Batch) -> Features:
@@ -188,10 +190,10 @@ class ModelSpec:
         name: name by which tasks ask for the family.
         model_type: value of model_type in the config.json of its folders.
         build: (config, groups, max_new_tokens, device) -> the policy.
-        trainable: {group: regex} of the weights that may train in reinforcement learning.
-        groups: {group: regex} of all weights that --train may name.
-        reached_by: {group: the group in `trainable` that a task must list for gradients to reach
-            it}, for groups that are not in `trainable`.
+        rl_patterns: {group: regex} of the weights that reinforcement learning may train.
+        group_patterns: {group: regex} of all weights that --train may name.
+        gradient_via: {group: the group of `rl_patterns` that a task must list for gradients to
+            reach it}, for groups that are not in `rl_patterns`.
         citation: BibTeX entries of the models that it is made of.
         loading: text of the model card that says how an exported folder (FOLDER) is loaded.
     """
@@ -199,8 +201,8 @@ class ModelSpec:
     name: str
     model_type: str
     build: Callable[..., Policy]
-    trainable: dict[str, str]
-    groups: dict[str, str]
-    reached_by: dict[str, str]
+    rl_patterns: dict[str, str]
+    group_patterns: dict[str, str]
+    gradient_via: dict[str, str]
     citation: str
     loading: str

@@ -22,7 +22,7 @@ from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
 from rl_train.policies.qwen_vl_inputs import (
     QUESTION_TOKENS,
     ImagePreprocessing,
-    QwenInputs,
+    QwenPreprocessor,
     patches,
 )
 from rl_train.policies.qwen_vl_model import (
@@ -95,9 +95,9 @@ class QwenVLPolicy(Policy):
         self.after_image = self.encode_text(AFTER_IMAGE)
         self.after_question = self.encode_text(AFTER_QUESTION)
         self.peft = lora.attach_lora(vlm, config.lora_r, config.lora_alpha, targets=LINEARS)
-        self.trainable, self.groups = lora.freeze_all_but(model, TRAINABLE)
+        self.trainable, self.group_of = lora.freeze_all_but(model, TRAINABLE)
         model.eval()
-        self.watch = NanWatcher()
+        self.nan_watcher = NanWatcher()
         self.engine = Engine(
             TextModel(vlm.model.language_model, vlm.lm_head),
             pad_id=self.pad_id,
@@ -114,9 +114,11 @@ class QwenVLPolicy(Policy):
         vlm = self.peft.merge_and_unload()
         vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
 
-    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> QwenInputs:
+    def preprocessor(
+        self, max_new_tokens: int, max_caption_length: int | None = None
+    ) -> QwenPreprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
-        return QwenInputs(
+        return QwenPreprocessor(
             preprocessing=self.preprocessing,
             sam_size=self.model.sam.prompt_encoder.input_image_size,
             tokenizer=self.tokenizer,
@@ -210,7 +212,7 @@ class QwenVLPolicy(Policy):
                 uniforms=uniforms,
                 position_ids=positions,
             )
-        self.watch("log-probs of sampled answers", completions.logp)
+        self.nan_watcher("log-probs of sampled answers", completions.logp)
         rows = zip(completions.ids, completions.valid)
         return completions, [self.completion_text(ids[valid].tolist()) for ids, valid in rows]
 
@@ -255,7 +257,7 @@ def build_policy(
     preprocessing = image_preprocessing(path, config)
     model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype)).to(device)
     policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
-    if policy.inputs(max_new_tokens).max_phrase_tokens < 1:
+    if policy.preprocessor(max_new_tokens).max_phrase_tokens < 1:
         raise ValueError(
             f"--max_completion_length {max_new_tokens}: with {preprocessing.max_tokens} tokens of "
             f"an image and {QUESTION_TOKENS} of a question it does not fit the model's context of "
@@ -268,9 +270,9 @@ QWEN_VL = ModelSpec(
     name=QwenVLPolicy.family,
     model_type="qwen2_5_vl",
     build=build_policy,
-    trainable=TRAINABLE,
-    groups=TRAINABLE,
-    reached_by={},
+    rl_patterns=TRAINABLE,
+    group_patterns=TRAINABLE,
+    gradient_via={},
     citation=QWEN_VL_CITATION + SAM2_CITATION,
     loading="""```python
 from transformers import AutoModelForImageTextToText, AutoProcessor

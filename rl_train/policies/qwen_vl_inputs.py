@@ -62,8 +62,8 @@ class PointInputs:
 
 
 @dataclass
-class QwenInputs:
-    """Preprocessing for Qwen2.5-VL and SAM2, the loader's `Inputs`; holds no weights.
+class QwenPreprocessor:
+    """Preprocessing for Qwen2.5-VL and SAM2, the loader's `Preprocessor`; holds no weights.
 
     Args:
         max_caption_length: text tokens of a phrase; None: all that fit the context.

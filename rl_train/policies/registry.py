@@ -51,7 +51,7 @@ def build_policy(
                 f"--tasks {task}: asks a model of the family {needed}, and --model_path "
                 f"{config.model_path} is of {family.name}"
             )
-    if unknown := set(groups) - set(family.groups):
+    if unknown := set(groups) - set(family.group_patterns):
         raise ValueError(
             f"--train {' '.join(sorted(unknown))}: unknown; known: {', '.join(family.groups)}"
         )

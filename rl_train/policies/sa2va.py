@@ -19,7 +19,7 @@ from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.engine.packing import input_mask
 from rl_train.policies import lora
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
-from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch, Rollout
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor, batches
@@ -118,9 +118,9 @@ class Sa2VAPolicy(Policy):
             self.peft = lora.attach_lora(model.language_model, config.lora_r, config.lora_alpha)
         for name in FLOAT32_MODULES:
             model.get_submodule(name).float()
-        self.trainable, self.groups = lora.freeze_all_but(model, patterns)
+        self.trainable, self.group_of = lora.freeze_all_but(model, patterns)
         model.eval()
-        self.watch = NanWatcher()
+        self.nan_watcher = NanWatcher()
         self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
         self.engine = Engine(
             model.language_model,
@@ -139,9 +139,11 @@ class Sa2VAPolicy(Policy):
             self.peft.merge_and_unload()
         self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
 
-    def inputs(self, max_new_tokens: int, max_caption_length: int | None = None) -> Sa2VAInputs:
+    def preprocessor(
+        self, max_new_tokens: int, max_caption_length: int | None = None
+    ) -> Sa2VAPreprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
-        return Sa2VAInputs(
+        return Sa2VAPreprocessor(
             processor=self.processor,
             prompts=self.prompts,
             context=self.model.config.llm.max_position_embeddings,
@@ -216,7 +218,7 @@ class Sa2VAPolicy(Policy):
                 uniforms=uniforms,
                 shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
             )
-        self.watch("log-probs of sampled answers", completions.logp)
+        self.nan_watcher("log-probs of sampled answers", completions.logp)
         rows = zip(completions.ids.tolist(), completions.valid.sum(1).tolist())
         return completions, [self.prompts.completion_text(ids[:length]) for ids, length in rows]
 
@@ -241,7 +243,7 @@ class Sa2VAPolicy(Policy):
         targets, slots = ids.flatten()[slots], to_device(slots, self.device)
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(hidden.flatten(0, 1)[slots], targets)
-        self.watch("log-probs of given answers", logp)
+        self.nan_watcher("log-probs of given answers", logp)
         sums = logp.new_zeros(ids.numel()).index_copy(0, slots, logp).view(ids.shape).sum(1)
         return sums / to_device(mask.sum(1), self.device)
 
@@ -290,7 +292,7 @@ class Sa2VAPolicy(Policy):
             with self.autocast():
                 return self.model.decode_masks(images.sam, index[rows], embeddings[rows])
 
-        return self.watch("mask logits", by_chunks(decode, len(image)))
+        return self.nan_watcher("mask logits", by_chunks(decode, len(image)))
 
 
 def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch.Tensor:
@@ -339,9 +341,9 @@ SA2VA = ModelSpec(
     name=Sa2VAPolicy.family,
     model_type="sa2va_chat",
     build=build_policy,
-    trainable=TRAINABLE,
-    groups=GROUPS,
-    reached_by=dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2"),
+    rl_patterns=TRAINABLE,
+    group_patterns=GROUPS,
+    gradient_via=dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2"),
     citation=SA2VA_CITATION + SAM2_CITATION,
     loading="""```python
 from PIL import Image

@@ -21,8 +21,8 @@ class BatchInputs:
 
 
 @dataclass
-class Sa2VAInputs:
-    """Preprocessing for Sa2VA, the loader's `Inputs`; holds no weights."""
+class Sa2VAPreprocessor:
+    """Preprocessing for Sa2VA, the loader's `Preprocessor`; holds no weights."""
 
     processor: Sa2VAProcessor
     prompts: PromptBuilder

@@ -20,7 +20,7 @@ from rl_train.data.mixture import MixtureSampler
 from rl_train.data.registry import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import Ranks, print0
+from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
@@ -32,7 +32,7 @@ from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
-from rl_train.rollout import Inputs
+from rl_train.rollout import Preprocessor
 from rl_train.run.consistency import (
     check_same_on_all_ranks,
     check_same_start,
@@ -54,7 +54,7 @@ class Run:
 
     config: Config
     flags: dict[str, object]  # as config.json has them
-    ranks: Ranks
+    ranks: RankInfo
     state: save_load.RunState
     judge: LLMJudge | None
     judge_failures: FailureWindow
@@ -81,13 +81,13 @@ class Run:
         return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
 
-def build(config: Config, ranks: Ranks) -> Run:
+def build(config: Config, ranks: RankInfo) -> Run:
     """Build a run. Raises ValueError, naming the flag or file that is wrong."""
     config = replace(config, policy=download_models(config.policy))
     flags = config.flags | dict(world_size=ranks.world_size)
     if ranks.is_main:
         check_output_dir(config, flags)
-    resume = save_load.find(config.run.resume, config.run.output_dir)
+    resume = save_load.find_resume_checkpoint(config.run.resume, config.run.output_dir)
     require_wordnet()
     vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
     max_tokens = config.rollout.max_completion_length
@@ -109,11 +109,11 @@ def build(config: Config, ranks: Ranks) -> Run:
     judge_failures = FailureWindow(config.reward.max_judge_failures)
     state = build_state(config, policy, roles, tasks, max_steps)
     state.counters = dict(judge_failures=judge_failures, damaged=damaged)
-    inputs = policy.inputs(max_tokens, config.data.max_caption_length)
+    preprocessor = policy.preprocessor(max_tokens, config.data.max_caption_length)
     if resume:
         load_state(resume, state, config, flags, ranks)
     else:
-        calibrate_actions(tasks, train_set, inputs, config.rollout.batch_size, max_tokens)
+        calibrate_actions(tasks, train_set, preprocessor, config.rollout.batch_size, max_tokens)
     sampler.start = state.step
     check_same_weights(state, ranks)
     return Run(
@@ -128,7 +128,7 @@ def build(config: Config, ranks: Ranks) -> Run:
         eval_set=eval_set,
         sampler=sampler,
         max_steps=max_steps,
-        ablation=build_ablation(config.reward, config.run.seed, train_set, inputs),
+        ablation=build_ablation(config.reward, config.run.seed, train_set, preprocessor),
         vocabulary=vocabulary,
     )
 
@@ -180,7 +180,7 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
     return train_set, eval_set, damaged
 
 
-def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
+def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
     families = {name: task.family for name, task in config.task_classes.items()}
     policy = build_policy(
@@ -195,7 +195,7 @@ def build_model(config: Config, ranks: Ranks) -> tuple[Policy, Roles]:
     roles = Roles(policy.trainable, roles_to_keep(config) or until_evaluated)
     if config.run.export_final == "teacher" and not roles.has_teacher:
         raise ValueError("--export_final teacher: no task of --tasks has a teacher")
-    counts = parameter_counts(policy.model, policy.groups)
+    counts = parameter_counts(policy.model, policy.group_of)
     count_of_parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
     num_trained = sum(parameter.numel() for parameter in policy.trainable.values())
     print0(f"parameters: {num_trained:,d} of {counts.total():,d} train: {count_of_parts}")
@@ -215,8 +215,8 @@ def trainable_groups(config: Config) -> list[str]:
     of_tasks = {group for options in config.tasks.values() for group in options.trainable_modules}
     idle = [
         group
-        for group in sorted(requested & set(spec.groups))
-        if spec.reached_by.get(group, group) not in of_tasks
+        for group in sorted(requested & set(spec.group_patterns))
+        if spec.gradient_via.get(group, group) not in of_tasks
     ]
     if idle:
         raise ValueError(
@@ -234,12 +234,12 @@ def roles_to_keep(config: Config) -> tuple[str, ...]:
     task_classes = config.task_classes.values()
     if any(task.asks_teacher for task in task_classes):
         return COPIES
-    needs_reference = config.samples or any(task.asks_reference for task in task_classes)
+    needs_reference = config.samples_answers or any(task.asks_reference for task in task_classes)
     return ("reference",) if needs_reference else ()
 
 
 def build_sampler(
-    config: Config, train_set: RegionDataset, mixture: MixtureSampler | None, ranks: Ranks
+    config: Config, train_set: RegionDataset, mixture: MixtureSampler | None, ranks: RankInfo
 ) -> StepSampler:
     """Build the sampler of a step's samples. Raises ValueError, naming the wrong flag."""
     if mixture and config.data.order:
@@ -267,7 +267,7 @@ def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
     rates = dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
     groups = {}  # {learning rate: parameter group}
     for name, parameter in policy.trainable.items():
-        rate = rates.get(policy.groups[name], config.learning_rate)
+        rate = rates.get(policy.group_of[name], config.learning_rate)
         groups.setdefault(rate, dict(params=[], lr=rate))["params"].append(parameter)
     fused = policy.device.type == "cuda"
     return torch.optim.AdamW(groups.values(), weight_decay=config.weight_decay, fused=fused)
@@ -289,7 +289,7 @@ def load_state(
     state: save_load.RunState,
     config: Config,
     flags: dict[str, object],
-    ranks: Ranks,
+    ranks: RankInfo,
 ):
     """Load a checkpoint that was made with the same flags. Raises ValueError otherwise."""
     print0(f"resuming from {folder}")
@@ -298,26 +298,30 @@ def load_state(
 
 
 def calibrate_actions(
-    tasks: list[Task], train_set: RegionDataset, inputs: Inputs, batch_size: int, max_tokens: int
+    tasks: list[Task],
+    train_set: RegionDataset,
+    preprocessor: Preprocessor,
+    batch_size: int,
+    max_tokens: int,
 ):
     """Fit each task's action to the base on a few training samples, the same on all ranks."""
     order = torch.randperm(len(train_set), generator=torch.Generator().manual_seed(0))
     samples = Subset(train_set, order[:CALIBRATION_SAMPLES].tolist())
     for task in tasks:
         if task.action:
-            task.action.calibrate(eval_loader(samples, inputs, batch_size, 0), max_tokens)
+            task.action.calibrate(eval_loader(samples, preprocessor, batch_size, 0), max_tokens)
             # The first rank's is taken: another kind of GPU rounds otherwise.
             first = process_group.gather_objects(task.action.state_dict())[0]
             task.action.load_state_dict(first)
 
 
 def build_ablation(
-    config: RewardConfig, seed: int, train_set: RegionDataset, inputs: Inputs
+    config: RewardConfig, seed: int, train_set: RegionDataset, preprocessor: Preprocessor
 ) -> AblationReward:
     """Build the ablation reward; the caption of "fixed" is that of the first sample."""
     caption = ""
     if config.control == "fixed":
-        caption = Batches(train_set, inputs)[[0]].captions[0]
+        caption = Batches(train_set, preprocessor)[[0]].captions[0]
         print0(f"--control fixed: {caption}")
     return AblationReward(config.control, seed, caption)
 

@@ -15,7 +15,7 @@ from rl_train.checkpoint.save_load import RunState
 from rl_train.config.grpo_config import Config
 from rl_train.data import DamagedSample
 from rl_train.data.base import RegionDataset
-from rl_train.distributed.process_group import Ranks, gather_objects
+from rl_train.distributed.process_group import RankInfo, gather_objects
 
 NUM_SAMPLES = 32  # of a data set, evenly spread, that are compared in full
 
@@ -36,11 +36,13 @@ def check_same_on_all_ranks(facts: dict[str, str | int | float | list | None]):
             )
 
 
-def check_same_start(config: Config, resume: Path | None, ranks: Ranks, **datasets: RegionDataset):
+def check_same_start(
+    config: Config, resume: Path | None, ranks: RankInfo, **datasets: RegionDataset
+):
     """Compare flags, the checkpoint to resume from, the base model's weights and the data sets."""
     if ranks.world_size == 1:
         return
-    machine_flags = config.flags_with("of_machine")
+    machine_flags = config.flags_with("may_differ_by_rank")
     facts = {f"--{n}": value for n, value in config.flags.items() if n not in machine_flags}
     facts["the checkpoint to resume from"] = resume.name if resume else "none"
     folders = filter(None, (config.policy.model_path, config.policy.sam_path))
@@ -49,7 +51,7 @@ def check_same_start(config: Config, resume: Path | None, ranks: Ranks, **datase
     check_same_on_all_ranks(facts)
 
 
-def check_same_weights(state: RunState, ranks: Ranks):
+def check_same_weights(state: RunState, ranks: RankInfo):
     """Compare the step and the weights of the policy and its copies, after they are loaded."""
     if ranks.world_size == 1:
         return

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from rl_train.checkpoint.save_load import resume_hint
 from rl_train.config.grpo_config import Config
-from rl_train.distributed.process_group import Ranks, lost_rank, only_local_rank0, print0
+from rl_train.distributed.process_group import RankInfo, lost_rank, only_local_rank0, print0
 from rl_train.run.build import Run
 from rl_train.run.signals import EXIT_INTERRUPTED, Interrupted
 from rl_train.utils.io import CannotWrite, UserFault
@@ -22,7 +22,7 @@ class ErrorReporter:
         run: the run once it has begun; before that, every ValueError is the user's input.
     """
 
-    def __init__(self, config: Config, ranks: Ranks):
+    def __init__(self, config: Config, ranks: RankInfo):
         self.config, self.ranks = config, ranks
         self.run: Run | None = None
 
@@ -72,7 +72,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     return "out of memory" in message or "ALLOC_FAILED" in message
 
 
-def out_of_memory_message(config: Config, ranks: Ranks, run: Run | None = None) -> str:
+def out_of_memory_message(config: Config, ranks: RankInfo, run: Run | None = None) -> str:
     """Return where memory ended, which flags to lower, and how to resume.
 
     Args:

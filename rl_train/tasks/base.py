@@ -40,7 +40,7 @@ class Action(Protocol):
         scored: ScoredRollout,
         rows: slice,
         scores: ScoreOutput,
-        totals: LossDenominators,
+        denominators: LossDenominators,
         config: LossConfig,
     ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
         """Return (terms to add to the loss of `rows`, {name: statistic})."""
@@ -104,10 +104,10 @@ def with_measurements(
     targets: list[torch.Tensor],
     **columns: list[Any],
 ) -> dict[str, torch.Tensor]:
-    """Complete a task's rewards: all on the CPU, with "hit" and the user's own among them.
+    """Complete a task's rewards: all on the CPU, with "on_target" and the user's own among them.
 
-    "hit" is measured if the other regions of the images are known. Rows of which the LLM judge
-    gave no "judge" lose all weighted components, so that they are not scored.
+    "on_target" is measured if the other regions of the images are known. Rows of which the LLM
+    judge gave no "judge" lose all weighted components, so that they are not scored.
 
     Args:
         questions: N texts of the prompts.
@@ -118,7 +118,7 @@ def with_measurements(
     batch, verdicts = rollout.batch, rewards.get("judge")
     rewards = {name: values.cpu() for name, values in rewards.items()}
     if batch.others is not None:
-        rewards["hit"] = on_target(masks, batch.masks, batch.others)
+        rewards["on_target"] = on_target(masks, batch.masks, batch.others)
     rewards = add_user_rewards(
         rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
     )

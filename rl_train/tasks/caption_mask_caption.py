@@ -84,11 +84,11 @@ class CaptionMaskCaption(Task):
         is the teacher's, of the prompt's caption as a description of the mask. The IoU with the
         region is a measurement that the reward does not see. With --use_llm_judge_loop2 "judge"
         scores the same pair as METEOR; a row that it gives NaN is not scored at all. See
-        `with_measurements` for "hit" and the user's rewards, which see the sampled masks and the
-        teacher's replies.
+        `with_measurements` for "on_target" and the user's rewards, which see the sampled masks and
+        the teacher's replies.
         """
         context, policy = self.context, self.context.policy
-        captions, masks = rollout.of_rows(rollout.batch.captions), rollout.action.masks
+        captions, masks = rollout.of_rows(rollout.batch.captions), rollout.latents.masks
         features, image, tokens = rollout.features, rollout.prompts.image, context.max_new_tokens
         grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
@@ -109,6 +109,6 @@ class CaptionMaskCaption(Task):
             masks,
             targets,
             replies=replies,
-            mask_confidence=rollout.action.confidence,
+            mask_confidence=rollout.latents.confidence,
         )
         return RewardOutput(rewards, masks, replies)

@@ -86,7 +86,7 @@ class LatentMaskAction(Action):
         scored: ScoredRollout,
         rows: slice,
         scores: ScoreOutput,
-        totals: LossDenominators,
+        denominators: LossDenominators,
         config: LossConfig,
     ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
         """Return ([policy term with its KL, supervised mask term], {name: statistic}) of `rows`.
@@ -94,7 +94,7 @@ class LatentMaskAction(Action):
         Each [SEG] is one action whose log-ratio is the mean over the D dimensions. Both terms are
         divided by the number of [SEG] tokens of the step, `totals.actions`.
         """
-        rollout, latents, loss_terms = scored.rollout, scored.rollout.action, []
+        rollout, latents, loss_terms = scored.rollout, scored.rollout.latents, []
         bounds = torch.tensor([rows.start, rows.stop])
         selected = slice(*torch.searchsorted(latents.rows, bounds).tolist())  # m of the M
         seg_rows = latents.rows[selected]  # (m,)
@@ -124,20 +124,20 @@ class LatentMaskAction(Action):
                 factor=self.factor,
                 clip_range=CLIP_RANGE,
                 kl_coef=config.kl_coef,
-                num_actions=totals.actions,
+                num_actions=denominators.actions,
             )
             loss_terms.append(policy_term)
             statistics |= latent_statistics
         if self.mask_loss_coef:
             image = [rollout.prompts.image[row] for row in seg_rows.tolist()]
-            z = mean + latents.offset[selected]
+            z = mean + latents.noise[selected]
             targets = [rollout.batch.masks[i] for i in image]
 
             def mask_losses(chunk: slice) -> torch.Tensor:
                 logits = self.policy.decode_masks(rollout.features, image[chunk], z[chunk])
                 return mask_loss(logits, targets[chunk])
 
-            mask_term = (by_chunks(mask_losses, len(image)) * in_loss).sum() / totals.actions
+            mask_term = (by_chunks(mask_losses, len(image)) * in_loss).sum() / denominators.actions
             loss_terms.append(self.mask_loss_coef * mask_term)
             statistics["mask_loss"] = mask_term.detach()
         return loss_terms, statistics
@@ -151,7 +151,7 @@ class LatentMaskAction(Action):
         """
         G, batch = rollout.num_generations, rollout.batch
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
-        no_seg = len(rollout) - len(rollout.action.rows.unique())
+        no_seg = len(rollout) - len(rollout.latents.rows.unique())
         metrics = dict(
             mask_spread=(sum(map(mask_spread, groups)), len(groups)),
             no_seg_frac=(no_seg, len(rollout)),

@@ -55,8 +55,8 @@ class MaskCaptionMask(Task):
         An empty caption scores 0 without asking the teacher; so does a reply without [SEG]. With
         --use_llm_judge, "caption_reward" counts beside the IoU: it compares the sampled caption
         with the true one; its parts "meteor" and "judge" are measurements. A row that the judge
-        gives NaN is not scored at all. See `with_measurements` for "hit" and the user's rewards,
-        which see the teacher's masks.
+        gives NaN is not scored at all. See `with_measurements` for "on_target" and the user's
+        rewards, which see the teacher's masks.
         """
         context, policy = self.context, self.context.policy
         captions = rollout.of_rows(rollout.batch.captions)

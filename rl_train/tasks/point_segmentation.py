@@ -179,8 +179,8 @@ class PointSegmentation(PointTask):
 
         An answer that cannot be read has an empty mask and 0 in all components that count. The
         region that SAM2 confuses with the target follows from the target alone. See
-        `with_measurements` for "hit" and the user's rewards, which see the masks and the parsed
-        answers as `answers`.
+        `with_measurements` for "on_target" and the user's rewards, which see the masks and the
+        parsed answers as `answers`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
         image = rollout.prompts.image
@@ -208,5 +208,5 @@ class PointSegmentation(PointTask):
         )
         unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in REASONS}
         return RewardOutput(
-            rewards, masks, unparsed=unparsed, answers=answers, masks_without=without
+            rewards, masks, unparsed=unparsed, point_prompts=answers, masks_without=without
         )

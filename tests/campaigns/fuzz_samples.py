@@ -139,7 +139,7 @@ class Fuzz:
             assert self.slowest < SECONDS, (number, i)
 
     def sample(self, dataset, i: int, names: list[str], number: int):
-        inputs = self.policy.inputs(100, 512)
+        inputs = self.policy.preprocessor(100, 512)
         try:
             sample = dataset[i]
             inputs.check(sample)

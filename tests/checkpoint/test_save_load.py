@@ -13,14 +13,14 @@ from transformers import Qwen2ForCausalLM
 
 from rl_train import cli
 from rl_train.checkpoint import save_load
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.run import build
 from sa2va_hf import Sa2VAModel
 from tests.ranks import start_fork
 from tests.runs import CHECKPOINT, events, flags, rollouts, run, unmeasured, weights
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 RUN = dict(
     max_steps=4,
     save_steps=1,

@@ -25,7 +25,9 @@ class LargerPolicyConfig(PolicyConfig):
     """model"""
 
     free: int = flag(3, "may change", type=COUNT, aliases=("loose",), free_on_resume=True)
-    fixed: int = flag(3, "may not", type=COUNT, lowers_memory_of=("update",), of_machine=True)
+    fixed: int = flag(
+        3, "may not", type=COUNT, lowers_memory_of=("update",), may_differ_by_rank=True
+    )
 
 
 def test_a_new_flag_is_one_line(data, tmp_path, capsys):
@@ -41,7 +43,7 @@ def test_a_new_flag_is_one_line(data, tmp_path, capsys):
     cli.check_output_dir(config, config.flags)
     with pytest.raises(ValueError, match="holds a run of another config: --fixed was 6, now 8$"):
         cli.check_output_dir(config, config.flags | dict(fixed=8))
-    assert "fixed" in config.flags_with("of_machine")
+    assert "fixed" in config.flags_with("may_differ_by_rank")
     assert "--fixed" not in remedy("update", config)  # a run that has begun keeps it
     elsewhere = replace(config, run=replace(config.run, output_dir=str(tmp_path / "new")))
     assert "--fixed" in remedy("update", elsewhere)

@@ -7,7 +7,7 @@ import pytest
 from rl_train import cli
 from rl_train.data import DATASETS, EVAL_DATASETS
 from rl_train.data.base import Reader
-from rl_train.data.registry import MixtureEntry, reader, readers, unique
+from rl_train.data.registry import MixtureEntry, opener_of, readers, unique
 from tests.runs import complaint_of, flags
 
 
@@ -26,7 +26,7 @@ from tests.runs import complaint_of, flags
 def test_what_a_data_set_is_opened_with(monkeypatch, name, given, expected):
     sets = EVAL_DATASETS if given.get("is_eval") else DATASETS
     monkeypatch.setitem(sets, name, partial(lambda folder, **options: options, **fixed(sets[name])))
-    assert reader(name, **given)("x") == expected
+    assert opener_of(name, **given)("x") == expected
 
 
 def fixed(opener) -> dict:
@@ -43,8 +43,8 @@ def test_a_mix_is_parsed(monkeypatch):
     assert odd == MixtureEntry("refcoco+", ("val",), "a:b=c", 0.5)
     for name in ("refcoco+", "gar"):
         monkeypatch.setitem(DATASETS, name, lambda folder, **options: (folder, options))
-    assert odd.reader("i")("x") == ("x", dict(split="val", image_root="i"))
-    assert MixtureEntry.parse("gar/A:x").reader("i")("x") == ("x", dict(parts=["A"]))
+    assert odd.opener("i")("x") == ("x", dict(split="val", image_root="i"))
+    assert MixtureEntry.parse("gar/A:x").opener("i")("x") == ("x", dict(parts=["A"]))
     assert unique(["gar", "dam", "gar", "gar"]) == ["gar", "dam", "gar.2", "gar.3"]
 
 

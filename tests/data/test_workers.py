@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.utils.io import UserFault
 from tests.data.gar_rows import read, row
 from tests.runs import ENVIRONMENT, ROOT, on_one_core
@@ -66,7 +66,7 @@ def dataset(tmp_path):
 def test_a_killed_worker(dataset, act, words):
     message = f"^--num_workers 1: DataLoader worker .*({words}|exited unexpectedly).*; /dev/shm or"
     with pytest.raises(UserFault, match=message) as raised:
-        explaining(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
+        reporting_dead_workers(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
     assert "\n" not in str(raised.value)
 
 
@@ -75,7 +75,7 @@ def test_other_errors_pass():
         raise RuntimeError("CUDA out of memory")
 
     with pytest.raises(RuntimeError, match="^CUDA out of memory$"):
-        explaining(2, fail)
+        reporting_dead_workers(2, fail)
 
 
 # On a /dev/shm of 4 MiB of its own. Before a worker itself shared its batch, the trainer waited for
@@ -85,11 +85,11 @@ import sys
 import torch
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 class Pixels:
     check = prepare = lambda self, sample: torch.zeros(2**20, dtype=torch.uint8)
     collate = lambda self, prepared: prepared
-explaining(1, list, eval_loader(GraspAnyRegionDataset(sys.argv[1]), Pixels(), 1, 1))
+reporting_dead_workers(1, list, eval_loader(GraspAnyRegionDataset(sys.argv[1]), Pixels(), 1, 1))
 """
 MOUNT = "mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "
 

@@ -112,7 +112,7 @@ def test_rank_comes_from_rank_and_device_from_local_rank(monkeypatch):
 
 
 def test_alone_without_torchrun():
-    assert process_group.init() == process_group.Ranks(0, 1, torch.device("cpu"))
+    assert process_group.init() == process_group.RankInfo(0, 1, torch.device("cpu"))
     assert not torch.distributed.is_initialized()
 
 

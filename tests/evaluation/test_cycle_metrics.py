@@ -124,9 +124,9 @@ def test_whether_a_mask_lies_on_the_region_by_hand(measure_answers):
         ["x", "x"],
         others=[torch.stack([below[0]]), torch.stack([below[1]])],
     )
-    assert found.values["cycle_hit"].tolist() == [0, 1]  # no caption, no hit
-    assert found.values["seg_hit"].tolist() == [0, 1]
-    assert means(found.values)["seg_hit"] == 0.5
+    assert found.values["cycle_on_target"].tolist() == [0, 1]  # no caption, no hit
+    assert found.values["seg_on_target"].tolist() == [0, 1]
+    assert means(found.values)["seg_on_target"] == 0.5
 
 
 def test_measures_of_all_captions_together():

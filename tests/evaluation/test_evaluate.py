@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.save_load import RunState
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.evaluation import cycle_metrics, evaluate
 from rl_train.evaluation.cycle_metrics import METRICS
 from rl_train.evaluation.evaluate import EvalSpec
@@ -21,7 +21,7 @@ from tests.runs import SAMPLED, on_one_core, run
 from tools.demo.scenes import PATTERNS
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 
 # The model
@@ -121,7 +121,7 @@ def test_policy_and_teacher_have_curves_of_every_metric(three_steps):
         for m in ("cycle_iou", "seg_iou", "cycle_meteor", "caption_meteor")
     )
     assert found["eval/pattern_stated"][0] >= found["eval/pattern_accuracy"][0]
-    for curve in ("loop1/hit", "loop2/hit", "loop2/objects_frac"):
+    for curve in ("loop1/on_target", "loop2/on_target", "loop2/objects_frac"):
         assert list(found[curve]) == [1, 2, 3] and 0 <= min(found[curve].values())
 
 
@@ -192,9 +192,10 @@ def test_the_limit_leaves_it_and_latest_passes_it_over(three_steps):
         for name in ("checkpoint_best", "checkpoint_step_3")
     )
     assert best == last | {"eval.json"}
-    assert save_load.find("latest", three_steps).name == "checkpoint_step_3"
+    assert save_load.find_resume_checkpoint("latest", three_steps).name == "checkpoint_step_3"
     assert (
-        save_load.find(str(three_steps / "checkpoint_best"), three_steps).name == "checkpoint_best"
+        save_load.find_resume_checkpoint(str(three_steps / "checkpoint_best"), three_steps).name
+        == "checkpoint_best"
     )
 
 
@@ -260,7 +261,7 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
 
     def measured(policy, heldout, ranks, names, *_):
         measures = zip(names, made[state.step], strict=True)
-        of = ("seg_iou", "caption_meteor", "seg_hit")
+        of = ("seg_iou", "caption_meteor", "seg_on_target")
         return {
             name: evaluate.EvalResult(
                 {one: torch.tensor([v], dtype=torch.float64) for one, v in zip(of, values)},
@@ -282,8 +283,8 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
 
     (tmp_path / "evaluation").mkdir()
     assert scores([]) == [0.3, 0.3, 0.35, 0.1]
-    assert scores(["seg_hit"]) == [0.3, 0, 0.1, 0.1]
-    assert scores(["seg_iou", "seg_hit"]) == [0.4, 0.05, 0.2, 0.1]
+    assert scores(["seg_on_target"]) == [0.3, 0, 0.1, 0.1]
+    assert scores(["seg_iou", "seg_on_target"]) == [0.4, 0.05, 0.2, 0.1]
     assert scores([], eval_steps=0) == scores(["cycle_iou"], eval_steps=0) == []
     with pytest.raises(UserFault, match="--best_by cycle_iou: this run measures seg_iou, "):
         scores(["cycle_iou"])

@@ -86,7 +86,7 @@ def test_exported_model_computes_what_was_trained(trained, tmp_path, batch, role
     config = PolicyConfig(
         model_path=str(policy.model.folder), dtype="float32", lora_r=4, lora_alpha=8
     )
-    policy = build_policy(config, {policy.groups[name] for name in weights}, 0, "cpu")
+    policy = build_policy(config, {policy.group_of[name] for name in weights}, 0, "cpu")
     untrained = outputs(policy.model, batch, policy)
     save_load.load_weights(trained, policy.trainable, f"{file}.safetensors")
     expected = outputs(policy.model, batch, policy)

@@ -7,7 +7,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_train.cli import check_output_dir
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.utils.io import CannotWrite
 from tests.checkpoint.test_disk import files_of_at_most
@@ -20,7 +20,7 @@ def read(folder, tag) -> list[tuple[int, float]]:
 
 
 def open_log(folder, start: int) -> RunLogger:
-    return RunLogger(folder, Ranks(0, 1, torch.device("cpu")), start)
+    return RunLogger(folder, RankInfo(0, 1, torch.device("cpu")), start)
 
 
 def write(folder, start: int, steps, value: float):

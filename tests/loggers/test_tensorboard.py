@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from rl_train.data.rle import decode_mask
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.tensorboard import (
     BOX,
     NEGATIVE,
@@ -63,7 +63,7 @@ def test_an_answer_s_box_and_points_are_drawn():
     batch = Batch([0], [region], ["a cup"], ["id"], [], None)
     rollout = Rollout(batch, None, None, ["{}", "no"], 2, *[None] * 5)
     answer = PointPrompt(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
-    drawn = dict(answers=[answer, None], masks_without=[without, region])
+    drawn = dict(point_prompts=[answer, None], masks_without=[without, region])
     outcome = RewardOutput({}, [found, region], **drawn)
     work = ScoredRollout(None, rollout, outcome, torch.ones(2), torch.ones(2), None)
     picture = rollout_picture(Image.new("RGB", (64, 64)), work, 0)
@@ -89,7 +89,7 @@ def test_rollouts_are_json_whatever_they_say(tmp_path):
     work = ScoredRollout(
         SimpleNamespace(name="loop1"), rollout, outcome, rewards, torch.zeros(6), None
     )
-    log = RunLogger(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log = RunLogger(tmp_path, RankInfo(1, 2, torch.device("cpu")), start=0)
     log.rollouts(0, work)
     log.close()
     text = (tmp_path / "rollouts" / "rank1.jsonl").read_text()
@@ -99,7 +99,7 @@ def test_rollouts_are_json_whatever_they_say(tmp_path):
         assert line["caption"] == caption
     assert [line["reward"] for line in lines] == [0.5, None, pytest.approx(1e15), 0, 0, 1]
     log = RunLogger(
-        tmp_path, Ranks(1, 2, torch.device("cpu")), start=1
+        tmp_path, RankInfo(1, 2, torch.device("cpu")), start=1
     )  # as a resume reads and writes
     assert (tmp_path / "rollouts" / "rank1.jsonl").read_text() == text
     rewards[0] = math.inf
@@ -132,7 +132,7 @@ def test_lines_hold_what_was_judged(tmp_path):
     work = ScoredRollout(
         SimpleNamespace(name="points"), rollout, outcome, torch.ones(3), torch.zeros(3), None
     )
-    log = RunLogger(tmp_path, Ranks(1, 2, torch.device("cpu")), start=0)
+    log = RunLogger(tmp_path, RankInfo(1, 2, torch.device("cpu")), start=0)
     log.rollouts(0, work)
     log.close()
     lines = (tmp_path / "rollouts" / "rank1.jsonl").read_text().splitlines()

@@ -32,7 +32,7 @@ def only_seg(scenes, prepare, model, task):
     valid, hidden = torch.ones_like(ids, dtype=torch.bool), rollout.hidden[:, column]
     said = dict(ids=ids, valid=valid, hidden=hidden, logp=rollout.logp[:, column])
     rollout = replace(rollout, **said)
-    rollout.action = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1], 2))
+    rollout.latents = task.action.draw(rollout, RowRNG(0, 0, 1, [0, 1], 2))
     return rollout
 
 
@@ -74,10 +74,10 @@ def test_chunks_have_the_gradient_of_the_whole_and_keep_little(
     assert same_loss == pytest.approx(loss, rel=1e-5)
     largest = max(g.abs().max().item() for g in whole.values())
     assert largest_difference(whole, parts) < 3e-5 * largest  # rounding; a mask is 1/32
-    sam2 = {n: g for n, g in whole.items() if model.groups[n] == "sam2"}
+    sam2 = {n: g for n, g in whole.items() if model.group_of[n] == "sam2"}
     assert sum(bool(g.any()) for g in sam2.values()) > 0.8 * len(sam2)
     text = update(model, task_of(model, 2, mask_loss_coef=0.0), only_seg)[2]
-    assert 0 < kept_of_chunks - text < (kept - text) * chunk / len(only_seg.action.rows)
+    assert 0 < kept_of_chunks - text < (kept - text) * chunk / len(only_seg.latents.rows)
 
 
 def test_what_fits_a_chunk_is_decoded_as_ever_bit_for_bit(model, task, only_seg, monkeypatch):
@@ -104,7 +104,7 @@ def test_masks_without_gradient_come_in_chunks_too(model, images, monkeypatch):
 
 def test_of_an_answer_only_the_first_are_masks(model, task, only_seg):
     """As sampled, as scored and as counted; a row of just as many is not over the cap."""
-    drawn = only_seg.action
+    drawn = only_seg.latents
     assert drawn.rows.tolist() == [row for row in range(4) for _ in range(CAP)]
     assert model.seg_tokens(only_seg.ids, only_seg.valid)[0].tolist() == (
         [True] * CAP + [False] * (only_seg.ids.shape[1] - CAP)
@@ -113,7 +113,7 @@ def test_of_an_answer_only_the_first_are_masks(model, task, only_seg):
         means = task.action.parameters(only_seg, slice(0, 4), model.score(only_seg))
     sampled = model.mask_embeddings(only_seg)[1]
     assert means.shape == sampled.shape == (4 * CAP, model.model.config.prompt_size)
-    assert len(only_seg.action.rows) == 4 * CAP
+    assert len(only_seg.latents.rows) == 4 * CAP
     assert model.too_many_masks(only_seg).all()
     ids = only_seg.ids.clone()
     ids[0, CAP:], ids[1, 2:] = 5, 5

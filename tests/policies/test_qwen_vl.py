@@ -18,7 +18,7 @@ T, G = 12, 2
 @pytest.fixture(scope="module")
 def batch(points):
     """Images of three shapes."""
-    return Batches(samples([(60, 90), (120, 64), (84, 84)]), points.inputs(T))[[0, 1, 2]]
+    return Batches(samples([(60, 90), (120, 64), (84, 84)]), points.preprocessor(T))[[0, 1, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_an_answer_ends_with_the_turn(points):
 
 def test_the_image_is_seen(points, images):
     """Another image of the same size, the same answer: other log-probs."""
-    other = Batches(samples([(60, 90)], seed=7), points.inputs(T))[[0]]
+    other = Batches(samples([(60, 90)], seed=7), points.preprocessor(T))[[0]]
     prompts = prompts_of(points, images, [0])
     ids, valid = answers(1)
     with torch.no_grad():
@@ -151,14 +151,14 @@ def test_lora_on_the_language_model_alone(points):
     assert len(names) == 2 * 7 * layers
     assert all(name.startswith("vlm.model.language_model.layers.") for name in names)
     trains = {name for name, p in points.model.named_parameters() if p.requires_grad}
-    assert trains == set(names) and {points.groups[name] for name in names} == {"lora"}
+    assert trains == set(names) and {points.group_of[name] for name in names} == {"lora"}
     assert all(parameter.dtype == torch.float32 for parameter in points.trainable.values())
 
 
 def test_every_lora_weight_moves_in_a_step(qwen, sam):
     """A, too, once B is no longer 0."""
     points = tiny_policy(qwen, sam, std=0.05)
-    batch = Batches(samples([(60, 90), (84, 84)]), points.inputs(T))[[0, 1]]
+    batch = Batches(samples([(60, 90), (84, 84)]), points.preprocessor(T))[[0, 1]]
     images = points.encode(batch)
     prompts = prompts_of(points, images, [0, 1])
     before = {name: p.detach().clone() for name, p in points.trainable.items()}
@@ -174,7 +174,7 @@ def test_recomputed_layers_have_the_same_gradient(qwen, sam):
     found = []
     for recomputed in (False, True):
         points = tiny_policy(qwen, sam, gradient_checkpointing=recomputed)
-        batch = Batches(samples([(60, 90), (84, 84)]), points.inputs(T))[[0, 1]]
+        batch = Batches(samples([(60, 90), (84, 84)]), points.preprocessor(T))[[0, 1]]
         images = points.encode(batch)
         logp = points.score_answers(images, prompts_of(points, images, [0, 1]), *answers(2)).logp
         found.append(gradients(points, logp.sum()))
@@ -203,7 +203,7 @@ def test_half_precision_is_of_what_is_large(qwen, sam):
     assert kinds["vision_encoder"] == torch.bfloat16 and kinds["mask_decoder"] == torch.float32
     assert points.model.vlm.lm_head.weight.dtype == torch.bfloat16
     assert {p.dtype for p in points.trainable.values()} == {torch.float32}
-    batch = Batches(samples([(60, 90)]), points.inputs(T))[[0]]
+    batch = Batches(samples([(60, 90)]), points.preprocessor(T))[[0]]
     images = points.encode(batch)
     assert {f.dtype for f in images.sam} == {torch.float32}
     assert images.vision[0].dtype == torch.bfloat16

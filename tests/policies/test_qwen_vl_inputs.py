@@ -44,7 +44,7 @@ def test_patches_are_those_of_its_processor(points, height, width):
     sample = dict(image=Image.fromarray(pixels))
     processor = Qwen2VLImageProcessorPil(**PREPROCESSOR | dict(max_pixels=FREE.max_pixels))
     expected = processor(images=[sample["image"]], return_tensors="pt")
-    inputs = points.inputs(8)
+    inputs = points.preprocessor(8)
     inputs.preprocessing = FREE
     seen, of_sam = inputs.prepare(sample)
     assert seen.dtype == of_sam.dtype == torch.uint8 and of_sam.shape == (3, 128, 128)
@@ -74,7 +74,7 @@ def test_one_side_for_all_images():
 
 def test_positions_of_text_and_images(points):
     """Text counts up by one; an image's tokens stand in rows and columns; padding is 0."""
-    inputs = points.inputs(8)
+    inputs = points.preprocessor(8)
     shown = [inputs.prepare(sample) for sample in samples([(60, 90), (200, 60)])]
     images = points.encode(Batch([], [], [], [], [], inputs.collate(shown)))
     prompts = points.point_prompts(images, [1, 0], ["a", "a longer question"])
@@ -91,7 +91,7 @@ def test_positions_of_text_and_images(points):
 
 
 def test_a_prompt_is_that_of_the_published_chat_template(points):
-    batch = points.inputs(8)
+    batch = points.preprocessor(8)
     batch = batch.collate([batch.prepare(sample) for sample in samples([(60, 90)])])
     content = [dict(type="image"), dict(type="text", text="Where is it?\nSay it.")]
     messages = [dict(role="user", content=content)]
@@ -115,7 +115,7 @@ def test_a_prompt_is_that_of_the_published_chat_template(points):
 )
 def test_what_fits_no_prompt_is_refused(points, changes, fault):
     sample = samples([(30, 30)])[0] | dict(caption="a" * 10)
-    inputs = points.inputs(8, max_caption_length=10)
+    inputs = points.preprocessor(8, max_caption_length=10)
     inputs.tokenizer = tiny_tokenizer()
     inputs.tokenizer.add_tokens(["<loc1>"])  # Qwen's own are cleaned away
     inputs.check(sample)

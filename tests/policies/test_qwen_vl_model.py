@@ -121,7 +121,10 @@ def test_a_task_asks_its_own_family(qwen, sam):
         registry.build_policy(config, dict(loop="sa2va"), ["lora"], 8, CPU)
     tasks = dict(points="qwen2_5_vl")
     policy = registry.build_policy(config, tasks, ["lora"], 8, CPU)
-    assert policy.inputs(8).preprocessing.max_tokens == 4 and policy.inputs(8).sam_size == SAM_SIDE
+    assert (
+        policy.preprocessor(8).preprocessing.max_tokens == 4
+        and policy.preprocessor(8).sam_size == SAM_SIDE
+    )
 
 
 def test_larger_images_are_reduced(qwen):

@@ -24,7 +24,7 @@ class TinyPolicy:
     def __init__(self, trained):
         self.trained = trained
         self.model = nn.ModuleDict(dict(head=nn.Linear(2, 3), body=nn.Linear(4, 4)))
-        self.groups = {f"head.{n}": "head" for n, _ in self.model["head"].named_parameters()}
+        self.group_of = {f"head.{n}": "head" for n, _ in self.model["head"].named_parameters()}
 
 
 def build(config, groups, max_new_tokens, device):
@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         name="tiny",
         model_type="tiny_chat",
         build=build,
-        groups={"head": "^head"},
+        group_patterns={"head": "^head"},
         citation=ENTRY,
         loading="Load it with `tiny.load(FOLDER)`.",
     )
@@ -80,6 +80,6 @@ def test_a_new_family_has_card_and_citations(folder, tmp_path):
 def test_every_family_is_whole():
     """Names are the policies' own, and groups beside the trainable ones are reached by these."""
     for name, family in FAMILIES.items():
-        assert family.name == name and family.trainable.keys() <= family.groups.keys()
-        assert set(family.reached_by.values()) <= family.trainable.keys()
+        assert family.name == name and family.rl_patterns.keys() <= family.group_patterns.keys()
+        assert set(family.gradient_via.values()) <= family.rl_patterns.keys()
         assert family.citation.count("{") == family.citation.count("}")

@@ -9,7 +9,7 @@ import torch
 
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, batch_loader, eval_loader
-from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.processing_sa2va import normalise_tiles
 from tests.updates import equal
@@ -29,8 +29,8 @@ def inputs_of(model):
 
     def build(max_tiles, max_new_tokens=100):
         processor = Sa2VAProcessor(model.model.config, max_tiles)
-        context = model.inputs(max_new_tokens).context
-        return Sa2VAInputs(processor, model.prompts, context, max_new_tokens)
+        context = model.preprocessor(max_new_tokens).context
+        return Sa2VAPreprocessor(processor, model.prompts, context, max_new_tokens)
 
     return build
 

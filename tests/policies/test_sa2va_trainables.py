@@ -30,7 +30,7 @@ def expected_group(name):
 def test_trainable_set_is_the_allow_list(model):
     expected = {name: expected_group(name) for name, _ in model.model.named_parameters()}
     trains = {
-        name: model.groups[name] for name, p in model.model.named_parameters() if p.requires_grad
+        name: model.group_of[name] for name, p in model.model.named_parameters() if p.requires_grad
     }
     assert trains == {name: group for name, group in expected.items() if group}
     assert set(trains) == set(model.trainable) and set(trains.values()) == set(TRAINABLE)
@@ -53,7 +53,7 @@ def test_trainable_set_is_the_allow_list(model):
 
 def test_a_group_left_out_is_frozen(policy):
     model = policy(groups=("lora", "mlp1"))
-    assert {model.groups[name] for name in model.trainable} == {"lora", "mlp1"}
+    assert {model.group_of[name] for name in model.trainable} == {"lora", "mlp1"}
     assert not any(
         p.requires_grad
         for n, p in model.model.named_parameters()

@@ -31,7 +31,7 @@ def model(points):
 
 @pytest.fixture(scope="module")
 def pixels(points):
-    return Batches(samples(SIZES), points.inputs(8))[[0, 1]].inputs.sam_pixels
+    return Batches(samples(SIZES), points.preprocessor(8))[[0, 1]].inputs.sam_pixels
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def rollout_of(texts, masks=(), captions=CAPTIONS, regions=REGIONS) -> Rollout:
     """Two answers to each of the captions; `masks` are what the task below has found."""
     batch = Batch(list(range(7, 7 + len(captions))), list(regions), captions, [], [], inputs=None)
     rest = dict(ids=None, logp=None, valid=None, stopped=None, hidden=None)
-    return Rollout(batch, None, None, list(texts), 2, action=list(masks), **rest)
+    return Rollout(batch, None, None, list(texts), 2, latents=list(masks), **rest)
 
 
 class Task:
@@ -39,12 +39,12 @@ class Task:
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         regions = rollout.of_rows(rollout.batch.masks)
-        rewards = dict(iou=mask_iou(rollout.action, regions))
+        rewards = dict(iou=mask_iou(rollout.latents, regions))
         if self.replies:
             rewards["meteor"] = meteor(rollout.of_rows(rollout.batch.captions), self.replies)
         for values in rewards.values():
             values[self.unscored] = NAN
-        return RewardOutput(rewards, rollout.action, self.replies)
+        return RewardOutput(rewards, rollout.latents, self.replies)
 
 
 def controlled(kind, task, rollout, **how):

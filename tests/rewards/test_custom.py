@@ -238,7 +238,7 @@ def test_a_new_reward_is_a_function_and_a_flag(tmp_path):
     assert (new.name, new.weight, overlong.name) == ("brevity", 0.5, "overlong")
     batch = Batch([0], [], ["a dog"], ["image"], [], inputs=None)
     valid, stopped = torch.tensor([[True] * 12, [True] * 2 + [False] * 10]), torch.tensor([0, 1])
-    rest = dict(ids=None, logp=None, hidden=None, action=None)
+    rest = dict(ids=None, logp=None, hidden=None, latents=None)
     rollout = Rollout(batch, None, None, ["abc", ""], 2, valid=valid, stopped=stopped, **rest)
     found = add_user_rewards({}, (new, overlong), rollout, ["?"] * 2, [], [])
     assert {name: values.tolist() for name, values in found.items()} == {

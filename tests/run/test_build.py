@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train import cli
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.policies.sa2va import FLOAT32_MODULES
 from rl_train.run import build
 from rl_train.run.memory_check import standing_memory
@@ -12,7 +12,7 @@ from rl_train.run.schedules import cosine_schedule
 from tests.runs import flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-ALONE = Ranks(0, 1, torch.device("cpu"))
+ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 
 def test_length_from_epochs(data, tmp_path):
@@ -62,7 +62,7 @@ def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups
         == len(built.policy.trainable)
     )
     for name, parameter in built.policy.trainable.items():
-        own = built.policy.groups[name] == "text_hidden_fcs"
+        own = built.policy.group_of[name] == "text_hidden_fcs"
         assert rate_of[id(parameter)] == ((rate or 1e-4) if own else 1e-4), name
     assert built.scheduler.base_lrs[0] == 1e-4  # what the curve `learning_rate` shows
     assert all(
@@ -109,5 +109,5 @@ def test_groups_follow_the_flags(data, tmp_path, changes, expected):
 def test_only_what_a_task_reaches_is_built_to_train(data, tmp_path):
     config = cli.parse(flags(data, tmp_path, mask_loss_coef=0))
     policy = build.build(config, ALONE).state.policy
-    groups = {policy.groups[name] for name in policy.trainable}
+    groups = {policy.group_of[name] for name in policy.trainable}
     assert groups == {"lora", "mlp1", "text_hidden_fcs"}

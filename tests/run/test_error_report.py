@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from rl_train.distributed.process_group import Ranks, lost_rank
+from rl_train.distributed.process_group import RankInfo, lost_rank
 from rl_train.run.error_report import ErrorReporter
 from rl_train.utils.io import UserFault
 from tests.ranks import finish, free_port
@@ -61,7 +61,7 @@ def test_what_says_that_a_rank_was_lost(error, said):
 
 def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
     """Known when the first evaluation is done, hence after the run has begun."""
-    endings = ErrorReporter(None, Ranks(0, 1, torch.device("cpu")))
+    endings = ErrorReporter(None, RankInfo(0, 1, torch.device("cpu")))
     endings.run = object()
     with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
         with endings:

@@ -20,7 +20,7 @@ Options = CaptionMaskCaption.Options
 @torch.no_grad()
 def likelihood_by_hand(model, rollout, row) -> float:
     """exp of the mean log-prob of the prompt's caption as a description of the row's mask."""
-    mask, processor = rollout.action.masks[row], model.processor
+    mask, processor = rollout.latents.masks[row], model.processor
     if not mask.any():
         return 0.0
     image, caption = rollout.prompts.image[row], rollout.batch.captions[row // 2]
@@ -41,7 +41,7 @@ def test_it_asks_the_teacher(policy, batch):
     rollout = roll(model, task, batch)
 
     def answers():
-        question = rollout.features, rollout.prompts.image, rollout.action.masks, 64
+        question = rollout.features, rollout.prompts.image, rollout.latents.masks, 64
         likelihoods = [likelihood_by_hand(model, rollout, row) for row in range(8)]
         return likelihoods, describe(model, *question)
 
@@ -63,16 +63,19 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
     task = task_of(model, 2, Roles(model.trainable), mask_sigma=4.0)
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
-    assert equal(outcome.masks, rollout.action.masks)
+    assert equal(outcome.masks, rollout.latents.masks)
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()
         assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
-    assert "hit" not in outcome.rewards
+    assert "on_target" not in outcome.rewards
     alone = [torch.zeros(0, *mask.shape, dtype=torch.bool) for mask in batch.masks]
     rollout.batch = replace(batch, others=alone)
     rewards = task.rewards(rollout).rewards
-    assert torch.equal(rewards["hit"], (rewards["iou"] > 0).float()) and "hit" not in task.weights
+    assert (
+        torch.equal(rewards["on_target"], (rewards["iou"] > 0).float())
+        and "on_target" not in task.weights
+    )
 
 
 def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
@@ -84,7 +87,7 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
         model.processor, "region_grid", lambda mask: masks.append(mask) or region_grid(mask)
     )
     assert task.rewards(rollout).rewards["likelihood"].any()
-    assert equal(masks, rollout.action.masks) and len(masks) == 8
+    assert equal(masks, rollout.latents.masks) and len(masks) == 8
 
 
 def test_against_another_sample_s_target(model, batch):

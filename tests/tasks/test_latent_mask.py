@@ -74,7 +74,7 @@ def test_a_row_uses_its_normals_by_ordinal(model, images, batch):
     normals = {row: same.normals([row] * 2, D) for row in range(4)}
     places = [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0)]
     expected = torch.stack([normals[row][k] for row, k in places])
-    torch.testing.assert_close(drawn.offset, 0.5 * expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn.noise, 0.5 * expected, atol=1e-5, rtol=0)
     rows, mean = model.mask_embeddings(rollout)
     assert torch.equal(rows, drawn.rows)
     torch.testing.assert_close(drawn.z, mean + 0.5 * expected)
@@ -86,7 +86,7 @@ def test_without_sigma_the_mean_itself_is_drawn_and_no_number(model, rollout):
     draws = RowRNG(0, 0, 1, [0, 1], 2)
     drawn = LatentMaskAction(model, 0.0, 0.1).draw(rollout, draws)
     assert torch.equal(drawn.z, model.mask_embeddings(rollout)[1]) and drawn.logp is None
-    assert not drawn.offset.any()
+    assert not drawn.noise.any()
     assert torch.equal(draws.uniforms(1), RowRNG(0, 0, 1, [0, 1], 2).uniforms(1))
 
 
@@ -100,7 +100,7 @@ def test_spread_by_hand(model):
     drawn = SampledLatents(torch.tensor([0, 0, 3]), [], None, None, None)
     ids = torch.full((4, 12), 5)
     ids[2, :10] = model.model.seg_id  # of which 8 are decoded
-    said = dict(ids=ids, logp=None, valid=ids > 0, stopped=None, hidden=None, action=drawn)
+    said = dict(ids=ids, logp=None, valid=ids > 0, stopped=None, hidden=None, latents=drawn)
     batch = Batch([0, 1], [half, half], [], [], [], None)
     rollout = Rollout(batch, *[None] * 2, ["a"] * 4, 2, **said)
     curves = LatentMaskAction(model, 0.5, 0.0).metrics(
@@ -123,8 +123,8 @@ def test_the_latent_term_points_to_the_better_mask(rollout):
 
     Good samples attract, bad ones repel.
     """
-    drawn = rollout.action
-    mean = (drawn.z - drawn.offset).clone().requires_grad_()
+    drawn = rollout.latents
+    mean = (drawn.z - drawn.noise).clone().requires_grad_()
     m, d = mean.shape
     a, every = ADVANTAGES[drawn.rows], torch.ones(m, dtype=torch.bool)
 
@@ -134,7 +134,7 @@ def test_the_latent_term_points_to_the_better_mask(rollout):
 
     loss, sums = term(mean.detach())
     loss.backward()
-    expected = -a[:, None] * drawn.offset / (SIGMA**2 * d * m)
+    expected = -a[:, None] * drawn.noise / (SIGMA**2 * d * m)
     torch.testing.assert_close(mean.grad, expected, atol=1e-6, rtol=1e-3)
     assert sums["latent_joint_kl"] == (0, m) and sums["latent_clip_frac"] == (0, m)
     # a reference 2 sigma off in every dimension: KL 4 / 2 for each dimension of each of the M
@@ -153,7 +153,7 @@ def test_a_covariance_turns_the_noise_not_the_gradient_along_it(model, rollout):
     action.factor = covariance_factor(torch.randn(3, D, generator=torch.Generator().manual_seed(0)))
     drawn = action.draw(rollout, draws)
     noise = same.normals(drawn.rows.tolist(), D)
-    torch.testing.assert_close(drawn.offset, SIGMA * noise @ action.factor.T, atol=1e-5, rtol=0)
+    torch.testing.assert_close(drawn.noise, SIGMA * noise @ action.factor.T, atol=1e-5, rtol=0)
     mean = model.mask_embeddings(rollout)[1].requires_grad_()
     m, a = len(mean), ADVANTAGES[drawn.rows]
     how = dict(sigma=SIGMA, factor=action.factor, clip_range=0.2, kl_coef=0.5, num_actions=m)
@@ -163,14 +163,14 @@ def test_a_covariance_turns_the_noise_not_the_gradient_along_it(model, rollout):
     assert loss.item() == pytest.approx(-a.mean().item() + 0.5 * 0.5, rel=1e-4)
     assert sums["latent_joint_kl"][0].item() == pytest.approx(0.5 * D * m, rel=1e-3)
     loss.backward()
-    pull = -a[:, None] * drawn.offset + 0.5 * (mean.detach() - reference)
+    pull = -a[:, None] * drawn.noise + 0.5 * (mean.detach() - reference)
     torch.testing.assert_close(mean.grad, pull / (SIGMA**2 * D * m), atol=1e-5, rtol=1e-2)
 
 
 def test_the_latent_has_a_window_of_its_own(model, rollout, monkeypatch):
     """A ratio of exp(-.1), inside the text's window; a reference 1 sigma off, KL 1 / 2."""
-    drawn = rollout.action
-    later = replace(rollout, action=replace(drawn, logp=drawn.logp + 0.1))
+    drawn = rollout.latents
+    later = replace(rollout, latents=replace(drawn, logp=drawn.logp + 0.1))
     reference = ReferenceScores(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
     num_bad = int((ADVANTAGES[drawn.rows] < 0).sum())
     assert 0 < num_bad < len(drawn.rows)
@@ -192,7 +192,7 @@ def test_rows_without_a_mask_have_no_mask_terms(model, rollout):
     ids[ids == model.model.seg_id] = 5
     empty = torch.zeros(0, model.model.config.prompt_size)
     action = SampledLatents(torch.zeros(0, dtype=torch.long), [], empty, empty, torch.zeros(0))
-    silent = replace(rollout, ids=ids, action=action)
+    silent = replace(rollout, ids=ids, latents=action)
     task = task_of(model, 2, mask_loss_coef=0.1)
     grads, sums, loss = backward(model, work_of(model, task, silent))
     assert sums["latent_loss"] == sums["mask_loss"] == 0 and sums["latent_joint_kl"] == (0, 0)
@@ -217,7 +217,7 @@ def test_every_sam2_weight_that_trains_can_get_a_gradient(model, rollout):
     """All but the hypernetworks of mask tokens that did not win here."""
     task = task_of(model, 2, mask_loss_coef=1.0)
     grads, _, _ = backward(model, work_of(model, task, rollout, torch.zeros(4)))
-    silent = {n for n, g in grads.items() if model.groups[n] == "sam2" and g.abs().max() == 0}
+    silent = {n for n, g in grads.items() if model.group_of[n] == "sam2" and g.abs().max() == 0}
     assert {
         n.split("output_hypernetworks_mlps.")[-1].split(".")[0]
         for n in silent
@@ -228,13 +228,13 @@ def test_every_sam2_weight_that_trains_can_get_a_gradient(model, rollout):
 
 def test_the_mask_term_is_of_the_sampled_masks(model, rollout):
     """Those that the rollout was scored on, not those of the mean."""
-    drawn = rollout.action
+    drawn = rollout.latents
     image = [rollout.prompts.image[row] for row in drawn.rows.tolist()]
     targets = [rollout.batch.masks[i] for i in image]
     with torch.no_grad():
         of_drawn, of_mean = (
             mask_loss(model.decode_masks(rollout.features, image, z), targets).mean().item()
-            for z in (drawn.z, drawn.z - drawn.offset)
+            for z in (drawn.z, drawn.z - drawn.noise)
         )
     task = task_of(model, 2, mask_loss_coef=0.5)
     _, sums, loss = backward(model, work_of(model, task, rollout, torch.zeros(4)))
@@ -249,7 +249,7 @@ def test_a_row_without_reward_has_neither_term(model, rollout):
     reference = ReferenceScores(rollout.logp, model.mask_embeddings(rollout)[1] + SIGMA)
     work = work_of(model, task, rollout, torch.zeros(4), scored, reference)
     _, sums, _ = backward(model, work, LossConfig(kl_coef=0.5))
-    drawn = rollout.action
+    drawn = rollout.latents
     kept = scored[drawn.rows]
     total, count = sums["latent_joint_kl"]
     assert count == kept.sum() < len(drawn.rows)

@@ -95,7 +95,7 @@ def test_the_noise_is_the_same_whatever_the_batch(policy, scenes):
     def found(seed=0, batch_size=2, mask_sigma="auto"):
         model = policy(seed=seed)
         tasks = [task_of(model, 1), task_of(model, 2, mask_sigma=mask_sigma)]
-        loader = eval_loader(scenes, model.inputs(STEPS), batch_size, 0)
+        loader = eval_loader(scenes, model.preprocessor(STEPS), batch_size, 0)
         tasks[1].action.calibrate(loader, STEPS)
         assert tasks[0].action is None  # nothing to draw
         return tasks[1].action.sigma, tasks[1].action.factor

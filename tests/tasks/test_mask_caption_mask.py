@@ -63,12 +63,15 @@ def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
     # what its mask does not cover of each image is another object: one measurement more
     rollout.batch = replace(batch, others=[~mask[None] for mask in batch.masks])
     rewards = task.rewards(rollout).rewards
-    assert torch.equal(rewards["iou"], outcome.rewards["iou"]) and set(rewards) == {"iou", "hit"}
+    assert torch.equal(rewards["iou"], outcome.rewards["iou"]) and set(rewards) == {
+        "iou",
+        "on_target",
+    }
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
         inside, outside = ((mask & one).sum() / (mask | one).sum() for one in (region, ~region))
-        assert rewards["hit"][row] == (inside > outside)
-    assert 0 < rewards["hit"].mean() < 1
+        assert rewards["on_target"][row] == (inside > outside)
+    assert 0 < rewards["on_target"].mean() < 1
     for row, mask in enumerate(outcome.masks):
         region = batch.masks[row // 2]
         inter, union = (mask & region).sum(), (mask | region).sum()

@@ -114,7 +114,10 @@ def test_answers_are_judged_by_the_masks_that_they_draw():
     unparsed = {name: rows.tolist() for name, rows in found.unparsed.items() if rows.any()}
     assert unparsed == {NO_JSON: [0, 0, 0, 1, 0, 0], OUTSIDE: [0, 0, 0, 0, 0, 1]}
     assert set(found.unparsed) == set(REASONS)
-    assert found.answers[1] == PointPrompt(((2, 2, 6, 8),), ((4, 5),)) and found.answers[3] is None
+    assert (
+        found.point_prompts[1] == PointPrompt(((2, 2, 6, 8),), ((4, 5),))
+        and found.point_prompts[3] is None
+    )
     assert not found.masks[3].any() and found.masks[0].equal(TARGETS[0])
     assert found.masks_without[0].sum() == 36
 
@@ -171,7 +174,7 @@ def test_which_object_a_mask_lies_on():
     others = [torch.stack([region(8, 2, 12, 8)]), torch.zeros(0, H, W, dtype=torch.bool)]
     right = GOOD.replace("[4, 4, 12, 16]", "[16, 4, 24, 16]").replace("[12, 6]", "[24, 6]")
     found = judge([GOOD, right, "so", PLAIN], replace(BATCH, others=others))
-    assert found.rewards["hit"].tolist() == [1, 0, 0, 1]
+    assert found.rewards["on_target"].tolist() == [1, 0, 0, 1]
 
 
 def test_flags_that_contradict_each_other_are_refused():

@@ -170,7 +170,7 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
     assert means["best_of_G_cycle_iou"] >= means["by_logp_cycle_iou"]
     assert means["best_of_G_meteor"] >= max(means["by_cycle_meteor"], means["by_logp_meteor"])
     assert means["caption_distinct"] == len(set(captions)) / 5
-    hits, ious = found["values"]["seg_hit"], found["values"]["seg_iou"]
+    hits, ious = found["values"]["seg_on_target"], found["values"]["seg_iou"]
     assert any(hits) and all(iou > 0 for hit, iou in zip(hits, ious) if hit)
     printed = capsys.readouterr().out
     assert "\nbest_of_G_cycle_iou " in printed and "--best_of was 0, now 2" in printed
@@ -183,13 +183,13 @@ def test_two_ranks_share_the_samples(data, base, tmp_path, monkeypatch, capsys):
         evaluation, "gather_objects", lambda mine: waiting.append(mine) or [mine, mine]
     )
     monkeypatch.setattr(
-        process_group, "init", lambda: process_group.Ranks(1, 2, torch.device("cpu"))
+        process_group, "init", lambda: process_group.RankInfo(1, 2, torch.device("cpu"))
     )
     evaluate.main(flags(data, num_samples=4, output=tmp_path / "none.json"))
     assert not (tmp_path / "none.json").exists() and "cycle_iou" not in capsys.readouterr().out
     monkeypatch.setattr(evaluation, "gather_objects", lambda mine: [mine, *waiting])
     monkeypatch.setattr(
-        process_group, "init", lambda: process_group.Ranks(0, 2, torch.device("cpu"))
+        process_group, "init", lambda: process_group.RankInfo(0, 2, torch.device("cpu"))
     )
     two, one = measured(data, tmp_path, num_samples=4), json.loads(base.read_text())
     assert (two["image_ids"], two["captions"]) == (one["image_ids"][:4], one["captions"][:4])

@@ -16,7 +16,7 @@ from PIL import Image
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.rle import decode_mask
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
@@ -76,14 +76,14 @@ def run(tmp_path_factory):
     flags = dict(num_generations=G, data_dir=str(folder / "data"), dataset="gar")
     (folder / "config.json").write_text(json.dumps(flags))
     log = RunLogger(
-        folder, Ranks(1, 2, torch.device("cpu")), start=0
+        folder, RankInfo(1, 2, torch.device("cpu")), start=0
     )  # a rank that is not the main one
     first = torch.tensor([0.1, 0.9, math.nan, 0.5, 0.25, 0.25, 0.25, 0.25])
     for step in range(3):
         log_step(log, step, dataset, "loop1", HOSTILE * 2, first, first.nan_to_num() - 0.5)
     log_step(log, 2, dataset, "loop2", ["ok"] * 8, first, torch.zeros(8), replies=HOSTILE * 2)
     answer = PointPrompt(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
-    prompted = dict(answers=[answer] * 7 + [None], masks_without=[rectangle(0, 0, 8, 8)] * 8)
+    prompted = dict(point_prompts=[answer] * 7 + [None], masks_without=[rectangle(0, 0, 8, 8)] * 8)
     unparsed = dict(unparsed={"no_json": torch.arange(8) == 7})
     log_step(log, 2, dataset, "points", ["{}"] * 8, first, torch.zeros(8), **prompted, **unparsed)
     log.close()

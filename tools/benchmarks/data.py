@@ -14,7 +14,7 @@ from rl_train.config.flags import COUNT, COUNT_OR_0, flag
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.images import decode_image
 from rl_train.data.loader import StepSampler, batch_loader
-from rl_train.policies.sa2va_inputs import Sa2VAInputs
+from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
 from sa2va_hf.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ def speed(loader: DataLoader, options: Options) -> float:
 def measure(options: Options) -> dict:
     """{"loader": samples per second of both loaders, round by round in turns, and their ratio}."""
     prompts, workers = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256), options.num_workers
-    inputs = Sa2VAInputs(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
+    inputs = Sa2VAPreprocessor(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
     rows = make_rows(options.num_images, options.width, options.height)
     bare, speeds = Bare([encode_image(row["image"], "JPEG") for row in rows]), []
     with tempfile.TemporaryDirectory() as folder:

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from rl_train.config.flags import COUNT, GROUP, flag
+from rl_train.config.flags import AT_LEAST_2, COUNT, flag
 from rl_train.engine import Engine
 from rl_train.engine.decode import Decoder
 from rl_train.engine.fused_weights import FusedModel
@@ -26,7 +26,7 @@ class Options(common.Answers):
     num_prompts: tuple = flag(
         (4, 16), "prompts in a batch, measured one after the other", type=COUNT
     )
-    num_tokens: int = flag(128, "new tokens of each row", type=GROUP)
+    num_tokens: int = flag(128, "new tokens of each row", type=AT_LEAST_2)
     samplers: tuple = flag(
         SAMPLERS,
         "decoder = this project's, generate = transformers'; the former's step compiled: "

@@ -20,7 +20,7 @@ from rl_train import cli
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.flags import COUNT, POSITIVE, flag
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import Ranks, averaging, data_parallel
+from rl_train.distributed.process_group import RankInfo, averaging, data_parallel
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, score_rollout
@@ -143,7 +143,7 @@ class Work:
     """A run on one batch, again and again."""
 
     config: cli.Config
-    ranks: Ranks
+    ranks: RankInfo
     state: RunState
     ddp: torch.nn.Module
     batch: Batch
@@ -195,7 +195,7 @@ class Work:
                 rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
                 if task.action:
                     drawn = task.action.draw(rollout, draws)
-                    rollout.action = replace(drawn, masks=self.masks or drawn.masks)
+                    rollout.latents = replace(drawn, masks=self.masks or drawn.masks)
                 end(f"rollout{number + 1}")
                 if self.scores_old:
                     rollout.logp = score_rollout(policy, task, rollout, optim.micro_batch_size).logp
@@ -232,7 +232,7 @@ class Work:
             expected = lengths.of(self.num_rows, self.config.rollout.max_completion_length)
             if w.task.action:
                 expected = [self.options.answer_tokens] * self.num_rows
-                rows, replies = w.rollout.action.rows, w.outcome.replies
+                rows, replies = w.rollout.latents.rows, w.outcome.replies
                 assert rows.tolist() == list(range(self.num_rows)), f"[SEG] in rows {rows.tolist()}"
                 assert len(replies) == self.num_rows, f"{len(replies)} masks are described"
             check_lengths(w.rollout.valid, expected)
@@ -249,7 +249,7 @@ def given(options: Options) -> list[str]:
 
 def build(
     options: Options,
-    ranks: Ranks | None = None,
+    ranks: RankInfo | None = None,
     policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
     more: Sequence[str] = (),
 ) -> Work:
@@ -266,7 +266,7 @@ def build(
         raise ValueError(
             f"--caption_lengths: not with {options.sizes}, whose prompts have L tokens"
         )
-    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    ranks = ranks or RankInfo(0, 1, torch.device(options.device))
     hold_to(options.budget_gib, ranks.device)
     state = random_state(config, options, policy_class, ranks)
     policy, tokens = state.policy, config.rollout.max_completion_length
@@ -299,10 +299,10 @@ def random_state(
     config: cli.Config,
     options: Options,
     policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankInfo | None = None,
 ) -> RunState:
     """What a run of these flags begins with, on random weights."""
-    ranks = ranks or Ranks(0, 1, torch.device(options.device))
+    ranks = ranks or RankInfo(0, 1, torch.device(options.device))
     tokens = config.rollout.max_completion_length
     random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy
     lengths = Lengths(options.answer_lengths, ranks.rank)

@@ -81,6 +81,6 @@ def make_batch(
     mask = np.zeros(size, dtype=bool)
     mask[: size[0] // 2, : size[1] // 2] = True
     sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image", caption="a red cup")
-    batch = Batches([sample] * num, policy.inputs(max_new_tokens))[list(range(num))]
+    batch = Batches([sample] * num, policy.preprocessor(max_new_tokens))[list(range(num))]
     batch.index = [rank * num + i for i in range(num)]
     return batch

@@ -40,7 +40,7 @@ def make_batch(
         most = config.data.max_caption_length - text
         words = log_normal(size, *options.caption_lengths, most, rank)
     samples = [sample | dict(caption=caption_of(n)) for n in words]
-    batch = Batches(samples, policy.inputs(policy.answer_tokens))[list(range(size))]
+    batch = Batches(samples, policy.preprocessor(policy.answer_tokens))[list(range(size))]
     for caption, n in zip(batch.captions, words):
         length = len(policy.prompts.segment(caption, options.num_tiles))
         assert length == bare + n, "a word of several tokens"

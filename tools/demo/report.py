@@ -69,7 +69,7 @@ class Report:
         sample = dict(
             image=scene.image, mask=obj.mask, caption=obj.caption, category="", image_id=""
         )
-        return self.policy.encode(Batches([sample], self.policy.inputs(TOKENS))[[0]])
+        return self.policy.encode(Batches([sample], self.policy.preprocessor(TOKENS))[[0]])
 
     @torch.no_grad()
     def regions(self, scenes: list[Scene]) -> torch.Tensor:

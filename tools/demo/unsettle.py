@@ -81,7 +81,7 @@ def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
     dataset = GraspAnyRegionDataset(data)
     order = np.random.default_rng([seed, 11]).permutation(len(dataset))
     few = Subset(dataset, order[:REGIONS].tolist())
-    for batch in eval_loader(few, policy.inputs(1), BATCH, 0, other_regions=True):
+    for batch in eval_loader(few, policy.preprocessor(1), BATCH, 0, other_regions=True):
         features = policy.encode(batch)
         prompts = policy.segment_prompts(features, list(range(len(batch))), batch.captions)
         forced = [policy.prompts.forced_answer] * len(prompts)

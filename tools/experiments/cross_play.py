@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from rl_train.data.loader import eval_loader
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0, raise_on_any_rank
 from rl_train.evaluation.bootstrap import bootstrap, means, paired_difference, rows_of
@@ -84,11 +84,13 @@ def batches_of(
         dtype=args.dtype,
         max_tiles=args.max_tiles,
     )
-    inputs, others = policy.inputs(tokens, args.max_caption_length), args.other_regions
+    inputs, others = policy.preprocessor(tokens, args.max_caption_length), args.other_regions
     loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers, other_regions=others)
     for batch in tqdm(loader, desc=f"{flag} {player}", leave=False):
         yield policy, batch, policy.encode(batch)
-        raise_on_any_rank([f"{flag} {player}: {fault}" for fault in policy.watch.take().names()])
+        raise_on_any_rank(
+            [f"{flag} {player}: {fault}" for fault in policy.nan_watcher.take().names()]
+        )
 
 
 @torch.no_grad()
@@ -201,7 +203,7 @@ def main(argv: list[str] | None = None):
     try:
         if ranks.world_size > 1:
             raise ValueError("runs as one process")
-        explaining(args.num_workers, run, args, ranks.device)
+        reporting_dead_workers(args.num_workers, run, args, ranks.device)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"cross_play: {error}") from error
     finally:

@@ -38,7 +38,7 @@ from rl_train.data.images import check_read, map_file
 from rl_train.data.loader import eval_loader
 from rl_train.data.refcoco import encode_segmentation, read_instances
 from rl_train.data.rle import check_mask
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import bootstrap
@@ -135,7 +135,7 @@ def caption_all(
     policy: "Sa2VAPolicy",
     dataset: "BenchRegions",
     args: argparse.Namespace,
-    ranks: process_group.Ranks,
+    ranks: process_group.RankInfo,
 ) -> dict[str, str]:
     """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU, by all
     ranks together.
@@ -146,7 +146,7 @@ def caption_all(
     loader, faults = (
         eval_loader(
             dataset,
-            policy.inputs(tokens),
+            policy.preprocessor(tokens),
             args.batch_size,
             args.num_workers,
             ranks.rank,
@@ -164,7 +164,7 @@ def caption_all(
         else:
             masks = [mask.to(policy.device) for mask in batch.masks]
             texts = describe(policy, features, rows, masks, tokens)
-        faults |= set(policy.watch.take().names())
+        faults |= set(policy.nan_watcher.take().names())
         captions |= dict(zip(batch.image_ids, texts))
     process_group.raise_on_any_rank(sorted(faults))
     of_ranks = process_group.gather_objects(captions)
@@ -186,7 +186,7 @@ def caption(args: argparse.Namespace):
         temperature=args.temperature,
         family=Sa2VAPolicy.family,  # others describe no region
     )
-    captions = explaining(args.num_workers, caption_all, policy, dataset, args, ranks)
+    captions = reporting_dead_workers(args.num_workers, caption_all, policy, dataset, args, ranks)
     if not ranks.is_main:
         return
     names = [region.image_id for region in dataset.regions]

@@ -24,7 +24,7 @@ from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DATASETS
 from rl_train.data.loader import eval_loader
 from rl_train.data.split import sample_regions, split_dataset
-from rl_train.data.workers import explaining
+from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import paired_difference
@@ -109,7 +109,7 @@ def all_ious(
     policy: "Sa2VAPolicy", dataset: "Dataset", args: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
     """{scalar: (n, K) IoU} of all regions of a data set."""
-    inputs = policy.inputs(args.max_completion_length, args.max_caption_length)
+    inputs = policy.preprocessor(args.max_completion_length, args.max_caption_length)
     loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers)
     bar = tqdm(loader, desc="masks", leave=False)
     parts = [ious_of(policy, batch, args.max_completion_length) for batch in bar]
@@ -155,7 +155,7 @@ def table(found: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace, ranks: process_group.Ranks):
+def run(args: argparse.Namespace, ranks: process_group.RankInfo):
     """Choose, apply, print and write; ValueError for what is wrong in the flags and files."""
     check_writable("--output", args.output, is_file=True)
     training, heldout, damaged = split_dataset(
@@ -173,7 +173,7 @@ def run(args: argparse.Namespace, ranks: process_group.Ranks):
         dtype=args.dtype,
     )
     train, test = (
-        explaining(args.num_workers, all_ious, policy, dataset, args)
+        reporting_dead_workers(args.num_workers, all_ious, policy, dataset, args)
         for dataset in (chosen_on, heldout)
     )
     found = {scalar: chosen(scalar, train[scalar], test[scalar]) for scalar in GRIDS}

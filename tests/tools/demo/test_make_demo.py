@@ -48,7 +48,9 @@ def policy_of(*groups):
 def batch_of(policy, data, number):
     """Every fourth region of the training set."""
     dataset = GraspAnyRegionDataset(data / "train")
-    return Batches(dataset, policy.inputs(24), other_regions=True)[list(range(0, 4 * number, 4))]
+    return Batches(dataset, policy.preprocessor(24), other_regions=True)[
+        list(range(0, 4 * number, 4))
+    ]
 
 
 def test_the_shipped_files_are_those_that_would_be_written(tmp_path):
@@ -221,7 +223,7 @@ def test_hints_teach_each_half_apart(data):
         weights = dict(policy.trainable)
         gradients = torch.autograd.grad(loss, weights.values(), allow_unused=True)
         named = zip(weights, gradients)
-        reached[kind] = {policy.groups[name] for name, g in named if g is not None and g.any()}
+        reached[kind] = {policy.group_of[name] for name, g in named if g is not None and g.any()}
     assert reached == {
         HintedCaptions: {"mlp1"},
         HintedMasks: {"text_hidden_fcs", "sam2", "sam2_encoder"},

@@ -8,7 +8,7 @@ from torch.utils.data import Subset
 
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.split import sample_regions
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.evaluation.evaluate import EvalSpec, evaluate
 from rl_train.rollout import Batch
 from tests.runs import CHECKPOINT, on_one_core
@@ -53,11 +53,11 @@ def test_the_policy_hears_itself_as_in_an_evaluation(data, model, tmp_path, monk
     dataset = GraspAnyRegionDataset(data / "heldout")
     regions = Subset(dataset, sample_regions(dataset.image_keys, 3))
     heldout = EvalSpec(regions, 2, 16, 0, other_regions=True)
-    alone = Ranks(0, 1, torch.device("cpu"))
+    alone = RankInfo(0, 1, torch.device("cpu"))
     expected = evaluate(model, heldout, alone)["policy"]
     assert [pair["speaker"] for pair in found["pairs"]] == ["base", "run/checkpoint_step_2:teacher"]
     for pair in found["pairs"]:
-        assert set(pair["means"]) == {"cycle_iou", "cycle_hit"} and pair["listener"] == "base"
+        assert set(pair["means"]) == {"cycle_iou", "cycle_on_target"} and pair["listener"] == "base"
         for name, values in pair["values"].items():
             assert values == expected.values[name].tolist()
             assert pair["means"][name] == pytest.approx(sum(values) / 3)

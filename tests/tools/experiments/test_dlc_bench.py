@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import Ranks
+from rl_train.distributed.process_group import RankInfo
 from rl_train.rewards import LLMJudge
 from tests.judge_server import MODEL, JudgeServer
 from tests.runs import CHECKPOINT, on_one_core
@@ -345,7 +345,7 @@ def test_several_ranks_share_the_captions_and_one_writes_them(folder, monkeypatc
     flags = f"--model_path {CHECKPOINT} --num_workers 0 --dtype float32 --best_of 2 --batch_size 1"
     argv = ["caption", "--data_dir", str(folder), "--captions", str(out), *flags.split()]
     for rank, own in ((1, [["12"]]), (0, [["11"], ["21"]])):
-        ranks = Ranks(rank, 2, torch.device("cpu"))
+        ranks = RankInfo(rank, 2, torch.device("cpu"))
         monkeypatch.setattr(process_group, "init", lambda ranks=ranks: ranks)
         asked.clear()
         dlc_bench.main(argv)
