@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from rl_train.points.parser import PointPrompt
-from sa2va_hf.batches import Prompts
 
-if TYPE_CHECKING:  # policies import this module
+if TYPE_CHECKING:  # for annotations: policies import this module, and rewards need no transformers
     from rl_train.policies.base import Features
+    from sa2va_hf.batches import Prompts
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class Rollout:
 
     batch: Batch
     features: "Features"  # of the batch's images by the policy, shared by all rows and roles
-    prompts: Prompts  # N
+    prompts: "Prompts"  # N
     texts: list[str]  # N answers, cut at the stop text
     num_generations: int
     ids: torch.Tensor  # (N, T)

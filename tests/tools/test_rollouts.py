@@ -196,7 +196,7 @@ def test_what_is_wrong_is_named(run, tmp_path):
     assert "supervised: it was trained by supervised examples, it has no rollouts" in said
     copy = moved_run(run, tmp_path)
     said = complaint("--run", copy, *output)
-    assert f"--data_dir {tmp_path / 'gone'}, as {copy / 'config.json'} has it, is neither" in said
+    assert f"--data_dir {tmp_path / 'gone'}, as {copy / 'config.json'} has it" in said
     assert "if it has moved, give its folder as --data_dir" in said
     other = tmp_path / "other"
     write_regions(other, Image.new("RGB", (8, 8)), [np.ones((8, 8), bool)], ["a"])
