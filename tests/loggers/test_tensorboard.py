@@ -11,16 +11,15 @@ from PIL import Image
 
 from rl_train.data.rle import decode_mask
 from rl_train.distributed.process_group import RankInfo
-from rl_train.loggers.tensorboard import (
+from rl_train.loggers.pictures import (
     BOX,
     NEGATIVE,
     POSITIVE,
     PREDICTED,
     REGION,
-    RunLogger,
     rollout_picture,
-    small_mask,
 )
+from rl_train.loggers.tensorboard import RunLogger, small_mask
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 from rl_train.rollout import Batch, RewardOutput, Rollout
