@@ -60,7 +60,7 @@ def generate(
     vp_overall_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ):
-    """What the LLM's `generate` of transformers returns for prompts with images.
+    """Return what transformers' `generate` of the LLM returns for prompts with images.
 
     Args:
         model: `Sa2VAModel`, whose tokenizer is known.

@@ -98,7 +98,7 @@ def build_dataset(args: Namespace) -> Dataset:
 
 
 def unlike_the_original(dataset: Dataset) -> str:
-    """What of a RefCOCO data set, or a Subset of it, is measured otherwise than by the original."""
+    """Return how the measurement of RefCOCO, or a Subset, deviates from the original's."""
     whole = dataset
     while isinstance(whole, Subset):
         whole = whole.dataset

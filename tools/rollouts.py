@@ -120,7 +120,7 @@ def rounded(value: NUMBER) -> NUMBER:
 
 
 def row_of(line: dict) -> dict:
-    """What the page shows of a line: its own, components by name, texts by name."""
+    """Return the fields of a line that the page shows: its own, components and texts by name."""
     rest = {key: line[key] for key in line.keys() - {*OF_GROUP, *OF_ROW, *OPTIONAL}}
     row = {key: line[key] for key in (*OF_ROW, *OPTIONAL) if key in line}
     order = [key for key in line if key in rest]  # as the run wrote them

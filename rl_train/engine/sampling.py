@@ -117,7 +117,7 @@ class StopText:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What to draw: see `Engine.generate`."""
+    """Settings of a call of `Engine.generate`, which describes them."""
 
     num_generations: int
     max_new_tokens: int

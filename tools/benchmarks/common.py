@@ -1,4 +1,4 @@
-"""What the benchmarks share: their flags, the clock, the ceilings of the device, a random LLM."""
+"""Parts that the benchmarks share: flags, the clock, the device's ceilings, a random LLM."""
 
 import statistics
 import time
@@ -62,7 +62,7 @@ class Answers(Ceilings):
 
 @dataclass(frozen=True)
 class Warmth:
-    """How a warm-up ended."""
+    """The end of a warm-up."""
 
     warmup_rounds: int
     settled: bool
@@ -74,13 +74,13 @@ class Warmth:
 
 @dataclass(frozen=True)
 class Timing(Warmth):
-    """What the rounds of a measurement took."""
+    """Seconds that the rounds of a measurement took."""
 
     seconds: float  # the median
 
 
 def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth:
-    """How it ended: rounds, {work: seconds} each, until all works are `stable`, or --warmup.
+    """Run rounds, {work: seconds} each, until all works are `stable` or --warmup is over.
 
     Of several ranks, of which all must come here, the slowest counts: so all take as many rounds.
     """
@@ -92,7 +92,7 @@ def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth
 
 
 def stable(rounds: list[dict[str, float]], share: float) -> bool:
-    """Whether of each work the LAST rounds {work: seconds} differ by at most a share of the least.
+    """Return True if each work's LAST rounds differ by at most a fraction of the least.
 
     Fewer rounds are not.
     """
@@ -200,7 +200,7 @@ def random_prompts(num: int, config: PreTrainedConfig, options: Answers):
 
 
 def free_sampling(num_tokens: int, pad_id: int, temperature: float | None = 1.0) -> dict:
-    """What transformers' `generate` needs to know to draw so many tokens (None: greedily)."""
+    """Return settings of transformers' `generate` for so many tokens (None: greedily)."""
     length = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=pad_id)
     drawn = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
     return length | (dict(do_sample=False) if temperature is None else drawn)

@@ -83,7 +83,7 @@ def fused_linear(
 
 
 def operands(linears: FusedLinears):
-    """What `fused_linear` takes of a `fused_weights.FusedLinears`, with the LoRA as it is now."""
+    """Return the arguments of `fused_linear` for a `FusedLinears` with its current LoRA."""
     lora_b = linears.lora_b
     if lora_b is not None:
         parts = [b.t() * linears.scaling for b in lora_b.split_with_sizes(linears.sizes)]

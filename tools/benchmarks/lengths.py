@@ -27,7 +27,7 @@ def log_normal(num: int, mean: float, std: float, most: int, *seed: int) -> list
 
 @dataclass(frozen=True)
 class Asked:
-    """What one call asked of the language model."""
+    """One call's request to the language model."""
 
     prompts: Prompts
     valid: torch.Tensor | None = None  # (N, T) bool, what it sampled; None: only the prompts' read
@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Of a rank's answers: `log_normal`, or all full where there are no mean and std."""
+    """Return the lengths of a rank's answers: `log_normal`, or all full without mean and std."""
 
     mean_std: tuple[float, ...]
     rank: int = 0

@@ -1,4 +1,4 @@
-"""Where each millisecond of a step goes: each phase's time by class of kernel, by torch.profiler.
+"""Profile a step: the time of each phase by class of kernel, by torch.profiler.
 
 The step of `python -m tools.benchmarks step`. A phase ends when the GPU has done its work; a
 kernel that

@@ -67,7 +67,7 @@ MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)
 
 @dataclass(frozen=True)
 class Shapes:
-    """What a model of random weights is made by."""
+    """Sizes of a model of random weights."""
 
     qwen: dict
     sam: dict

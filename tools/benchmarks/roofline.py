@@ -27,7 +27,7 @@ OPTIMIZER_BYTES = 4 * 10
 
 
 class LanguageModel:
-    """What a token of the language model costs."""
+    """Cost of a token of the language model."""
 
     def __init__(self, language_model: nn.Module):
         layers = language_model.model.layers
@@ -69,7 +69,7 @@ class Call:
 
     @property
     def pairs(self) -> float:
-        """Of query and key in the prompts."""
+        """Return the cost of query and key in the prompts."""
         return (self.prompts**2 - self.shared**2).sum().item() / 2
 
 
@@ -85,7 +85,7 @@ class Least:
         return max(operations / self.matmul, moved / self.bandwidth)
 
     def ask(self, call: Call) -> float:
-        """Of one call: the prompts, then, if it is to answer, the logits of each and all tokens."""
+        """Return a call's cost: the prompts and, if it answers, the logits and all tokens."""
         model, answers = self.model, call.answers
         logits = 0 if answers is None else len(call.prompts)
         operations = model.forward(call.own.sum().item(), call.pairs, logits)
@@ -138,7 +138,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
 
 
 def call_of(work: Work, asked: Asked) -> Call:
-    """Of what a call asked."""
+    """Return the cost of a call's request."""
     prompts = torch.tensor([len(ids) for ids in asked.prompts.ids], dtype=torch.float64)
     answers = None
     if asked.valid is not None:

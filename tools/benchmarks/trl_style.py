@@ -33,7 +33,7 @@ class ImagesOfBatch(ImageFeatures):
 
 @dataclass
 class FullAnswers:
-    """What one forward says of n rows."""
+    """Scores of n rows by one forward."""
 
     logp: torch.Tensor  # (n, T)
     entropy: torch.Tensor  # (n, T)

@@ -301,7 +301,7 @@ def random_state(
     policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
     ranks: RankInfo | None = None,
 ) -> RunState:
-    """What a run of these flags begins with, on random weights."""
+    """Build what a run of these flags begins with, on random weights."""
     ranks = ranks or RankInfo(0, 1, torch.device(options.device))
     tokens = config.rollout.max_completion_length
     random_policy = random_points_policy if options.sizes in SHAPES else random_sa2va_policy

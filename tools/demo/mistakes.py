@@ -1,4 +1,4 @@
-"""What the demo's captions are left with: somebody who takes one value for another.
+"""Mistakes in the demo's captions: one value of an attribute taken for another.
 
 python -m rl_train.sft --tasks tools.demo.mistakes:MistakenCaptions ..
 """

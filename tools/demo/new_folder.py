@@ -1,4 +1,4 @@
-"""What a new Sa2VA folder consists of beside its weights: configuration and tokenizer.
+"""Configuration and tokenizer of a new Sa2VA folder.
 
 Both are in the form that the original's code and transformers 4 read too.
 """

@@ -89,7 +89,7 @@ SAM = dict(
 
 
 def form(negatives: bool) -> AnswerFormat:
-    """How the demo's model answers."""
+    """Return the format of the demo model's answers."""
     return AnswerFormat("points", "optional" if negatives else "off", "pixels")
 
 

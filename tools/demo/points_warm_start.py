@@ -205,7 +205,7 @@ class PointingStart:
     def answer(
         self, scene: Drawn, k: int, negatives: bool, shares: list[float], rng: np.random.Generator
     ) -> str:
-        """What is said of member k."""
+        """Return an answer about member k; its negative point is of a random kind."""
         kind = rng.choice(3, p=shares) if negatives else 0
         negative = []
         if kind == 1:
@@ -262,7 +262,7 @@ class PointingStart:
     def evaluate(
         self, scenes: list[Drawn], temperature: float = 0.0, tokens: int = 32
     ) -> dict[str, float]:
-        """What is said of a random member of each scene, by kind; greedily at temperature 0.
+        """Measure answers about a random member of each scene; greedy at temperature 0.
 
         All questions of one form have as many tokens: no row is padded.
         """
@@ -304,6 +304,6 @@ def seen_point(point: tuple[int, int]) -> tuple[int, int]:
 
 
 def where(scene: Drawn, point: tuple[int, int]) -> int:
-    """What of a scene is at a point (x, y): 0 or 1 + the number of a member."""
+    """Return what is at a point (x, y) of a scene: 0, or 1 + the number of a member."""
     x, y = (min(int(v), SIDE - 1) for v in point)
     return int(scene.of_member[y, x])

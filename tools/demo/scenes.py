@@ -74,7 +74,7 @@ TRIES = 30  # places for one object, before the scene is drawn again
 
 @dataclass(frozen=True)
 class Kind:
-    """What scenes hold."""
+    """Objects that a set of scenes may hold."""
 
     attributes: dict[str, tuple[str, ...]]  # the values of each, in the order of a caption
     num_objects: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How well each listener finds the regions by each speaker's captions, with 95 % intervals.
+"""Measure how well each listener finds regions by each speaker's captions, with 95 % intervals.
 
 Two roles that learn together may agree on a language that nobody else understands; a listener that
 was trained apart from the speaker shows it. A player is a Sa2VA folder or a checkpoint of a run,

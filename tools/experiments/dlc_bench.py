@@ -272,7 +272,7 @@ def without_nan(value: dict | list | str | float | None):
 
 
 def table(found: dict) -> str:
-    """What `summary` returns, as text."""
+    """Return what `summary` returns, as text."""
     lines = [f"{'DLC-Bench':12s} {'mean':>8s}   95 % interval"]
     for name, mean in found["means"].items():
         low_high = found["intervals"].get(name)

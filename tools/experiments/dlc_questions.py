@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Score:
-    """What the replies about one region's caption are worth; NaN where one could not be read."""
+    """Score the replies about one region's caption; NaN where one could not be read."""
 
     positive: float  # mean points of the positive questions
     negative: float | None  # None: it has no such question
@@ -148,7 +148,7 @@ def recognition(class_name: str) -> Question:
 
 
 def prompt(question: Question, caption: str) -> str:
-    """What the judge is asked, as the one message of the user."""
+    """Return the question to the judge, as the one message of the user."""
     lines = [f"{letter}. {choice}" for letter, choice in zip("ABCDE", question.choices)]
     text = "\n".join([question.text, *lines]).strip()
     return PROMPT.format(caption=caption, question=text)

@@ -1,4 +1,4 @@
-"""What one scalar gains without training: the masks' threshold, or the scale of SAM2's prompt.
+"""Measure what one scalar gains without training: the masks' threshold or the prompt's scale.
 
 Each is chosen on training regions, by the mean IoU of the true captions' masks, and applied to
 held-out ones. What loop 2 gains beyond that it has learnt of its images.

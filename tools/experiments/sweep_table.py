@@ -1,4 +1,4 @@
-"""What the runs of a sweep changed: means over runs with 95 % intervals, as markdown.
+"""Summarise the changes in a sweep's runs: means with 95 % intervals, as markdown.
 
 Runs count as independent, though those of one demo share its checkpoint and its held-out regions:
 of one demo an interval is for other seeds, not for other regions.
@@ -84,7 +84,7 @@ def zero_std(output: Path) -> dict[str, float]:
 
 
 def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
-    """What `markdown` prints of all complete runs: each arm, and arms minus some of them.
+    """Return the numbers that `markdown` prints of complete runs: each arm, and arms minus others.
 
     Args:
         against: arms from which the others are told apart, paired by (demo, seed).
