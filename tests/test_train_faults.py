@@ -18,9 +18,9 @@ def poison_loss(monkeypatch, task: str):
     """Make the loss of a task NaN."""
     forward = MicroBatchLoss.forward
 
-    def poisoned(module, work, *rest):
-        loss, statistics = forward(module, work, *rest)
-        if work.task.name != task:
+    def poisoned(module, scored, *rest, **options):
+        loss, statistics = forward(module, scored, *rest, **options)
+        if scored.task.name != task:
             return loss, statistics
         return loss * torch.nan, statistics | dict(loss=statistics["loss"] * torch.nan)
 
@@ -73,7 +73,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path,
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
     weights = {name: torch.nn.Parameter(torch.ones(3)) for name in ("one", "two", "three")}
-    policy = SimpleNamespace(trainable=weights, groups={name: name[:1] for name in weights})
+    policy = SimpleNamespace(trainable=weights, group_of={name: name[:1] for name in weights})
     state = SimpleNamespace(policy=policy, optimizer=torch.optim.AdamW(weights.values()))
     tally = StepMetrics()
     weights["one"].grad = torch.tensor([3.0, 0.0, 4.0])
@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
     assert tally.updates == 0
     weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
     train.update(state, tally, max_grad_norm=1.0)
-    assert tally.points == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
+    assert tally.common == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
     assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
 
 

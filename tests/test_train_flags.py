@@ -40,9 +40,9 @@ def test_remedies_of_one_run(data, tmp_path, monkeypatch):
     """Lengths count, cut answers are left out, the batch's std divides."""
     seen, forward = [], MicroBatchLoss.forward
 
-    def watched(module, work, rows, *rest):
-        loss, statistics = forward(module, work, rows, *rest)
-        seen.append((work, rows, statistics["entropy"][1]))
+    def watched(module, scored, rows, *rest, **options):
+        loss, statistics = forward(module, scored, rows, *rest, **options)
+        seen.append((scored, rows, statistics["entropy"][1]))
         return loss, statistics
 
     monkeypatch.setattr(MicroBatchLoss, "forward", watched)

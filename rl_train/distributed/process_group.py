@@ -121,7 +121,7 @@ def fail_together():
             raise
         if isinstance(error, SystemExit):
             error = error.__context__ or "the command line is wrong"  # argparse has said it
-        gather_objects(RankError(error))
+        gather_objects(RankError(str(error)))  # the sentence alone can always be pickled
 
 
 def only_local_rank0(sentence: str) -> str | int:

@@ -52,7 +52,6 @@ def build_policy(
                 f"{config.model_path} is of {family.name}"
             )
     if unknown := set(groups) - set(family.group_patterns):
-        raise ValueError(
-            f"--train {' '.join(sorted(unknown))}: unknown; known: {', '.join(family.groups)}"
-        )
+        known = ", ".join(family.group_patterns)
+        raise ValueError(f"--train {' '.join(sorted(unknown))}: unknown; known: {known}")
     return family.build(config, groups, max_new_tokens, device)
