@@ -22,7 +22,11 @@ from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils import hub
 from rl_train.utils.io import check_writable, lock, read_json
 
-PROMPTS_PER_STEP = ("batch_size", "gradient_accumulation_steps", "world_size")  # fixed product
+PROMPTS_PER_STEP_FACTORS = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "world_size",
+)  # fixed product
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
         flags=vars(args),
         declared_in=tuple(config_classes(tasks, program)),
     )
-    check_together(config, chosen)
+    check_flag_combinations(config, chosen)
     readers(config.data)  # refuses what a data set does not have
     for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
         path = config.flags[name]
@@ -147,7 +151,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
     return config
 
 
-def check_together(config: Config, chosen: dict[str, type]):
+def check_flag_combinations(config: Config, chosen: dict[str, type]):
     """Raise ValueError for flags that do not go together.
 
     Args:
@@ -164,10 +168,10 @@ def check_together(config: Config, chosen: dict[str, type]):
     for name, needed in config.flags_with("needs").items():
         if config.flags[name] and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
-    if config.reward.control == "other" and config.rollout.batch_size < 2:
+    if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:
         raise ValueError(
-            "--control other: takes the target of another sample of the batch, and --batch_size "
-            f"{config.rollout.batch_size} has none"
+            "--ablation_reward other: takes the target of another sample of the batch, and "
+            f"--batch_size {config.rollout.batch_size} has none"
         )
 
 
@@ -204,7 +208,9 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
     if differing:
         pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
         raise ValueError(f"{flag} holds a run of another config: {', '.join(pairs)}")
-    was, now = (math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP) for run in (before, flags))
+    was, now = (
+        math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP_FACTORS) for run in (before, flags)
+    )
     if "world_size" in before and was != now:
         raise ValueError(
             f"{flag} holds a run of {was} prompts a step, now {now}: --batch_size x "

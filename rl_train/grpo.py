@@ -46,7 +46,7 @@ MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry 
 
 
 def group_std(rewards: torch.Tensor, num_generations: int) -> torch.Tensor:
-    """Return the (B,) unbiased std of each group's scored rows; 0 below two or if equal."""
+    """Return the (B,) unbiased std of each group's scored rewards; 0 if fewer than two or equal."""
     std = _group_moments(rewards, num_generations)[1][:, 0]
     return torch.where(std < MIN_STD, 0.0, std)
 
@@ -236,7 +236,7 @@ def mean_entropy(
     return total / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
 
 
-def gaussian_logp(
+def gaussian_logp_per_dim(
     z: torch.Tensor, mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the (M,) log-densities of z (M, D) under N(mean, sigma^2 L L^T), divided by D.
@@ -252,13 +252,13 @@ def gaussian_logp(
     return logp if factor is None else logp - factor.diagonal().log().mean()
 
 
-def gaussian_kl(
+def gaussian_kl_per_dim(
     mean: torch.Tensor, ref_mean: torch.Tensor, sigma: float, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Return the (M,) exact KL of N(mean, sigma^2 L L^T) to the same around ref_mean, divided by D.
 
     Args:
-        mean, ref_mean: (M, D); factor: as of `gaussian_logp`.
+        mean, ref_mean: (M, D); factor: as of `gaussian_logp_per_dim`.
     """
     return (whitened(mean.float() - ref_mean.float(), factor) ** 2).mean(-1) / (2 * sigma**2)
 

@@ -58,7 +58,7 @@ class ScoredRollout:
         return has_reward & self.rollout.stopped if self.mask_truncated else has_reward
 
     @property
-    def has_signal(self) -> list[bool]:
+    def groups_with_signal(self) -> list[bool]:
         """B bools: True if a row of the group is in the loss with an advantage other than 0."""
         learnable = (self.advantages != 0) & self.in_loss
         return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
@@ -77,8 +77,7 @@ class ScoredRollout:
 class LossDenominators:
     """Divisors of a step: counts over all ranks, divided by the number of ranks.
 
-    Then the ranks' mean of sums over micro-batches is what one process computes on the joined
-    batch.
+    With these divisors, DDP's mean over ranks is the loss of one process with the whole batch.
     """
 
     rows: float
@@ -142,12 +141,12 @@ def loss_denominators(
     """
     counts, faults = Counter(learnable=0), []
     for scored in scored_rollouts:
-        name, in_loss, action = scored.task.name, scored.in_loss, scored.rollout.latents
+        name, in_loss, latents = scored.task.name, scored.in_loss, scored.rollout.latents
         faults += scored.faults()
-        counts["learnable"] += sum(scored.has_signal)
+        counts["learnable"] += sum(scored.groups_with_signal)
         counts[name, "rows"] += len(scored.reward)
         counts[name, "tokens"] += int(scored.rollout.valid[in_loss].sum())
-        counts[name, "actions"] += int(in_loss[action.rows].sum()) if action else 0
+        counts[name, "actions"] += int(in_loss[latents.rows].sum()) if latents else 0
     total = process_group.all_sum(counts, faults)
     mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
     denominators = {

@@ -11,7 +11,7 @@ COPIES = ("teacher", "reference")
 def half_life_decay(update: int, half_life: float) -> float:
     """Return the teacher's decay at an update (0 is the run's first), for a half-life in updates.
 
-    It is warmed up, so that the teacher does not stay what the run started from: until about 1.4
+    The decay is warmed up, so that the teacher soon leaves the initial weights: until about 1.4
     half-lives the teacher is the mean of all policies so far. A slower warm-up, as the common
     (1 + t) / (10 + t), would last until 13 half-lives: beyond the end of a run at the default.
     """

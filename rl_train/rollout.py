@@ -107,4 +107,4 @@ class RewardOutput:
     unparsed: dict[str, torch.Tensor] = field(default_factory=dict)
     # The prompt of each mask (None of an unparsed answer), and the mask without its negative points
     point_prompts: list[PointPrompt | None] = field(default_factory=list)
-    masks_without: list[torch.Tensor] = field(default_factory=list)
+    masks_without_negatives: list[torch.Tensor] = field(default_factory=list)

@@ -139,7 +139,7 @@ def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
     metrics.updates += 1
-    metrics.common |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
+    metrics.same_on_ranks |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
 
 
 def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train):
@@ -154,14 +154,14 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         data.num_workers,
         data.max_caption_length,
         other_regions=data.other_regions,
-        vocabulary=run.vocabulary,
+        attribute_phrases=run.attribute_phrases,
         measure=state.tasks[0].measure,
     )
     with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
         evaluator = Evaluator(
             spec, config.run, run.ranks, run.flags, signals, config.samples_answers
         )
-        evaluator.base(state, logger)
+        evaluator.measure_base(state, logger)
         if not roles_to_keep(config):
             state.roles.copies.clear()  # the initial weights of a resumed run
         if not signals.agreed and evaluator.missing(state.step):

@@ -32,7 +32,7 @@ class Prompts:
     """P prompts, ready for an answer."""
 
     ids: list[list[int]]  # ragged
-    image: list[int]  # index of the image of each
+    image_index: list[int]  # index of each prompt's image
     grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, on the CPU, or None
 
     def __len__(self):
@@ -43,12 +43,12 @@ class Prompts:
 
     def select(self, rows: Iterable[int]) -> "Prompts":
         grids = None if self.grids is None else [self.grids[r] for r in rows]
-        return Prompts([self.ids[r] for r in rows], [self.image[r] for r in rows], grids)
+        return Prompts([self.ids[r] for r in rows], [self.image_index[r] for r in rows], grids)
 
     def followed_by(self, answers: list[list[int]]) -> "Prompts":
         """Return the prompts, each followed by the ids of an answer."""
         ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
-        return Prompts(ids, self.image, self.grids)
+        return Prompts(ids, self.image_index, self.grids)
 
     def distinct(self) -> tuple["Prompts", list[int]]:
         """Return the prompts without consecutive repeats, and each prompt's index among them."""
@@ -56,7 +56,10 @@ class Prompts:
         return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
 
     def _repeats(self, row: int) -> bool:
-        alike = self.ids[row] == self.ids[row - 1] and self.image[row] == self.image[row - 1]
+        alike = (
+            self.ids[row] == self.ids[row - 1]
+            and self.image_index[row] == self.image_index[row - 1]
+        )
         return alike and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
 
 
@@ -83,16 +86,16 @@ def embed(
     ids, mask = pad_left(prompts.ids, pad_id)
     _check_length(model, max(prompts.ids, key=len), num_tokens)
     # Project each image once, then repeat its features for the rows that share it.
-    used = sorted(set(prompts.image))
+    used = sorted(set(prompts.image_index))
     starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
     features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
     features = model.mlp1(features).split([images.tiles[i] for i in used])
     of_image = dict(zip(used, features))
     flags = None
     if prompts.grids is not None:  # regions refer to an image's last tile
-        tiles = [images.tiles[i] for i in prompts.image]
+        tiles = [images.tiles[i] for i in prompts.image_index]
         flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
-    features = torch.cat([of_image[i] for i in prompts.image])
+    features = torch.cat([of_image[i] for i in prompts.image_index])
     return model.embed(ids, features, prompts.grids, flags), mask
 
 
@@ -114,9 +117,9 @@ def shared_prefix_lengths(
     """Return how many leading tokens, up to its image's end, each prompt shares with the last."""
     lengths = [0] * len(prompts)
     for p in range(1, len(prompts)):
-        ids, image = prompts.ids[p], prompts.image[p]
+        ids, image = prompts.ids[p], prompts.image_index[p]
         start = ids.index(model.img_context_id)
         end = start + images.tiles[image] * model.config.tokens_per_tile
-        if image == prompts.image[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
+        if image == prompts.image_index[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
             lengths[p] = end
     return lengths

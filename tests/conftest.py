@@ -43,9 +43,14 @@ def end_with_pytest():
 os.register_at_fork(after_in_child=end_with_pytest)
 
 
-def pytest_unconfigure():
-    """Say where the process stands, and end it with status 1, if it does not exit by itself."""
-    faulthandler.dump_traceback_later(120, exit=True)
+def pytest_unconfigure(config):
+    """Say where the process stands, and end it with status 1, if it does not exit by itself.
+
+    Not in a worker of pytest-xdist, which waits for the others after its last test: one that ends
+    meanwhile is taken for a crash, replaced, and the replacement is waited for without end.
+    """
+    if not hasattr(config, "workerinput"):
+        faulthandler.dump_traceback_later(120, exit=True)
 
 
 @pytest.fixture(autouse=True)

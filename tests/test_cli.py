@@ -76,7 +76,7 @@ def test_flag_that_is_needed(complaint, name):
         ("ema_half_life", 0),
         ("likelihood_share", 1.1),
         ("likelihood_share", "nan"),
-        ("control", "random"),
+        ("ablation_reward", "random"),
         ("mask_sigma", -0.1),
         ("mask_sigma", -1),
         ("mask_sigma", "x"),
@@ -181,8 +181,8 @@ def test_share_of_judge_failures(complaint, share):
 
 
 def test_another_s_target_needs_another_sample(complaint):
-    sentence = complaint(control="other", batch_size=1)
-    assert "--control other: " in sentence and "--batch_size 1 has none" in sentence
+    sentence = complaint(ablation_reward="other", batch_size=1)
+    assert "--ablation_reward other: " in sentence and "--batch_size 1 has none" in sentence
 
 
 def test_an_order_that_is_none(complaint):

@@ -271,21 +271,21 @@ def test_gaussian_logp_and_kl():
     z, mean, reference = torch.randn(3, 4, 16, generator=generator).unbind(0)
     normal, other = Normal(mean.double(), 0.3), Normal(reference.double(), 0.3)
     torch.testing.assert_close(
-        grpo.gaussian_logp(z, mean, 0.3).double(),
+        grpo.gaussian_logp_per_dim(z, mean, 0.3).double(),
         normal.log_prob(z.double()).mean(-1),
         atol=1e-6,
         rtol=1e-6,
     )
     torch.testing.assert_close(
-        grpo.gaussian_kl(mean, reference, 0.3).double(),
+        grpo.gaussian_kl_per_dim(mean, reference, 0.3).double(),
         kl_divergence(normal, other).mean(-1),
         atol=1e-6,
         rtol=1e-6,
     )
     # By hand: z - mean = (0.3, -0.6) = (1, -2) sigma: -(1 + 4)/2 / 2 - ln(0.3 sqrt(2 pi)).
-    by_hand = grpo.gaussian_logp(torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3).item()
+    by_hand = grpo.gaussian_logp_per_dim(torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3).item()
     assert by_hand == pytest.approx(-1.25 - math.log(0.3 * math.sqrt(2 * math.pi)), abs=1e-6)
-    assert grpo.gaussian_kl(
+    assert grpo.gaussian_kl_per_dim(
         torch.tensor([[0.3, -0.6]]), torch.zeros(1, 2), 0.3
     ).item() == pytest.approx(1.25, abs=1e-6)
 
@@ -299,18 +299,18 @@ def test_gaussian_with_a_covariance_is_torchs_multivariate_normal():
         torch.distributions.MultivariateNormal(m.double(), scale_tril=sigma * factor.double())
         for m in (mean, reference)
     ]
-    logp = grpo.gaussian_logp(z, mean, sigma, factor)
+    logp = grpo.gaussian_logp_per_dim(z, mean, sigma, factor)
     torch.testing.assert_close(D * logp.double(), joint[0].log_prob(z.double()), rtol=1e-5, atol=0)
-    kl = grpo.gaussian_kl(mean, reference, sigma, factor)
+    kl = grpo.gaussian_kl_per_dim(mean, reference, sigma, factor)
     torch.testing.assert_close(D * kl.double(), kl_divergence(*joint), rtol=1e-5, atol=0)
-    same = grpo.gaussian_logp(z, mean, sigma, torch.eye(D))
-    torch.testing.assert_close(same, grpo.gaussian_logp(z, mean, sigma))
-    half = grpo.gaussian_logp(z.bfloat16(), mean.bfloat16(), sigma, factor)
+    same = grpo.gaussian_logp_per_dim(z, mean, sigma, torch.eye(D))
+    torch.testing.assert_close(same, grpo.gaussian_logp_per_dim(z, mean, sigma))
+    half = grpo.gaussian_logp_per_dim(z.bfloat16(), mean.bfloat16(), sigma, factor)
     assert half.dtype == torch.float32
 
 
 def test_gaussian_gradient_is_the_score_function():
     # d log N / d mean = (z - mean) / sigma^2, divided by D = 2 dimensions
     mean = torch.zeros(1, 2, requires_grad=True)
-    grpo.gaussian_logp(torch.tensor([[0.3, -0.6]]), mean, 0.3).sum().backward()
+    grpo.gaussian_logp_per_dim(torch.tensor([[0.3, -0.6]]), mean, 0.3).sum().backward()
     torch.testing.assert_close(mean.grad, torch.tensor([[0.3, -0.6]]) / 0.09 / 2)

@@ -216,7 +216,7 @@ def test_its_flags_are_those_of_supervised_training(capsys):
     for kind in SFT_CONFIG_CLASSES.values():
         names |= set(kind.__dataclass_fields__)
     assert {"train", "learning_rate", "lora_r"} <= names
-    assert not {"num_generations", "kl_coef", "ema_half_life", "control"} & names
+    assert not {"num_generations", "kl_coef", "ema_half_life", "ablation_reward"} & names
     with pytest.raises(SystemExit):
         cli.parse(["--tasks", "mask_caption_mask"], sft.SFT)
     assert (

@@ -256,23 +256,23 @@ def test_a_teacher_that_answers_for_itself(data, two_steps, tmp_path, monkeypatc
 
 
 def test_a_control_counts_and_the_measures_stay(data, two_steps, tmp_path, capsys):
-    """--control fixed: the first sample's caption decides; all else is the run's without it."""
-    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, control="fixed")
+    """--ablation_reward fixed: the first caption decides; all else is the run's without it."""
+    output = run(data, tmp_path, num_generations=4, seed=1, max_steps=1, ablation_reward="fixed")
     caption = GraspAnyRegionDataset(data / "train")[0]["caption"]
-    assert f"--control fixed: {caption}\n" in capsys.readouterr().out
+    assert f"--ablation_reward fixed: {caption}\n" in capsys.readouterr().out
     lines, plain = rollouts(output), [line for line in rollouts(two_steps) if line["step"] == 0]
     assert len(lines) == len(plain) == 16
     for line, before in zip(lines, plain):
-        changed = ("reward", "advantage", "control")
+        changed = ("reward", "advantage", "ablation_reward")
         assert {k: v for k, v in line.items() if k not in changed} == {
             k: v for k, v in before.items() if k not in changed
         }
-        assert line["reward"] == line["control"] and "control" not in before
+        assert line["reward"] == line["ablation_reward"] and "ablation_reward" not in before
     for line in lines[:8]:
         by_hand = meteor([caption], [line["completion"]]).item()
-        assert line["control"] == pytest.approx(by_hand, abs=1e-6)
+        assert line["ablation_reward"] == pytest.approx(by_hand, abs=1e-6)
     assert any(a["reward"] != b["reward"] for a, b in zip(lines[8:], plain[8:]))
     for loop, mine in (("loop1", lines[:8]), ("loop2", lines[8:])):
-        mean = sum(line["control"] for line in mine) / 8
-        assert curve(output, f"{loop}/control")[1] == pytest.approx(mean, abs=1e-6)
+        mean = sum(line["ablation_reward"] for line in mine) / 8
+        assert curve(output, f"{loop}/ablation_reward")[1] == pytest.approx(mean, abs=1e-6)
         assert curve(output, f"{loop}/reward_mean")[1] == pytest.approx(mean, abs=1e-6)

@@ -57,7 +57,9 @@ def test_outputs_that_are_not_finite_stop_a_run_that_learns_nothing(
 ):
     """Equal rewards skip the update and its own check; good checkpoints stay."""
     poison_after_step_1(monkeypatch, parts_of(monkeypatch), role)
-    how = dict(tasks=task, control="constant", save_steps=1, save_total_limit=1, max_steps=4)
+    how = dict(
+        tasks=task, ablation_reward="constant", save_steps=1, save_total_limit=1, max_steps=4
+    )
     with pytest.raises(SystemExit) as stopped:
         run(data, tmp_path, **how)
     sentence = f"rl_train: not finite: rank 0: {fault}"

@@ -87,7 +87,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_moves(value):
     assert tally.updates == 0
     weights["two"].grad = torch.tensor([0.0, 12.0, 0.0])
     train.update(state, tally, max_grad_norm=1.0)
-    assert tally.common == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
+    assert tally.same_on_ranks == {"grad_norm/o": 5.0, "grad_norm/t": 12.0} and tally.updates == 1
     assert not (weights["two"] == 1).all() and all(p.grad is None for p in weights.values())
 
 

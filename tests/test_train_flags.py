@@ -93,9 +93,9 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
 
 
 def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
-    """--control constant: no step is taken, though every row has a reward."""
+    """--ablation_reward constant: no step is taken, though every row has a reward."""
     built = parts_of(monkeypatch)
-    output = run(data, tmp_path, control="constant", weight_decay=0.5)
+    output = run(data, tmp_path, ablation_reward="constant", weight_decay=0.5)
     state = built[0].state
     assert all(
         torch.equal(parameter, state.roles.copies["reference"][n])

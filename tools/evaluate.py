@@ -238,7 +238,7 @@ def run(args: Namespace, ranks: RankInfo):
             dataset, args.checkpoint or args.model_path, args.shared_images
         )
     before = read_before(args.before, len(dataset)) if args.before else None
-    vocabulary = load_attributes(args.attributes) if args.attributes else {}
+    attribute_phrases = load_attributes(args.attributes) if args.attributes else {}
     policy = policy_of(args, ranks)
     spec = EvalSpec(
         dataset,
@@ -248,7 +248,7 @@ def run(args: Namespace, ranks: RankInfo):
         max_caption_length=args.max_caption_length,
         other_regions=args.other_regions,
         best_of=args.best_of,
-        vocabulary=vocabulary,
+        attribute_phrases=attribute_phrases,
     )
     measures = measures_of(policy, args)
     spec = replace(spec, **measures)

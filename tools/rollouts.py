@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).with_name("rollouts_page.html")
 OF_GROUP = ("step", "task", "image_id", "caption")  # the same in all lines of a group
 OF_ROW = ("completion", "reward", "advantage")
-OPTIONAL = ("mask", "mask_without", "prompt")
+OPTIONAL = ("mask", "mask_without_negatives", "sam_prompt")
 NUMBER = float | int | None
 CURVE_POINTS = 500  # steps of a curve, at most
 

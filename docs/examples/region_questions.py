@@ -53,7 +53,7 @@ class RegionQuestions(Task):
         context, batch, features = self.context, rollout.batch, rollout.features
         with context.roles.use("teacher"):
             prompts = self.prompts(batch, features)
-            _, replies = context.policy.complete(features, prompts, 1, context.max_new_tokens)
+            _, replies = context.policy.complete(features, prompts, 1, context.max_reply_tokens)
         replies = rollout.of_rows(replies)
         captions = rollout.of_rows(batch.captions)
         rewards = {

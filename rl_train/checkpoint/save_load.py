@@ -50,7 +50,7 @@ class RunState:
     Attributes:
         step: number of steps done.
         counters: {name: state that counts over many steps}.
-        base: the frozen model under the weights.
+        base_fingerprint: the frozen model under the weights.
     """
 
     policy: Policy
@@ -60,7 +60,7 @@ class RunState:
     scheduler: torch.optim.lr_scheduler.LambdaLR
     step: int = 0
     counters: dict[str, Stateful] = field(default_factory=dict)
-    base: BaseFingerprint | None = None
+    base_fingerprint: BaseFingerprint | None = None
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return {role: {name: weight}} of the policy and, if there is one, of the teacher."""
@@ -141,13 +141,13 @@ def save_if_best(
 
 
 def write(
-    final: Path,
+    target: Path,
     state: RunState,
     flags: dict[str, Any],
     is_main: bool,
     metrics: dict[str, Any] | None = None,
 ):
-    """Write the folder `final` on the first rank; it replaces one of that name.
+    """Write the folder `target` on the first rank; it replaces one of that name.
 
     Raises FloatingPointError, on all ranks, if a weight is not finite; CannotWrite as `replacing`.
     """
@@ -155,10 +155,10 @@ def write(
     rng = gather_objects(torch.get_rng_state())
     if not is_main:
         return
-    with replacing(final) as folder:
+    with replacing(target) as folder:
         if state.policy.peft:  # supervised training may train the language model whole
             state.policy.peft.save_pretrained(folder / "adapter")
-        metadata = {"base": state.base.digest} if state.base else None
+        metadata = {"base": state.base_fingerprint.digest} if state.base_fingerprint else None
         for role, weights in state.weights().items():
             on_cpu = {n: weight.detach().cpu().contiguous() for n, weight in weights.items()}
             save_file(on_cpu, folder / WEIGHT_FILES[role], metadata)
@@ -194,41 +194,41 @@ def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):
     remove_oldest(output, total_limit)
 
 
-def _beside(final: Path, suffix: str) -> Path:
-    return final.with_name(f".{final.name}{suffix}")
+def _beside(target: Path, suffix: str) -> Path:
+    return target.with_name(f".{target.name}{suffix}")
 
 
-def recover(final: Path):
+def recover(target: Path):
     """Remove or restore a folder's leftovers after a kill in `replacing` or `remove_oldest`."""
-    unfinished, replaced = _beside(final, UNFINISHED), _beside(final, REPLACED)
-    with wrap_write_errors(final):
-        if replaced.exists() and not final.exists():
-            replaced.rename(final)
+    unfinished, replaced = _beside(target, UNFINISHED), _beside(target, REPLACED)
+    with wrap_write_errors(target):
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
         for leftover in filter(Path.exists, (unfinished, replaced)):
             shutil.rmtree(leftover)
 
 
 @contextmanager
-def replacing(final: Path) -> Iterator[Path]:
-    """Yield a new folder that takes the name `final` when the context ends, complete.
+def replacing(target: Path) -> Iterator[Path]:
+    """Yield a new folder that takes the name `target` when the context ends, complete.
 
     All files get the mode of any new file: safetensors makes its own 0600. Raises CannotWrite,
-    after which `final` is what it was.
+    after which `target` is what it was.
     """
-    recover(final)
-    folder = _beside(final, UNFINISHED)
-    with wrap_write_errors(final):
+    recover(target)
+    folder = _beside(target, UNFINISHED)
+    with wrap_write_errors(target):
         folder.mkdir()  # without parents: an output folder that was removed stays away
         yield folder
         mode = folder.stat().st_mode & 0o777  # by the umask
         for path in (*folder.rglob("*"), folder):
             path.chmod(mode if path.is_dir() else mode & 0o666)
             fsync(path)
-        if final.exists():
-            final.rename(_beside(final, REPLACED))  # removing it at once would take longer
-        folder.rename(final)
-        fsync(final.parent)
-    recover(final)
+        if target.exists():
+            target.rename(_beside(target, REPLACED))  # removing it at once would take longer
+        folder.rename(target)
+        fsync(target.parent)
+    recover(target)
 
 
 def find_resume_checkpoint(resume: str | None, output_dir: str | Path) -> Path | None:
@@ -263,19 +263,19 @@ def load_weights(
     folder: Path,
     parameters: dict[str, torch.Tensor],
     file: str = WEIGHT_FILES["policy"],
-    base: BaseFingerprint | None = None,
+    base_fingerprint: BaseFingerprint | None = None,
 ):
     """Copy a file's weights into the parameters.
 
     Raises ValueError if it is damaged, if its names or shapes are not those of the parameters, or
-    if it was trained on another base than `base`.
+    if it was trained on another base than that of `base_fingerprint`.
     """
     reader = open_weights(folder / file)
-    if base and reader.metadata() != {"base": base.digest}:
+    if base_fingerprint and reader.metadata() != {"base": base_fingerprint.digest}:
         trained_on = read_json(folder / "config.json")["model_path"]
         raise ValueError(
-            f"{folder} was trained on another base than the one in {base.folders}: the run started "
-            f"from what then lay in {trained_on}. Give that base as --model_path"
+            f"{folder} was trained on another base than the one in {base_fingerprint.folders}: the "
+            f"run started from what then lay in {trained_on}. Give that base as --model_path"
         )
     weights = {name: reader.get_tensor(name) for name in reader.keys()}
     shapes = {(name, weight.shape) for name, weight in weights.items()}
@@ -293,7 +293,7 @@ def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
     """Restore a run from `folder`. Raises ValueError as `load_weights` and `read_state` do."""
     best_score(output_dir)  # known to be readable before the next evaluation
     for role, weights in state.weights().items():
-        load_weights(folder, weights, WEIGHT_FILES[role], state.base)
+        load_weights(folder, weights, WEIGHT_FILES[role], state.base_fingerprint)
     saved = read_state(folder)
     state.load_state_dict(saved)
     if rank < len(saved["rng"]):  # of a run of fewer ranks; no step depends on it

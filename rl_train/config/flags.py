@@ -1,7 +1,7 @@
-"""Declare a flag as a field of a dataclass: its type, help, place in a parser, and all else of it.
+"""Flags as fields of dataclasses: a flag's declaration carries everything that is known of it.
 
-A flag is one declaration. Whoever treats some flags otherwise than others (a resume, the ranks'
-agreement, the model card, the advice at the end of memory) asks `flags_with`.
+Code that treats some flags specially (a resume, the comparison of ranks, the model card, the advice
+when memory is used up) finds them with `flags_with`.
 """
 
 import argparse
@@ -37,9 +37,9 @@ def flag(
         only_one_of: group of flags of which a command line may give one.
         needs: flag without which this one has no effect, so that it is refused.
         free_on_resume: a resumed run may have another value.
-        of_machine: each rank may have its own value, since machines need not share a disk.
+        may_differ_by_rank: each rank may have its own value, since machines need not share a disk.
         out_of_model_card: the settings that a model card lists leave it out.
-        lowers_memory_of: phases of `memory` that take less memory at a lower value.
+        lowers_memory_of: phases of a step that take less memory at a lower value.
         options: more options of argparse's `add_argument`.
     """
     metadata = dict(

@@ -237,7 +237,7 @@ class RewardConfig:
         type=FRACTION,
         free_on_resume=True,
     )
-    control: str = flag(
+    ablation_reward: str = flag(
         "none",
         "ablation: train on rewards that do not depend on the region; the tasks' own are still "
         "logged. shuffled: permuted in each group; constant; length: -|words - n| / n, n the mean "
@@ -245,6 +245,7 @@ class RewardConfig:
         "fixed: one caption of the data set is the target of all (loop 1: METEOR with it); other: "
         "region and caption of another sample of the batch are the target",
         choices=ABLATION_REWARDS,
+        aliases=("control",),
     )
     scale_components: bool = flag(
         False,
@@ -286,8 +287,8 @@ class LossConfig:
     entropy_coef: float = flag(0.0, "weight of an entropy bonus, the mean over tokens", type=WEIGHT)
     clip_range: float | None = flag(
         None,
-        "lower clip range of the ratio; default: 0.2, for gspo {}, and {} above. The ratio is 1 at "
-        "--num_iterations 1, except for the rounding of --dtype bfloat16".format(
+        "lower clip range of the ratio; default: 0.2; gspo: {} below 1, {} above. The ratio is 1 "
+        "at --num_iterations 1, except for the rounding of --dtype bfloat16".format(
             *LOSSES["gspo"].clip_range
         ),
         type=POSITIVE,

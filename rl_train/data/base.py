@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from rl_train.data.errors import BadData, DamagedSample, Report
-from rl_train.data.images import DAMAGED, NOT_COCO, CheckedImage, Encoded, decode_image
+from rl_train.data.images import DAMAGED, NOT_COCO, Encoded, ImageCheck, decode_image
 from rl_train.data.rle import (
     BAD_MASK,
     LOST_MASK,
@@ -80,7 +80,7 @@ class Reader:
     def _add(
         self,
         sample: Region | str | tuple[int, int, int],
-        image: CheckedImage,
+        image: ImageCheck,
         caption: str | None,
         rle: RLE | None,
         coco: int = NOT_COCO,

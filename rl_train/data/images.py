@@ -40,11 +40,11 @@ COCO_NAME = re.compile(r"(?<!\d)0{6}(\d{6})(?!\d)")  # 2014 and 2017 number imag
 NOT_COCO = -1
 Encoded = bytes | mmap.mmap  # an image as a file holds it
 # ((W, H) or why the image cannot be used, its `image_key`)
-CheckedImage = tuple[tuple[int, int] | str, int]
+ImageCheck = tuple[tuple[int, int] | str, int]
 KEY_BYTES = 1024  # that tell an image from others of its length, at either end
 
 
-def check_read(read: Callable[[], Encoded]) -> CheckedImage:
+def check_read(read: Callable[[], Encoded]) -> ImageCheck:
     """Return ((W, H), `image_key`) of the encoded image that `read()` returns.
 
     Only its header is read: damaged pixels are found when it is decoded. If the image cannot be

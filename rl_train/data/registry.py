@@ -134,6 +134,6 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
 
 
 def unique(names: list[str]) -> list[str]:
-    """Return the names, the second of two alike with .2 behind it."""
+    """Return the names; a repeated name gets .2, .3 and so on."""
     counts = [names[: k + 1].count(name) for k, name in enumerate(names)]
     return [name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts)]

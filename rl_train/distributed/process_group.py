@@ -67,8 +67,8 @@ def end_with_launcher():
 def close():
     """Leave the process group.
 
-    It is kept until Python ends. DDP's reducer, freed after this, would else be its last owner and
-    hold the GIL while it joins a thread of gloo, which may wait for the GIL to free a tensor.
+    The group object is kept until Python ends. Otherwise DDP's reducer would free it last and could
+    deadlock: it holds the GIL while it joins a gloo thread that waits for the GIL.
     """
     if dist.is_initialized():
         _closed.append(dist.group.WORLD)

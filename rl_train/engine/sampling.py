@@ -78,8 +78,8 @@ def _first_above(cdf, target, total) -> torch.Tensor:
 class StopText:
     """Test for a template's stop texts, and for EOS.
 
-    An answer ends with the token behind which its decoded text, line breaks left out, ends in a
-    stop text: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
+    An answer ends at the first token that completes a stop text in its decoded text, line breaks
+    ignored: the rule of the original's inference and of `sa2va_hf.prediction.StopWords`. A stop
     text is plain BPE text, whose ids depend on what precedes it. So the stop texts are an automaton
     over bytes (Aho-Corasick) whose state is the longest tail of the answer that begins one of them.
     Where a whole token leads from each state is computed once, so a step is one look-up, without a

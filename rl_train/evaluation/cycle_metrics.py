@@ -14,7 +14,7 @@ from rl_train.policies.sa2va_queries import (
     truncate_captions,
 )
 from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.attributes import Vocabulary, attribute_values
+from rl_train.rewards.attributes import AttributePhrases, attribute_values
 from rl_train.rewards.hacking_signals import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.iou import on_target
 from rl_train.rewards.meteor import tokenize
@@ -193,7 +193,7 @@ def sample_captions(
 
 
 def measure_texts(
-    references: list[str], captions: list[str], vocabulary: Vocabulary
+    references: list[str], captions: list[str], attribute_phrases: AttributePhrases
 ) -> dict[str, torch.Tensor]:
     """Measure n captions together: {column: (n,) float64}.
 
@@ -202,5 +202,5 @@ def measure_texts(
     first = {text: row for row, text in reversed(list(enumerate(captions)))}
     distinct = [first[text] == row for row, text in enumerate(captions)]
     return dict(caption_distinct=torch.tensor(distinct, dtype=torch.float64)) | attribute_values(
-        references, captions, vocabulary
+        references, captions, attribute_phrases
     )

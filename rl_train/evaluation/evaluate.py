@@ -24,7 +24,7 @@ from rl_train.evaluation.cycle_metrics import (
 )
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.policies.base import Features, Policy
-from rl_train.rewards.attributes import Vocabulary
+from rl_train.rewards.attributes import AttributePhrases
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from rl_train.run.signals import SignalHandler
@@ -45,7 +45,9 @@ class EvalSpec:
     max_caption_length: int | None = None  # see `Sa2VAPreprocessor`
     other_regions: bool = False  # also measure whether a mask lies on the right region
     best_of: int = 0  # answers that are sampled of each region; 0 = none
-    vocabulary: Vocabulary = field(default_factory=dict)  # of attributes; see `measure_texts`
+    attribute_phrases: AttributePhrases = field(
+        default_factory=dict
+    )  # of attributes; see `measure_texts`
     # {column: B values} of (policy, batch, features, new tokens); None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
     # The same of `best_of` answers, the last argument
@@ -138,7 +140,7 @@ class Evaluator:
         self.best_by, self.samples_answers = config.best_by, samples_answers
         self.values = {}  # {step: columns of the policy}
 
-    def base(self, state: save_load.RunState, log: RunLogger):
+    def measure_base(self, state: save_load.RunState, log: RunLogger):
         """Measure the run's initial weights: the base, to which a fresh LoRA adds nothing.
 
         These are the reference's; without one the policy's, which has not moved yet.
@@ -201,7 +203,7 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
     num_damaged = sum(index != i for i, index in enumerate(merged.pop("index")))
     values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
     if spec.measure is None:
-        values |= measure_texts(references, captions, spec.vocabulary)
+        values |= measure_texts(references, captions, spec.attribute_phrases)
     return EvalResult(values, image_ids, references, captions, num_damaged)
 
 

@@ -17,19 +17,22 @@ class StepMetrics:
     """Counts of one step on one rank. A mean is a total and a count; count 0 logs nothing."""
 
     def __init__(self):
-        self.totals, self.counts, self.maxima = Counter(), Counter(), {}
-        self.sums, self.updates = Counter(), 0  # over micro-batches; number of optimizer steps
+        self.mean_totals, self.mean_counts, self.maxima = Counter(), Counter(), {}
+        self.update_sums, self.updates = (
+            Counter(),
+            0,
+        )  # over micro-batches; number of optimizer steps
         self.pending = []  # (metric, its statistic) of micro-batches that a GPU may still compute
         self.rewards: dict[str, list[float]] = {}  # {task: reward of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
         self.judge_reasons = Counter()  # {reason why the judge failed: times}
-        self.common: dict[str, float] = {}  # metrics that are equal on all ranks
+        self.same_on_ranks: dict[str, float] = {}  # metrics that are equal on all ranks
         self.interrupt: str | None = None  # name of the signal that interrupts this rank
 
     def add_mean(self, name: str, total: float | torch.Tensor, count: float | torch.Tensor):
         """Add to the total and the count of a mean."""
-        self.totals[name] += float(total)
-        self.counts[name] += float(count)
+        self.mean_totals[name] += float(total)
+        self.mean_counts[name] += float(count)
 
     def add_mixture(self, mixture: MixtureSampler | None, indices: list[int]):
         """Count from which data sets of a mixture, if there is one, the samples come."""
@@ -92,13 +95,13 @@ class StepMetrics:
             elif name.endswith("/sampler_gap"):
                 self.maxima[name] = max(total, self.maxima.get(name, 0.0))  # or NaN
             else:
-                self.sums[name] += total
+                self.update_sums[name] += total
         self.pending = []
 
     def not_finite(self) -> list[str]:
         """Return the names of the metrics that are NaN or infinite."""
         self.flush()
-        values = {**self.totals, **self.sums, **self.maxima}
+        values = {**self.mean_totals, **self.update_sums, **self.maxima}
         return [name for name, value in values.items() if not math.isfinite(value)]
 
 
@@ -112,11 +115,11 @@ def to_floats(values: list[torch.Tensor | float]) -> list[float]:
 
 def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[str, float]:
     """Return {metric: value} of a step, from all ranks' counts and the tasks' loss weights."""
-    totals, counts, sums, metrics = Counter(), Counter(), Counter(), dict(ranks[0].common)
+    totals, counts, sums, metrics = Counter(), Counter(), Counter(), dict(ranks[0].same_on_ranks)
     for rank in ranks:
-        totals.update(rank.totals)
-        counts.update(rank.counts)
-        sums.update(rank.sums)
+        totals.update(rank.mean_totals)
+        counts.update(rank.mean_counts)
+        sums.update(rank.update_sums)
         for name, value in rank.maxima.items():
             metrics[name] = max(metrics.get(name, value), value)
     updates = sum(rank.updates for rank in ranks)

@@ -132,17 +132,17 @@ def _json_number(value: torch.Tensor) -> float | None:
 def _masks(outcome: RewardOutput, row: int) -> dict:
     """Return the rewarded mask of a row, and the prompt that made it, for its JSON line.
 
-    Coordinates are pixels of the sample's mask. "mask_without" is the mask without the negative
-    points, if there are any.
+    Coordinates are pixels of the sample's mask. "mask_without_negatives" is the mask without
+    the negative points, if there are any.
     """
     fields, prompt = {}, outcome.point_prompts[row] if outcome.point_prompts else None
     if prompt:
-        fields["prompt"] = {
+        fields["sam_prompt"] = {
             name: [[round(value, 1) for value in coordinates] for coordinates in boxes_or_points]
             for name, boxes_or_points in vars(prompt).items()
         }
         if prompt.negative:
-            fields["mask_without"] = small_mask(outcome.masks_without[row])
+            fields["mask_without_negatives"] = small_mask(outcome.masks_without_negatives[row])
     return fields | ({"mask": small_mask(outcome.masks[row])} if outcome.masks else {})
 
 

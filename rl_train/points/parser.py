@@ -24,7 +24,7 @@ REASONS = (
 
 # The frame of a text's coordinates: its largest x and y, or None = the size of the image as the
 # language model sees it.
-FRAMES = {"pixels": None, "unit": 1.0, "thousand": 1000.0}
+COORDINATE_SCALES = {"pixels": None, "unit": 1.0, "thousand": 1000.0}
 # {style: keys that an object of its JSON must have}
 KEYS = {
     "segzero": ("bbox", "points_1", "points_2"),
@@ -71,13 +71,13 @@ class AnswerFormat:
         style: segzero (one box, two points), visionreasoner (a list of boxes with a point each) or
             points (points and perhaps a box, as bare JSON without thoughts).
         negative_points: off, optional or required; where off, they are ignored.
-        frame: one of FRAMES.
+        coordinate_scale: one of COORDINATE_SCALES.
         max_points: boxes, positive and negative points that an answer may have in all.
     """
 
     style: str = "segzero"
     negative_points: str = "off"
-    frame: str = "pixels"
+    coordinate_scale: str = "pixels"
     max_points: int = 8
 
     @property
@@ -91,7 +91,7 @@ class AnswerFormat:
 
     def limits(self, seen_size: tuple[int, int]) -> tuple[float, float]:
         """Return the largest (x, y) of a text about an image that the model sees as (H, W)."""
-        largest = FRAMES[self.frame]
+        largest = COORDINATE_SCALES[self.coordinate_scale]
         return (largest, largest) if largest else seen_size[::-1]
 
     def parse_in_pixels(
@@ -117,7 +117,7 @@ class AnswerFormat:
         Args: see `parse_in_pixels`.
         """
         width, height = self.limits(seen_size)
-        digits = 3 if self.frame == "unit" else 0
+        digits = 3 if self.coordinate_scale == "unit" else 0
         scaled = prompt.scaled(width / size[1], height / size[0])
         return scaled.map(lambda values: tuple(round(value, digits) for value in values))
 

@@ -9,11 +9,12 @@ evaluations (VisionReasoner's training had a line break between).
 import re
 
 from rl_train.data.text import clean_caption
-from rl_train.points.parser import ANSWER, FRAMES, AnswerFormat, PointPrompt
+from rl_train.points.parser import ANSWER, COORDINATE_SCALES, AnswerFormat, PointPrompt
 
 # {(style, whether negative points are asked for): question}. {x} is the phrase, {if_any} stands
-# where negative points are optional, {frame} names the coordinates, {example} is an answer.
-_END = "{frame}i.e., <think> thinking process here </think><answer>{example}</answer>"
+# where negative points are optional, {coordinate_scale} names the coordinates, {example} is an
+# answer.
+_END = "{coordinate_scale}i.e., <think> thinking process here </think><answer>{example}</answer>"
 _THINK = (
     "Output the thinking process in <think> </think> and final answer in <answer> </answer> tags."
 )
@@ -62,7 +63,7 @@ def point_question(caption: str, answer_format: AnswerFormat) -> str:
     return _QUESTIONS[answer_format.style, answer_format.with_negatives].format(
         x=clean_caption(caption.lower()).strip("."),
         if_any=", if any," * (answer_format.negative_points == "optional"),
-        frame=_FRAME_SENTENCES[answer_format.frame],
+        coordinate_scale=_FRAME_SENTENCES[answer_format.coordinate_scale],
         example=example_answer(answer_format),
     )
 
@@ -70,7 +71,7 @@ def point_question(caption: str, answer_format: AnswerFormat) -> str:
 def example_answer(answer_format: AnswerFormat) -> str:
     """Return the example of an answer that the question shows."""
     example = _EXAMPLES[answer_format.style]
-    if FRAMES[answer_format.frame]:
+    if COORDINATE_SCALES[answer_format.coordinate_scale]:
         example = answer_format.in_frame(example, _EXAMPLE_SIZE, _EXAMPLE_SIZE)
     text = answer_format.format(example).partition(ANSWER[0])[2].removesuffix(ANSWER[1])
     # Published examples have no blank between two numbers, and Seg-Zero's has single quotes.

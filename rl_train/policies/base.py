@@ -60,7 +60,7 @@ class Policy(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return (embeds (P, L, C), attention mask (P, L), positions (A, P, L) or None).
 
-        Prompts are padded on the left.
+        Prompts are padded on the left. A: axes of the rotary position.
 
         Without positions, tokens are counted from the first unpadded one. Raises ValueError if a
         prompt and `num_tokens` behind it exceed the model's context.

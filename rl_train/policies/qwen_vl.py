@@ -143,7 +143,7 @@ class QwenVLPolicy(Policy):
         grids = [(h // unit, w // unit) for h, w in seen_sizes]
         return QwenImageFeatures(list(vision.pooler_output), grids, seen_sizes, sam, batch.sizes)
 
-    def point_prompts(
+    def point_questions(
         self, images: QwenImageFeatures, image: list[int], questions: list[str]
     ) -> Prompts:
         """Return prompts that show image[p] and then ask questions[p]."""
@@ -180,7 +180,7 @@ class QwenVLPolicy(Policy):
                 f"context of {self.context}: lower --image_side or --max_image_tokens"
             )
         merge, is_image = self.preprocessing.merge, ids == self.image_token
-        grids = [images.grids[i] for i in prompts.image]
+        grids = [images.grids[i] for i in prompts.image_index]
         grids = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in grids])
         positions, _ = self.model.vlm.model.get_rope_index(
             ids, is_image.int(), image_grid_thw=grids, attention_mask=mask
@@ -188,7 +188,7 @@ class QwenVLPolicy(Policy):
         slots = is_image.flatten().nonzero()[:, 0]
         ids, slots = (to_device(t, self.device) for t in (ids, slots))
         embeds = self.model.vlm.get_input_embeddings()(ids)
-        vision = torch.cat([images.vision[i] for i in prompts.image]).to(embeds.dtype)
+        vision = torch.cat([images.vision[i] for i in prompts.image_index]).to(embeds.dtype)
         embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)
         return embeds, mask, positions
 

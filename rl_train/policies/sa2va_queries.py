@@ -58,7 +58,7 @@ def answer_captions(
     prompts = policy.segment_prompts(images, image, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    masks = row_masks(policy, images, prompts.image, rows.tolist(), means, confidence)
+    masks = row_masks(policy, images, prompts.image_index, rows.tolist(), means, confidence)
     return masks, rows, means
 
 

@@ -1,4 +1,4 @@
-"""Ablation rewards: stand-ins for a task's reward that cannot teach what it does (--control).
+"""Ablation rewards (--ablation_reward): stand-ins that cannot teach what a task's reward does.
 
 The task's own components stay measured and logged. The ablation is one more component, and the only
 one that counts. Letters: B samples, G generations, N = B*G rows.
@@ -15,7 +15,7 @@ from rl_train.rewards.meteor import meteor, tokenize
 from rl_train.rollout import Batch, RewardOutput, Rollout
 
 ABLATION_REWARDS = ("none", "shuffled", "constant", "length", "fixed", "other")
-COMPONENT = "control"
+COMPONENT = "ablation_reward"
 
 
 class Task(Protocol):

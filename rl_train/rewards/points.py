@@ -19,7 +19,7 @@ def point_rewards(
     answers: Sequence[PointPrompt | None],
     well_formed: Sequence[bool],
     masks: Sequence[Tensor],
-    masks_without: Sequence[Tensor],
+    masks_without_negatives: Sequence[Tensor],
     targets: Sequence[Tensor],
     confused: Sequence[Tensor],
 ) -> dict[str, Tensor]:
@@ -34,7 +34,8 @@ def point_rewards(
     Args:
         answers: None = unparsed.
         well_formed: see `AnswerFormat.is_well_formed`.
-        masks: (H, W) bool that each answer prompts; masks_without: without its negative points.
+        masks: (H, W) bool that each answer prompts.
+        masks_without_negatives: the same without its negative points.
         targets: (H, W) bool.
         confused: (H, W) bool, what SAM2 takes in beside the target when prompted by
             `reference_prompt`: where negative points help. It does not follow from the policy's own
@@ -46,7 +47,9 @@ def point_rewards(
     neg_in_confused = torch.tensor(
         [fraction_inside(c, p.negative) for c, p in zip(confused, prompts)]
     )
-    iou, without = (mask_iou(list(m), list(targets)).cpu() for m in (masks, masks_without))
+    iou, without = (
+        mask_iou(list(m), list(targets)).cpu() for m in (masks, masks_without_negatives)
+    )
     nothing_confused = torch.tensor([not mask.any() for mask in confused])
     negatives = negative_term(neg_in_confused, neg_in_target, nothing_confused)
     return dict(

@@ -27,7 +27,7 @@ from rl_train.policies.lora import parameter_counts
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
 from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.ablations import AblationReward
-from rl_train.rewards.attributes import Vocabulary, load_attributes
+from rl_train.rewards.attributes import AttributePhrases, load_attributes
 from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
@@ -66,7 +66,7 @@ class Run:
     ablation: AblationReward = field(default_factory=AblationReward)
     lock: TextIO | None = None  # on the output folder, from `claim_output_dir` on
     phase: str = "evaluation"  # of the step in progress, as `lowers_memory_of` names it
-    vocabulary: Vocabulary = field(default_factory=dict)  # of --attributes
+    attribute_phrases: AttributePhrases = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
         """Return the teacher's decay at an update of the step in progress.
@@ -89,7 +89,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
         check_output_dir(config, flags)
     resume = save_load.find_resume_checkpoint(config.run.resume, config.run.output_dir)
     require_wordnet()
-    vocabulary = load_attributes(config.data.attributes) if config.data.attributes else {}
+    attribute_phrases = load_attributes(config.data.attributes) if config.data.attributes else {}
     max_tokens = config.rollout.max_completion_length
     user_rewards = build_rewards(config.reward, max_tokens)
     judge = build_judge(config.reward, config.run.seed)
@@ -129,7 +129,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
         sampler=sampler,
         max_steps=max_steps,
         ablation=build_ablation(config.reward, config.run.seed, train_set, preprocessor),
-        vocabulary=vocabulary,
+        attribute_phrases=attribute_phrases,
     )
 
 
@@ -281,7 +281,7 @@ def build_state(
     num_updates = max_steps * config.optim.num_iterations
     scheduler = cosine_schedule(optimizer, num_updates, config.optim.warmup_ratio)
     base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
-    return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base=base)
+    return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base_fingerprint=base)
 
 
 def load_state(
@@ -320,10 +320,10 @@ def build_ablation(
 ) -> AblationReward:
     """Build the ablation reward; the caption of "fixed" is that of the first sample."""
     caption = ""
-    if config.control == "fixed":
+    if config.ablation_reward == "fixed":
         caption = Batches(train_set, preprocessor)[[0]].captions[0]
-        print0(f"--control fixed: {caption}")
-    return AblationReward(config.control, seed, caption)
+        print0(f"--ablation_reward fixed: {caption}")
+    return AblationReward(config.ablation_reward, seed, caption)
 
 
 def claim_output_dir(run: Run):

@@ -41,9 +41,9 @@ class StepCallback:
     ):
         run_config = self.run.config.run
         num_iterations = self.run.config.optim.num_iterations
-        metrics.common["learning_rate"] = state.scheduler.get_last_lr()[0]
+        metrics.same_on_ranks["learning_rate"] = state.scheduler.get_last_lr()[0]
         if state.roles.has_teacher:
-            metrics.common["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
+            metrics.same_on_ranks["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
         for _ in range(num_iterations):
             state.scheduler.step()  # also in a step without an update
         timer("update")
@@ -105,8 +105,8 @@ class StepCallback:
         self.progress.set_postfix({name: values.get(f"{name}/{shown}") for name in names})
         self.progress.update()
         if run.judge:
-            failed = sum(m.totals[failed_frac] for m in all_metrics)
-            num_judged = sum(m.counts[failed_frac] for m in all_metrics)
+            failed = sum(m.mean_totals[failed_frac] for m in all_metrics)
+            num_judged = sum(m.mean_counts[failed_frac] for m in all_metrics)
             if failed:
                 reasons = sum((m.judge_reasons for m in all_metrics), Counter())
                 print0(f"step {state.step}: {failure_sentence(failed, num_judged, reasons)}")

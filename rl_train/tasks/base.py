@@ -23,7 +23,7 @@ from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import Prompts
 
 
-class Action(Protocol):
+class LatentAction(Protocol):
     """Actions that a policy samples beside its text: M in the N rows of a rollout."""
 
     def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
@@ -58,7 +58,7 @@ class TaskContext:
 
     policy: Policy
     roles: Roles
-    max_new_tokens: int  # of an answer of the teacher
+    max_reply_tokens: int  # longest reply of the teacher
     judge: LLMJudge | None = None  # if --use_llm_judge
     user_rewards: tuple[UserReward, ...] = ()  # of --reward
 
@@ -81,7 +81,7 @@ class Task(Protocol):
     context: TaskContext
     weight: float  # of its loss
     weights: dict[str, float]  # of the reward components that count; others are logged only
-    action: Action | None = None  # sampled beside the text
+    action: LatentAction | None = None  # sampled beside the text
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
     asks_reference: bool = False  # the same of the reference, in supervised training
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
@@ -106,8 +106,8 @@ def with_measurements(
 ) -> dict[str, torch.Tensor]:
     """Complete a task's rewards: all on the CPU, with "on_target" and the user's own among them.
 
-    "on_target" is measured if the other regions of the images are known. Rows of which the LLM
-    judge gave no "judge" lose all weighted components, so that they are not scored.
+    "on_target" is measured if the other regions of the images are known. If the
+    LLM judge failed on a row, all weighted rewards of the row become NaN: it is not scored.
 
     Args:
         questions: N texts of the prompts.

@@ -89,7 +89,11 @@ class CaptionMaskCaption(Task):
         """
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.latents.masks
-        features, image, tokens = rollout.features, rollout.prompts.image, context.max_new_tokens
+        features, image, tokens = (
+            rollout.features,
+            rollout.prompts.image_index,
+            context.max_reply_tokens,
+        )
         grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
             replies = describe(policy, features, image, masks, tokens, grids)

@@ -16,13 +16,13 @@ import torch
 from rl_train.config.grpo_config import LossConfig
 from rl_train.distributed.process_group import print0
 from rl_train.engine import ScoreOutput
-from rl_train.grpo import gaussian_kl, gaussian_logp, grpo_loss
+from rl_train.grpo import gaussian_kl_per_dim, gaussian_logp_per_dim, grpo_loss
 from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.sa2va_queries import row_masks
 from rl_train.rewards.iou import best_objects, mask_spread
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
-from rl_train.tasks.base import Action
+from rl_train.tasks.base import LatentAction
 from rl_train.tasks.latent_noise import (
     calibrate_sigma,
     collect_calibration,
@@ -36,7 +36,7 @@ from sa2va_hf.to_device import to_device
 CLIP_RANGE = 0.2  # of the ratio, whose log is the mean over the D dimensions
 
 
-class LatentMaskAction(Action):
+class LatentMaskAction(LatentAction):
     """Samples masks and computes their part of the loss.
 
     Args:
@@ -71,10 +71,10 @@ class LatentMaskAction(Action):
         if self.sigma > 0:
             noise = rng.normals(rows.tolist(), mean.shape[1])
             z = mean + self.sigma * correlated_noise(to_device(noise, mean.device), self.factor)
-            logp = gaussian_logp(z, mean, self.sigma, self.factor)
+            logp = gaussian_logp_per_dim(z, mean, self.sigma, self.factor)
         confidence = []
         masks = row_masks(
-            self.policy, rollout.features, rollout.prompts.image, rows.tolist(), z, confidence
+            self.policy, rollout.features, rollout.prompts.image_index, rows.tolist(), z, confidence
         )
         return SampledLatents(rows, masks, z, z - mean, logp, confidence)
 
@@ -92,7 +92,7 @@ class LatentMaskAction(Action):
         """Return ([policy term with its KL, supervised mask term], {name: statistic}) of `rows`.
 
         Each [SEG] is one action whose log-ratio is the mean over the D dimensions. Both terms are
-        divided by the number of [SEG] tokens of the step, `totals.actions`.
+        divided by the number of [SEG] tokens of the step, `denominators.actions`.
         """
         rollout, latents, loss_terms = scored.rollout, scored.rollout.latents, []
         bounds = torch.tensor([rows.start, rows.stop])
@@ -129,7 +129,7 @@ class LatentMaskAction(Action):
             loss_terms.append(policy_term)
             statistics |= latent_statistics
         if self.mask_loss_coef:
-            image = [rollout.prompts.image[row] for row in seg_rows.tolist()]
+            image = [rollout.prompts.image_index[row] for row in seg_rows.tolist()]
             z = mean + latents.noise[selected]
             targets = [rollout.batch.masks[i] for i in image]
 
@@ -206,7 +206,7 @@ def latent_loss(
     nats of the joint distribution, D times that of the loss.
     """
     mean = natural_gradient(mean, factor)
-    logp = gaussian_logp(z, mean, sigma, factor)  # (m,)
+    logp = gaussian_logp_per_dim(z, mean, sigma, factor)  # (m,)
     loss, stats = grpo_loss(  # each action as an answer of one token
         logp[:, None],
         old_logp[:, None],
@@ -220,7 +220,7 @@ def latent_loss(
     num_clipped, count = stats["clip_low"] + stats["clip_high"], in_loss.sum()
     statistics = dict(latent_clip_frac=(num_clipped, count))
     if ref_mean is not None:
-        kl = (gaussian_kl(mean, ref_mean, sigma, factor) * in_loss).sum()
+        kl = (gaussian_kl_per_dim(mean, ref_mean, sigma, factor) * in_loss).sum()
         loss = loss + kl_coef * kl / num_actions
         statistics["latent_joint_kl"] = (kl.detach() * mean.shape[1], count)
     return loss, statistics | dict(latent_loss=loss.detach())

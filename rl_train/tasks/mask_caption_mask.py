@@ -63,11 +63,11 @@ class MaskCaptionMask(Task):
         targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
         masks, confidence = [torch.zeros_like(target) for target in targets], [0.0] * len(targets)
         described = [row for row, text in enumerate(rollout.texts) if phrase(text)]
-        image = [rollout.prompts.image[row] for row in described]
+        image = [rollout.prompts.image_index[row] for row in described]
         texts = truncate_captions(
-            policy, [rollout.texts[row] for row in described], context.max_new_tokens
+            policy, [rollout.texts[row] for row in described], context.max_reply_tokens
         )
-        features, tokens, confidences = rollout.features, context.max_new_tokens, []
+        features, tokens, confidences = rollout.features, context.max_reply_tokens, []
         with context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
                 teacher_masks = segment(policy, features, image, texts, confidences)

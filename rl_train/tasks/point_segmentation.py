@@ -13,7 +13,7 @@ from rl_train.evaluation import point_metrics
 from rl_train.evaluation.best_of_n import mean_logps, pick_best
 from rl_train.evaluation.point_metrics import confused_regions, segment_points
 from rl_train.points.parser import (
-    FRAMES,
+    COORDINATE_SCALES,
     NEGATIVE_POINTS,
     REASONS,
     STYLES,
@@ -49,7 +49,7 @@ class AnswerOptions:
     coordinates: str = flag(
         "pixels",
         "of its answers: of the image as it sees it (Qwen2.5-VL), in [0, 1] or 0..1000 (Qwen3-VL)",
-        choices=list(FRAMES),
+        choices=list(COORDINATE_SCALES),
     )
     max_points: int = flag(
         8, "boxes and points of an answer; with more it cannot be read", type=COUNT
@@ -84,7 +84,7 @@ class PointTask(Task):
     def prompts(self, batch: Batch, features: QwenImageFeatures) -> Prompts:
         """Return the question for box and points of each sample's caption."""
         questions = [point_question(caption, self.format) for caption in batch.captions]
-        return self.context.policy.point_prompts(features, list(range(len(batch))), questions)
+        return self.context.policy.point_questions(features, list(range(len(batch))), questions)
 
     def parse(
         self, texts: list[str], features: QwenImageFeatures, image: list[int]
@@ -183,7 +183,7 @@ class PointSegmentation(PointTask):
         parsed answers as `answers`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
-        image = rollout.prompts.image
+        image = rollout.prompts.image_index
         answers, reasons = self.parse(rollout.texts, features, image)
         # confidences: (with, without) the negative points of each row
         masks, without, confidences = segment_points(
@@ -208,5 +208,9 @@ class PointSegmentation(PointTask):
         )
         unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in REASONS}
         return RewardOutput(
-            rewards, masks, unparsed=unparsed, point_prompts=answers, masks_without=without
+            rewards,
+            masks,
+            unparsed=unparsed,
+            point_prompts=answers,
+            masks_without_negatives=without,
         )

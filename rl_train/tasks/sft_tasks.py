@@ -102,9 +102,9 @@ class ReferringSegmentation(SFTTask):
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
         encode = context.policy.prompts.answer
         longest_answer = max(len(encode(answer)) for answer in self.answers)  # one [SEG] each
-        if longest_answer > context.max_new_tokens:
+        if longest_answer > context.max_reply_tokens:
             raise ValueError(
-                f"--max_completion_length {context.max_new_tokens}: cuts answers that say [SEG], "
+                f"--max_completion_length {context.max_reply_tokens}: cuts answers that say [SEG], "
                 f"of up to {longest_answer} tokens"
             )
 

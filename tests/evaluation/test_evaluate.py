@@ -278,7 +278,7 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
         config = SimpleNamespace(output_dir=tmp_path, eval_steps=eval_steps, best_by=best_by)
         evaluator = evaluate.Evaluator(None, config, ALONE, {}, None)
         for state.step in made:
-            evaluator.base(state, log) if state.step == 0 else evaluator(state, log)
+            evaluator.measure_base(state, log) if state.step == 0 else evaluator(state, log)
         return [round(v, 6) for found in kept for v in (found["score"], found["teacher"]["score"])]
 
     (tmp_path / "evaluation").mkdir()

@@ -173,7 +173,7 @@ def test_a_reward_of_a_users_that_is_called_as_a_curve(name):
 def test_points_that_are_equal_on_all_ranks_are_those_of_the_first():
     tallies = StepMetrics(), StepMetrics()
     for tally in tallies:
-        tally.common["learning_rate"] = 0.25
+        tally.same_on_ranks["learning_rate"] = 0.25
     assert curves_of(*tallies) == {"learning_rate": 0.25}
 
 

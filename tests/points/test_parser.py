@@ -172,8 +172,10 @@ def test_limits_are_of_each_axis():
 def test_coordinates_are_read_in_the_checkpoint_s_frame():
     """A model that sees an image of 40 x 20 pixels (W, H) at 560 x 280."""
     seen, size, text = (280, 560), (20, 40), '{"points": [[%s, %s]]}'
-    for frame, right in dict(pixels=(280, 70), unit=(0.5, 0.25), thousand=(500, 250)).items():
-        form = AnswerFormat("points", frame=frame)
+    for coordinate_scale, right in dict(
+        pixels=(280, 70), unit=(0.5, 0.25), thousand=(500, 250)
+    ).items():
+        form = AnswerFormat("points", coordinate_scale=coordinate_scale)
         assert form.parse_in_pixels(text % right, seen, size) == (
             PointPrompt(positive=((20.0, 5.0),)),
             "",

@@ -52,12 +52,14 @@ def test_negative_points_add_a_key_and_their_sentences():
 
 @pytest.mark.parametrize("style", ["segzero", "visionreasoner"])
 @pytest.mark.parametrize("negative", ["off", "optional", "required"])
-@pytest.mark.parametrize("frame, limit", [("pixels", 840), ("unit", 1), ("thousand", 1000)])
-def test_the_example_is_an_answer_in_the_questions_frame(style, negative, frame, limit):
-    form = AnswerFormat(style, negative, frame)
+@pytest.mark.parametrize(
+    "coordinate_scale, limit", [("pixels", 840), ("unit", 1), ("thousand", 1000)]
+)
+def test_the_example_is_an_answer_in_the_questions_frame(style, negative, coordinate_scale, limit):
+    form = AnswerFormat(style, negative, coordinate_scale)
     shown = example_answer(form)
     assert f"<answer>{shown}</answer>" in point_question("a", form)
-    assert (f"[0, {limit}]." in point_question("a", form)) == (frame != "pixels")
+    assert (f"[0, {limit}]." in point_question("a", form)) == (coordinate_scale != "pixels")
     answer = form.parse(f"<answer>{shown.replace(chr(39), chr(34))}</answer>", (limit, limit))
     assert answer.boxes[0][2] == pytest.approx(200 / 840 * limit, abs=0.002 * limit)
     assert bool(answer.negative) == (negative != "off")

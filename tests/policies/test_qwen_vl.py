@@ -27,7 +27,7 @@ def images(points, batch):
 
 
 def prompts_of(points, images, image=(0, 1, 2)):
-    return points.point_prompts(images, list(image), [QUESTIONS[i] for i in image])
+    return points.point_questions(images, list(image), [QUESTIONS[i] for i in image])
 
 
 def answers(num_rows, seed=0):
@@ -41,7 +41,7 @@ def answers(num_rows, seed=0):
 
 def of_transformers(points, batch, prompts, row, answer=()):
     """transformers' inputs of one prompt and an answer, its patches from its own processor."""
-    image = prompts.image[row]
+    image = prompts.image_index[row]
     ids = torch.tensor([[*prompts.ids[row], *answer]])
     pixels = batch.inputs.pixels[image]
     grid = torch.tensor([[1, pixels.shape[1] // 14, pixels.shape[2] // 14]])
@@ -114,7 +114,7 @@ def test_what_is_sampled_is_what_is_scored(points, batch, images, way):
     assert (
         len(rollout) == 6
         and len(set(rollout.texts)) > 3
-        and rollout.prompts.image[:3] == [0] * 2 + [1]
+        and rollout.prompts.image_index[:3] == [0] * 2 + [1]
     )
     torch.testing.assert_close(logp.detach(), rollout.logp, atol=1e-4, rtol=0)
 

@@ -77,7 +77,7 @@ def test_positions_of_text_and_images(points):
     inputs = points.preprocessor(8)
     shown = [inputs.prepare(sample) for sample in samples([(60, 90), (200, 60)])]
     images = points.encode(Batch([], [], [], [], [], inputs.collate(shown)))
-    prompts = points.point_prompts(images, [1, 0], ["a", "a longer question"])
+    prompts = points.point_questions(images, [1, 0], ["a", "a longer question"])
     _, mask, placed = points.embed(images, prompts)
     for p, (ids, (rows, columns)) in enumerate(zip(prompts.ids, images.grids[::-1])):
         start = len(points.chat_start)
@@ -100,7 +100,7 @@ def test_a_prompt_is_that_of_the_published_chat_template(points):
     text = tokenizer.apply_chat_template(messages, **how)
     text = text.replace("<|image_pad|>", "<|image_pad|>" * 6)
     images = type("Images", (), dict(grids=[(2, 3)]))
-    prompts = points.point_prompts(images, [0], ["Where is it?\nSay it."])
+    prompts = points.point_questions(images, [0], ["Where is it?\nSay it."])
     assert prompts.ids == [tokenizer.encode(text, add_special_tokens=False)]
     assert batch.pixels[0].shape == (3, 56, 84)
 

@@ -261,12 +261,16 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
         return embed(images, prompts, num_tokens)
 
     monkeypatch.setattr(model, "embed", noted)
-    context = TaskContext(model, Roles(model.trainable), max_new_tokens=2)
+    context = TaskContext(model, Roles(model.trainable), max_reply_tokens=2)
     task = MaskCaptionMask(MaskCaptionMask.Options(), context)
     own = task.prompts(batch, images)
     describe(model, images, [0, 1], batch.masks, 2)
     ((teacher_images, teachers),) = seen
-    assert teacher_images is images and teachers.ids == own.ids and teachers.image == own.image
+    assert (
+        teacher_images is images
+        and teachers.ids == own.ids
+        and teachers.image_index == own.image_index
+    )
     assert all(map(torch.equal, teachers.grids, own.grids))
     for ids, grid, tiles in zip(own.ids, own.grids, images.tiles):
         assert ids.count(model.model.img_context_id) == 64 * tiles + int(grid.sum()) and grid.any()

@@ -52,12 +52,15 @@ def controlled(kind, task, rollout, **how):
     outcome = task.rewards(rollout)
     before = {name: values.clone() for name, values in outcome.rewards.items()}
     found, weights = AblationReward(kind, **how)(task, rollout, outcome, TURN)
-    assert weights == {"control": 1.0} and list(found.rewards) == [*before, "control"]
+    assert weights == {"ablation_reward": 1.0} and list(found.rewards) == [
+        *before,
+        "ablation_reward",
+    ]
     for name, values in before.items():  # the measures of the true reward are untouched
         assert torch.equal(found.rewards[name].nan_to_num(9), values.nan_to_num(9)), name
         assert torch.equal(outcome.rewards[name].nan_to_num(9), values.nan_to_num(9)), name
     assert found.masks is outcome.masks and found.replies is outcome.replies
-    return outcome, found.rewards["control"]
+    return outcome, found.rewards["ablation_reward"]
 
 
 TEXTS = ["a big red dog", "one", "a cat", "one cat sits on a mat"]  # 4, 1, 2, 6 words
@@ -134,7 +137,7 @@ def test_shuffled_follows_from_seed_step_task_and_sample():
     by_hand = shuffled(true.rewards["iou"], 2, (5, *TURN), rollout.batch.index)
     assert torch.equal(found, by_hand) and not torch.equal(found, true.rewards["iou"])
     elsewhere, _ = AblationReward("shuffled", 5)(Task(), rollout, true, (3, 1))
-    assert not torch.equal(elsewhere.rewards["control"], found)
+    assert not torch.equal(elsewhere.rewards["ablation_reward"], found)
 
 
 @pytest.mark.parametrize("seed", range(5))

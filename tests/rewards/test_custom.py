@@ -221,7 +221,7 @@ def test_two_components_of_one_name_are_refused():
 
 def test_names_of_our_curves_are_taken():
     tally = StepMetrics()
-    tally.updates, tally.sums["loop1/loss"] = 1, 0.5
+    tally.updates, tally.update_sums["loop1/loss"] = 1, 0.5
     tally.add_mean("loop1/reward/words", 6, 2)
     assert reduce_metrics([tally], {"loop1": 1.0})["loop1/words"] == 3
     tally.add_mean("loop1/reward/loss", 6, 2)

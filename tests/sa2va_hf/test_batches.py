@@ -10,4 +10,11 @@ def test_pad_left():
 
 def test_prompts_repeat_by_row_index():
     prompts = Prompts([[1], [2]], [0, 1], None).repeat(3)
-    assert prompts.ids == [[1], [1], [1], [2], [2], [2]] and prompts.image == [0, 0, 0, 1, 1, 1]
+    assert prompts.ids == [[1], [1], [1], [2], [2], [2]] and prompts.image_index == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+    ]

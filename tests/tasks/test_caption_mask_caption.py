@@ -23,7 +23,7 @@ def likelihood_by_hand(model, rollout, row) -> float:
     mask, processor = rollout.latents.masks[row], model.processor
     if not mask.any():
         return 0.0
-    image, caption = rollout.prompts.image[row], rollout.batch.captions[row // 2]
+    image, caption = rollout.prompts.image_index[row], rollout.batch.captions[row // 2]
     sizes = processor.grid_size, processor.image_size, processor.rule
     prompts = model.describe_prompts(
         rollout.features, [image], [region_grid(mask[None], *sizes)[0]]
@@ -41,7 +41,7 @@ def test_it_asks_the_teacher(policy, batch):
     rollout = roll(model, task, batch)
 
     def answers():
-        question = rollout.features, rollout.prompts.image, rollout.latents.masks, 64
+        question = rollout.features, rollout.prompts.image_index, rollout.latents.masks, 64
         likelihoods = [likelihood_by_hand(model, rollout, row) for row in range(8)]
         return likelihoods, describe(model, *question)
 
@@ -91,7 +91,7 @@ def test_regions_of_the_drawn_masks_are_found_once(model, batch, monkeypatch):
 
 
 def test_against_another_sample_s_target(model, batch):
-    """--control other and fixed: the task judges the same masks and replies by other captions."""
+    """--ablation_reward other, fixed: the same masks and replies are judged by other captions."""
     task = task_of(model, 2, Roles(model.trainable), max_new_tokens=64, mask_sigma=4.0)
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
@@ -101,7 +101,7 @@ def test_against_another_sample_s_target(model, batch):
         about = replace(rollout, batch=replace(batch, captions=wanted))
         likelihood = torch.tensor([likelihood_by_hand(model, about, row) for row in range(8)])
         by_hand = 0.5 * likelihood + 0.5 * meteor(about.of_rows(wanted), outcome.replies)
-        assert torch.allclose(found.rewards["control"], by_hand, atol=1e-5)
+        assert torch.allclose(found.rewards["ablation_reward"], by_hand, atol=1e-5)
         assert not torch.allclose(found.rewards["likelihood"], likelihood, atol=1e-3)
 
 

@@ -229,7 +229,7 @@ def test_every_sam2_weight_that_trains_can_get_a_gradient(model, rollout):
 def test_the_mask_term_is_of_the_sampled_masks(model, rollout):
     """Those that the rollout was scored on, not those of the mean."""
     drawn = rollout.latents
-    image = [rollout.prompts.image[row] for row in drawn.rows.tolist()]
+    image = [rollout.prompts.image_index[row] for row in drawn.rows.tolist()]
     targets = [rollout.batch.masks[i] for i in image]
     with torch.no_grad():
         of_drawn, of_mean = (
@@ -255,7 +255,7 @@ def test_a_row_without_reward_has_neither_term(model, rollout):
     assert count == kept.sum() < len(drawn.rows)
     dimensions = drawn.z.shape[1]
     assert total / dimensions == pytest.approx(0.5 * kept.sum().item(), rel=1e-2)
-    image = [rollout.prompts.image[row] for row in drawn.rows[kept].tolist()]
+    image = [rollout.prompts.image_index[row] for row in drawn.rows[kept].tolist()]
     with torch.no_grad():
         logits = model.decode_masks(rollout.features, image, drawn.z[kept])
     expected = mask_loss(logits, [rollout.batch.masks[i] for i in image]).mean().item()

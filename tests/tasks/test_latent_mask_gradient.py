@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rl_train.grpo import gaussian_logp, group_advantages, group_std
+from rl_train.grpo import gaussian_logp_per_dim, group_advantages, group_std
 from rl_train.rewards import mask_iou
 from rl_train.tasks.latent_mask import latent_loss
 from rl_train.utils.rng import RowRNG
@@ -48,7 +48,7 @@ def policy_gradient(mean, z, rewards) -> torch.Tensor:
     """(D,) dJ/de by what trains, without its scales: the group's std, the mean over D."""
     n, every = len(z), torch.ones(len(z), dtype=torch.bool)
     e = mean.clone().requires_grad_()
-    old_logp, advantages = gaussian_logp(z, mean, SIGMA), group_advantages(rewards, n)
+    old_logp, advantages = gaussian_logp_per_dim(z, mean, SIGMA), group_advantages(rewards, n)
     how = dict(sigma=SIGMA, clip_range=0.2, kl_coef=0.0, num_actions=n)
     loss, _ = latent_loss(e.expand(n, -1), z, old_logp, None, advantages, every, **how)
     loss.backward()

@@ -144,5 +144,5 @@ def test_judging_writes_nothing_into_the_rollout(model, batch, loop):
 def test_its_prompts_are_about_the_regions(model, batch):
     features = model.encode(batch)
     prompts = task_of(model, 1).prompts(batch, features)
-    assert prompts.image == [0, 1, 2, 3]
+    assert prompts.image_index == [0, 1, 2, 3]
     assert equal(prompts.grids, [grid[None] for grid in batch.inputs.grids])

@@ -30,13 +30,13 @@ class Policy:
         self.said, self.asked, self.drawn = list(said), None, []
         self.done, self.uniforms = done, None
 
-    def point_prompts(self, features, image, questions):
+    def point_questions(self, features, image, questions):
         self.asked = questions
-        return SimpleNamespace(image=image)
+        return SimpleNamespace(image_index=image)
 
     def complete(self, features, prompts, num_generations, max_new_tokens, uniforms=None):
         self.uniforms = uniforms
-        assert len(self.said) == num_generations * len(prompts.image)
+        assert len(self.said) == num_generations * len(prompts.image_index)
         return self.done, self.said
 
     def point_masks(self, features, image, answers, passes):
@@ -77,7 +77,7 @@ def task_of(policy, rewards=(), **options) -> PointSegmentation:
 
 def rollout_of(texts, batch=BATCH) -> Rollout:
     n = len(texts)
-    prompts = SimpleNamespace(image=[row * len(batch) // n for row in range(n)])
+    prompts = SimpleNamespace(image_index=[row * len(batch) // n for row in range(n)])
     stopped, valid = torch.ones(n, dtype=torch.bool), torch.ones(n, 3, dtype=torch.bool)
     size = n // len(batch)
     return Rollout(batch, FEATURES, prompts, texts, size, None, None, valid, stopped, None)
@@ -119,7 +119,7 @@ def test_answers_are_judged_by_the_masks_that_they_draw():
         and found.point_prompts[3] is None
     )
     assert not found.masks[3].any() and found.masks[0].equal(TARGETS[0])
-    assert found.masks_without[0].sum() == 36
+    assert found.masks_without_negatives[0].sum() == 36
 
 
 def test_what_counts_of_them():

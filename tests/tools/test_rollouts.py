@@ -83,7 +83,9 @@ def run(tmp_path_factory):
         log_step(log, step, dataset, "loop1", HOSTILE * 2, first, first.nan_to_num() - 0.5)
     log_step(log, 2, dataset, "loop2", ["ok"] * 8, first, torch.zeros(8), replies=HOSTILE * 2)
     answer = PointPrompt(((4, 2, 10, 9),), ((5, 7),), ((15, 8),))
-    prompted = dict(point_prompts=[answer] * 7 + [None], masks_without=[rectangle(0, 0, 8, 8)] * 8)
+    prompted = dict(
+        point_prompts=[answer] * 7 + [None], masks_without_negatives=[rectangle(0, 0, 8, 8)] * 8
+    )
     unparsed = dict(unparsed={"no_json": torch.arange(8) == 7})
     log_step(log, 2, dataset, "points", ["{}"] * 8, first, torch.zeros(8), **prompted, **unparsed)
     log.close()
@@ -124,8 +126,11 @@ def test_what_the_page_is_given(run):
 def test_an_answer_of_points_is_given(run):
     rows = data_of(run)["groups"][-1]["rows"]
     prompt = dict(boxes=[[4, 2, 10, 9]], positive=[[5, 7]], negative=[[15, 8]])
-    assert [row.get("prompt") for row in rows] == [prompt] * 3 + [None]
-    assert decode_mask(rows[0]["mask_without"])[:8, :8].all() and "mask_without" not in rows[3]
+    assert [row.get("sam_prompt") for row in rows] == [prompt] * 3 + [None]
+    assert (
+        decode_mask(rows[0]["mask_without_negatives"])[:8, :8].all()
+        and "mask_without_negatives" not in rows[3]
+    )
     assert rows[3]["texts"] == {"unparsed": "no_json"} and rows[0]["texts"] == {}
 
 

@@ -61,11 +61,11 @@ class FullPoints(ForcedPoints):
             ids = torch.cat([ids, answers.to(self.device)], dim=1)
             mask = torch.nn.functional.pad(mask, (0, answers.shape[1]), value=1)
         merge = self.preprocessing.merge
-        grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image]
+        grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image_index]
         return dict(
             input_ids=ids,
             attention_mask=mask,
-            pixel_values=torch.cat([images.values[i] for i in prompts.image]),
+            pixel_values=torch.cat([images.values[i] for i in prompts.image_index]),
             image_grid_thw=torch.tensor(grids, device=self.device),
             mm_token_type_ids=(ids == self.image_token).int(),
         )

@@ -126,11 +126,11 @@ class FullPolicy(ForcedPolicy):
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
         """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
         normalised = [normalise_tiles(tiles) for tiles in images.batch.inputs.tiles]
-        tiles = torch.cat([normalised[i] for i in prompts.image])
+        tiles = torch.cat([normalised[i] for i in prompts.image_index])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             vision = self.model.vision_features(tiles.to(self.device))
-        each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image])
-        return super().embed(each, replace(prompts, image=range(len(prompts))), num_tokens)
+        each = replace(images, vision=vision, tiles=[images.tiles[i] for i in prompts.image_index])
+        return super().embed(each, replace(prompts, image_index=range(len(prompts))), num_tokens)
 
     def score_answers(
         self,

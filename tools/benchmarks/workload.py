@@ -47,7 +47,7 @@ from tools.benchmarks.workload_points import make_batch as points_batch
 from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
 
 # Flags of rl_train.train that a measured step does not follow.
-FIXED = "gradient_accumulation_steps num_iterations mask_sigma control tasks max_tiles "
+FIXED = "gradient_accumulation_steps num_iterations mask_sigma ablation_reward tasks max_tiles "
 FIXED += "loop1_weight loop2_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.workload:order "
 GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"

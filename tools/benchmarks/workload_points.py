@@ -38,17 +38,17 @@ class ForcedPoints(QwenVLPolicy):
         answer = PointPrompt(((s, s, 5 * s, 5 * s),), positive, negative)
         self.said = AnswerFormat("segzero", "optional").format(answer)
 
-    def point_prompts(
+    def point_questions(
         self, images: QwenImageFeatures, image: list[int], questions: list[str]
     ) -> Prompts:
         """As Qwen2.5-VL's, with questions of as many words as make L tokens."""
-        shortest = super().point_prompts(images, image, [""] * len(image))
+        shortest = super().point_questions(images, image, [""] * len(image))
         more = [self.prompt_length - len(ids) for ids in shortest.ids]
         if min(more) < 0:
             least = self.prompt_length - min(more)
             raise ValueError(f"--prompt_length {self.prompt_length}: must be at least {least}")
         words = ["".join(f" {WORDS[i % len(WORDS)]}" for i in range(n)) for n in more]
-        prompts = super().point_prompts(images, image, words)
+        prompts = super().point_questions(images, image, words)
         lengths = set(map(len, prompts.ids))
         assert lengths == {self.prompt_length}, f"prompts of {lengths}: a word of several tokens"
         return prompts

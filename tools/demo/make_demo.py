@@ -178,8 +178,8 @@ def main(argv: list[str] | None = None):
             parser.error(f"--parts {part}: {folder} holds an earlier one, remove it")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     values = size.kind.attributes
-    vocabulary = {name: {value: [value] for value in vs} for name, vs in values.items()}
-    (args.output_dir / "attributes.json").write_text(json.dumps(vocabulary, indent=1) + "\n")
+    attribute_phrases = {name: {value: [value] for value in vs} for name, vs in values.items()}
+    (args.output_dir / "attributes.json").write_text(json.dumps(attribute_phrases, indent=1) + "\n")
     for name, split, count in (
         ("train", TRAIN, args.train_scenes or size.train_scenes),
         ("heldout", HELDOUT, args.heldout_scenes or size.heldout_scenes),

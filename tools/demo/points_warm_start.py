@@ -146,7 +146,7 @@ class PointingStart:
         return [token for piece in pieces for token in self.known[piece]]
 
     def prompt(self, caption: str, negatives: bool) -> list[int]:
-        """The ids of a question, as `QwenPointsPolicy.point_prompts` has them."""
+        """The ids of a question, as `QwenVLPolicy.point_questions` has them."""
         image = [self.image_token] * self.grid**2
         asked = self.ids(point_question(caption, form(negatives)))
         return [

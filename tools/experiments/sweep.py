@@ -54,7 +54,7 @@ LOOPS = dict(
     loop2=f"--tasks caption_mask_caption {POLICY_TERM}",
 )
 ARMS = LOOPS | {
-    f"{loop}_{control}": f"{flags} --control {control}"
+    f"{loop}_{control}": f"{flags} --ablation_reward {control}"
     for loop, flags in LOOPS.items()
     for control in ABLATION_REWARDS
     if control != "none"
@@ -79,8 +79,8 @@ POINT_ARMS = dict(
     points="",
     points_positive="--negative_points off",
     points_hidden="--hide_negatives",
-    points_shuffled="--control shuffled",
-    points_constant="--control constant",
+    points_shuffled="--ablation_reward shuffled",
+    points_constant="--ablation_reward constant",
     points_bonus="--negative_weight 0.3",
     points_two_passes="--sam_passes 2",
 )

@@ -86,12 +86,12 @@ def test_head(tmp_path, output):
 def test_floor_of_a_token_counts_each_byte_once():
     options = decode.Options(device="cpu", sizes="tiny", lora_r=4)
     model = random_llm(options)
-    width, kv, inner, vocabulary = 128, 64, 352, model.config.vocab_size
+    width, kv, inner, attribute_phrases = 128, 64, 352, model.config.vocab_size
     layer = 2 * width * width + 2 * width * kv + 3 * width * inner
     lora = 4 * (2 * 2 * width + 2 * (width + kv) + 3 * (width + inner))
     cache = 2 * 2 * kv * 4 * 54  # bytes of keys and values in four layers, 54 slots
     read = roofline.LanguageModel(model).read(54)
-    assert read == 2 * (4 * (layer + lora) + vocabulary * width) + cache
+    assert read == 2 * (4 * (layer + lora) + attribute_phrases * width) + cache
 
 
 def test_step(tmp_path, output, capsys):
@@ -180,7 +180,7 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
         ("--tasks mask_caption_mask", "--tasks"),
         ("--loop1_weight 0", "measured with 1.0"),
         ("--mask_sigma auto", "--mask_sigma auto"),
-        ("--control shuffled", "--control shuffled"),
+        ("--ablation_reward shuffled", "--ablation_reward shuffled"),
         ("--max_tiles 6", "measured with 1"),
     ],
 )

@@ -79,7 +79,7 @@ def test_unequal_answers():
 def test_a_prompt_that_is_too_short_is_refused(tiny):
     larger = dataclasses.replace(tiny.policy.encode(tiny.batch), grids=[(16, 16)])
     with pytest.raises(ValueError, match=f"--prompt_length {L}: must be at least"):
-        tiny.policy.point_prompts(larger, [0], [""])
+        tiny.policy.point_questions(larger, [0], [""])
 
 
 def test_the_step_is_the_trainings():

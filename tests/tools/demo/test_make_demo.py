@@ -130,7 +130,7 @@ def test_captions_with_mistakes(data):
     policy = policy_of("mlp1")
     batch = batch_of(policy, data, 4)
     task = MistakenCaptions(
-        MistakenCaptions.Options(), TaskContext(policy, None, max_new_tokens=24)
+        MistakenCaptions.Options(), TaskContext(policy, None, max_reply_tokens=24)
     )
     rngs = [np.random.default_rng(i) for i in range(4)]
     _, answers = task.examples(batch, policy.encode(batch), rngs)
@@ -145,7 +145,7 @@ def test_masks_are_made_the_objects_that_they_are_most_of(data):
     assert len(policy.trainable) == 18 and policy.peft is None
     roles = Roles(policy.trainable, ("reference",))
     task = unsettle.Decided(
-        unsettle.Decided.Options(), TaskContext(policy, roles, max_new_tokens=24)
+        unsettle.Decided.Options(), TaskContext(policy, roles, max_reply_tokens=24)
     )
     batch = batch_of(policy, data, 12)
     features = policy.encode(batch)
@@ -203,7 +203,7 @@ def test_hints_teach_each_half_apart(data):
     """The prompt head is not reached through SAM2, nor SAM2 through the prompt head."""
     policy = policy_of("mlp1", "text_hidden_fcs", "sam2", "sam2_encoder")
     batch = batch_of(policy, data, 4)
-    features, context = policy.encode(batch), TaskContext(policy, None, max_new_tokens=24)
+    features, context = policy.encode(batch), TaskContext(policy, None, max_reply_tokens=24)
     reached = {}
     for kind in (HintedCaptions, HintedMasks):
         task = kind(kind.Options(), context)

@@ -40,7 +40,9 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
         assert args.tasks == ["point_segmentation"] or not points
         assert args.mask_loss_coef == (0 if arm == "both" or arm.startswith("loop2") else 0.1)
         assert len(args.tasks) == (2 if arm in ("both", "defaults") else 1)
-    controls = {arm: args.control for arm, args in found.items() if args.control != "none"}
+    controls = {
+        arm: args.ablation_reward for arm, args in found.items() if args.ablation_reward != "none"
+    }
     assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
     of_points = {f"points_{c}": c for c in ("shuffled", "constant")}
     of_loops = {f"loop{n}_{c}": c for n in (1, 2) for c in ABLATION_REWARDS if c != "none"}
