@@ -147,12 +147,3 @@ def model(policy) -> Sa2VAPolicy:
 def images(model, batch):
     """Features of the four scenes."""
     return model.encode(batch)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """Expect the tests of known_failures.txt to fail; the list is to become empty."""
-    lines = Path(__file__).with_name("known_failures.txt").read_text().splitlines()
-    known = {line for line in lines if not line.startswith("#")}
-    for item in items:
-        if item.nodeid.split("[")[0] in known:
-            item.add_marker(pytest.mark.xfail(reason="tests/known_failures.txt", strict=False))
