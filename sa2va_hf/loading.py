@@ -66,33 +66,33 @@ def _one(name, value, other, other_value):
     return other_value if value is None else value
 
 
-def _one_device(place) -> torch.device:
+def _one_device(device_name) -> torch.device:
     """Return the device that a `device_map` or a device names, the CPU if None.
 
     A map may name parts, if all lie on one device. "auto" and its like are the one accelerator, if
     there are not several.
     """
-    if isinstance(place, dict):
-        places = {"disk" if name == "disk" else _device(name) for name in place.values()}
-        place = places.pop() if len(places) == 1 else "several"
-    if place in ("auto", "balanced", "balanced_low_0", "sequential"):
+    if isinstance(device_name, dict):
+        places = {"disk" if name == "disk" else _device(name) for name in device_name.values()}
+        device_name = places.pop() if len(places) == 1 else "several"
+    if device_name in ("auto", "balanced", "balanced_low_0", "sequential"):
         if torch.cuda.device_count() < 2:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        place = "several"
-    if place in ("several", "disk"):
+        device_name = "several"
+    if device_name in ("several", "disk"):
         raise ValueError(
             "Sa2VAModel.from_pretrained: device_map must name one device, such as 'cuda:0'"
         )
-    device = _device("cpu" if place is None else place)
+    device = _device("cpu" if device_name is None else device_name)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise ValueError(f"Sa2VAModel.from_pretrained: no {device} here, of {found} GPUs")
+        num_gpus = torch.cuda.device_count()
+        raise ValueError(f"Sa2VAModel.from_pretrained: no {device} here, of {num_gpus} GPUs")
     return device
 
 
-def _device(place) -> torch.device:
+def _device(device_name) -> torch.device:
     """Return a device by its name; a number is that of a GPU, also where torch knows none."""
-    return torch.device(f"cuda:{place}" if isinstance(place, int) else place)
+    return torch.device(f"cuda:{device_name}" if isinstance(device_name, int) else device_name)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:

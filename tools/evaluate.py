@@ -70,8 +70,10 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     """
     if args.protocol:
         captions = ("best_of", "attributes", "legacy_cleaner", "other_regions")
-        if given := [name for name in captions if getattr(args, name)]:
-            raise ValueError(f"--{given[0]}: not with --protocol {args.protocol}, of masks alone")
+        if caption_flags := [name for name in captions if getattr(args, name)]:
+            raise ValueError(
+                f"--{caption_flags[0]}: not with --protocol {args.protocol}, of masks alone"
+            )
         if policy.family != Sa2VAPolicy.family:
             raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
         policy.rounded_normalisation = True
@@ -79,8 +81,10 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     if policy.family == Sa2VAPolicy.family:
         return {}
     captions = ("attributes", "legacy_cleaner")
-    if given := [name for name in captions if getattr(args, name)]:
-        raise ValueError(f"--{given[0]}: of Sa2VA's captions, and --model_path is of points")
+    if caption_flags := [name for name in captions if getattr(args, name)]:
+        raise ValueError(
+            f"--{caption_flags[0]}: of Sa2VA's captions, and --model_path is of points"
+        )
     options = read_flags(args, PointSegmentation.Options)
     context = TaskContext(policy, None, args.max_completion_length)
     task = PointSegmentation(options, context)
@@ -268,14 +272,16 @@ def run(args: Namespace, ranks: RankInfo):
         print0(f"\nagainst {args.before}\n{comparison(before, result, flags)}")
 
 
-def protocol_sentence(what: str, values: dict[str, torch.Tensor], metrics: dict[str, float]) -> str:
-    """Figures that others report of `what`, from all samples' columns and their metrics."""
+def protocol_sentence(
+    subject: str, values: dict[str, torch.Tensor], metrics: dict[str, float]
+) -> str:
+    """Figures that others report of `subject`, from all samples' columns and their metrics."""
     sums = [int(values[name].sum()) for name in ("seg_intersection", "seg_union", "no_seg")]
     answered = metrics.get("seg_ciou_answered")
     return (
-        f"{what}: {len(values['no_seg'])} phrases, cIoU {metrics['seg_ciou']:.4f} (intersections "
-        f"{sums[0]}, unions {sums[1]} pixels), gIoU {metrics['seg_iou']:.4f}; {sums[2]} answers "
-        "without [SEG] count as empty masks"
+        f"{subject}: {len(values['no_seg'])} phrases, cIoU {metrics['seg_ciou']:.4f} "
+        f"(intersections {sums[0]}, unions {sums[1]} pixels), gIoU {metrics['seg_iou']:.4f}; "
+        f"{sums[2]} answers without [SEG] count as empty masks"
         + (f", without them cIoU {answered:.4f}" if sums[2] and answered is not None else "")
     )
 
@@ -294,8 +300,8 @@ def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: 
     """Print the metrics, and notes on the samples."""
     print0(table(result_json))
     if args.protocol:
-        what = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
-        print0(protocol_sentence(what, result.values, result_json["means"]))
+        subject = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
+        print0(protocol_sentence(subject, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))
     if result.num_damaged:
         print0(

@@ -157,8 +157,8 @@ def _run(command: Sequence[str], cwd: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     if result.returncode != 0:
-        said = (result.stderr or result.stdout).strip()[-500:]
-        raise RuntimeError(f"{command[0]} exited {result.returncode}: {said}")
+        last_words = (result.stderr or result.stdout).strip()[-500:]
+        raise RuntimeError(f"{command[0]} exited {result.returncode}: {last_words}")
 
 
 # Installing and checking.

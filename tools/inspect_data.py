@@ -73,24 +73,24 @@ MEASURES = (
 def measure(dataset: RegionDataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
     """((n, 5) MEASURES of the samples that decode, {reason: how many do not}, indices of n)."""
     loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
-    numbers, damaged, good = [], Counter(), []
+    sizes, damaged, good = [], Counter(), []
     each = (one for batch in loader for one in batch)
     for i, (values, reason) in enumerate(
         tqdm(each, total=len(dataset), desc="decoding", leave=False)
     ):
         if reason is None:
-            numbers.append(values)
+            sizes.append(values)
             good.append(i)
         else:
             damaged[reason] += 1
-    return np.array(numbers, dtype=np.float64).reshape(-1, len(MEASURES)), damaged, good
+    return np.array(sizes, dtype=np.float64).reshape(-1, len(MEASURES)), damaged, good
 
 
-def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
+def table(report: dict, damaged: Counter, sizes: np.ndarray) -> str:
     """Counts by reason and quantiles, as text."""
     lines = [
         f"{report['rows']:9d} rows",
-        f"{len(numbers):9d} regions kept, of which {report['resized_masks']} masks had "
+        f"{len(sizes):9d} regions kept, of which {report['resized_masks']} masks had "
         "another size than their image",
         f"{sum(report['skipped'].values()):9d} skipped",
     ]
@@ -101,9 +101,9 @@ def table(report: dict, damaged: Counter, numbers: np.ndarray) -> str:
     lines += [f"{sum(damaged.values()):9d} damaged when decoded"] + [
         f"{n:18d} {reason}" for reason, n in sorted(damaged.items())
     ]
-    if len(numbers):
+    if len(sizes):
         lines += ["", f"{'':28s}" + "".join(f"{name:>10s}" for name in QUANTILES)]
-        for name, values in zip(MEASURES, numbers.T):
+        for name, values in zip(MEASURES, sizes.T):
             lines.append(
                 f"{name:28s}"
                 + "".join(f"{np.percentile(values, q):10.4g}" for q in QUANTILES.values())
@@ -185,8 +185,8 @@ def main(argv: list[str] | None = None):
         )
         dataset = opener(args.data_dir)
         workers = args.num_workers
-        numbers, damaged, good = reporting_dead_workers(workers, measure, dataset, workers)
-        tqdm.write(table(dataset.report(), damaged, numbers))
+        sizes, damaged, good = reporting_dead_workers(workers, measure, dataset, workers)
+        tqdm.write(table(dataset.report(), damaged, sizes))
         if args.output and good:
             shown = np.unique(np.linspace(0, len(good) - 1, COLUMNS * ROWS).round().astype(int))
             args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -102,7 +102,7 @@ def curves(rewards: dict[tuple[str, int], list], size: int, shown: list[int]) ->
 
     Of many steps some, spread evenly, and those that are `shown`.
     """
-    found, steps = {}, sorted({step for _, step in rewards})
+    curve_of, steps = {}, sorted({step for _, step in rewards})
     kept = {*steps[:: -(-len(steps) // CURVE_POINTS)], *shown}
     for (task, step), values in sorted(rewards.items()):
         if step in kept:
@@ -111,8 +111,8 @@ def curves(rewards: dict[tuple[str, int], list], size: int, shown: list[int]) ->
             mean = scored.mean().item() if len(scored) else None
             std = scored.std().item() if len(scored) > 1 else None
             flat = (group_std(values, size) == 0).float().mean().item()
-            found.setdefault(task, []).append((step, *map(rounded, (mean, std, flat))))
-    return found
+            curve_of.setdefault(task, []).append((step, *map(rounded, (mean, std, flat))))
+    return curve_of
 
 
 def rounded(value: NUMBER) -> NUMBER:
@@ -144,12 +144,12 @@ def read_samples(
 
     Raises ValueError of ids that the data set has not, or whose image is damaged.
     """
-    wanted, place = set(image_ids), {}
+    wanted, index_of = set(image_ids), {}
     for i in range(len(dataset)):
         name = dataset.image_id(i)
         if name in wanted:
-            place[name] = i
-    missing = [name for name in image_ids if name not in place]
+            index_of[name] = i
+    missing = [name for name in image_ids if name not in index_of]
     if missing:
         raise ValueError(
             f"has no sample {missing[0]}, of which the rollouts tell "
@@ -157,9 +157,9 @@ def read_samples(
         )
     images, samples, known, keys = [], [], {}, dataset.image_keys
     for name in tqdm(image_ids, desc="images", leave=False):
-        key = int(keys[place[name]])
+        key = int(keys[index_of[name]])
         try:
-            sample = dataset[place[name]]
+            sample = dataset[index_of[name]]
         except DamagedSample as error:
             raise ValueError(f"can be read no more: {error}") from error
         if key not in known:
@@ -244,8 +244,8 @@ def page(data: dict) -> str:
     """The page as HTML. Whatever a model said is data in it: no text ends the element or starts
     another, and the script shows it as text alone. Surrogates alone, which no file holds, are "?".
     """
-    told = data | dict(images=len(data["images"]))
-    stated = json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    shown = data | dict(images=len(data["images"]))
+    stated = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     stated = stated.encode(errors="replace").decode()
     for character in "<>&":
         stated = stated.replace(character, f"\\u{ord(character):04x}")

@@ -68,8 +68,8 @@ class Warmth:
     settled: bool
 
     def __str__(self):
-        how = "settled" if self.settled else "NOT SETTLED"
-        return f"{how} after {self.warmup_rounds} rounds of warm-up"
+        ending = "settled" if self.settled else "NOT SETTLED"
+        return f"{ending} after {self.warmup_rounds} rounds of warm-up"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,12 @@ def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth
     rounds = []
     while len(rounds) < options.warmup and not stable(rounds, options.stable):
         of_ranks = gather_objects(one_round())
-        rounds.append({name: max(mine[name] for mine in of_ranks) for name in of_ranks[0]})
+        rounds.append(
+            {
+                name: max(seconds_of_rank[name] for seconds_of_rank in of_ranks)
+                for name in of_ranks[0]
+            }
+        )
     return Warmth(len(rounds), stable(rounds, options.stable))
 
 

@@ -83,14 +83,14 @@ def hidden_error(drawn: dict, name: str) -> float | None:
 
     Of rows whose first token, which the prompt's forward gives, is the same.
     """
-    reference, found = drawn[next(iter(drawn))], drawn[name]
-    if found is None or reference is None:
+    reference, completions = drawn[next(iter(drawn))], drawn[name]
+    if completions is None or reference is None:
         return None
-    same = found.ids[:, 0] == reference.ids[:, 0]
+    same = completions.ids[:, 0] == reference.ids[:, 0]
     if not same.any():
         return None
-    found, reference = (one.hidden[same, 0].float() for one in (found, reference))
-    return ((found - reference).norm() / reference.norm()).item()
+    completions, reference = (one.hidden[same, 0].float() for one in (completions, reference))
+    return ((completions - reference).norm() / reference.norm()).item()
 
 
 def decoder(fused: FusedModel, name: str) -> Decoder:

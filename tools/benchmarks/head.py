@@ -91,11 +91,11 @@ def measure(options: Options) -> dict:
     )
     rows, needed = {}, 4 * hidden.numel() * vocabulary
     for name, timing in common.timings_in_turns(runs, options).items():
-        found, slopes = runs[name]()
+        logps, slopes = runs[name]()
         rows[name] = vars(timing) | dict(
             share_of_ceiling=needed / timing.seconds / limit,
             peak_gib=peak(runs[name], options.device),
-            logp_error=(found[some] - logp).abs().max().item(),
+            logp_error=(logps[some] - logp).abs().max().item(),
             gradient_error=((slopes[some] - gradient).norm() / gradient.norm()).item(),
         )
     table = {"floor": dict(seconds=needed / limit)} | rows

@@ -74,9 +74,9 @@ def measure(options: Options) -> dict | None:
 
 def handed_down(options: Options) -> list[str]:
     """The flags of each process, those of the step."""
-    given = {f.name: getattr(options, f.name) for f in fields(Step)}
-    flags, last = [], ["--flags", *given.pop("flags")]
-    for name, value in given.items():
+    step_flags = {f.name: getattr(options, f.name) for f in fields(Step)}
+    flags, last = [], ["--flags", *step_flags.pop("flags")]
+    for name, value in step_flags.items():
         values = value if isinstance(value, (list, tuple)) else [value]
         if values and value is not None:  # else as by default
             flags += [f"--{name}", *map(str, values)]
@@ -119,17 +119,17 @@ def measure_rank(options: Options) -> dict | None:
         process_group.gather_objects(None)
         if not ranks.is_main:
             return None
-        found = summary(slowest)
+        summarised = summary(slowest)
         return dict(
             num_processes=ranks.world_size,
-            seconds=found["total"],
-            spread=found["spread"],
+            seconds=summarised["total"],
+            spread=summarised["spread"],
             floor=floor,
-            ratio_to_floor=found["total"] / floor,
+            ratio_to_floor=summarised["total"] / floor,
             waiting=waiting(steps),
             peak_gib=w.peak,
             rounds=[[sum(phases.values()) for phases in step] for step in steps],
-            phases=found["phases"],
+            phases=summarised["phases"],
             exchange_seconds=exchanged.seconds,
             exchange_settled=exchanged.settled,
             exchanged_gigabytes=gradients.nbytes / 1e9,

@@ -98,9 +98,9 @@ class FullEngine(Engine):
         attention_mask, ids = (t.to(embeds.device) for t in (attention_mask, ids))
         answers = model.get_input_embeddings()(ids).to(embeds.dtype)
         mask = torch.cat([attention_mask, torch.ones_like(ids)], dim=1)
-        both, place = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
+        both, positions = torch.cat([embeds, answers], dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
         hidden = model.model(
-            inputs_embeds=both, attention_mask=mask, position_ids=place, use_cache=False
+            inputs_embeds=both, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
         logits = model.lm_head(hidden[:, length - 1 : -1])
         logp = grpo.token_logps_from_logits(logits, ids, self.temperature)

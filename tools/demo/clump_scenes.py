@@ -68,9 +68,9 @@ def make_scene(seed: int, split: int, index: int) -> Scene:
     canvas, members = ImageDraw.Draw(image), []
     places = rng.permutation([(x, y) for y in CENTRES for x in CENTRES])[:CLUMPS]
     colors = rng.permutation(list(COLORS))[:CLUMPS]
-    for clump, (place, color) in enumerate(zip(places, colors.tolist())):
+    for clump, (centre, color) in enumerate(zip(places, colors.tolist())):
         number, radius = int(rng.choice(MEMBERS)), int(rng.integers(RADIUS[0], RADIUS[1] + 1))
-        middle = place + rng.integers(-JITTER, JITTER + 1, 2)
+        middle = centre + rng.integers(-JITTER, JITTER + 1, 2)
         # On a circle on which neighbours have that distance: a pair, or a triangle.
         away = SPACING * radius / (2 * np.sin(np.pi / number))
         angles = rng.uniform(0, 2 * np.pi) + 2 * np.pi * np.arange(number) / number
@@ -81,11 +81,11 @@ def make_scene(seed: int, split: int, index: int) -> Scene:
             stencil = Image.new("1", (SIDE, SIDE))
             _draw(ImageDraw.Draw(stencil), shape, x, y, radius, 1, 1)
             members.append((color, shape, clump, (float(x), float(y)), np.array(stencil)))
-    above, found = np.zeros((SIDE, SIDE), dtype=bool), []
+    above, visible = np.zeros((SIDE, SIDE), dtype=bool), []
     for *words, mask in reversed(members):  # what is drawn later covers what was there
-        found.append(Member(*words, mask & ~above))
+        visible.append(Member(*words, mask & ~above))
         above |= mask
-    return Scene(image, tuple(reversed(found)))
+    return Scene(image, tuple(reversed(visible)))
 
 
 def _draw(canvas, shape: str, x, y, radius, fill, edge):

@@ -67,11 +67,11 @@ class Codes:
 
         What is read are the values whose vectors have the largest products with it.
         """
-        said = self.values(captions)
+        true_values = self.values(captions)
         products = vectors.float() @ self.vectors.t() / self.vectors.shape[1] ** 0.5  # (B, values)
-        read = products.topk(said.shape[1]).indices
-        right = (read[:, :, None] == said[:, None]).any(1)  # (B, attributes)
-        losses = -products.log_softmax(1).gather(1, said).mean(1)
+        read = products.topk(true_values.shape[1]).indices
+        right = (read[:, :, None] == true_values[:, None]).any(1)  # (B, attributes)
+        losses = -products.log_softmax(1).gather(1, true_values).mean(1)
         return losses.sum(), right.float().mean(1).sum()
 
 
@@ -134,13 +134,11 @@ class HintedMasks(ReferringSegmentation):
         others = [resize_masks(list(more), logits) for more in batch.others]
         choice, hits = choices(logits, targets, others)
         loss = ((copied + near + mask + choice).sum() + reading) / rows
-        counted = dict(
-            held=right, hits=hits.sum(), iou=mask_iou(logits > 0, targets > 0, 1.0).sum()
-        )
-        said = {name: (value, len(codes)) for name, value in counted.items()}
+        sums = dict(held=right, hits=hits.sum(), iou=mask_iou(logits > 0, targets > 0, 1.0).sum())
+        fractions = {name: (value, len(codes)) for name, value in sums.items()}
         return [loss], dict(
             hint_loss=loss.detach(), copied=(copied.detach().sum(), len(codes))
-        ) | said
+        ) | fractions
 
 
 def balanced_mask_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -95,24 +95,26 @@ def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
             if part == "unsettle":
                 unsettled(before, model, warm_start / "data", args.seed)
             else:
-                how = size.warm_start[part]
-                how |= dict(max_steps=steps[part]) if steps else {}
-                supervise(part, before, output_dir, size, how, args)
+                flags = size.warm_start[part]
+                flags |= dict(max_steps=steps[part]) if steps else {}
+                supervise(part, before, output_dir, size, flags, args)
             print(f"{part}: {time.perf_counter() - began:.0f} s, {model}", flush=True)
         before = model
     save(Sa2VAModel.from_pretrained(before), tokenizer, output_dir / "checkpoint")
 
 
 def supervise(
-    part: str, base: Path, output_dir: Path, size: Size, how: dict, args: argparse.Namespace
+    part: str, base: Path, output_dir: Path, size: Size, sft_flags: dict, args: argparse.Namespace
 ):
     """Train the model in `base` by a part of PARTS: the run in output_dir/warm_start/part."""
     flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
     flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0, eval_samples=64)
     flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
     flags |= dict(dtype=size.dtype, max_completion_length=ANSWER, num_workers=args.workers)
-    flags |= dict(weight_decay=0.01, save_steps=how["max_steps"])
-    argv = [str(word) for name, value in (flags | how).items() for word in (f"--{name}", value)]
+    flags |= dict(weight_decay=0.01, save_steps=sft_flags["max_steps"])
+    argv = [
+        str(word) for name, value in (flags | sft_flags).items() for word in (f"--{name}", value)
+    ]
     argv += ["--no-gradient_checkpointing", *PARTS[part].split()]
     run_training(argv, sft.SFT, sft.train)
 

@@ -43,9 +43,9 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
     for name, part, number in zip(MODELS, (pointing, drawing), steps):
         with tqdm(range(number), desc=name) as progress:
             for step in progress:
-                said = part.step(step / number, min(IMAGES[name], num_scenes))
+                metrics = part.step(step / number, min(IMAGES[name], num_scenes))
                 if step % SAID == 0:
-                    progress.set_postfix({key: f"{value:.2f}" for key, value in said.items()})
+                    progress.set_postfix({key: f"{value:.2f}" for key, value in metrics.items()})
     heldout = [draw(seed, i, HELDOUT) for i in range(min(num_scenes, MEASURED))]
     print(f"Qwen2.5-VL, greedy: {pointing.evaluate(heldout)}")
     print(f"Qwen2.5-VL, sampled: {pointing.evaluate(heldout, temperature=1.0)}")

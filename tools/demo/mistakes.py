@@ -59,5 +59,5 @@ class MistakenCaptions(RegionCaptions):
     """`RegionCaptions` by somebody who makes MISTAKES, others at each visit."""
 
     def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
-        said = [mistaken(caption, rng) for caption, rng in zip(batch.captions, rngs)]
-        return super().examples(replace(batch, captions=said), features, rngs)
+        mistaken_captions = [mistaken(caption, rng) for caption, rng in zip(batch.captions, rngs)]
+        return super().examples(replace(batch, captions=mistaken_captions), features, rngs)

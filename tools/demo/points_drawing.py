@@ -103,20 +103,20 @@ class DrawingStart:
         elsewhere: float = ELSEWHERE,
     ):
         """(member, points, labels, members that are meant) about a clump of a scene."""
-        mine = [k for k, member in enumerate(scene.members) if member[2] == clump]
-        k = int(rng.choice(mine))
+        clump_members = [k for k, member in enumerate(scene.members) if member[2] == clump]
+        k = int(rng.choice(clump_members))
         positive, near = scene.spots[k][rng.integers(SPOTS)], scene.neighbours(k)
         labels = [FOREGROUND] + [BACKGROUND] * negatives
         if not negatives:
-            meant = mine if rng.random() < 0.5 else [k]
+            meant = clump_members if rng.random() < 0.5 else [k]
             return k, [positive], labels, meant
         if rng.random() < elsewhere:
-            others = [m for m in range(len(scene.members)) if m not in mine]
+            others = [m for m in range(len(scene.members)) if m not in clump_members]
             spots = [
                 scene.spots[int(rng.choice(others))] if rng.random() < 0.5 else scene.free
                 for _ in range(negatives)
             ]
-            meant = mine
+            meant = clump_members
         else:
             spots = [scene.spots[m] for m in rng.permutation(near)[:negatives]]
             spots += [scene.spots[near[0]]] * (negatives - len(spots))
@@ -132,18 +132,18 @@ class DrawingStart:
         progress = progress / ENCODER if first else (progress - ENCODER) / (1 - ENCODER)
         if not first and not self.drawing.steps:
             self.sam.load_state_dict(self.anew, strict=False)
-        kind = rng.random()
-        negatives = 1 if kind < ONE else 2 if kind < ONE + TWO else 0
+        uniform = rng.random()
+        negatives = 1 if uniform < ONE else 2 if uniform < ONE + TWO else 0
         late = not first and progress > SECOND_FROM
         second = negatives and late and rng.random() < SECOND
         elsewhere = ELSEWHERE * (first or progress > ELSEWHERE_FROM)
-        image, found = [], []
+        image, rows = [], []
         for number, index in enumerate(indices):
             scene = self.scenes[index]
             for clump in range(1 + scene.members[-1][2]):
                 image.append(number)
-                found.append((scene, *self.row(scene, clump, negatives, rng, elsewhere)))
-        scenes, member, points, labels, meant = zip(*found)
+                rows.append((scene, *self.row(scene, clump, negatives, rng, elsewhere)))
+        scenes, member, points, labels, meant = zip(*rows)
         with torch.set_grad_enabled(first):
             levels = self.levels(self.pixels[indices])
         features, before = decoder_features(self.sam, levels), None
@@ -153,26 +153,26 @@ class DrawingStart:
                 before = self.logits(features, image, first_points, first_labels)[:, None]
         logits = self.logits(features, image, points, labels, before)
         at = self._at(indices, logits.shape[-2:])[image]
-        mine = [[k, *s.neighbours(k)] for s, k in zip(scenes, member)]
-        target, clump = self._masks(at, meant), self._masks(at, mine)
+        clump_members = [[k, *s.neighbours(k)] for s, k in zip(scenes, member)]
+        target, clump = self._masks(at, meant), self._masks(at, clump_members)
         loss = clump_loss(logits, target, clump, at > 0, BESIDE[negatives > 0])
         names = ("iou_point", "iou_negative", "iou_two")
-        said = {names[negatives]: mask_iou(logits.detach() > 0, target), "loss": loss.detach()}
+        metrics = {names[negatives]: mask_iou(logits.detach() > 0, target), "loss": loss.detach()}
         if first:
             read = self._read(features, indices)
-            said["read"] = read.detach()
+            metrics["read"] = read.detach()
             self.encoding.step(loss + READ * read, progress)
         else:
             self.drawing.step(loss, progress)
-        return said
+        return metrics
 
     def _read(self, features, indices):
         """Cross-entropy of reading what is at each place off the finest and coarsest features."""
         kinds = torch.zeros(len(indices), 1 + MOST, dtype=torch.long)
         for n, index in enumerate(indices):
             for k, (color, shape, *_) in enumerate(self.scenes[index].members):
-                kind = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
-                kinds[n, 1 + k] = 1 + kind
+                label = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
+                kinds[n, 1 + k] = 1 + label
         kinds, loss = kinds.to(self.device), 0.0
         for level, probe in zip((features[0], features[-1]), self.probes, strict=True):
             at = self._at(indices, level.shape[-2:])
@@ -195,7 +195,7 @@ class DrawingStart:
     def evaluate(self, scenes: list[Drawn]) -> dict[str, float]:
         """Mean IoU with the clump and the member of what different points draw."""
         rng = np.random.default_rng([self.seed, 4])
-        image, asked, mine, whole = [], defaultdict(list), [], []
+        image, prompts, clump_members, whole = [], defaultdict(list), [], []
         for number, scene in enumerate(scenes):
             for clump in range(1 + scene.members[-1][2]):
                 k, (p,), *_ = self.row(scene, clump, 0, rng)
@@ -208,17 +208,19 @@ class DrawingStart:
                     inside=scene.spots[k],
                 )
                 image.append(number)
-                mine.append(torch.from_numpy(scene.of_member == 1 + k))
+                clump_members.append(torch.from_numpy(scene.of_member == 1 + k))
                 of_clump = np.isin(scene.of_member, [1 + m for m in (k, *near)])
                 whole.append(torch.from_numpy(of_clump))
-                asked["alone"].append([p])
+                prompts["alone"].append([p])
                 for name, some in spots.items():
-                    asked[name].append([p, some[rng.integers(SPOTS)]])
+                    prompts[name].append([p, some[rng.integers(SPOTS)]])
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).to(self.device)
         features = decoder_features(self.sam, self.levels(pixels))
-        mine, whole = (torch.stack(masks).to(self.device) for masks in (mine, whole))
+        clump_members, whole = (
+            torch.stack(masks).to(self.device) for masks in (clump_members, whole)
+        )
         low = {}
-        for name, points in asked.items():
+        for name, points in prompts.items():
             labels = [[FOREGROUND] + [BACKGROUND] * (len(row) - 1) for row in points]
             low[name] = self.logits(features, image, points, labels)
             if name == "neighbour":
@@ -228,9 +230,9 @@ class DrawingStart:
             name: F.interpolate(one[:, None], (SIDE, SIDE), mode="bilinear")[:, 0] > 0
             for name, one in low.items()
         }
-        found = {"clump": mask_iou(masks["alone"], whole)}
-        found |= {name: mask_iou(mask, mine) for name, mask in masks.items()}
-        return {name: round(iou.item(), 3) for name, iou in found.items()}
+        metrics = {"clump": mask_iou(masks["alone"], whole)}
+        metrics |= {name: mask_iou(mask, clump_members) for name, mask in masks.items()}
+        return {name: round(iou.item(), 3) for name, iou in metrics.items()}
 
 
 def mask_iou(mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -103,11 +103,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     captions = [f"the {color} {shape}" for color in COLORS for shape in SHAPES]
-    said = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
+    prompts = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
     texts = [CHAT_START, AFTER_IMAGE, AFTER_QUESTION]
-    for asked in (form(True), form(False)):
-        texts += [point_question(caption, asked) for caption in captions]
-        texts += [asked.format(answer) for answer in said]
+    for answer_format in (form(True), form(False)):
+        texts += [point_question(caption, answer_format) for caption in captions]
+        texts += [answer_format.format(answer) for answer in prompts]
     trainer = trainers.BpeTrainer(
         vocab_size=512,
         special_tokens=[],

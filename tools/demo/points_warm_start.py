@@ -148,12 +148,12 @@ class PointingStart:
     def prompt(self, caption: str, negatives: bool) -> list[int]:
         """The ids of a question, as `QwenVLPolicy.point_questions` has them."""
         image = [self.image_token] * self.grid**2
-        asked = self.ids(point_question(caption, form(negatives)))
+        question_ids = self.ids(point_question(caption, form(negatives)))
         return [
             *self.ids(CHAT_START),
             *image,
             *self.ids(AFTER_IMAGE),
-            *asked,
+            *question_ids,
             *self.ids(AFTER_QUESTION),
         ]
 
@@ -206,14 +206,16 @@ class PointingStart:
         self, scene: Drawn, k: int, negatives: bool, shares: list[float], rng: np.random.Generator
     ) -> str:
         """Return an answer about member k; its negative point is of a random kind."""
-        kind = rng.choice(3, p=shares) if negatives else 0
+        negative_kind = rng.choice(3, p=shares) if negatives else 0
         negative = []
-        if kind == 1:
+        if negative_kind == 1:
             negative = [SIDE // 2 + rng.integers(-MIDDLE, MIDDLE + 1, 2)]
-        elif kind == 2:
+        elif negative_kind == 2:
             negative = [scene.members[int(rng.choice(scene.neighbours(k)))][3]]
-        said = PointPrompt((), (seen_point(scene.members[k][3]),), tuple(map(seen_point, negative)))
-        return form(negatives).format(said)
+        point_prompt = PointPrompt(
+            (), (seen_point(scene.members[k][3]),), tuple(map(seen_point, negative))
+        )
+        return form(negatives).format(point_prompt)
 
     def step(self, progress: float, num_images: int) -> dict[str, torch.Tensor]:
         """Losses of one step on so many images; `read`: how much the probes get right."""
@@ -226,10 +228,10 @@ class PointingStart:
             for k in rng.choice(len(scene.members), QUESTIONS, replace=False).tolist():
                 color, shape, *_ = scene.members[k]
                 negatives = rng.random() >= UNASKED
-                asked = self.prompt(f"the {color} {shape}", negatives)
+                question = self.prompt(f"the {color} {shape}", negatives)
                 text = self.answer(scene, k, negatives, shares, rng)
-                rows.append([*asked, *self.ids(text), self.tokenizer.eos_token_id])
-                starts.append(len(asked))
+                rows.append([*question, *self.ids(text), self.tokenizer.eos_token_id])
+                starts.append(len(question))
         begin, length = min(starts), max(map(len, rows))
         labels = [
             [-100] * (start - begin) + row[start:] + [-100] * (length - len(row))
@@ -250,8 +252,8 @@ class PointingStart:
         for row, index in enumerate(indices):
             for color, shape, _, centre in self.scenes[index].members:
                 x, y = (int(v * self.grid / SIDE) for v in centre)
-                kind = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
-                at.append([row, kind, y, x])
+                label = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
+                at.append([row, label, y, x])
         image, *truth = torch.tensor(at).to(self.device).T
         read = self.probe(vision[image, truth[1] * self.grid + truth[2]]).split(self.parts, 1)
         losses = [F.cross_entropy(one, true) for one, true in zip(read, truth)]
@@ -286,12 +288,12 @@ class PointingStart:
         counts |= dict.fromkeys(("other_clump", "background"), 0)
         for scene, k, row, start in zip(scenes, chosen, rows, starts):
             text = self.tokenizer.decode(row[start:]).split("<|im_end|>")[0]
-            said, _ = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE))
-            if said is None:
+            point_prompt, _ = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE))
+            if point_prompt is None:
                 continue
             counts["parsable"] += 1
-            counts["positive_hits"] += where(scene, said.positive[0]) == 1 + k
-            at = where(scene, said.negative[0]) if said.negative else None
+            counts["positive_hits"] += where(scene, point_prompt.positive[0]) == 1 + k
+            at = where(scene, point_prompt.negative[0]) if point_prompt.negative else None
             near = [1 + m for m in scene.neighbours(k)]
             kind = {None: "none", 0: "background", 1 + k: "member"}.get(at, "other_clump")
             counts["neighbour" if at in near else kind] += 1

@@ -45,13 +45,13 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
             )
             polygons, area = polygons_of(region["mask"]), int(region["mask"].sum())
             annotations.append(of | dict(id=number, iscrowd=0, segmentation=polygons, area=area))
-            said = [
+            phrases = [
                 dict(sent_id=sentences + k, sent=text, raw=text, tokens=text.split())
                 for k, text in enumerate(region["sentences"])
             ]
-            sentences += len(said)
-            ref = dict(ref_id=number, ann_id=number, split=scene["split"], sentences=said)
-            refs.append(of | ref | dict(file_name=file, sent_ids=[s["sent_id"] for s in said]))
+            sentences += len(phrases)
+            ref = dict(ref_id=number, ann_id=number, split=scene["split"], sentences=phrases)
+            refs.append(of | ref | dict(file_name=file, sent_ids=[s["sent_id"] for s in phrases]))
     folder = Path(root) / name
     folder.mkdir(parents=True, exist_ok=True)
     known = [dict(id=number, name=word) for word, number in categories.items()]
@@ -65,17 +65,17 @@ def polygons_of(mask: np.ndarray) -> list[list[int]]:
 
     Of one run of pixels each; runs of one column range, below each other, are joined.
     """
-    found, still = [], {}  # (first, last column) -> the row where the rectangle begins
+    rectangles, still = [], {}  # (first, last column) -> the row where the rectangle begins
     padded = np.pad(mask.astype(np.int8), ((0, 1), (1, 1)))
     for y, row in enumerate(padded):
         edges = np.flatnonzero(np.diff(row)).reshape(-1, 2).tolist()
         runs = {tuple(edge) for edge in edges}
         for left, right in [run for run in still if run not in runs]:
             top = still.pop((left, right))
-            found.append([left, top, right, top, right, y, left, y])
+            rectangles.append([left, top, right, top, right, y, left, y])
         for run in runs - still.keys():
             still[run] = y
-    return found
+    return rectangles
 
 
 def drawn_scenes(name: str, seed: int, num_train: int, num_heldout: int):

@@ -181,15 +181,17 @@ def main(argv: list[str] | None = None):
         print(
             f"{k} attributes tell an object apart: {row['any']:.2f}, the best {k} {row['best']:.2f}"
         )
-    said, read = report.said(heldout), report.probe(training, heldout)
+    stated, read = report.said(heldout), report.probe(training, heldout)
     for name, values in kind.attributes.items():
-        print(f"{name}: said {said[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}")
-    print(f"captions: {said['words']:.1f} words, {said['distinct']:.2f} of them distinct")
-    found = report.found(heldout)
-    for k, row in found.items():
+        print(
+            f"{name}: said {stated[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}"
+        )
+    print(f"captions: {stated['words']:.1f} words, {stated['distinct']:.2f} of them distinct")
+    ious = report.found(heldout)
+    for k, row in ious.items():
         print(f"{k} attributes right: " + ", ".join(f"{n} {v:.2f}" for n, v in row.items()))
     if args.output:
-        figures = dict(told_apart=apart, said=said, read=read, found=found)
+        figures = dict(told_apart=apart, said=stated, read=read, found=ious)
         args.output.write_text(json.dumps(figures, indent=1) + "\n")
 
 

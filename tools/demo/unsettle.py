@@ -50,7 +50,7 @@ def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_T
     Raises:
         RuntimeError: fewer hit even undisturbed.
     """
-    said = list(phrases(policy, data, seed))
+    examples = list(phrases(policy, data, seed))
     last = policy.model.text_hidden_fcs[2]
     learnt, generator = last.weight.clone(), torch.Generator().manual_seed(seed)
     noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
@@ -58,14 +58,14 @@ def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_T
     for _ in range(BISECTIONS):
         share = (low + high) / 2
         last.weight.copy_(learnt + share * noise)
-        found_hits = found(policy, said, 1.0)[1]
+        found_hits = found(policy, examples, 1.0)[1]
         low, high = (share, high) if found_hits >= target else (low, share)
     if low == 0:
         raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
     if high == LARGEST_NOISE:
         raise RuntimeError(f"{target} of the masks hit, however disturbed the prompt head is")
     last.weight.copy_(learnt + low * noise)
-    of_scale = {scale: found(policy, said, scale) for scale in SCALES}
+    of_scale = {scale: found(policy, examples, scale) for scale in SCALES}
     best = max(SCALES, key=lambda scale: of_scale[scale][0])
     last.weight.mul_(best)
     last.bias.mul_(best)
@@ -88,10 +88,10 @@ def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
         yield batch, features, policy.read(features, prompts.followed_by(forced))[:, 0]
 
 
-def found(policy: "Sa2VAPolicy", said: list[tuple], scale: float) -> tuple[float, float]:
+def found(policy: "Sa2VAPolicy", examples: list[tuple], scale: float) -> tuple[float, float]:
     """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
     ious, right = [], []
-    for batch, features, hidden in said:
+    for batch, features, hidden in examples:
         rows = list(range(len(batch)))
         with policy.autocast():
             prompts = scale * policy.model.text_hidden_fcs(hidden).float()
@@ -121,11 +121,11 @@ class Decided(SFTTask):
 
     def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
         policy, rows = self.context.policy, list(range(len(batch)))
-        said = [
+        chosen_captions = [
             text if r.random() < 0.5 else mistaken(text, r) for text, r in zip(batch.captions, rngs)
         ]
         answers = [policy.prompts.answer(FORCED_ANSWER)] * len(batch)
-        return policy.segment_prompts(features, rows, said), answers
+        return policy.segment_prompts(features, rows, chosen_captions), answers
 
     def loss_terms(
         self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
@@ -137,16 +137,16 @@ class Decided(SFTTask):
         with self.context.roles.use("reference"):
             before = policy.decode_masks(features, image, prompts) > 0
         logits = policy.decode_masks(features, image, prompts)
-        best, wholes, own = [], [], []
+        best, wholes, best_is_own = [], [], []
         for k, (mask, others) in enumerate(zip(batch.masks, batch.others, strict=True)):
             objects = resize_masks([mask, *others], logits)  # (1 + K, h, w)
             iou, which = all_ious(before[k : k + 1], objects > 0)[0].max(0)
             best, wholes = [*best, iou], [*wholes, objects[which]]
-            own.append(which == 0)
+            best_is_own.append(which == 0)
         some = torch.stack(best) > DECIDED
         losses = resized_mask_loss(logits, torch.stack(wholes))
         loss = (losses * some).sum() / rows
-        shares = dict(hits=(torch.stack(own) & some).sum(), decided=some.sum())
+        shares = dict(hits=(torch.stack(best_is_own) & some).sum(), decided=some.sum())
         return [loss], dict(mask_loss=loss.detach()) | {
             n: (v, len(some)) for n, v in shares.items()
         }

@@ -98,14 +98,14 @@ def speak(
     speaker: str, dataset: "Dataset", args: argparse.Namespace, device: torch.device | str
 ) -> Spoken:
     """The speaker's greedy captions."""
-    said = Spoken([], [], [], [])
+    spoken = Spoken([], [], [], [])
     for policy, batch, features in batches_of("--speakers", speaker, dataset, args, device):
         masks, rows = [mask.to(policy.device) for mask in batch.masks], range(len(batch))
-        said.captions += describe(policy, features, rows, masks, args.max_completion_length)
-        said.index += batch.index
-        said.image_ids += batch.image_ids
-        said.references += batch.captions
-    return said
+        spoken.captions += describe(policy, features, rows, masks, args.max_completion_length)
+        spoken.index += batch.index
+        spoken.image_ids += batch.image_ids
+        spoken.references += batch.captions
+    return spoken
 
 
 @torch.no_grad()
@@ -119,15 +119,19 @@ def listen(
     """{speaker: {measure: (n,) float64}} of what the listener finds by each speaker's captions."""
     columns, start = {speaker: {} for speaker in spoken}, 0
     for policy, batch, features in batches_of("--listeners", listener, dataset, args, device):
-        place = slice(start, start + len(batch))
-        for speaker, said in spoken.items():
-            check_same_regions(listener, batch.index, speaker, said.index[place])
-            found = measure_captions(
-                policy, batch, features, said.captions[place], args.max_completion_length
+        positions = slice(start, start + len(batch))
+        for speaker, of_speaker in spoken.items():
+            check_same_regions(listener, batch.index, speaker, of_speaker.index[positions])
+            metrics = measure_captions(
+                policy,
+                batch,
+                features,
+                of_speaker.captions[positions],
+                args.max_completion_length,
             )
-            for name, values in found.items():
+            for name, values in metrics.items():
                 columns[speaker].setdefault(name, []).extend(values)
-        start = place.stop
+        start = positions.stop
     return {
         speaker: {name: torch.tensor(v, dtype=torch.float64) for name, v in of_one.items()}
         for speaker, of_one in columns.items()
@@ -184,14 +188,14 @@ def run(args: argparse.Namespace, device: torch.device | str):
     spoken = {speaker: speak(speaker, dataset, args, device) for speaker in args.speakers}
     pairs = []
     for listener in args.listeners:
-        found = listen(listener, spoken, dataset, args, device)
-        first = found[args.speakers[0]]
-        pairs += [pair_record(speaker, listener, found[speaker], first) for speaker in spoken]
+        results = listen(listener, spoken, dataset, args, device)
+        first = results[args.speakers[0]]
+        pairs += [pair_record(speaker, listener, results[speaker], first) for speaker in spoken]
     print0(table(pairs, len(dataset)))
     if args.output:
         flags = {name: value for name, value in vars(args).items() if name != "output"}
         regions = spoken[args.speakers[0]]
-        captions = {speaker: said.captions for speaker, said in spoken.items()}
+        captions = {speaker: of_speaker.captions for speaker, of_speaker in spoken.items()}
         head = dict(flags=flags, image_ids=regions.image_ids, references=regions.references)
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(head | dict(captions=captions, pairs=pairs)))

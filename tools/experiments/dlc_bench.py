@@ -160,7 +160,10 @@ def caption_all(
         features, rows = policy.encode(batch), range(len(batch))
         if N:
             sampled, iou, _ = sample_captions(policy, batch, features, tokens, N)
-            texts = [sampled[N * row + place] for row, place in enumerate(iou.argmax(1).tolist())]
+            texts = [
+                sampled[N * row + generation]
+                for row, generation in enumerate(iou.argmax(1).tolist())
+            ]
         else:
             masks = [mask.to(policy.device) for mask in batch.masks]
             texts = describe(policy, features, rows, masks, tokens)
@@ -168,7 +171,7 @@ def caption_all(
         captions |= dict(zip(batch.image_ids, texts))
     process_group.raise_on_any_rank(sorted(faults))
     of_ranks = process_group.gather_objects(captions)
-    return {key: text for mine in of_ranks for key, text in mine.items()}
+    return {key: text for texts_of_rank in of_ranks for key, text in texts_of_rank.items()}
 
 
 def caption(args: argparse.Namespace):
@@ -227,17 +230,17 @@ def judge_captions(args: argparse.Namespace):
         replies = iter(asyncio.run(ask_all(judge, sum(prompts.values(), []))))
     except NoReply as error:
         raise ValueError(f"--llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
-    said = {key: [next(replies) for _ in asked] for key, asked in prompts.items()}
-    scores = {key: score(questions[key], said[key]) for key in questions}
-    found = summary(scores)
+    replies_of = {key: [next(replies) for _ in asked] for key, asked in prompts.items()}
+    scores = {key: score(questions[key], replies_of[key]) for key in questions}
+    summarised = summary(scores)
     flags = {name: str(value) for name, value in vars(args).items() if name != "output"}
     regions = {
-        key: dict(caption=captions[key], replies=said[key], **asdict(of))
+        key: dict(caption=captions[key], replies=replies_of[key], **asdict(of))
         for key, of in scores.items()
     }
-    written = without_nan(dict(flags=flags, **found, regions=regions))
+    written = without_nan(dict(flags=flags, **summarised, regions=regions))
     args.output.write_text(json.dumps(written, indent=1, allow_nan=False))
-    print0(table(found))
+    print0(table(summarised))
 
 
 def summary(scores: dict[str, Score]) -> dict:
@@ -271,19 +274,23 @@ def without_nan(value: dict | list | str | float | None):
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
-def table(found: dict) -> str:
+def table(summarised: dict) -> str:
     """Return what `summary` returns, as text."""
     lines = [f"{'DLC-Bench':12s} {'mean':>8s}   95 % interval"]
-    for name, mean in found["means"].items():
-        low_high = found["intervals"].get(name)
+    for name, mean in summarised["means"].items():
+        low_high = summarised["intervals"].get(name)
         words = "[{:.4f}, {:.4f}]".format(*low_high) if low_high else ""
-        count = f", {found['num_regions'][name]} regions" if name in found["num_regions"] else ""
+        count = (
+            f", {summarised['num_regions'][name]} regions"
+            if name in summarised["num_regions"]
+            else ""
+        )
         lines.append(f"{name:12s} {mean:8.4f}   {words}{count}")
-    lines.append(f"of another class by the judge: {found['num_not_recognised']} regions")
-    if found["num_unscored"]:
+    lines.append(f"of another class by the judge: {summarised['num_not_recognised']} regions")
+    if summarised["num_unscored"]:
         lines.append(
-            f"{found['num_unscored']} regions have no score and count in no mean: "
-            f"{found['num_unreadable']} replies mean none of the choices"
+            f"{summarised['num_unscored']} regions have no score and count in no mean: "
+            f"{summarised['num_unreadable']} replies mean none of the choices"
         )
     return "\n".join(lines)
 

@@ -61,18 +61,18 @@ class Score:
 def read_questions(folder: Path) -> dict[str, list[Question]]:
     """{annotation id: questions} of qa.json. Raises ValueError, naming the file, if it is none."""
     file = folder / "qa.json"
-    found = {}
+    questions_of = {}
     for key, entries in read_object(file).items():
         if not isinstance(entries, list):
             raise ValueError(f"{file}: {key} holds no list of questions")
-        found[key] = [
+        questions_of[key] = [
             _question(entry, f"{file}: question {k} of {key}") for k, entry in enumerate(entries)
         ]
-        if not any(question.type == "positive" for question in found[key]):
+        if not any(question.type == "positive" for question in questions_of[key]):
             raise ValueError(f"{file}: {key} has no positive question")
-    if not found:
+    if not questions_of:
         raise ValueError(f"{file} holds no questions")
-    return found
+    return questions_of
 
 
 def read_class_names(folder: Path, keys: Iterable[str]) -> dict[str, str]:
@@ -100,20 +100,20 @@ def read_captions(file: Path, keys: Iterable[str]) -> dict[str, str]:
 def read_object(file: Path) -> dict:
     """A JSON object. Raises ValueError, naming the file, if it cannot be read or is none."""
     try:
-        found = json.loads(file.read_text())
+        value = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a readable JSON file: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{file} holds no JSON object")
-    return found
+    return value
 
 
-def _question(entry, place: str) -> Question:
+def _question(entry, location: str) -> Question:
     """The question of an entry of qa.json. Raises ValueError, beginning with `place`."""
     if not isinstance(entry, dict) or not isinstance(entry.get("question"), str):
-        raise ValueError(f"{place} has no text")
+        raise ValueError(f"{location} has no text")
     if entry.get("type") not in TYPES:
-        raise ValueError(f"{place} is of type {entry.get('type')!r}, none of {', '.join(TYPES)}")
+        raise ValueError(f"{location} is of type {entry.get('type')!r}, none of {', '.join(TYPES)}")
     choices = entry.get("choices")
     fine = isinstance(choices, list) and 2 <= len(choices) <= len(LETTERS)
     fine = fine and all(isinstance(choice, list) and len(choice) == 2 for choice in choices)
@@ -122,7 +122,7 @@ def _question(entry, place: str) -> Question:
         for text, points in choices
     )
     if not fine:
-        raise ValueError(f"{place} has no 2 to {len(LETTERS)} choices [text, points]")
+        raise ValueError(f"{location} has no 2 to {len(LETTERS)} choices [text, points]")
     texts, points = zip(*choices)
     return Question(entry["question"], list(texts), list(points), entry["type"])
 
@@ -162,27 +162,27 @@ def chosen(reply: str, choices: list[str]) -> int | None:
     that begins last, of several there the longest; the longest choice that it is a part of; it
     begins with a letter on a line of its own.
     """
-    said, texts = reply.strip().lower(), [choice.strip().lower() for choice in choices]
+    answer, texts = reply.strip().lower(), [choice.strip().lower() for choice in choices]
     letters = LETTERS[: len(texts)]
     for k, text in enumerate(texts):
-        if said in (text, f"{letters[k]}. {text}", letters[k]):
+        if answer in (text, f"{letters[k]}. {text}", letters[k]):
             return k
-    if len(said) < 2:
+    if len(answer) < 2:
         return None
-    held = {k: said.index(text) for k, text in enumerate(texts) if text in said}
+    held = {k: answer.index(text) for k, text in enumerate(texts) if text in answer}
     if len(held) == 1:
         return next(iter(held))
-    if label := re.match(r"([a-e])\.", said):
-        place = letters.find(label[1])
-        return place if place >= 0 else None
+    if label := re.match(r"([a-e])\.", answer):
+        choice_index = letters.find(label[1])
+        return choice_index if choice_index >= 0 else None
     if held:
         return max(held, key=lambda k: (held[k], len(texts[k])))
-    holding = [k for k, text in enumerate(texts) if said in text]
+    holding = [k for k, text in enumerate(texts) if answer in text]
     if holding:
         return max(holding, key=lambda k: len(texts[k]))
-    label = re.match(r"([a-e])\n", said)
-    place = letters.find(label[1]) if label else -1
-    return place if place >= 0 else None
+    label = re.match(r"([a-e])\n", answer)
+    choice_index = letters.find(label[1]) if label else -1
+    return choice_index if choice_index >= 0 else None
 
 
 def score(questions: list[Question], replies: list[str]) -> Score:
@@ -193,19 +193,24 @@ def score(questions: list[Question], replies: list[str]) -> Score:
         chosen(reply, question.choices)
         for reply, question in zip(replies[1:], questions, strict=True)
     ]
-    points = [worth(question, place, recognised) for question, place in zip(questions, places)]
-    found = {
-        kind: [one for one, question in zip(points, questions) if question.type == kind]
-        for kind in TYPES
+    points = [
+        worth(question, choice_index, recognised)
+        for question, choice_index in zip(questions, places)
+    ]
+    scores = {
+        question_type: [
+            one for one, question in zip(points, questions) if question.type == question_type
+        ]
+        for question_type in TYPES
     }
-    positive, negative = (sum(of) / len(of) if of else None for of in found.values())
-    num_unreadable = sum(place is None for place in (first, *places))
+    positive, negative = (sum(of) / len(of) if of else None for of in scores.values())
+    num_unreadable = sum(choice_index is None for choice_index in (first, *places))
     return Score(positive, negative, recognised, points, num_unreadable)
 
 
-def worth(question: Question, place: int | None, recognised: bool | None) -> float:
+def worth(question: Question, choice_index: int | None, recognised: bool | None) -> float:
     """The points of the chosen one of a question's choices; NaN if a reply could not be read."""
-    if place is None or recognised is None:
+    if choice_index is None or recognised is None:
         return math.nan
-    points = question.points[place]
+    points = question.points[choice_index]
     return points if recognised else min(0, points)

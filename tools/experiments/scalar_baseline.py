@@ -80,13 +80,13 @@ def row_logits(
 
     Those above 0 are `row_masks`. Args: as there.
     """
-    found = [torch.full(size, -torch.inf, device=policy.device) for size in images.sizes]
+    logits_of_rows = [torch.full(size, -torch.inf, device=policy.device) for size in images.sizes]
     if seg_rows:
         for row, one in zip(seg_rows, policy.decode_masks(images, seg_rows, embeddings)):
             size = images.sizes[row]
             logits = upsample_masks(one[None], policy.processor.sam_size, size)[0]
-            found[row] = torch.maximum(found[row], logits)
-    return found
+            logits_of_rows[row] = torch.maximum(logits_of_rows[row], logits)
+    return logits_of_rows
 
 
 @torch.no_grad()
@@ -95,14 +95,14 @@ def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[
     images, rows = policy.encode(batch), list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
     _, segs, prompts = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
-    segs, found = segs.tolist(), dict(threshold=[], scale=[])
+    segs, ious_of_scalar = segs.tolist(), dict(threshold=[], scale=[])
     logits = row_logits(policy, images, segs, prompts)
     for value in GRIDS["threshold"][0]:
-        found["threshold"].append(mask_iou([one > value for one in logits], targets, 1.0))
+        ious_of_scalar["threshold"].append(mask_iou([one > value for one in logits], targets, 1.0))
     for value in GRIDS["scale"][0]:
         masks = row_masks(policy, images, rows, segs, value * prompts)
-        found["scale"].append(mask_iou(masks, targets, 1.0))
-    return {scalar: torch.stack(ious, 1).double().cpu() for scalar, ious in found.items()}
+        ious_of_scalar["scale"].append(mask_iou(masks, targets, 1.0))
+    return {scalar: torch.stack(ious, 1).double().cpu() for scalar, ious in ious_of_scalar.items()}
 
 
 def all_ious(
@@ -140,13 +140,13 @@ def chosen(scalar: str, train: torch.Tensor, heldout: torch.Tensor) -> dict:
     )
 
 
-def table(found: dict[str, dict]) -> str:
+def table(results: dict[str, dict]) -> str:
     """The scalars' best values and gains, as markdown."""
     lines = [
         "| scalar | best on training regions | gain there | held out: before | after | gain |",
         "|---|---|---|---|---|---|",
     ]
-    for scalar, of in found.items():
+    for scalar, of in results.items():
         low, high = of["interval"]
         lines.append(
             f"| {scalar} | {of['best']:g} | {of['train_gain']:+.4f} | {of['before']:.4f} "
@@ -176,10 +176,10 @@ def run(args: argparse.Namespace, ranks: process_group.RankInfo):
         reporting_dead_workers(args.num_workers, all_ious, policy, dataset, args)
         for dataset in (chosen_on, heldout)
     )
-    found = {scalar: chosen(scalar, train[scalar], test[scalar]) for scalar in GRIDS}
-    print0(f"chosen on {len(chosen_on)} regions, held out {len(heldout)}\n\n{table(found)}")
+    results = {scalar: chosen(scalar, train[scalar], test[scalar]) for scalar in GRIDS}
+    print0(f"chosen on {len(chosen_on)} regions, held out {len(heldout)}\n\n{table(results)}")
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(json.dumps(found))
+    args.output.write_text(json.dumps(results))
 
 
 def main(argv: list[str] | None = None):

@@ -123,9 +123,9 @@ def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) 
         status = subprocess.run(
             line, env=environment, stdout=log, stderr=subprocess.STDOUT
         ).returncode
-    name, said = f"{arm} {demo.name} seed {seed}", f"exit status {status}"
-    print(f"{name}: {said if status else 'done'}", flush=True)
-    return f"{name}: {said}, see {output / 'log.txt'}" if status else None
+    name, ending = f"{arm} {demo.name} seed {seed}", f"exit status {status}"
+    print(f"{name}: {ending if status else 'done'}", flush=True)
+    return f"{name}: {ending}, see {output / 'log.txt'}" if status else None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -187,12 +187,12 @@ def main(argv: list[str] | None = None):
         done = pool.map(lambda job: run(job[0], *job[1], args), enumerate(jobs))
         faults = [fault for fault in done if fault]
     try:
-        found = summary(args.output, args.metrics, args.against)
+        summarised = summary(args.output, args.metrics, args.against)
     except ValueError as error:
         faults.append(str(error))
     else:
-        print(markdown(found, args.metrics))
-        (args.output / "table.json").write_text(json.dumps(found, indent=1) + "\n")
+        print(markdown(summarised, args.metrics))
+        (args.output / "table.json").write_text(json.dumps(summarised, indent=1) + "\n")
     if faults:
         raise SystemExit("sweep: " + "; ".join(faults))
 

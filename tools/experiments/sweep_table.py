@@ -29,21 +29,21 @@ def evaluations(output: Path) -> list[Path]:
 
 def complete(folder: Path) -> dict[str, dict[tuple[str, str], Path]]:
     """{arm: {(demo, seed): output folder}} of the complete runs in a sweep's folder, sorted."""
-    found = defaultdict(dict)
+    runs_of = defaultdict(dict)
     for config in sorted(folder.glob("*/*/*/config.json")):
         output = config.parent
         if len(evaluations(output)) == 2:
             arm, demo, seed = output.relative_to(folder).parts
-            found[arm][demo, seed] = output
-    return dict(found)
+            runs_of[arm][demo, seed] = output
+    return dict(runs_of)
 
 
 def measures(file: Path) -> dict[str, float]:
     """{name: its mean} of all that an evaluation measured, of "values" those that are known."""
-    found = json.loads(file.read_text())
-    values = {name: np.array(of, dtype=np.float64) for name, of in found["values"].items()}
+    record = json.loads(file.read_text())
+    values = {name: np.array(of, dtype=np.float64) for name, of in record["values"].items()}
     known = {name: of[~np.isnan(of)] for name, of in values.items()}
-    return {name: float(of.mean()) for name, of in known.items() if len(of)} | found["means"]
+    return {name: float(of.mean()) for name, of in known.items() if len(of)} | record["means"]
 
 
 def t_quantile(freedom: int) -> float:
@@ -101,20 +101,20 @@ def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
     check_names(folder, ends, metrics, against)
     changed = {arm: {m: changes(of_arm, m) for m in metrics} for arm, of_arm in ends.items()}
     before = {m: interval([base.get(m, math.nan) for base in bases])["mean"] for m in metrics}
-    found = dict(before=before, arms={}, against={control: {} for control in against})
+    summarised = dict(before=before, arms={}, against={control: {} for control in against})
     for arm, of_arm in runs.items():
         shares = [zero_std(output) for output in of_arm.values()]
         share = {task: float(np.mean([s[task] for s in shares])) for task in shares[0]}
         cells = {m: interval(list(changed[arm][m].values())) for m in metrics}
-        found["arms"][arm] = dict(num_runs=len(of_arm), zero_std=share, **cells)
+        summarised["arms"][arm] = dict(num_runs=len(of_arm), zero_std=share, **cells)
         for control in set(against) - {arm}:
             pairs = [run for run in of_arm if run in runs[control]]
             if pairs:
-                found["against"][control][arm] = dict(num_runs=len(pairs)) | {
+                summarised["against"][control][arm] = dict(num_runs=len(pairs)) | {
                     m: interval([changed[arm][m][p] - changed[control][m][p] for p in pairs])
                     for m in metrics
                 }
-    return found
+    return summarised
 
 
 def check_names(folder: Path, ends: dict, metrics: list[str], against: list[str]):
@@ -140,17 +140,19 @@ def changes(ends: dict[tuple, list], metric: str) -> dict[tuple, float]:
     }
 
 
-def markdown(found: dict, metrics: list[str]) -> str:
+def markdown(summarised: dict, metrics: list[str]) -> str:
     """A `summary` as tables."""
     lines = [HEAD, "", row("arm", "runs", [*metrics, "zero std"])]
     lines.append("|---" * (3 + len(metrics)) + "|")
-    if found["arms"]:
-        lines.append(row("*before*", "", [*(f"{x:.3f}" for x in found["before"].values()), ""]))
-    for arm, of_arm in found["arms"].items():
+    if summarised["arms"]:
+        lines.append(
+            row("*before*", "", [*(f"{x:.3f}" for x in summarised["before"].values()), ""])
+        )
+    for arm, of_arm in summarised["arms"].items():
         shares = ", ".join(f"{task} {share:.2f}" for task, share in of_arm["zero_std"].items())
         cells = [*(cell(of_arm[m], of_arm["num_runs"]) for m in metrics), shares]
         lines.append(row(f"`{arm}`", of_arm["num_runs"], cells))
-    for control, arms in found["against"].items():
+    for control, arms in summarised["against"].items():
         lines += ["", f"Minus `{control}`, paired by demo and seed:", ""]
         lines += [row("arm", "pairs", metrics), "|---" * (2 + len(metrics)) + "|"]
         for arm, pairs in arms.items():
@@ -168,8 +170,8 @@ def row(name: str, count: int | str, cells: Iterable[str]) -> str:
     return f"| {name} | {count} | {' | '.join(cells)} |"
 
 
-def cell(found: dict, num_runs: int) -> str:
+def cell(change: dict, num_runs: int) -> str:
     """Mean ± half of the interval, and of how many runs, if not all."""
-    n = len(found["runs"])
+    n = len(change["runs"])
     some = "" if n == num_runs else f" ({n})"
-    return f"{found['mean']:+.3f} ± {found['half']:.3f}{some}"
+    return f"{change['mean']:+.3f} ± {change['half']:.3f}{some}"
