@@ -23,15 +23,15 @@ if [ $# -eq 0 ]; then
     "$PYTHON" -m tools.demo.make_demo --output_dir "$DEMO"
     export NPROC=1
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
-        --attributes "$DEMO/attributes.json" --other_regions \
+        --attributes "$DEMO/attributes.json" --distractors \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 --batch_size 8 \
-        --num_generations 8 --learning_rate 6e-4 --prompt_learning_rate 1e-3 --kl_coef 0.06 \
+        --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 \
         --no-gradient_checkpointing --num_workers 1 --max_steps 120 --eval_samples 128 --eval_steps 60 --save_steps 30 --resume auto
 elif [ "$*" = points ]; then
     DEMO=outputs/points_demo
     "$PYTHON" -m tools.demo.make_points_demo --output_dir "$DEMO"
     export NPROC=1
-    set -- --tasks point_segmentation --answer_style points --image_side 96 --model_path "$DEMO/qwen" --sam_path "$DEMO/sam" \
+    set -- --tasks point_segmentation --answer_style points --image_size 96 --model_path "$DEMO/qwen" --sam_path "$DEMO/sam" \
         --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir outputs/points_demo_run \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 32 --micro_batch_size 32 --batch_size 4 \
         --num_generations 8 --learning_rate 1e-3 --kl_coef 0.02 \

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_train.config.flags import add_flags, parse_all, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
-from rl_train.data.registry import readers
+from rl_train.data.registry import eval_entry, readers
 from rl_train.distributed.process_group import (
     EXIT_BAD_INPUT,
     RankError,
@@ -144,8 +144,10 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
     )
     check_flag_combinations(config, chosen)
     readers(config.data)  # refuses what a data set does not have
-    for name in ("model_path", "sam_path", "data_dir", "eval_data_dir"):
-        path = config.flags[name]
+    paths = {name: config.flags[name] for name in ("model_path", "sam_path", "data_dir")}
+    evaluated = eval_entry(config.data)
+    paths["eval_data_dir"] = evaluated and evaluated.folder
+    for name, path in paths.items():
         if path is not None and not Path(path).is_dir() and not hub.HUB_NAME.fullmatch(path):
             raise ValueError(f"--{name} {path}: no such folder")
     return config

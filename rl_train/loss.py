@@ -47,7 +47,9 @@ class ScoredRollout:
     reference: ReferenceScores | None  # None if --kl_coef is 0
     nan_watcher: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
     scaled_reward: torch.Tensor | None = None  # (N,) source of the advantages, if not `reward`
-    mask_truncated: bool = False  # whether answers cut at the length limit leave the loss
+    mask_truncated_completions: bool = (
+        False  # whether answers cut at the length limit leave the loss
+    )
     # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
     first_logp: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
 
@@ -55,7 +57,7 @@ class ScoredRollout:
     def in_loss(self) -> torch.Tensor:
         """Rows in the loss, (N,) bool: False where the reward is missing or the row is masked."""
         has_reward = ~self.reward.isnan()
-        return has_reward & self.rollout.stopped if self.mask_truncated else has_reward
+        return has_reward & self.rollout.stopped if self.mask_truncated_completions else has_reward
 
     @property
     def groups_with_signal(self) -> list[bool]:

@@ -27,7 +27,7 @@ class Batch:
     image_ids: list[str]
     damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
     inputs: Any  # made by the policy's `Preprocessor.collate`; only that policy reads it
-    # (K, H, W) bool masks of the K other regions of each image, with --other_regions
+    # (K, H, W) bool masks of the K other regions of each image, with --distractors
     others: list[torch.Tensor] | None = None
 
     def __len__(self):

@@ -99,7 +99,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                         reference,
                         nan_watcher=policy.nan_watcher.take(),
                         scaled_reward=normalised,
-                        mask_truncated=config.loss.mask_truncated,
+                        mask_truncated_completions=config.loss.mask_truncated_completions,
                     )
                 )
                 timer("teacher")
@@ -152,8 +152,8 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         TRAIN_BATCHES_PER_EVAL_BATCH * config.rollout.batch_size,
         max_tokens,
         data.num_workers,
-        data.max_caption_length,
-        other_regions=data.other_regions,
+        data.max_prompt_length,
+        distractors=data.distractors,
         attribute_phrases=run.attribute_phrases,
         measure=state.tasks[0].measure,
     )
@@ -167,9 +167,9 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         if not signals.agreed and evaluator.missing(state.step):
             evaluator(state, logger)
         if not signals.agreed:
-            preprocessor = state.policy.preprocessor(max_tokens, data.max_caption_length)
+            preprocessor = state.policy.preprocessor(max_tokens, data.max_prompt_length)
             loader = batch_loader(
-                run.train_set, preprocessor, run.sampler, data.num_workers, data.other_regions
+                run.train_set, preprocessor, run.sampler, data.num_workers, data.distractors
             )
             end_step = StepCallback(run, logger, evaluator, signals)
             with closing(end_step.progress):  # what is printed at the end stands below the bar
@@ -178,11 +178,11 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
                 evaluator(state, logger)
         if signals.agreed:
             raise Interrupted(f"{signals.agreed}, in an evaluation of step {state.step}")
-    if config.run.export_final and run.ranks.is_main:
+    if config.run.merge_at_end and run.ranks.is_main:
         output_dir = Path(config.run.output_dir)
         last = output_dir / f"checkpoint_step_{run.max_steps}"
         final = output_dir / save_load.FINAL_MODEL
-        role = export(last, final, config.run.export_final)
+        role = export(last, final, config.run.merge_at_end)
         print0(f"{final}: {role} of {last}, merged")
     print0(before_after_table(evaluator.values[0], evaluator.values[run.max_steps]))
     print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")

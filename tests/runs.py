@@ -20,7 +20,7 @@ from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
 REGIONS = 117  # training regions of `draw_data`
-# Held-out metrics that are measured only where a flag asks for them: --other_regions, --best_of.
+# Held-out metrics that are measured only where a flag asks for them: --distractors, --best_of.
 SAMPLED = {"best_of_G_cycle_iou", "by_logp_cycle_iou", "sampled_cycle_iou", "best_of_G_meteor"}
 SAMPLED |= {"by_cycle_meteor", "by_logp_meteor", "sampled_meteor"}
 ASKED = {"cycle_on_target", "seg_on_target"} | SAMPLED
@@ -95,7 +95,7 @@ def flags(data: Path, output: Path, **changes) -> list[str]:
             micro_batch_size=4,
             max_steps=2,
             learning_rate=1e-4,
-            mask_sigma=4,
+            latent_std=4,
         )
         | changes
     )

@@ -96,9 +96,13 @@ def test_nothing_left_to_hold_out(complaint):
 def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
     train = str(data / "train")
     sentence = complaint(eval_data_dir=train)
-    assert f"--eval_data_dir {train} share images" in sentence and "--shared_images" in sentence
-    assert "nothing is left to train on" in complaint(eval_data_dir=train, shared_images="drop")
-    drop = f"{REGIONS} of {REGIONS} training regions (--shared_images drop)"
+    assert (
+        f"--eval_data_dir {train} share images" in sentence and "--train_eval_overlap" in sentence
+    )
+    assert "nothing is left to train on" in complaint(
+        eval_data_dir=train, train_eval_overlap="drop"
+    )
+    drop = f"{REGIONS} of {REGIONS} training regions (--train_eval_overlap drop)"
     assert drop in capsys.readouterr().out
 
 

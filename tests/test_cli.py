@@ -43,14 +43,17 @@ def test_folder_that_does_not_exist(complaint, name):
 
 
 def test_a_format_of_held_out_regions_that_are_not_given(complaint):
-    said = complaint(eval_data_dir=None, eval_dataset="reasonseg")
-    assert "--eval_dataset reasonseg: needs --eval_data_dir" in said
+    said = complaint(eval_data_dir="reasonsge:x")
+    assert "--eval_data_dir reasonsge:x: must be [NAME[/SUBSET,..]:]FOLDER, NAME of gar," in said
 
 
 def test_names_of_curves_choose_the_best(data, tmp_path):
-    named = dict(best_by=["eval/seg_on_target", "cycle_iou"], other_regions="")
-    assert cli.parse(flags(data, tmp_path, **named)).run.best_by == ["seg_on_target", "cycle_iou"]
-    assert cli.parse(flags(data, tmp_path)).run.best_by == []
+    named = dict(metric_for_best_model=["eval/seg_on_target", "cycle_iou"], distractors="")
+    assert cli.parse(flags(data, tmp_path, **named)).run.metric_for_best_model == [
+        "seg_on_target",
+        "cycle_iou",
+    ]
+    assert cli.parse(flags(data, tmp_path)).run.metric_for_best_model == []
 
 
 @pytest.mark.parametrize("name", ["model_path", "data_dir", "output_dir"])
@@ -69,19 +72,19 @@ def test_flag_that_is_needed(complaint, name):
         ("gradient_accumulation_steps", 0),
         ("temperature", 0),
         ("learning_rate", -1),
-        ("prompt_learning_rate", 0),
+        ("text_hidden_fcs_lr", 0),
         ("ema_decay", 1.1),
         ("ema_decay", -0.1),
         ("ema_decay", "nan"),
         ("ema_half_life", 0),
-        ("likelihood_share", 1.1),
-        ("likelihood_share", "nan"),
+        ("likelihood_weight", 1.1),
+        ("likelihood_weight", "nan"),
         ("ablation_reward", "random"),
-        ("mask_sigma", -0.1),
-        ("mask_sigma", -1),
-        ("mask_sigma", "x"),
-        ("mask_sigma", "nan"),
-        ("mask_sigma", "inf"),
+        ("latent_std", -0.1),
+        ("latent_std", -1),
+        ("latent_std", "x"),
+        ("latent_std", "nan"),
+        ("latent_std", "inf"),
         ("save_steps", 0),
         ("kl_coef", -1),
         ("loop1_weight", -1),
@@ -129,7 +132,7 @@ def test_auto_sigma_needs_a_mask(complaint, monkeypatch):
     monkeypatch.setattr(
         Sa2VAPolicy, "seg_tokens", lambda policy, ids, valid: torch.zeros_like(valid)
     )
-    assert "--mask_sigma auto: " in complaint(mask_sigma="auto")
+    assert "--latent_std auto: " in complaint(latent_std="auto")
 
 
 def test_values_that_depend_on_others(data, tmp_path):
@@ -143,10 +146,10 @@ def test_values_that_depend_on_others(data, tmp_path):
 
     judge = dict(use_llm_judge="", use_llm_judge_loop2="")
     assert share() == 0.5 and share(**judge) == 0
-    assert share(**judge, likelihood_share=0.3) == 0.3 and share(likelihood_share=0) == 0
+    assert share(**judge, likelihood_weight=0.3) == 0.3 and share(likelihood_weight=0) == 0
 
     def sigma(value):
-        return parse(mask_sigma=value).tasks["caption_mask_caption"].mask_sigma
+        return parse(latent_std=value).tasks["caption_mask_caption"].latent_std
 
     assert sigma(None) == sigma("auto") == "auto" and sigma("0") == 0
     assert parse().optim.ema_decay is None and parse().optim.ema_half_life == 0.1
@@ -186,8 +189,8 @@ def test_another_s_target_needs_another_sample(complaint):
 
 
 def test_an_order_that_is_none(complaint):
-    assert "--order random: must be module:function" in complaint(order="random")
-    assert "--order math:no: module 'math' has no attribute 'no'" in complaint(order="math:no")
+    assert "--sampler random: must be module:function" in complaint(sampler="random")
+    assert "--sampler math:no: module 'math' has no attribute 'no'" in complaint(sampler="math:no")
 
 
 def test_judge_of_loop_2_needs_a_judge(complaint, tmp_path):

@@ -148,13 +148,13 @@ def column_of(model, name) -> str:
 
 def test_gradient_of_each_term_by_module(model, two, rollouts):
     """Which weights one update of each term reaches; prints the norms."""
-    plain = roll(model, task_of(model, 2, mask_sigma=0.0), two)
+    plain = roll(model, task_of(model, 2, latent_std=0.0), two)
     assert plain.latents.logp is None and not plain.latents.noise.any()
     assert {column_of(model, n) for n in model.trainable} == set(COLUMNS)
     print("\n" + " " * 36 + "".join(f"{column:>17s}" for column in COLUMNS))
     for term, expected in TABLE.items():
         loop = int(term[5])
-        sigma = {"mask_sigma": 0.0} if "sigma 0" in term else {}
+        sigma = {"latent_std": 0.0} if "sigma 0" in term else {}
         mask = {"mask_loss_coef": 0.1} if "mask" in term else {}
         work = work_of(
             model,

@@ -57,11 +57,17 @@ def without_model(rewards, masked=None, size=2, name="loop1", scale="group"):
     task = SimpleNamespace(name=name, action=None)
     advantages = group_advantages(rewards, size, scale)
     return ScoredRollout(
-        task, rollout, None, rewards, advantages, None, mask_truncated=masked is not None
+        task,
+        rollout,
+        None,
+        rewards,
+        advantages,
+        None,
+        mask_truncated_completions=masked is not None,
     )
 
 
-# --mask_truncated
+# --mask_truncated_completions
 
 
 def test_masked_rows_leave_the_loss_as_rows_without_reward_do(model, rollouts):
@@ -71,7 +77,9 @@ def test_masked_rows_leave_the_loss_as_rows_without_reward_do(model, rollouts):
         task = task_of(model, loop, **(dict(mask_loss_coef=0.1) if loop == 2 else {}))
         work = work_of(model, task, rollouts[loop], torch.tensor([0.7, 50.0, -0.7, 0.7]))
         config = LossConfig(kl_coef=0.1, entropy_coef=0.05)
-        cut = replace(work, rollout=replace(work.rollout, stopped=kept), mask_truncated=True)
+        cut = replace(
+            work, rollout=replace(work.rollout, stopped=kept), mask_truncated_completions=True
+        )
         masked = backward(model, cut, config)
         unscored = replace(work, reward=torch.where(kept, work.reward, torch.nan))
         expected = backward(model, unscored, config)

@@ -70,7 +70,7 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
 @pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])
 def test_all_that_trains_gets_a_gradient(data, tmp_path, chosen):
     """From both tasks; but for keys' biases, which a softmax does not see."""
-    made = built(data, tmp_path, train=chosen or None)
+    made = built(data, tmp_path, trainable_modules=chosen or None)
     loss, *_ = losses(made, [0, 7, 30])
     loss.backward()
     policy = made.state.policy
@@ -99,7 +99,9 @@ def test_examples_follow_from_seed_step_and_sample(data, tmp_path):
 @pytest.mark.parametrize("chosen, second", [(["vision"], [True, True]), (["lora"], [])])
 def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chosen, second):
     """An encoder that trains computes again in the update, with gradient; a frozen one never."""
-    made = built(data, tmp_path, train=chosen, gradient_accumulation_steps=2, max_steps=1)
+    made = built(
+        data, tmp_path, trainable_modules=chosen, gradient_accumulation_steps=2, max_steps=1
+    )
     gradient = []
     made.state.policy.model.vision_model.register_forward_pre_hook(
         lambda *_: gradient.append(torch.is_grad_enabled())
@@ -125,7 +127,7 @@ def test_points_are_taught_in_the_form_that_is_asked_for(data, tmp_path):
         sam_path=write_sam(tmp_path / "sam"),
         tasks="point_answers",
         answer_style="points",
-        image_side=56,
+        image_size=56,
         max_completion_length=64,
         max_steps=12,
         learning_rate=3e-3,
@@ -172,11 +174,14 @@ def test_what_is_stated_is_read_again(frame):
 @pytest.mark.parametrize(
     "changes, complaint",
     [
-        (dict(train="eyes"), "--train eyes: unknown; known: lora, mlp1"),
-        (dict(train=["lora", "language_model"]), "--train lora language_model: one of them"),
+        (dict(trainable_modules="eyes"), "--trainable_modules eyes: unknown; known: lora, mlp1"),
         (
-            dict(train=["sam2_encoder", "lora"], tasks="region_captions"),
-            "--train sam2_encoder: no l",
+            dict(trainable_modules=["lora", "language_model"]),
+            "--trainable_modules lora language_model: one of them",
+        ),
+        (
+            dict(trainable_modules=["sam2_encoder", "lora"], tasks="region_captions"),
+            "--trainable_modules sam2_encoder: no l",
         ),
         (dict(max_completion_length=11), r"--max_completion_length 11: cuts .* of up to 12 tokens"),
     ],
@@ -189,7 +194,7 @@ def test_flags_that_make_no_run(data, tmp_path, changes, complaint):
 def test_what_cannot_train_is_refused(tmp_path):
     """Groups of a Qwen2.5-VL beside its LoRA."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
-    with pytest.raises(ValueError, match="--train embeddings: unknown; known: lora"):
+    with pytest.raises(ValueError, match="--trainable_modules embeddings: unknown; known: lora"):
         build_policy(PolicyConfig(model_path=str(tmp_path)), {}, ["embeddings"], 24, "cpu")
 
 
@@ -215,7 +220,7 @@ def test_its_flags_are_those_of_supervised_training(capsys):
     names = set()
     for kind in SFT_CONFIG_CLASSES.values():
         names |= set(kind.__dataclass_fields__)
-    assert {"train", "learning_rate", "lora_r"} <= names
+    assert {"trainable_modules", "learning_rate", "lora_r"} <= names
     assert not {"num_generations", "kl_coef", "ema_half_life", "ablation_reward"} & names
     with pytest.raises(SystemExit):
         cli.parse(["--tasks", "mask_caption_mask"], sft.SFT)

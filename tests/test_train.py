@@ -31,7 +31,7 @@ LOOP = (
 ).split()
 LOOP2 = (
     "meteor likelihood mask_spread no_seg_frac latent_joint_kl latent_clip_frac latent_loss "
-    "mask_loss mask_sigma capped_frac"
+    "mask_loss latent_std capped_frac"
 ).split()
 TAGS = (
     {f"loop1/{tag}" for tag in LOOP}

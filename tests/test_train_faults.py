@@ -131,7 +131,7 @@ def test_damaged_samples_are_replaced_counted_and_stop_the_run(data, tmp_path, m
 
 
 def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, capsys):
-    """By --mask_sigma auto, by training and by evaluation."""
+    """By --latent_std auto, by training and by evaluation."""
     read = GraspAnyRegionDataset.__getitem__
     long = ("a red thing " * 900).strip()
     monkeypatch.setattr(
@@ -144,9 +144,9 @@ def test_a_caption_beyond_the_context_is_left_out(data, tmp_path, monkeypatch, c
         tmp_path / "run",
         max_steps=2,
         max_bad_fraction=1,
-        max_caption_length=10_000,
+        max_prompt_length=10_000,
         tasks="caption_mask_caption",
-        mask_sigma="auto",
+        latent_std="auto",
         eval_samples=4,
     )
     assert curve(output, "data/damaged")[2] >= 1 and all(

@@ -46,7 +46,7 @@ def test_remedies_of_one_run(data, tmp_path, monkeypatch):
         return loss, statistics
 
     monkeypatch.setattr(MicroBatchLoss, "forward", watched)
-    flags = dict(mask_truncated="", overlong_buffer=4)
+    flags = dict(mask_truncated_completions="", overlong_buffer=4)
     flags |= dict(scale_rewards="batch", entropy_coef=0.01, temperature=2, num_generations=4)
     how = dict(gradient_accumulation_steps=2, batch_size=1, max_steps=1, save_steps=1)
     output = run(data, tmp_path, **flags, **how)
@@ -78,7 +78,7 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
 
     monkeypatch.setattr("rl_train.train.normalise_components", scaled)
     how = dict(num_generations=4, scale_components="") if share == 0.25 else {}
-    flags = dict(tasks="caption_mask_caption", likelihood_share=share, **how)
+    flags = dict(tasks="caption_mask_caption", likelihood_weight=share, **how)
     lines = rollouts(run(data, tmp_path, max_steps=1, **flags))
     assert any(line["meteor"] for line in lines)
     for line in lines:

@@ -23,10 +23,10 @@ def points(tmp_path_factory):
         tasks="point_segmentation",
         answer_style="points",
         sam_passes=2,
-        image_side=56,
+        image_size=56,
         max_completion_length=4,
         learning_rate=1e-3,
-        mask_sigma=None,
+        latent_std=None,
     )
 
 

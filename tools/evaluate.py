@@ -5,14 +5,14 @@ A base, or an exported folder; a checkpoint, compared with that; RefCOCO (D/refc
 
     python -m tools.evaluate --model_path M --data_dir D --output before.json
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --before before.json
-    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --split test
-    python -m tools.evaluate ... --dataset refcocog --split test --protocol sa2va
+    python -m tools.evaluate --model_path M --data_dir D --dataset refcocog --subsets test
+    python -m tools.evaluate ... --dataset refcocog --subsets test --protocol sa2va
     torchrun --nproc_per_node 8 -m tools.evaluate ...
 
 More measures: what captions state of attributes, which region a mask lies on, and what is gained by
 choosing among 8 sampled captions, by an oracle or by what the model itself makes of them:
 
-    python -m tools.evaluate ... --attributes D/attributes.json --other_regions --best_of 8
+    python -m tools.evaluate ... --attributes D/attributes.json --distractors --best_of 8
 
 Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run's flags hold:
 
@@ -69,7 +69,7 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     Raises ValueError if a flag is of another family of models.
     """
     if args.protocol:
-        captions = ("best_of", "attributes", "legacy_cleaner", "other_regions")
+        captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
         if caption_flags := [name for name in captions if getattr(args, name)]:
             raise ValueError(
                 f"--{caption_flags[0]}: not with --protocol {args.protocol}, of masks alone"
@@ -93,7 +93,7 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
 
 def build_dataset(args: Namespace) -> Dataset:
     """The samples that the flags name. Raises ValueError, naming the flag or file."""
-    opened = opener_of(args.dataset, args.parts, args.split, args.image_root, is_eval=True)
+    opened = opener_of(args.dataset, args.subsets, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
     if not args.num_samples:
@@ -222,7 +222,7 @@ def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
         max_tiles=args.max_tiles,
         temperature=args.temperature,
         sam_path=args.sam_path,
-        image_side=args.image_side,
+        image_size=args.image_size,
         max_image_tokens=args.max_image_tokens,
         # In the protocol all that an answer can hold.
         max_masks_per_answer=args.max_completion_length if args.protocol else most_masks,
@@ -237,9 +237,9 @@ def run(args: Namespace, ranks: RankInfo):
         known = ", ".join(REFCOCO_NAMES)
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     dataset = build_dataset(args)
-    if args.shared_images:
+    if args.train_eval_overlap:
         dataset = drop_trained_images(
-            dataset, args.checkpoint or args.model_path, args.shared_images
+            dataset, args.checkpoint or args.model_path, args.train_eval_overlap
         )
     before = read_before(args.before, len(dataset)) if args.before else None
     attribute_phrases = load_attributes(args.attributes) if args.attributes else {}
@@ -249,8 +249,8 @@ def run(args: Namespace, ranks: RankInfo):
         args.batch_size,
         args.max_completion_length,
         args.num_workers,
-        max_caption_length=args.max_caption_length,
-        other_regions=args.other_regions,
+        max_prompt_length=args.max_prompt_length,
+        distractors=args.distractors,
         best_of=args.best_of,
         attribute_phrases=attribute_phrases,
     )
@@ -300,7 +300,7 @@ def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: 
     """Print the metrics, and notes on the samples."""
     print0(table(result_json))
     if args.protocol:
-        subject = f"Sa2VA's protocol, {args.dataset} {args.split or 'val'}"
+        subject = f"Sa2VA's protocol, {args.dataset} {args.subsets[0] if args.subsets else 'val'}"
         print0(protocol_sentence(subject, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))
     if result.num_damaged:

@@ -11,7 +11,7 @@ from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.io import read_json
 
 # Flags of models that answer with box and points.
-POINT_FLAGS = ("sam_path", "image_side", "max_image_tokens")
+POINT_FLAGS = ("sam_path", "image_size", "max_image_tokens")
 POINT_FLAGS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentation.Options))
 NOT_SAVED = ("output", "before", "num_workers")  # flags that change no number
 
@@ -56,7 +56,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "state (docs/algorithm.md)",
     )
     add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
-    add("--image_side", type=COUNT_OR_0, default=PolicyConfig.image_side)
+    add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
     add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
@@ -67,7 +67,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--max_tiles is then 12 by default",
     )
     add(
-        "--shared_images",
+        "--train_eval_overlap",
         choices=["refuse", "drop", "keep"],
         help="regions on images that the checkpoint's run was trained on, whose data sets are "
         "opened again for it; default: nobody looks",
@@ -91,8 +91,14 @@ def add_data_flags(parser: argparse.ArgumentParser):
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
     add("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
-    add("--parts", nargs="+", default=[], help="folders of it that are read, of gar and dam")
-    add("--split", help="of RefCOCO (default val), or of a set of the hub (default train)")
+    add(
+        "--subsets",
+        nargs="+",
+        default=[],
+        metavar="SUBSET",
+        help="folders of --data_dir to read (gar, dam; default: all), or the split of RefCOCO "
+        "(default: val)",
+    )
     add(
         "--image_root",
         help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
@@ -100,13 +106,13 @@ def add_data_flags(parser: argparse.ArgumentParser):
     )
     add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
     add(
-        "--other_regions",
+        "--distractors",
         action="store_true",
         help="read all regions of an image: does a mask lie on the right one?",
     )
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
-    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
+    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
     add("--max_tiles", type=COUNT, default=1)
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")

@@ -160,8 +160,14 @@ def main(argv: list[str] | None = None):
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
     )
     parser.add_argument("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
-    parser.add_argument("--parts", nargs="+", default=[], help="folders of it, of gar and dam")
-    parser.add_argument("--split", help="of RefCOCO; default train")
+    parser.add_argument(
+        "--subsets",
+        nargs="+",
+        default=[],
+        metavar="SUBSET",
+        help="folders of --data_dir to read (gar, dam; default: all), or the split of RefCOCO "
+        "(default: train)",
+    )
     parser.add_argument("--image_root", help="folder of RefCOCO's images")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
@@ -178,8 +184,7 @@ def main(argv: list[str] | None = None):
             check_writable("--output", args.output, is_file=True)
         opener = opener_of(
             args.dataset,
-            args.parts,
-            args.split,
+            args.subsets,
             args.image_root,
             is_eval=args.dataset not in DATASETS,
         )

@@ -271,11 +271,11 @@ def main(argv: list[str] | None = None):
         "--steps", type=COUNT_OR_0, nargs=2, metavar=("FIRST", "LAST"), help="to show; default all"
     )
     parser.add_argument("--max_rollouts", type=COUNT, default=2000, help="that are shown")
-    parser.add_argument("--image_side", type=COUNT, default=320, help="of the images, in pixels")
+    parser.add_argument("--image_size", type=COUNT, default=320, help="of the images, in pixels")
     args = parser.parse_args(argv)
     try:
         check_writable("--output", args.output, is_file=True)
-        data = page_data(args.run, args.data_dir, args.steps, args.max_rollouts, args.image_side)
+        data = page_data(args.run, args.data_dir, args.steps, args.max_rollouts, args.image_size)
     except ValueError as error:
         raise SystemExit(f"rollouts: {error}") from error
     args.output.parent.mkdir(parents=True, exist_ok=True)

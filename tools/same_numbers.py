@@ -36,18 +36,18 @@ POINTS_CHECKPOINT = ROOT / "tools" / "demo" / "points_checkpoint"
 SMALL = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing --num_workers 1"
 LOOPS = (
     f"{SMALL} --max_completion_length 32 --micro_batch_size 16 --batch_size 4 --num_generations 8 "
-    "--learning_rate 1.5e-4 --prompt_learning_rate 1e-3 --ema_decay 0.95 --kl_coef 0.02 "
+    "--learning_rate 1.5e-4 --text_hidden_fcs_lr 1e-3 --ema_decay 0.95 --kl_coef 0.02 "
     "--eval_samples 16 --eval_steps 0"
 )
 # Other ways through the same code: sequence ratios, several updates, accumulation.
 LOOPS_OTHERWISE = (
     f"{SMALL} --max_completion_length 16 --micro_batch_size 8 --batch_size 2 --num_generations 4 "
     "--learning_rate 1e-4 --loss_type gspo --num_iterations 2 --gradient_accumulation_steps 2 "
-    "--scale_rewards batch --scale_components --mask_truncated --entropy_coef 0.01 "
-    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --other_regions"
+    "--scale_rewards batch --scale_components --mask_truncated_completions --entropy_coef 0.01 "
+    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors"
 )
 POINTS = (
-    f"{SMALL} --tasks point_segmentation --answer_style points --image_side 96 "
+    f"{SMALL} --tasks point_segmentation --answer_style points --image_size 96 "
     "--max_completion_length 32 --micro_batch_size 32 --batch_size 4 --num_generations 8 "
     "--learning_rate 1e-3 --kl_coef 0.02 --eval_samples 8 --eval_steps 0"
 )
@@ -56,7 +56,7 @@ SFT = (
     "--gradient_accumulation_steps 2 --eval_samples 8 --eval_steps 0"
 )
 SFT_POINTS = (
-    f"{SMALL} --tasks point_answers --answer_style points --image_side 96 "
+    f"{SMALL} --tasks point_answers --answer_style points --image_size 96 "
     "--max_completion_length 32 --batch_size 4 --learning_rate 1e-4 --eval_samples 8 --eval_steps 0"
 )
 OF_TIME = ("perf/",)
@@ -64,6 +64,7 @@ SHORT = 60  # characters of a value that is kept as it is; of a longer one its d
 
 # What a name or a text value of the other revision is called here: (pattern, replacement).
 RENAMED: list[tuple[str, str]] = [
+    (r"/mask_sigma\b", "/latent_std"),
     (r"^export: loops ema ", "export: loops teacher "),
     (r"mask_to_caption_weight", "loop1_weight"),
     (r"caption_to_mask_weight", "loop2_weight"),
@@ -214,7 +215,7 @@ def evaluation(data: Path, output: Path, steps: int, seed: int) -> Results:
     """`tools.evaluate` of a base, of a run's checkpoint, of RefCOCO's protocol and of points."""
     usual = "--batch_size 4 --num_workers 0 --dtype float32 --max_completion_length 24".split()
     demo = ["--data_dir", data / "demo" / "heldout", "--num_samples", 8]
-    demo += ["--attributes", data / "demo" / "attributes.json", "--other_regions", "--best_of", 2]
+    demo += ["--attributes", data / "demo" / "attributes.json", "--distractors", "--best_of", 2]
     refcoco = ["--data_dir", data / "refcoco", "--dataset", "refcoco", "--num_samples", 6]
     points = ["--data_dir", data / "points" / "heldout", "--num_samples", 6]
     results = {}

@@ -1,6 +1,6 @@
 """A curriculum by region size: an epoch's order, from large regions to small ones.
 
-PYTHONPATH=docs/examples python -m rl_train.train --order curriculum:large_first ..
+PYTHONPATH=docs/examples python -m rl_train.train --sampler curriculum:large_first ..
 """
 
 import numpy as np

@@ -10,7 +10,7 @@ checkpoint_best/             the same of the step with the best score on the eva
     eval.json                its step, its score and its metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 
-final_model/                 with --export_final: the last one merged into the base (`export`)
+final_model/                 with --merge_at_end: the last one merged into the base (`export`)
 
 A folder of one of these names is whole: it is written as .NAME.unfinished and renamed.
 .NAME.replaced is the earlier folder of that name while another takes its place.
@@ -38,7 +38,7 @@ from rl_train.utils.io import DamagedFile, fsync, read_json, wrap_write_errors, 
 
 CHECKPOINT_NAME = re.compile(r"checkpoint_step_(\d+)$")
 BEST_CHECKPOINT = "checkpoint_best"
-FINAL_MODEL = "final_model"  # written by --export_final from the last checkpoint
+FINAL_MODEL = "final_model"  # written by --merge_at_end from the last checkpoint
 WEIGHT_FILES = dict(policy="trainables.safetensors", teacher="ema.safetensors")  # {role: file}
 UNFINISHED, REPLACED = ".unfinished", ".replaced"  # suffixes that only `replacing` gives
 

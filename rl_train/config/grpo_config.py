@@ -19,7 +19,7 @@ from rl_train.config.flags import (
     flag,
     flags_with,
 )
-from rl_train.data import DATASETS, EVAL_DATASETS
+from rl_train.data import DATASETS
 from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_REWARDS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
@@ -41,7 +41,7 @@ class PolicyConfig:
         free_on_resume=True,
         may_differ_by_rank=True,
     )
-    image_side: int = flag(
+    image_size: int = flag(
         840,
         "side in pixels of the square to which images for Qwen2.5-VL are resized, as those that "
         "Seg-Zero and VisionReasoner were trained on; 0 keeps their shape",
@@ -87,23 +87,23 @@ class DataConfig:
         may_differ_by_rank=True,
     )
     dataset: str = flag("gar", "format of --data_dir (docs/data.md)", choices=list(DATASETS))
-    parts: list[str] = flag(
+    subsets: list[str] = flag(
         [],
-        "folders of --data_dir to read and, from the hub, to download (gar, dam); default: all",
-        metavar="PART",
+        "folders of --data_dir to read and, from the hub, to download (gar, dam; default: all), or "
+        "the split of RefCOCO to train on (default: train)",
+        metavar="SUBSET",
     )
-    split: str | None = flag(None, "split of RefCOCO to train on; default: train")
     image_root: str | None = flag(
         None,
         "folder of RefCOCO's images (COCO's train2014, or one above it); default: --data_dir",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
-    mix: list[str] = flag(
+    data_mixture: list[str] = flag(
         [],
-        "more training data, sampled by its weight; --data_dir has weight 1. PART is a folder as "
-        "in --parts, or a split of RefCOCO",
-        metavar="NAME[/PART,..]:FOLDER[=WEIGHT]",
+        "more training data, sampled by its weight; --data_dir has weight 1. SUBSET as in "
+        "--subsets",
+        metavar="NAME[/SUBSET,..]:FOLDER[=WEIGHT]",
     )
     max_bad_fraction: float = flag(
         0.01,
@@ -113,31 +113,18 @@ class DataConfig:
     )
     eval_data_dir: str | None = flag(
         None,
-        "folder of the regions to evaluate on; default: some images of --data_dir",
+        "regions to evaluate on, NAME as in --dataset (default: the same) and SUBSET as in "
+        "--subsets (of RefCOCO default: val); without it: some images of --data_dir",
+        metavar="[NAME[/SUBSET,..]:]FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
-    )
-    eval_dataset: str | None = flag(
-        None,
-        "format of --eval_data_dir; default: --dataset",
-        choices=list(EVAL_DATASETS),
-        needs="eval_data_dir",
-    )
-    eval_parts: list[str] = flag(
-        [],
-        "folders of --eval_data_dir to read, as in --parts",
-        metavar="PART",
-        needs="eval_data_dir",
-    )
-    eval_split: str | None = flag(
-        None, "split of --eval_data_dir; default: val of RefCOCO", needs="eval_data_dir"
     )
     eval_samples: int = flag(
         64,
         "number of regions in an evaluation: always the same ones, spread over images",
         type=COUNT,
     )
-    shared_images: str = flag(
+    train_eval_overlap: str = flag(
         "refuse",
         "images that are both trained and evaluated on: refuse to start, drop them from the "
         "training data, or keep them there",
@@ -150,12 +137,12 @@ class DataConfig:
         free_on_resume=True,
         may_differ_by_rank=True,
     )
-    other_regions: bool = flag(
+    distractors: bool = flag(
         False,
         "read the other regions of each image, to measure whether a mask lies on the right one",
         free_on_resume=True,
     )
-    order: str | None = flag(
+    sampler: str | None = flag(
         None,
         "your function (dataset, epoch, generator) -> indices of an epoch, in place of a random "
         "order (docs/adding_a_task.md)",
@@ -170,7 +157,7 @@ class DataConfig:
         may_differ_by_rank=True,
         out_of_model_card=True,
     )
-    max_caption_length: int = flag(
+    max_prompt_length: int = flag(
         512,
         "longest caption in a prompt, in tokens; samples with a longer one are left out",
         type=COUNT,
@@ -181,7 +168,7 @@ class DataConfig:
 class RolloutConfig:
     """rollouts"""
 
-    train: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
+    trainable_modules: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
 
     batch_size: int = flag(
         4,
@@ -278,11 +265,10 @@ class LossConfig:
         "the step, on all ranks), or by none; default: none for dr_grpo, else group",
         choices=SCALES,
     )
-    mask_truncated: bool = flag(
+    mask_truncated_completions: bool = flag(
         False,
         "leave answers cut at --max_completion_length out of the loss; their rewards still count "
         "in the mean and std of their group",
-        aliases=("mask_truncated_completions",),
     )
     entropy_coef: float = flag(0.0, "weight of an entropy bonus, the mean over tokens", type=WEIGHT)
     clip_range: float | None = flag(
@@ -325,12 +311,13 @@ class UpdatesConfig:
 
     num_iterations: ClassVar[int] = 1  # updates of a step
 
-    max_steps: int = flag(0, "number of steps; 0: as many as --num_epochs needs", type=COUNT_OR_0)
-    num_epochs: float = flag(
+    max_steps: int = flag(
+        0, "number of steps; 0: as many as --num_train_epochs needs", type=COUNT_OR_0
+    )
+    num_train_epochs: float = flag(
         1.0,
         "number of passes over the data, if --max_steps is 0",
         type=POSITIVE,
-        aliases=("num_train_epochs",),
     )
     gradient_accumulation_steps: int = flag(
         1, "number of batches per step and rank", type=COUNT, free_on_resume=True
@@ -338,7 +325,7 @@ class UpdatesConfig:
     learning_rate: float = flag(
         1e-5, "peak learning rate of AdamW (betas 0.9 and 0.999)", type=POSITIVE
     )
-    prompt_learning_rate: float | None = flag(
+    text_hidden_fcs_lr: float | None = flag(
         None,
         "learning rate of text_hidden_fcs, which prompts SAM2; default: --learning_rate",
         type=POSITIVE,
@@ -418,7 +405,7 @@ class RunConfig:
         type=COUNT_OR_0,
         free_on_resume=True,
     )
-    best_by: list[str] = flag(
+    metric_for_best_model: list[str] = flag(
         [],
         "metrics whose mean chooses checkpoint_best and the role that tools.export takes; default: "
         "seg_iou and caption_meteor, for points seg_iou (docs/algorithm.md)",
@@ -437,7 +424,7 @@ class RunConfig:
         free_on_resume=True,
         out_of_model_card=True,
     )
-    export_final: str | None = flag(
+    merge_at_end: str | None = flag(
         None,
         "merge the last checkpoint into its base at the end, into --output_dir/final_model, as "
         "tools.export does; auto: policy or teacher, whichever is better on the evaluation split",

@@ -33,7 +33,7 @@ class SFTExamplesConfig:
         type=COUNT,
         lowers_memory_of=("rollout", "teacher", "reference", "update"),
     )
-    train: list[str] = flag(
+    trainable_modules: list[str] = flag(
         [],
         "groups of weights to train, in place of those that the tasks name: lora, mlp1, "
         "text_hidden_fcs, sam2 (its mask decoder), hypernetworks (of sam2); or all weights of "
@@ -46,7 +46,7 @@ class SFTExamplesConfig:
 class SFTRunConfig(RunConfig):
     """run"""
 
-    export_final: str = flag(
+    merge_at_end: str = flag(
         "policy",
         "role to merge into its base at the end, into --output_dir/final_model, which "
         "rl_train.train takes as --model_path",

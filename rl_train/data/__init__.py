@@ -12,7 +12,7 @@ from rl_train.data.reasonseg import ReasonSegDataset
 from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
 from rl_train.data.segzero import SegZeroDataset
 
-# {--dataset: reader of a folder}; below, those of --eval_dataset.
+# {--dataset: reader of a folder}; below, those of --eval_data_dir.
 DATASETS = {
     "gar": GraspAnyRegionDataset,
     "dam": DescribeAnythingDataset,

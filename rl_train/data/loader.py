@@ -25,7 +25,7 @@ class Batches(Dataset):
     does not depend on the number of workers.
 
     Args:
-        other_regions: fill `Batch.others`.
+        distractors: fill `Batch.others`.
 
     Raises:
         BadData: on access, MAX_ATTEMPTS replacements in a row were damaged too.
@@ -35,10 +35,10 @@ class Batches(Dataset):
         self,
         dataset: RegionDataset | Subset,
         preprocessor: Preprocessor,
-        other_regions: bool = False,
+        distractors: bool = False,
     ):
         self.dataset, self.preprocessor = dataset, preprocessor
-        self.others = DistractorMasks(dataset) if other_regions else None
+        self.others = DistractorMasks(dataset) if distractors else None
 
     def __getitem__(self, indices: list[int]) -> Batch:
         index, samples, damaged = zip(*map(self._undamaged, indices))
@@ -144,7 +144,7 @@ class StepSampler:
         """Return (length,) indices of an epoch, in its order.
 
         Raises:
-            ValueError: the user's order returned something else; names --order.
+            ValueError: the user's order returned something else; names --sampler.
         """
         if self.cached[0] != epoch:
             generator = np.random.default_rng([self.seed, epoch])
@@ -155,7 +155,7 @@ class StepSampler:
             is_index_each = order.shape == (self.length,) and order.dtype.kind in "iu"
             if not is_index_each or order.min() < 0 or order.max() >= self.length:
                 raise ValueError(
-                    f"--order: gave {order.dtype} {order.shape} for an epoch of {self.length} "
+                    f"--sampler: gave {order.dtype} {order.shape} for an epoch of {self.length} "
                     f"samples, not an index from 0 to {self.length - 1} for each"
                 )
             self.cached = epoch, order
@@ -167,11 +167,11 @@ def batch_loader(
     preprocessor: Preprocessor,
     sampler: Iterable[list[int]],
     num_workers: int,
-    other_regions: bool = False,
+    distractors: bool = False,
 ) -> DataLoader:
     """Return a loader of a batch for each index list of `sampler`."""
     return DataLoader(
-        Batches(dataset, preprocessor, other_regions),
+        Batches(dataset, preprocessor, distractors),
         batch_size=None,
         sampler=sampler,
         num_workers=num_workers,
@@ -186,12 +186,12 @@ def eval_loader(
     num_workers: int,
     rank: int = 0,
     world_size: int = 1,
-    other_regions: bool = False,
+    distractors: bool = False,
 ) -> DataLoader:
     """Return a loader of every `world_size`-th sample from `rank` on, in order, each once."""
     indices = list(range(rank, len(dataset), world_size))
     lists = [indices[i : i + batch_size] for i in range(0, len(indices), batch_size)]
-    return batch_loader(dataset, preprocessor, lists, num_workers, other_regions)
+    return batch_loader(dataset, preprocessor, lists, num_workers, distractors)
 
 
 def steps(loader: DataLoader, accumulation: int) -> Iterator[list[Batch]]:

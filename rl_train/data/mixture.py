@@ -88,7 +88,7 @@ class MixtureSampler:
         self.weights = np.array(dataset.weights) / sum(dataset.weights)  # (K,)
         for name, members in zip(self.names, self.members):
             if not len(members):
-                raise ValueError(f"--mix: no region of {name} is left to train on")
+                raise ValueError(f"--data_mixture: no region of {name} is left to train on")
 
     def step(self, step: int, size: int) -> np.ndarray:
         """Return (P,) indices of a step's prompts, P = size; all steps must have as many."""

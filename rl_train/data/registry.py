@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DATASETS, EVAL_DATASETS, check_bad_fraction
@@ -11,45 +12,45 @@ from rl_train.data.mixture import MixtureDataset
 from rl_train.data.refcoco import REFCOCO_NAMES
 
 Opener = Callable[[str], RegionDataset]  # takes the folder
-# {flag: {data set that takes it: parameter of its reader}}.
-READER_PARAMETERS = {
-    "parts": {"gar": "parts", "dam": "splits"},
-    "split": dict.fromkeys(REFCOCO_NAMES, "split"),
-    "image_root": dict.fromkeys(REFCOCO_NAMES, "image_root"),
-}
-ENTRY = re.compile(
-    r"(?P<name>[^/:]+)(/(?P<parts>[^:]+))?:(?P<folder>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?"
-)
+# {data set: parameter of its reader that takes --subsets}; a split of RefCOCO is one subset.
+SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(REFCOCO_NAMES, "split")
+ENTRY = re.compile(r"(?P<name>[^/:]+)(/(?P<subsets>[^:]+))?:(?P<folder>.+)")
+WEIGHTED_ENTRY = re.compile(r"(?P<entry>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?")
 
 
 def opener_of(
     name: str,
-    parts: Sequence[str] = (),
-    split: str | None = None,
+    subsets: Sequence[str] = (),
     image_root: str | None = None,
     is_eval: bool = False,
-    prefix: str = "--",
+    subsets_flag: str = "--subsets",
     folder_flag: str = "--data_dir ",
 ) -> Opener:
     """Return the function that opens the data set `name` in a folder.
 
     Args:
-        parts: folders to read.
-        split: default train, or val if `is_eval`.
+        subsets: folders to read (gar, dam), or one split of RefCOCO: default train, or val if
+            `is_eval`.
         image_root: see `RefCOCODataset`.
-        prefix: of the flags `parts` and `split` in errors.
+        subsets_flag: the flag that names the subsets, in errors.
         folder_flag: the flag that names the folder, in errors.
 
     Raises:
         ValueError: the data set has no such thing; names the flag.
     """
-    options = dict(parts=list(parts), split=split, image_root=image_root)
-    for flag, value in options.items():
-        if value and name not in READER_PARAMETERS[flag]:
-            words = f"{'--' if flag == 'image_root' else prefix}{flag}"
-            raise ValueError(f"{words}: only for {', '.join(READER_PARAMETERS[flag])}, not {name}")
+    keywords = {}
+    if image_root:
+        if name not in REFCOCO_NAMES:
+            raise ValueError(f"--image_root: only for {', '.join(REFCOCO_NAMES)}, not {name}")
+        keywords["image_root"] = image_root
+    if subsets:
+        if name not in SUBSET_PARAMETERS:
+            raise ValueError(f"{subsets_flag}: only for {', '.join(SUBSET_PARAMETERS)}, not {name}")
+        if name in REFCOCO_NAMES and len(subsets) > 1:
+            raise ValueError(f"{subsets_flag}: {name} is read one split at a time")
+        value = subsets[0] if name in REFCOCO_NAMES else list(subsets)
+        keywords[SUBSET_PARAMETERS[name]] = value
     reader_class = (EVAL_DATASETS if is_eval else DATASETS)[name]
-    keywords = {READER_PARAMETERS[flag][name]: value for flag, value in options.items() if value}
 
     def open_folder(data_dir: str) -> RegionDataset:
         try:
@@ -62,64 +63,91 @@ def opener_of(
 
 @dataclass(frozen=True)
 class MixtureEntry:
-    """One data set of --mix."""
+    """A data set named by one word: an entry of --data_mixture, or --eval_data_dir."""
 
     name: str
-    parts: tuple[str, ...]
+    subsets: tuple[str, ...]
     folder: str
-    weight: float
+    weight: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> "MixtureEntry":
-        """Parse "NAME[/PART,..]:FOLDER[=WEIGHT]". Raises ValueError that names --mix."""
-        match = ENTRY.fullmatch(text)
-        weight = float(match["weight"] or 1) if match else 0
+        """Parse "NAME[/SUBSET,..]:FOLDER[=WEIGHT]". Raises ValueError that names --data_mixture."""
+        weighted = WEIGHTED_ENTRY.fullmatch(text)
+        match = weighted and ENTRY.fullmatch(weighted["entry"])
+        weight = float(weighted["weight"] or 1) if match else 0
         if not weight or match["name"] not in DATASETS:
             raise ValueError(
-                f"--mix {text}: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of "
+                f"--data_mixture {text}: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of "
                 f"{', '.join(DATASETS)}, WEIGHT above 0"
             )
-        parts = tuple(match["parts"].split(",")) if match["parts"] else ()
-        return cls(match["name"], parts, match["folder"], weight)
+        return cls(match["name"], split_subsets(match["subsets"]), match["folder"], weight)
 
-    def opener(self, image_root: str | None) -> Opener:
-        """Return the function that opens it in its folder; a RefCOCO's part is its split."""
-        has_splits = self.name in REFCOCO_NAMES
+    @classmethod
+    def parse_eval(cls, text: str, default_name: str) -> "MixtureEntry":
+        """Parse "[NAME[/SUBSET,..]:]FOLDER". Raises ValueError that names --eval_data_dir.
+
+        Args:
+            default_name: of the data set if the text is only a folder.
+        """
+        match = ENTRY.fullmatch(text)
+        if match and match["name"] in EVAL_DATASETS:
+            return cls(match["name"], split_subsets(match["subsets"]), match["folder"])
+        if match and not Path(text).is_dir():
+            raise ValueError(
+                f"--eval_data_dir {text}: must be [NAME[/SUBSET,..]:]FOLDER, NAME of "
+                f"{', '.join(EVAL_DATASETS)}"
+            )
+        return cls(default_name, (), text)
+
+    def opener(self, image_root: str | None, is_eval: bool = False) -> Opener:
+        """Return the function that opens it in its folder."""
+        flag = "--eval_data_dir" if is_eval else "--data_mixture"
+        named = f"{flag} " if is_eval else f"{flag} {self.name}:"
         return opener_of(
             self.name,
-            parts=() if has_splits else self.parts,
-            split=",".join(self.parts) if has_splits else None,
-            image_root=image_root if has_splits else None,
-            prefix=f"--mix {self.name}/.. ",
-            folder_flag=f"--mix {self.name}:",
+            subsets=self.subsets,
+            image_root=image_root if self.name in REFCOCO_NAMES else None,
+            is_eval=is_eval,
+            subsets_flag=f"{flag} {self.name}/{','.join(self.subsets)}",
+            folder_flag=named,
         )
 
 
+def split_subsets(text: str | None) -> tuple[str, ...]:
+    """Return the subsets of "SUBSET,..", none of None."""
+    return tuple(text.split(",")) if text else ()
+
+
+def eval_entry(data: DataConfig) -> MixtureEntry | None:
+    """Return what --eval_data_dir names, or None without the flag."""
+    return MixtureEntry.parse_eval(data.eval_data_dir, data.dataset) if data.eval_data_dir else None
+
+
 def readers(data: DataConfig) -> tuple[Opener, Opener]:
-    """Return the functions that open --data_dir, with --mix if given, and --eval_data_dir.
+    """Return the functions that open --data_dir, with --data_mixture if given, and --eval_data_dir.
 
     Raises:
         ValueError: a flag asks for what its data set does not have.
     """
-    entries = [MixtureEntry.parse(text) for text in data.mix]
-    eval_name = data.eval_dataset or data.dataset
+    entries = [MixtureEntry.parse(text) for text in data.data_mixture]
     names = [data.dataset, *(entry.name for entry in entries)]
-    if data.image_root and not {eval_name, *names} & set(REFCOCO_NAMES):
+    evaluation = eval_entry(data)
+    all_names = {*names, evaluation.name} if evaluation else set(names)
+    if data.image_root and not all_names & set(REFCOCO_NAMES):
         raise ValueError(f"--image_root: no data set here is one of {', '.join(REFCOCO_NAMES)}")
-    roots = dict.fromkeys(REFCOCO_NAMES, data.image_root)
-    train = opener_of(data.dataset, data.parts, data.split, roots.get(data.dataset))
-    evaluation = opener_of(
-        eval_name,
-        data.eval_parts,
-        data.eval_split,
-        roots.get(eval_name),
-        is_eval=True,
-        prefix="--eval_",
-        folder_flag="--eval_data_dir ",
-    )
+    image_root = data.image_root if data.dataset in REFCOCO_NAMES else None
+    train = opener_of(data.dataset, data.subsets, image_root)
+    if evaluation:
+        evaluation.opener(data.image_root, is_eval=True)  # refuses what it does not have
+
+    def open_eval(eval_data_dir: str) -> RegionDataset:
+        entry = MixtureEntry.parse_eval(str(eval_data_dir), data.dataset)
+        return entry.opener(data.image_root, is_eval=True)(entry.folder)
+
     openers = [entry.opener(data.image_root) for entry in entries]
     if not entries:
-        return train, evaluation
+        return train, open_eval
 
     def open_mixture(data_dir: str) -> MixtureDataset:
         folders = [entry.folder for entry in entries]
@@ -130,7 +158,7 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
         weights = [1.0, *(entry.weight for entry in entries)]
         return MixtureDataset(dict(zip(labels, datasets)), weights)
 
-    return open_mixture, evaluation
+    return open_mixture, open_eval
 
 
 def unique(names: list[str]) -> list[str]:

@@ -19,7 +19,7 @@ def split_dataset(
     eval_data_dir: str | None,
     eval_samples: int,
     max_bad_fraction: float,
-    shared_images: str = "refuse",
+    train_eval_overlap: str = "refuse",
     eval_opener: Opener | None = None,
     log: Callable[[str], None] = lambda sentence: None,
 ) -> tuple[RegionDataset | Subset, Subset, DamagedSamples]:
@@ -31,8 +31,8 @@ def split_dataset(
     Args:
         opener: opens --data_dir.
         eval_opener: opens --eval_data_dir, default the same.
-        shared_images: refuse, or drop or keep in training, the regions whose image is on both sides
-            by `picture_keys`.
+        train_eval_overlap: refuse, drop from training, or keep in training the regions whose image
+            is on both sides by `picture_keys`.
         log: called with a sentence that counts the regions and images of both sides.
 
     Raises:
@@ -51,17 +51,17 @@ def split_dataset(
             f"{len(np.unique(keys[shared]))} images are both trained on and held out, of "
             f"{len(np.unique(keys))} and {len(np.unique(eval_keys))}: {shared.sum()} of "
             f"{len(dataset)} training regions"
-            + f" (--shared_images {shared_images})"
+            + f" (--train_eval_overlap {train_eval_overlap})"
             * bool(shared.any())
         )
-        if shared.any() and shared_images == "refuse":
+        if shared.any() and train_eval_overlap == "refuse":
             raise ValueError(
                 f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images: of "
                 f"{shared.sum()} of {len(dataset)} training regions, as "
-                f"{dataset.image_id(int(shared.argmax()))}; --shared_images drop leaves these out, "
-                "keep trains on them"
+                f"{dataset.image_id(int(shared.argmax()))}; --train_eval_overlap drop leaves "
+                "these out, keep trains on them"
             )
-        drop = shared.any() and shared_images == "drop"
+        drop = shared.any() and train_eval_overlap == "drop"
         training = Subset(dataset, np.flatnonzero(~shared).tolist()) if drop else dataset
         evaluation = Subset(eval_set, sample_regions(eval_keys, eval_samples))
     else:

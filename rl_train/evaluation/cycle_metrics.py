@@ -27,7 +27,7 @@ from sa2va_hf.batches import ImageFeatures
 # What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
 METRICS = {
     "cycle_iou": "region -> caption -> mask', IoU with the region",
-    "cycle_on_target": "same: mask' lies on the region, on no other of the image (--other_regions)",
+    "cycle_on_target": "same: mask' lies on the region, on no other of the image (--distractors)",
     "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
     "by_logp_cycle_iou": "same, the likeliest of them (mean log-prob)",
     "sampled_cycle_iou": "same, their mean",
@@ -35,7 +35,7 @@ METRICS = {
     "seg_iou": "mask of the true caption: mean IoU (gIoU)",
     "seg_ciou": "same: summed intersections / summed unions (cIoU)",
     "seg_p50": "same: fraction with IoU >= 0.5",
-    "seg_on_target": "same: it lies on the region, on no other of the image (--other_regions)",
+    "seg_on_target": "same: it lies on the region, on no other of the image (--distractors)",
     "caption_meteor": "caption of the region, METEOR",
     "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
     "by_cycle_meteor": "same, the one of them of the highest cycle IoU",
@@ -81,7 +81,7 @@ def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> flo
     chosen = [metrics[name] for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
     if missing or not chosen:
         words = ", ".join(missing) or "is needed to choose checkpoint_best"
-        raise UserFault(f"--best_by {words}: this run measures {', '.join(metrics)}")
+        raise UserFault(f"--metric_for_best_model {words}: this run measures {', '.join(metrics)}")
     return sum(chosen) / len(chosen)
 
 

@@ -42,8 +42,8 @@ class EvalSpec:
     batch_size: int
     max_new_tokens: int
     num_workers: int
-    max_caption_length: int | None = None  # see `Sa2VAPreprocessor`
-    other_regions: bool = False  # also measure whether a mask lies on the right region
+    max_prompt_length: int | None = None  # see `Sa2VAPreprocessor`
+    distractors: bool = False  # also measure whether a mask lies on the right region
     best_of: int = 0  # answers that are sampled of each region; 0 = none
     attribute_phrases: AttributePhrases = field(
         default_factory=dict
@@ -91,12 +91,12 @@ def evaluate(
     columns, faults = {name: [] for name in names}, set()
     loader = eval_loader(
         spec.dataset,
-        policy.preprocessor(tokens, spec.max_caption_length),
+        policy.preprocessor(tokens, spec.max_prompt_length),
         spec.batch_size,
         spec.num_workers,
         rank=ranks.rank,
         world_size=ranks.world_size,
-        other_regions=spec.other_regions,
+        distractors=spec.distractors,
     )
     for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
         features = None
@@ -137,7 +137,10 @@ class Evaluator:
     ):
         self.spec, self.ranks, self.flags, self.signals = spec, ranks, flags, signals
         self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
-        self.best_by, self.samples_answers = config.best_by, samples_answers
+        self.metric_for_best_model, self.samples_answers = (
+            config.metric_for_best_model,
+            samples_answers,
+        )
         self.values = {}  # {step: columns of the policy}
 
     def measure_base(self, state: save_load.RunState, log: RunLogger):
@@ -183,8 +186,13 @@ class Evaluator:
         log.scalars({f"eval/{name}": value for name, value in metrics[0].items()}, step)
         if state.roles.has_teacher:  # at step 0 it is the base too
             log.scalars({f"eval_ema/{name}": value for name, value in metrics[-1].items()}, step)
-        if self.eval_steps:  # at step 0 too, which shows whether --best_by is measured
-            scores = [role | dict(score=selection_score(role, self.best_by)) for role in metrics]
+        if (
+            self.eval_steps
+        ):  # at step 0 too, which shows whether --metric_for_best_model is measured
+            scores = [
+                role | dict(score=selection_score(role, self.metric_for_best_model))
+                for role in metrics
+            ]
             if step:
                 best = scores[0] | {"teacher": role for role in scores[1:]}
                 save_load.save_if_best(self.folder, state, self.flags, best, self.ranks.is_main)

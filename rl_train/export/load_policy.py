@@ -20,7 +20,7 @@ from rl_train.utils.hub import model_folder
 from rl_train.utils.io import read_json
 
 # Flags of a run that its checkpoints' weights depend on.
-ARCHITECTURE = ("lora_r", "lora_alpha", "sam_path", "image_side", "max_image_tokens")
+ARCHITECTURE = ("lora_r", "lora_alpha", "sam_path", "image_size", "max_image_tokens")
 
 
 def open_policy(
@@ -86,7 +86,9 @@ def load_policy(
     settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
     weights = open_weights(folder / WEIGHT_FILES[role])
-    groups = flags.get("train") or groups_of(weights.keys(), FAMILIES[family_of(base)].rl_patterns)
+    groups = flags.get("trainable_modules") or groups_of(
+        weights.keys(), FAMILIES[family_of(base)].rl_patterns
+    )
     policy = build_policy(config, {}, groups, max_new_tokens, device)
     fingerprint = fingerprint_of(*filter(None, (config.model_path, config.sam_path)))
     load_weights(folder, policy.trainable, WEIGHT_FILES[role], fingerprint)
@@ -105,7 +107,7 @@ def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
         ValueError: no such checkpoint or data, or a region is to be refused; names the flag.
     """
     if not (folder / "training_state.pt").is_file():
-        raise ValueError(f"--shared_images {choice}: {folder} is no checkpoint of a run")
+        raise ValueError(f"--train_eval_overlap {choice}: {folder} is no checkpoint of a run")
     flags = read_json(folder / "config.json")
     data = DataConfig(**{f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags})
     opened, heldout = readers(data)
@@ -115,13 +117,13 @@ def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
         data.eval_data_dir,
         data.eval_samples,
         max_bad_fraction=1.0,
-        shared_images=data.shared_images,
+        train_eval_overlap=data.train_eval_overlap,
         eval_opener=heldout,
     )
     keys, trained = picture_keys(dataset, training)
     shared = np.isin(keys, trained)
     sentence = (
-        f"--shared_images {choice}: {shared.sum()} of {len(dataset)} regions are on "
+        f"--train_eval_overlap {choice}: {shared.sum()} of {len(dataset)} regions are on "
         f"{len(np.unique(keys[shared]))} of the {len(np.unique(trained))} images that the run of "
         f"{folder} was trained on"
     )

@@ -1,4 +1,4 @@
-"""A checkpoint merged into its base: the folder that `tools.export` and --export_final write."""
+"""A checkpoint merged into its base: the folder that `tools.export` and --merge_at_end write."""
 
 import shutil
 from pathlib import Path
@@ -69,7 +69,7 @@ def preferred_role(folder: Path) -> str:
             f"--role auto: {file} does not hold metrics of policy and teacher; pass --role policy "
             f"or --role teacher, or measure both: tools.evaluate --model_path {folder} --role .."
         )
-    names = evaluation["flags"]["best_by"]
+    names = evaluation["flags"]["metric_for_best_model"]
     metrics = dict(policy=evaluation["means"], teacher=evaluation["teacher"]["means"])
     scores = {role: selection_score(means, names) for role, means in metrics.items()}
     best = max(scores, key=scores.get)

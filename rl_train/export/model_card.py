@@ -28,7 +28,7 @@ The licence is that of the base.
 
 ## Data
 Format `{{ flags.dataset }}`, `{{ flags.data_dir }}`\
-{% for entry in flags.mix %}; `{{ entry }}`{% endfor %}.
+{% for entry in flags.data_mixture %}; `{{ entry }}`{% endfor %}.
 
 {% if metrics -%}
 ## Metrics

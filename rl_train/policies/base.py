@@ -48,7 +48,7 @@ class Policy(Protocol):
         return next(self.model.parameters()).device
 
     def preprocessor(
-        self, max_new_tokens: int, max_caption_length: int | None = None
+        self, max_new_tokens: int, max_prompt_length: int | None = None
     ) -> Preprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
 
@@ -163,7 +163,7 @@ def check_caption(
         raise DamagedSample(
             sample["image_id"],
             f"caption of {len(sample['caption'])} characters: {num_tokens} text tokens exceed the "
-            f"{max_tokens} that --max_caption_length and the model's context allow",
+            f"{max_tokens} that --max_prompt_length and the model's context allow",
         )
     special_tokens = tokenizer.added_tokens_decoder
     for text in texts:
@@ -191,7 +191,7 @@ class ModelSpec:
         model_type: value of model_type in the config.json of its folders.
         build: (config, groups, max_new_tokens, device) -> the policy.
         rl_patterns: {group: regex} of the weights that reinforcement learning may train.
-        group_patterns: {group: regex} of all weights that --train may name.
+        group_patterns: {group: regex} of all weights that --trainable_modules may name.
         gradient_via: {group: the group of `rl_patterns` that a task must list for gradients to
             reach it}, for groups that are not in `rl_patterns`.
         citation: BibTeX entries of the models that it is made of.

@@ -115,7 +115,7 @@ class QwenVLPolicy(Policy):
         vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
 
     def preprocessor(
-        self, max_new_tokens: int, max_caption_length: int | None = None
+        self, max_new_tokens: int, max_prompt_length: int | None = None
     ) -> QwenPreprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
         return QwenPreprocessor(
@@ -124,7 +124,7 @@ class QwenVLPolicy(Policy):
             tokenizer=self.tokenizer,
             context=self.context,
             max_new_tokens=max_new_tokens,
-            max_caption_length=max_caption_length,
+            max_prompt_length=max_prompt_length,
         )
 
     def encode_text(self, text: str) -> list[int]:
@@ -177,7 +177,7 @@ class QwenVLPolicy(Policy):
         if ids.shape[1] + num_tokens > self.context:
             raise ValueError(
                 f"a prompt of {ids.shape[1]} tokens, {num_tokens} behind it, does not fit the "
-                f"context of {self.context}: lower --image_side or --max_image_tokens"
+                f"context of {self.context}: lower --image_size or --max_image_tokens"
             )
         merge, is_image = self.preprocessing.merge, ids == self.image_token
         grids = [images.grids[i] for i in prompts.image_index]

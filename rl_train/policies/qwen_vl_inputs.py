@@ -66,7 +66,7 @@ class QwenPreprocessor:
     """Preprocessing for Qwen2.5-VL and SAM2, the loader's `Preprocessor`; holds no weights.
 
     Args:
-        max_caption_length: text tokens of a phrase; None: all that fit the context.
+        max_prompt_length: text tokens of a phrase; None: all that fit the context.
     """
 
     preprocessing: ImagePreprocessing
@@ -74,13 +74,13 @@ class QwenPreprocessor:
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens that the language model takes
     max_new_tokens: int  # of an answer
-    max_caption_length: int | None = None
+    max_prompt_length: int | None = None
 
     @property
     def max_phrase_tokens(self) -> int:
         """Largest number of text tokens of a phrase."""
         fits = self.context - self.preprocessing.max_tokens - QUESTION_TOKENS - self.max_new_tokens
-        return min(fits, self.max_caption_length or fits)
+        return min(fits, self.max_prompt_length or fits)
 
     def check(self, sample: dict):
         """Raise DamagedSample if the image is too narrow: see `check_caption` for the phrase."""

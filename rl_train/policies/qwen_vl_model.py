@@ -95,16 +95,16 @@ def _load(
 
 
 def image_preprocessing(path: str | Path, config: PolicyConfig) -> ImagePreprocessing:
-    """Read a checkpoint's image preprocessing, limited by --image_side and --max_image_tokens.
+    """Read a checkpoint's image preprocessing, limited by --image_size and --max_image_tokens.
 
-    Raises ValueError if --image_side is not one of its sizes.
+    Raises ValueError if --image_size is not one of its sizes.
     """
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
     min_pixels, max_pixels = processor.size["shortest_edge"], processor.size["longest_edge"]
-    side, token_side = config.image_side, processor.patch_size * processor.merge_size
+    side, token_side = config.image_size, processor.patch_size * processor.merge_size
     if side % token_side or side and not min_pixels <= side**2 <= max_pixels:
         raise ValueError(
-            f"--image_side {side}: must be 0 or a multiple of {token_side}, whose square is from "
+            f"--image_size {side}: must be 0 or a multiple of {token_side}, whose square is from "
             f"{min_pixels} to {max_pixels}, as preprocessor_config.json in {path} says"
         )
     return ImagePreprocessing(

@@ -53,5 +53,7 @@ def build_policy(
             )
     if unknown := set(groups) - set(family.group_patterns):
         known = ", ".join(family.group_patterns)
-        raise ValueError(f"--train {' '.join(sorted(unknown))}: unknown; known: {known}")
+        raise ValueError(
+            f"--trainable_modules {' '.join(sorted(unknown))}: unknown; known: {known}"
+        )
     return family.build(config, groups, max_new_tokens, device)

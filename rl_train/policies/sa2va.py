@@ -105,7 +105,7 @@ class Sa2VAPolicy(Policy):
         groups: Iterable[str] = tuple(TRAINABLE),
     ):
         if {"lora", "language_model"} <= set(groups):
-            raise ValueError("--train lora language_model: one of them, not both")
+            raise ValueError("--trainable_modules lora language_model: one of them, not both")
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
@@ -140,7 +140,7 @@ class Sa2VAPolicy(Policy):
         self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
 
     def preprocessor(
-        self, max_new_tokens: int, max_caption_length: int | None = None
+        self, max_new_tokens: int, max_prompt_length: int | None = None
     ) -> Sa2VAPreprocessor:
         """Return the object that checks, prepares and collates samples in the loader's workers."""
         return Sa2VAPreprocessor(
@@ -148,7 +148,7 @@ class Sa2VAPolicy(Policy):
             prompts=self.prompts,
             context=self.model.config.llm.max_position_embeddings,
             max_new_tokens=max_new_tokens,
-            max_caption_length=max_caption_length,
+            max_prompt_length=max_prompt_length,
         )
 
     def encode(self, batch: Batch) -> ImageFeatures:

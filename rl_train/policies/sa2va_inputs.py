@@ -28,7 +28,7 @@ class Sa2VAPreprocessor:
     prompts: PromptBuilder
     context: int  # tokens that the language model takes
     max_new_tokens: int  # of an answer
-    max_caption_length: int | None = None  # text tokens of a caption's prompt; None: the context
+    max_prompt_length: int | None = None  # text tokens of a caption's prompt; None: the context
 
     def check(self, sample: dict):
         """Raise DamagedSample if the caption's prompt is too long or holds a special token.
@@ -45,7 +45,7 @@ class Sa2VAPreprocessor:
             sample,
             self.prompts.tokenizer,
             num_tokens - num_image_tokens,
-            min(fits, self.max_caption_length or fits),
+            min(fits, self.max_prompt_length or fits),
             texts=(question, sample["caption"]),  # in a question, and as an answer
         )
 

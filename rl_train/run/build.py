@@ -100,16 +100,16 @@ def build(config: Config, ranks: RankInfo) -> Run:
     policy, roles = build_model(config, ranks)
     context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
-    mixture = MixtureSampler(train_set, config.run.seed) if config.data.mix else None
+    mixture = MixtureSampler(train_set, config.run.seed) if config.data.data_mixture else None
     sampler = build_sampler(config, train_set, mixture, ranks)
-    steps_of_epochs = math.ceil(config.optim.num_epochs * sampler.steps_per_epoch)
+    steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)
     max_steps = config.optim.max_steps or steps_of_epochs
     if mixture:
         print0(mixture.describe(sampler.prompts_per_step, max_steps))
     judge_failures = FailureWindow(config.reward.max_judge_failures)
     state = build_state(config, policy, roles, tasks, max_steps)
     state.counters = dict(judge_failures=judge_failures, damaged=damaged)
-    preprocessor = policy.preprocessor(max_tokens, config.data.max_caption_length)
+    preprocessor = policy.preprocessor(max_tokens, config.data.max_prompt_length)
     if resume:
         load_state(resume, state, config, flags, ranks)
     else:
@@ -169,13 +169,13 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
         config.eval_data_dir,
         config.eval_samples,
         config.max_bad_fraction,
-        config.shared_images,
+        config.train_eval_overlap,
         open_eval,
         print0,
     )
     reports = damaged.report.get("of_each", {config.dataset: damaged.report})
     for name, report in reports.items():
-        label = name if config.mix else f"--data_dir {config.data_dir}"
+        label = name if config.data_mixture else f"--data_dir {config.data_dir}"
         print0(f"{label}: {report}")
     return train_set, eval_set, damaged
 
@@ -193,8 +193,8 @@ def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     # A resumed run measures its initial weights before it forgets them: `train_and_evaluate`.
     until_evaluated = ("reference",) if config.run.resume else ()
     roles = Roles(policy.trainable, roles_to_keep(config) or until_evaluated)
-    if config.run.export_final == "teacher" and not roles.has_teacher:
-        raise ValueError("--export_final teacher: no task of --tasks has a teacher")
+    if config.run.merge_at_end == "teacher" and not roles.has_teacher:
+        raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
     counts = parameter_counts(policy.model, policy.group_of)
     count_of_parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
     num_trained = sum(parameter.numel() for parameter in policy.trainable.values())
@@ -206,11 +206,11 @@ def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
 
 
 def trainable_groups(config: Config) -> list[str]:
-    """Return the groups of weights that --train names, or else the tasks.
+    """Return the groups of weights that --trainable_modules names, or else the tasks.
 
     Raises ValueError for a group that no task's loss reaches: it would only decay.
     """
-    requested = set(config.rollout.train)
+    requested = set(config.rollout.trainable_modules)
     spec = FAMILIES[family_of(config.policy.model_path)]
     of_tasks = {group for options in config.tasks.values() for group in options.trainable_modules}
     idle = [
@@ -220,7 +220,8 @@ def trainable_groups(config: Config) -> list[str]:
     ]
     if idle:
         raise ValueError(
-            f"--train {' '.join(idle)}: no loss of --tasks {' '.join(config.tasks)} reaches it"
+            f"--trainable_modules {' '.join(idle)}: no loss of --tasks {' '.join(config.tasks)} "
+            "reaches it"
         )
     return sorted(requested or of_tasks)
 
@@ -242,9 +243,11 @@ def build_sampler(
     config: Config, train_set: RegionDataset, mixture: MixtureSampler | None, ranks: RankInfo
 ) -> StepSampler:
     """Build the sampler of a step's samples. Raises ValueError, naming the wrong flag."""
-    if mixture and config.data.order:
-        raise ValueError("--order: not with --mix, whose weights say what a step holds")
-    order = config.data.order and load_named("--order", config.data.order, "function", callable)
+    if mixture and config.data.sampler:
+        raise ValueError("--sampler: not with --data_mixture, whose weights say what a step holds")
+    order = config.data.sampler and load_named(
+        "--sampler", config.data.sampler, "function", callable
+    )
     order = order and partial(order, train_set)
     sampler = StepSampler(
         len(train_set),
@@ -258,13 +261,13 @@ def build_sampler(
     )
     if order:  # what is wrong with the user's function is said before the first step
         first_epoch = digest([sampler.indices(0).tobytes()])
-        check_same_on_all_ranks({"--order of the first epoch": first_epoch})
+        check_same_on_all_ranks({"--sampler of the first epoch": first_epoch})
     return sampler
 
 
 def build_optimizer(config: OptimConfig, policy: Policy) -> torch.optim.AdamW:
     """Build AdamW of everything that trains; text_hidden_fcs has a learning rate of its own."""
-    rates = dict(text_hidden_fcs=config.prompt_learning_rate or config.learning_rate)
+    rates = dict(text_hidden_fcs=config.text_hidden_fcs_lr or config.learning_rate)
     groups = {}  # {learning rate: parameter group}
     for name, parameter in policy.trainable.items():
         rate = rates.get(policy.group_of[name], config.learning_rate)

@@ -30,7 +30,7 @@ class CaptionMaskCaption(Task):
             aliases=("caption_to_mask_weight",),
             type=WEIGHT,
         )
-        mask_sigma: float | str = flag(
+        latent_std: float | str = flag(
             "auto",
             "std of the Gaussian over SAM2's prompt embedding, root mean square over dimensions; "
             "auto = masks so drawn have a mean IoU of 0.5 with the mean's; 0 = none is drawn, the "
@@ -40,7 +40,7 @@ class CaptionMaskCaption(Task):
         mask_loss_coef: float = flag(
             0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
         )
-        likelihood_share: float | None = flag(
+        likelihood_weight: float | None = flag(
             None,
             "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
             "with --use_llm_judge_loop2 0",
@@ -52,18 +52,18 @@ class CaptionMaskCaption(Task):
 
         @property
         def trainable_modules(self) -> tuple[str, ...]:
-            prompt = ("text_hidden_fcs",) if self.mask_sigma != 0 or self.mask_loss_coef else ()
+            prompt = ("text_hidden_fcs",) if self.latent_std != 0 or self.mask_loss_coef else ()
             return ("lora", "mlp1", *prompt, *(("sam2",) if self.mask_loss_coef else ()))
 
     def __init__(self, options: Options, context: TaskContext):
         self.context, self.weight, use_judge = context, options.weight, options.use_llm_judge_loop2
-        likelihood_weight = options.likelihood_share
+        likelihood_weight = options.likelihood_weight
         if likelihood_weight is None:
             likelihood_weight = 0.0 if use_judge else 0.5
         if use_judge and likelihood_weight == 1:
-            raise ValueError("--use_llm_judge_loop2: --likelihood_share 1 leaves the judge none")
+            raise ValueError("--use_llm_judge_loop2: --likelihood_weight 1 leaves the judge none")
         self.llm_judge = context.judge if use_judge else None
-        self.action = LatentMaskAction(context.policy, options.mask_sigma, options.mask_loss_coef)
+        self.action = LatentMaskAction(context.policy, options.latent_std, options.mask_loss_coef)
         text = {"meteor": METEOR_WEIGHT, "judge": JUDGE_WEIGHT} if use_judge else {"meteor": 1.0}
         weights = {name: (1 - likelihood_weight) * weight for name, weight in text.items()}
         weights["likelihood"] = likelihood_weight

@@ -62,7 +62,7 @@ class LatentMaskAction(LatentAction):
         factor = covariance_factor(torch.cat(embeddings)) if calibration else None
         if self.sigma == "auto":
             self.sigma = calibrate_sigma(calibration, factor)
-            print0(f"--mask_sigma auto: {self.sigma:.3g}")
+            print0(f"--latent_std auto: {self.sigma:.3g}")
         self.load_state_dict(dict(sigma=self.sigma, factor=factor))
 
     def draw(self, rollout: Rollout, rng: RowRNG) -> SampledLatents:
@@ -147,7 +147,7 @@ class LatentMaskAction(LatentAction):
 
         mask_spread: 1 - mean pairwise IoU in a group; no_seg_frac: rows without [SEG];
         capped_frac: rows with more [SEG] than are decoded; objects_frac: groups whose masks lie on
-        two objects or more, with --other_regions; mask_sigma: the noise.
+        two objects or more, with --distractors; latent_std: the noise.
         """
         G, batch = rollout.num_generations, rollout.batch
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
@@ -162,7 +162,7 @@ class LatentMaskAction(LatentAction):
             differ = sum(len(set(row) - {-1}) > 1 for row in objects.tolist())
             metrics["objects_frac"] = differ, len(groups)
         if self.sigma:
-            metrics["mask_sigma"] = self.sigma, 1
+            metrics["latent_std"] = self.sigma, 1
         return metrics
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rl_train.rollout import Batch
 from rl_train.utils.rng import RowRNG
 
 SHRINKAGE = 0.1  # fraction of the covariance that is the same in all directions
-SIGMA_IOU = 0.5  # --mask_sigma auto: IoU of sampled masks with the mask of the mean
+SIGMA_IOU = 0.5  # --latent_std auto: IoU of sampled masks with the mask of the mean
 SIGMA_SAMPLES = 4  # sampled for each caption to measure that IoU
 
 
@@ -93,7 +93,7 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
         ValueError: no caption was answered with [SEG], or no sigma in that range gives that IoU.
     """
     if not calibration:
-        raise ValueError("--mask_sigma auto: no caption was answered with [SEG], give a number")
+        raise ValueError("--latent_std auto: no caption was answered with [SEG], give a number")
     samples = []  # (decode, mean, noise) of each batch, SIGMA_SAMPLES rows of each embedding
     for batch in calibration:
         mean = batch.embeddings.repeat_interleave(SIGMA_SAMPLES, 0)
@@ -114,7 +114,7 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
     ends = mean_iou(2**low), mean_iou(2**high)
     if not ends[0] > SIGMA_IOU > ends[1]:
         raise ValueError(
-            f"--mask_sigma auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
+            f"--latent_std auto: sampled masks have an IoU of {ends[0]:.2f} to {ends[1]:.2f} with "
             f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
             "at the model's masks, or give a number"
         )

@@ -131,8 +131,8 @@ def test_a_checkpoint_of_another_machine_keeps_this_ones_optimizer_kernels(data,
 
 
 def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys):
-    """Two groups of parameters find their moments again, and --mask_sigma auto its number."""
-    flags = RUN | dict(max_steps=2, prompt_learning_rate=5e-3, mask_sigma="auto", num_generations=2)
+    """Two groups of parameters find their moments again, and --latent_std auto its number."""
+    flags = RUN | dict(max_steps=2, text_hidden_fcs_lr=5e-3, latent_std="auto", num_generations=2)
     whole = run(data, tmp_path / "whole", **flags)
     output = run(data, tmp_path / "broken", **flags, resume=whole / "checkpoint_step_1")
     run(data, output, **flags, resume="")  # and what is finished resumes without complaint
@@ -143,7 +143,7 @@ def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys
     assert same_state(before["tasks"], after["tasks"]) and 0 < after["tasks"]["loop2"]["sigma"]
     assert after["tasks"]["loop2"]["factor"].shape == (64, 64)
     # measured once, then kept: neither model nor data are asked
-    assert capsys.readouterr().out.count("--mask_sigma auto: ") == 1
+    assert capsys.readouterr().out.count("--latent_std auto: ") == 1
 
 
 def test_resume_before_the_first_checkpoint_starts_over(data, whole, tmp_path):

@@ -46,7 +46,7 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
 
 def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch):
     """Bit for bit, with its curves; the merged model says what the checkpoint says."""
-    same = dict(max_steps=4, save_steps=2, batch_size=4, train=ALL)
+    same = dict(max_steps=4, save_steps=2, batch_size=4, trainable_modules=ALL)
     whole = run(data, tmp_path / "whole", **same)
     asked = []
     monkeypatch.setattr(Engine, "forget", lambda engine: asked.append("evaluation"))
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch)
 
 def test_two_processes_train_as_one(data, tmp_path):
     """All weights, those of the encoders too; of several batches each is encoded for its own."""
-    same = dict(max_steps=3, learning_rate=1e-5, eval_samples=2, seed=1, train=ALL)
+    same = dict(max_steps=3, learning_rate=1e-5, eval_samples=2, seed=1, trainable_modules=ALL)
     halves = dict(batch_size=1, gradient_accumulation_steps=2)
     job = lambda: run(data, tmp_path / "two", **halves, **same)  # noqa: E731
     ended = forked(tmp_path, job, job)

@@ -67,7 +67,7 @@ def test_an_alias_sets_our_flag(parse, data, alias, ours):
     paths = {"model_path": CHECKPOINT, "data_dir": data / "heldout", "dtype": "float32"}
     paths |= {"llm_judge_base_url": "http://host/v1", "llm_judge_model": "m"}
     paths |= {"ablation_reward": "shuffled"}
-    value = [] if ours == "mask_truncated" else [str(paths.get(ours, 3))]
+    value = [] if ours == "mask_truncated_completions" else [str(paths.get(ours, 3))]
     assert parse([f"--{alias}", *value], ours) == parse([f"--{ours}", *value], ours)
     default = cli.build_parser(TASKS).get_default(ours)
     assert parse([f"--{alias}", *value], ours)[ours] != default

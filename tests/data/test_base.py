@@ -44,14 +44,14 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_it_is_split_by_its_name(folder):
-    config = DataConfig(dataset="folder", data_dir=str(folder), mix=[f"folder:{folder}=2"])
+    config = DataConfig(dataset="folder", data_dir=str(folder), data_mixture=[f"folder:{folder}=2"])
     opened, heldout = readers(config)
     training, held, _ = split_dataset(opened, str(folder), None, 2, 0.0)
     assert (len(training), len(held), len(heldout(folder))) == (36, 2, 20)  # each file twice
     sample = training[0]
     assert sample["image_id"].startswith("folder") and np.array_equal(sample["mask"], MASK)
-    with pytest.raises(ValueError, match="--parts: only for gar, dam, not folder"):
-        readers(replace(config, parts=["a"]))
+    with pytest.raises(ValueError, match="--subsets: only for gar, dam, .* not folder"):
+        readers(replace(config, subsets=["a"]))
 
 
 def test_it_is_inspected_by_its_name(folder):

@@ -71,7 +71,7 @@ def test_a_damaged_one_is_left_out_and_what_is_too_much(monkeypatch):
 def test_a_batch_has_them_if_asked(num_workers):
     dataset = Regions([7, 3, 7, 7], [0, 1, 2, 3])
     how = (Subset(dataset, [0, 1, 3]), Pixels(), 2, num_workers)
-    batches = list(eval_loader(*how, other_regions=True))
+    batches = list(eval_loader(*how, distractors=True))
     found = [pixels_of(masks) for batch in batches for masks in batch.others]
     assert found == [[2, 3], [], [0, 2]]
     assert len({masks.untyped_storage().data_ptr() for masks in batches[0].others}) == 1
@@ -80,7 +80,7 @@ def test_a_batch_has_them_if_asked(num_workers):
 
 def test_of_a_damaged_sample_they_are_its_stand_ins():
     dataset = Regions([7, 7, 3, 3], [0, 1, 2, 3], bad=[0])
-    batch = Batches(dataset, Pixels(), other_regions=True)[[0, 1]]
+    batch = Batches(dataset, Pixels(), distractors=True)[[0, 1]]
     assert batch.index[0] != 0 and batch.damaged
     expected = {1: [], 2: [3], 3: [2]}  # region 0 is damaged as a neighbour too
     assert [pixels_of(m) for m in batch.others] == [expected[i] for i in batch.index]

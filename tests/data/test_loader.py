@@ -111,11 +111,11 @@ def test_an_order_of_one_s_own():
     assert sum(found[3:], []) == [1, *drawn]
     assert first(StepSampler(6, 2, 1, seed=4, order=order, start=3), 3) == found[3:]
     for wrong, words in (
-        (list(range(5)), r"--order: gave int64 \(5,\) for an epoch of 6 samples"),
-        ([0.5] * 6, "--order: gave float64"),
-        ([0, 1, 2, 3, 4, 6], "--order: gave int64 .* not an index from 0 to 5"),
-        ([-1] * 6, "--order: gave int64 .* not an index from 0 to 5"),
-        (None, "--order: gave object"),
+        (list(range(5)), r"--sampler: gave int64 \(5,\) for an epoch of 6 samples"),
+        ([0.5] * 6, "--sampler: gave float64"),
+        ([0, 1, 2, 3, 4, 6], "--sampler: gave int64 .* not an index from 0 to 5"),
+        ([-1] * 6, "--sampler: gave int64 .* not an index from 0 to 5"),
+        (None, "--sampler: gave object"),
     ):
         with pytest.raises(ValueError, match=words):
             first(StepSampler(6, 2, 1, seed=4, order=lambda *_: wrong), 1)

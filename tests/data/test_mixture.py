@@ -120,7 +120,7 @@ def test_of_a_subset_the_rest_is_shared_out_and_what_has_no_rest_is_named():
         "s0: 1 regions, 25.0% of all prompts: 1.0 of a step's 4, 3.00 passes in 3 steps"
     )
     assert lines[1].startswith("s1: 2 regions, 75.0%") and "4.50 passes" in lines[1]
-    with pytest.raises(ValueError, match="--mix: no region of s0 is left to train on"):
+    with pytest.raises(ValueError, match="--data_mixture: no region of s0 is left to train on"):
         MixtureSampler(Subset(whole, [5, 6]), seed=0)
 
 
@@ -128,7 +128,7 @@ def test_a_run_on_two_folders(data, tmp_path, monkeypatch, capsys):
     """Each sample says whose it is, the curves the shares; and it resumes to the same bits."""
     write_split(tmp_path / "more", seed=5, split=HELDOUT, num_scenes=3)
     spec = f"gar:{tmp_path / 'more'}=3"
-    how = dict(mix=spec, max_steps=2, batch_size=4, loop2_weight=0, save_steps=1)
+    how = dict(data_mixture=spec, max_steps=2, batch_size=4, loop2_weight=0, save_steps=1)
     for _ in unmeasured(monkeypatch):
         whole = run(data, tmp_path / "whole", **how)
         said = capsys.readouterr().out

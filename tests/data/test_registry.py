@@ -14,11 +14,11 @@ from tests.runs import complaint_of, flags
 @pytest.mark.parametrize(
     "name, given, expected",
     [
-        ("gar", dict(parts=["a"]), dict(parts=["a"])),
-        ("dam", dict(parts=["a", "b"]), dict(splits=["a", "b"])),
+        ("gar", dict(subsets=["a"]), dict(parts=["a"])),
+        ("dam", dict(subsets=["a", "b"]), dict(splits=["a", "b"])),
         ("refcoco", {}, dict(name="refcoco", split="train")),
         ("refcoco", dict(is_eval=True), dict(name="refcoco", split="val")),
-        ("refcoco+", dict(split="testA"), dict(name="refcoco+", split="testA")),
+        ("refcoco+", dict(subsets=["testA"]), dict(name="refcoco+", split="testA")),
         ("refcocog", dict(image_root="i"), dict(name="refcocog", split="train", image_root="i")),
         ("reasonseg", dict(is_eval=True), {}),
     ],
@@ -56,31 +56,33 @@ def complaint(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        (dict(mix="coco:x"), "--mix coco:x: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar,"),
-        (dict(mix="gar"), "--mix gar: must be"),
         (
-            dict(mix="gar:x=y"),
-            "--mix gar:x=y: no such folder, nor is it a dataset's name",
+            dict(data_mixture="coco:x"),
+            "--data_mixture coco:x: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of gar,",
+        ),
+        (dict(data_mixture="gar"), "--data_mixture gar: must be"),
+        (
+            dict(data_mixture="gar:x=y"),
+            "--data_mixture gar:x=y: no such folder, nor is it a dataset's name",
         ),
         (
-            dict(mix="gar:x=0"),
-            "--mix gar:x=0: must be NAME[/PART,..]:FOLDER[=WEIGHT], NAME of gar, ",
+            dict(data_mixture="gar:x=0"),
+            "--data_mixture gar:x=0: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of gar, ",
         ),
-        (dict(mix="gar:x=nan"), "--mix gar:x=nan: no such folder, nor"),
-        (dict(mix="segzero/a:o/n"), "--mix segzero/.. parts: only for gar, dam, not segzero"),
-        (dict(mix="gar:/nowhere=3"), "--mix gar:/nowhere: no such folder, nor"),
-        (dict(dataset="segzero", parts="a"), "--parts: only for gar, dam, not segzero"),
-        (dict(dataset="dam", split="a"), "--split: only for refcoco, refcoco+, refcocog, not dam"),
-        (dict(parts="Part9"), "has no part 'Part9'; it has"),
+        (dict(data_mixture="gar:x=nan"), "--data_mixture gar:x=nan: no such folder, nor"),
+        (
+            dict(data_mixture="segzero/a:o/n"),
+            "--data_mixture segzero/a: only for gar, dam, refcoco,",
+        ),
+        (dict(data_mixture="gar:/nowhere=3"), "--data_mixture gar:/nowhere: no such folder, nor"),
+        (dict(dataset="segzero", subsets="a"), "--subsets: only for gar, dam, refcoco, refcoco+,"),
+        (dict(dataset="refcoco", subsets=["val", "test"]), "--subsets: refcoco is read one split"),
+        (dict(subsets="Part9"), "has no part 'Part9'; it has"),
         (dict(image_root="x"), "--image_root: no data set here is one of refcoco,"),
-        (
-            dict(eval_dataset="reasonseg", eval_split="a"),
-            "--eval_split: only for refcoco,",
-        ),
-        (dict(eval_dataset="reasonseg", eval_parts="a"), "--eval_parts: only for gar, dam, not"),
-        (dict(eval_data_dir=None, eval_split="val"), "--eval_split val: needs --eval_data_dir"),
-        (dict(eval_data_dir=None, eval_parts="a"), "--eval_parts ['a']: needs --eval_data_dir"),
-        (dict(shared_images="ignore"), "--shared_images"),
+        (dict(eval_data_dir="reasonseg/a:x"), "--eval_data_dir reasonseg/a: only for gar, dam,"),
+        (dict(eval_data_dir="reasonsge:x"), "--eval_data_dir reasonsge:x: must be [NAME[/SUBSET,"),
+        (dict(eval_data_dir="gar:/nowhere"), "--eval_data_dir /nowhere: no such folder"),
+        (dict(train_eval_overlap="ignore"), "--train_eval_overlap"),
     ],
 )
 def test_what_is_refused(complaint, changes, words):
@@ -95,7 +97,7 @@ def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, mo
         skipped = {"no mask": 3} if kept < 50 else {}
         return dict(kept=kept, rows=kept, skipped=skipped, resized_masks=0)
 
-    said = complaint(mix=spec, eval_data_dir=None)
+    said = complaint(data_mixture=spec, eval_data_dir=None)
     assert "gar.2: 3 of 27 regions (11.1%) are bad, more than --max_bad_fraction 0.01" in said
 
 
@@ -110,7 +112,7 @@ def test_one_data_set_is_opened_as_ever(data, tmp_path):
 def test_what_is_wrong_with_a_folder_is_said_of_its_own_flag(complaint, tmp_path, parts):
     (tmp_path / "empty").mkdir()
     name, of_parts = f"gar:{tmp_path / 'empty'}", "".join(f"/{part}" for part in parts)
-    said = complaint(eval_data_dir=tmp_path / "empty", eval_parts=parts or None)
+    said = complaint(eval_data_dir=name.replace(":", f"{of_parts}:"))
     assert said.startswith(f"rl_train: --eval_data_dir {tmp_path / 'empty'} holds no data-*.arrow")
-    said = complaint(mix=name.replace(":", f"{of_parts}:"))
-    assert said.startswith(f"rl_train: --mix {name} holds no data-*.arrow")
+    said = complaint(data_mixture=name.replace(":", f"{of_parts}:"))
+    assert said.startswith(f"rl_train: --data_mixture {name} holds no data-*.arrow")

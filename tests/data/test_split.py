@@ -156,7 +156,7 @@ def test_shared_images_are_refused(data, sharing):
     ) as refused:
         split_dataset(GraspAnyRegionDataset, data / "train", sharing, 4, 0)
     name = GraspAnyRegionDataset(data / "train").image_id(0)
-    assert name in str(refused.value) and "--shared_images drop" in str(refused.value)
+    assert name in str(refused.value) and "--train_eval_overlap drop" in str(refused.value)
 
 
 def test_shared_images_are_dropped_from_training(data, sharing):
@@ -180,7 +180,7 @@ def test_shared_images_are_kept_in_training_and_counted(data, sharing):
     training, _, _ = split_dataset(*how, "keep", log=said.append)
     assert len(training) == REGIONS and said == [
         f"5 images are both trained on and held out, of 20 and 5: {SHARED} of {REGIONS} training "
-        "regions (--shared_images keep)"
+        "regions (--train_eval_overlap keep)"
     ]
     split_dataset(GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0, log=said.append)
     assert said[1] == (

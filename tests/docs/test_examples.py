@@ -37,7 +37,7 @@ def test_a_curriculum_and_loss_weights(data, tmp_path, monkeypatch):
     """Large regions first; each loop's loss by how far the rewards of its groups differ."""
     built = parts_of(monkeypatch)
     tasks = ["loss_weights:Loop1", "loss_weights:Loop2"]
-    how = dict(order="curriculum:large_first", loop2_weight=2, num_generations=3)
+    how = dict(sampler="curriculum:large_first", loop2_weight=2, num_generations=3)
     run(data, tmp_path, tasks=tasks, max_steps=1, **how)
     sampler, train_set = built[0].sampler, built[0].train_set
     shares = [train_set[index]["mask"].mean() for index in sampler.indices(0).tolist()]

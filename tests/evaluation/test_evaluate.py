@@ -97,7 +97,7 @@ def three_steps(data, tmp_path_factory):
             warmup_ratio=0,
             eval_samples=4,
             attributes=attributes,
-            other_regions="",
+            distractors="",
         )
     monkeypatch.undo()
     return output
@@ -273,9 +273,11 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "evaluate", measured)
     monkeypatch.setattr(save_load, "save_if_best", lambda *args: kept.append(args[3]))
 
-    def scores(best_by, eval_steps=1):
+    def scores(metric_for_best_model, eval_steps=1):
         kept.clear()
-        config = SimpleNamespace(output_dir=tmp_path, eval_steps=eval_steps, best_by=best_by)
+        config = SimpleNamespace(
+            output_dir=tmp_path, eval_steps=eval_steps, metric_for_best_model=metric_for_best_model
+        )
         evaluator = evaluate.Evaluator(None, config, ALONE, {}, None)
         for state.step in made:
             evaluator.measure_base(state, log) if state.step == 0 else evaluator(state, log)
@@ -286,11 +288,15 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
     assert scores(["seg_on_target"]) == [0.3, 0, 0.1, 0.1]
     assert scores(["seg_iou", "seg_on_target"]) == [0.4, 0.05, 0.2, 0.1]
     assert scores([], eval_steps=0) == scores(["cycle_iou"], eval_steps=0) == []
-    with pytest.raises(UserFault, match="--best_by cycle_iou: this run measures seg_iou, "):
+    with pytest.raises(
+        UserFault, match="--metric_for_best_model cycle_iou: this run measures seg_iou, "
+    ):
         scores(["cycle_iou"])
     assert state.step == 0  # before anything was trained
 
-    with pytest.raises(UserFault, match="--best_by is needed to choose checkpoint_best: .* cac"):
+    with pytest.raises(
+        UserFault, match="--metric_for_best_model is needed to choose checkpoint_best: .* cac"
+    ):
         cycle_metrics.selection_score(dict(cac=1.0))
 
 
@@ -301,7 +307,7 @@ def test_no_evaluation_steps_keep_no_best(data, tmp_path):
 
 def test_whether_measures_are_missing_is_what_the_first_ranks_disk_says(tmp_path, monkeypatch):
     """They are written there alone; a rank that asked its own disk would evaluate by itself."""
-    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2, best_by=[])
+    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2, metric_for_best_model=[])
     evaluator = evaluate.Evaluator(None, config, None, {}, None)
     monkeypatch.setattr(evaluate, "gather_objects", lambda mine: [False, mine])
     assert not evaluator.missing(2)

@@ -111,10 +111,12 @@ def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
     other = RefCOCODataset(tmp_path / "g", "refcocog")
     assert not np.isin(training.image_keys, other.image_keys).any()
     assert np.isin(*picture_keys(training, other)).sum() == shared
-    how = dict(dataset="refcoco", data_dir=root, eval_data_dir=tmp_path / "g")
-    argv = flags(root, tmp_path / "run", **how, eval_dataset="refcocog")
+    how = dict(dataset="refcoco", data_dir=root, eval_data_dir=f"refcocog:{tmp_path / 'g'}")
+    argv = flags(root, tmp_path / "run", **how)
     assert f"share images: of {shared} of {len(training)} training" in complaint_of(capsys, argv)
-    how |= dict(dataset="refcocog", data_dir=tmp_path / "g", split="val", mix=f"refcoco:{root}")
+    how |= dict(
+        dataset="refcocog", data_dir=tmp_path / "g", subsets="val", data_mixture=f"refcoco:{root}"
+    )
     mixed = flags(root, tmp_path / "run", **how)
     found = complaint_of(capsys, mixed)
     assert f"of {2 * shared} of {shared + len(training)} training" in found
@@ -122,7 +124,7 @@ def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
 
 def test_a_checkpoint_is_not_measured_on_images_that_it_was_trained_on(root, tmp_path, capsys):
     """By its config.json: it held out what shares an image with refcoco's val, and dropped that."""
-    how = dict(dataset="refcoco", data_dir=root, eval_data_dir=root, shared_images="drop")
+    how = dict(dataset="refcoco", data_dir=root, eval_data_dir=root, train_eval_overlap="drop")
     config = cli.parse(flags(root, tmp_path / "run", **how)).flags
     write_json(tmp_path / "config.json", config)
     (tmp_path / "training_state.pt").write_bytes(b"")
@@ -140,8 +142,10 @@ def test_a_checkpoint_is_not_measured_on_images_that_it_was_trained_on(root, tmp
         load_policy.drop_trained_images(some, tmp_path, "refuse")
     with pytest.raises(ValueError, match="drop: .*: nothing is left to measure"):
         load_policy.drop_trained_images(some, tmp_path, "drop")
-    with pytest.raises(SystemExit, match="evaluate: --shared_images drop: .* is no checkpoint"):
-        evaluated(root, tmp_path, shared_images="drop")
+    with pytest.raises(
+        SystemExit, match="evaluate: --train_eval_overlap drop: .* is no checkpoint"
+    ):
+        evaluated(root, tmp_path, train_eval_overlap="drop")
 
 
 # Evaluation
@@ -152,7 +156,7 @@ def evaluated(root, tmp_path, **changes):
         model_path=CHECKPOINT,
         data_dir=root,
         dataset="refcoco",
-        split="testA",
+        subsets="testA",
         protocol="sa2va",
         output=tmp_path / "out.json",
         dtype="float32",
@@ -226,13 +230,13 @@ def test_what_the_protocol_refuses(root, tmp_path):
             evaluated(root, tmp_path, **changes)
         assert words in str(stopped.value)
 
-    refused("--protocol sa2va: of refcoco, refcoco+, refcocog, not of", dataset="gar", split=None)
+    refused("--protocol sa2va: of refcoco, refcoco+, refcocog, not of", dataset="gar", subsets=None)
     refused("--best_of: not with --protocol sa2va", best_of=2)
-    refused("has no split 'train2'; it has testA", split="train2")
+    refused("has no split 'train2'; it has testA", subsets="train2")
     refused("2", protocol="other")
 
 
 def test_a_split_is_inspected(root, capsys):
-    inspect_data.main(f"--data_dir {root} --dataset refcoco --split val --num_workers 0".split())
+    inspect_data.main(f"--data_dir {root} --dataset refcoco --subsets val --num_workers 0".split())
     said = capsys.readouterr()
     assert f"{len(read(root, 'val'))} rows" in said.out + said.err

@@ -149,7 +149,9 @@ def test_a_card_leaves_out_what_the_run_does_not_know(trained, tmp_path):
 def test_a_card_of_supervised_training(tmp_path):
     """It cites no GRPO, and shows no folders of the machine."""
     folder = tmp_path / "checkpoint_step_3"
-    flags = dict(dataset="gar", data_dir="/home/me/set", mix=["refcocog/val:o/s=.5", "dam:~/x/y"])
+    flags = dict(
+        dataset="gar", data_dir="/home/me/set", data_mixture=["refcocog/val:o/s=.5", "dam:~/x/y"]
+    )
     write_json(folder / "config.json", flags)
     torch.save(dict(step=3), folder / "training_state.pt")
     write_card(tmp_path, folder, CHECKPOINT, "policy")
@@ -198,8 +200,8 @@ def test_the_role_with_the_better_score(tmp_path, capsys):
     with pytest.raises(ValueError, match="^--role auto: .*--role policy or --role teacher"):
         preferred_role(folder)
 
-    def preferred(first, second, best_by):
-        flags = dict(best_by=best_by)
+    def preferred(first, second, metric_for_best_model):
+        flags = dict(metric_for_best_model=metric_for_best_model)
         write_json(file, dict(flags=flags, means=first, teacher=dict(means=second)))
         return preferred_role(folder)
 

@@ -1,4 +1,4 @@
-"""--wandb and --export_final: a run of two steps that has both, and the same resumed."""
+"""--wandb and --merge_at_end: a run of two steps that has both, and the same resumed."""
 
 import json
 import re
@@ -38,7 +38,7 @@ def init(**arguments):
     events = list(Path(arguments["dir"]).glob("tensorboard/*"))
     runs.append(arguments | dict(events_before=len(events)))
 """
-RUN = dict(save_steps=1, wandb="cycles", export_final="teacher", eval_samples=2)
+RUN = dict(save_steps=1, wandb="cycles", merge_at_end="teacher", eval_samples=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -123,7 +123,7 @@ def test_the_document_names_curves_that_are(whole):
         assert {name.replace("*", "1"), name.replace("*", "2")} <= there, name
 
 
-# --export_final
+# --merge_at_end
 
 
 def test_the_last_checkpoint_is_exported(whole, tmp_path):
@@ -170,9 +170,9 @@ class Alone(MaskCaptionMask):
 def test_a_teacher_that_is_not_there(data, tmp_path, capsys, monkeypatch):
     (tmp_path / "teacherless.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
-    how = dict(tasks="teacherless:Alone", export_final="teacher")
+    how = dict(tasks="teacherless:Alone", merge_at_end="teacher")
     said = complaint_of(capsys, flags(data, tmp_path / "run", **how))
-    assert "--export_final teacher: no task of --tasks has a teacher" in said
-    assert "--export_final" in complaint_of(
-        capsys, flags(data, tmp_path / "run", export_final="best")
+    assert "--merge_at_end teacher: no task of --tasks has a teacher" in said
+    assert "--merge_at_end" in complaint_of(
+        capsys, flags(data, tmp_path / "run", merge_at_end="best")
     )

@@ -115,7 +115,7 @@ def test_a_prompt_is_that_of_the_published_chat_template(points):
 )
 def test_what_fits_no_prompt_is_refused(points, changes, fault):
     sample = samples([(30, 30)])[0] | dict(caption="a" * 10)
-    inputs = points.preprocessor(8, max_caption_length=10)
+    inputs = points.preprocessor(8, max_prompt_length=10)
     inputs.tokenizer = tiny_tokenizer()
     inputs.tokenizer.add_tokens(["<loc1>"])  # Qwen's own are cleaned away
     inputs.check(sample)

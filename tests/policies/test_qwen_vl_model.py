@@ -107,8 +107,8 @@ def test_wrong_folders_end_with_a_sentence(qwen, sam, tmp_path):
 
 
 def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
-    refused("--image_side 850: must be 0 or a multiple of 28", qwen, sam, image_side=850)
-    refused("--image_side 28: .* from 3136 to 12845056", qwen, sam, image_side=28)
+    refused("--image_size 850: must be 0 or a multiple of 28", qwen, sam, image_size=850)
+    refused("--image_size 28: .* from 3136 to 12845056", qwen, sam, image_size=28)
     refused("--max_completion_length 8: with 900 tokens of an image", qwen, sam)
     folder = copied(qwen, tmp_path / "other")
     (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
@@ -116,7 +116,7 @@ def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
 
 
 def test_a_task_asks_its_own_family(qwen, sam):
-    config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), dtype="float32", image_side=56)
+    config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), dtype="float32", image_size=56)
     with pytest.raises(ValueError, match="--tasks loop: asks a model of the family sa2va, and"):
         registry.build_policy(config, dict(loop="sa2va"), ["lora"], 8, CPU)
     tasks = dict(points="qwen2_5_vl")
@@ -128,12 +128,12 @@ def test_a_task_asks_its_own_family(qwen, sam):
 
 
 def test_larger_images_are_reduced(qwen):
-    config = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=24)
+    config = PolicyConfig(model_path=str(qwen), image_size=0, max_image_tokens=24)
     sizes = image_preprocessing(qwen, config)
     assert sizes.resized(1000, 1500) == (28 * 4, 28 * 6)
     whole = json.loads((qwen / "preprocessor_config.json").read_text())
     published = Qwen2VLImageProcessorPil.from_pretrained(qwen)
     assert [*sizes.mean, *sizes.std] == [*published.image_mean, *published.image_std]
     assert published.size["longest_edge"] == whole["max_pixels"] and sizes.frames == 2
-    many = PolicyConfig(model_path=str(qwen), image_side=0, max_image_tokens=10**6)
+    many = PolicyConfig(model_path=str(qwen), image_size=0, max_image_tokens=10**6)
     assert image_preprocessing(qwen, many).max_pixels == whole["max_pixels"]

@@ -79,7 +79,7 @@ def test_a_caption_beyond_the_context_is_damaged(
     assert [i for i in range(len(samples)) if index[i] != i] == [2, 3] and not {2, 3} & set(index)
     assert set(named) == {
         f"id{i}: caption of {len(samples[i]['caption'])} characters: {around + lengths[i]} "
-        f"text tokens exceed the {around + words} that --max_caption_length and the model's "
+        f"text tokens exceed the {around + words} that --max_prompt_length and the model's "
         "context allow"
         for i in (2, 3)
     }
@@ -88,13 +88,13 @@ def test_a_caption_beyond_the_context_is_damaged(
 
 def test_a_caption_beyond_max_caption_length_is_damaged(model, inputs_of):
     """To the token of its prompt's text."""
-    inputs = replace(inputs_of(6), max_caption_length=100)
+    inputs = replace(inputs_of(6), max_prompt_length=100)
     around = len(model.prompts.segment("red", 1)) - 65
     sample = dict(image_id="id", caption=" ".join(["red"] * (100 - around)))
     inputs.check(sample)
     sample["caption"] += " red"
     reason = f"caption of {len(sample['caption'])} characters: 101 text tokens exceed the 100 that"
-    with pytest.raises(DamagedSample, match=f"^id: {reason} --max_caption_length"):
+    with pytest.raises(DamagedSample, match=f"^id: {reason} --max_prompt_length"):
         inputs.check(sample)
 
 

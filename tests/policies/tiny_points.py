@@ -145,7 +145,7 @@ def write_sam(folder: Path, seed=0) -> Path:
 def tiny_policy(qwen: Path, sam: Path, seed=0, temperature=1.0, std=0.05, **how):
     """A float32 policy of the folders; `std` of its LoRA's B, 0: outputs are the base's."""
     torch.manual_seed(seed)
-    how = dict(dtype="float32", lora_r=4, lora_alpha=8, image_side=0, max_image_tokens=24) | how
+    how = dict(dtype="float32", lora_r=4, lora_alpha=8, image_size=0, max_image_tokens=24) | how
     config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), temperature=temperature, **how)
     policy = build_policy(config, ["lora"], 32, torch.device("cpu"))
     for name, parameter in policy.trainable.items():

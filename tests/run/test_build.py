@@ -16,7 +16,7 @@ ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 
 def test_length_from_epochs(data, tmp_path):
-    config = cli.parse(flags(data, tmp_path, max_steps=0, num_epochs=0.7, batch_size=4))
+    config = cli.parse(flags(data, tmp_path, max_steps=0, num_train_epochs=0.7, batch_size=4))
     assert build.build(config, ALONE).max_steps == 21  # ceil(0.7 * 29 whole steps of 117 regions)
 
 
@@ -48,7 +48,7 @@ def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
 
 @pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
 def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
-    config = cli.parse(flags(data, tmp_path, learning_rate=1e-4, prompt_learning_rate=rate))
+    config = cli.parse(flags(data, tmp_path, learning_rate=1e-4, text_hidden_fcs_lr=rate))
     built = build.build(config, ALONE).state
     assert len(built.optimizer.param_groups) == groups
     rate_of = {
@@ -92,9 +92,9 @@ BOTH = ["mask_caption_mask", "caption_mask_caption"]
     [
         ({}, "lora mlp1 text_hidden_fcs sam2"),
         (dict(mask_loss_coef=0), "lora mlp1 text_hidden_fcs"),
-        (dict(mask_sigma=0), "lora mlp1 text_hidden_fcs sam2"),
-        (dict(mask_sigma="auto", mask_loss_coef=0), "lora mlp1 text_hidden_fcs"),
-        (dict(mask_sigma=0, mask_loss_coef=0), "lora mlp1"),
+        (dict(latent_std=0), "lora mlp1 text_hidden_fcs sam2"),
+        (dict(latent_std="auto", mask_loss_coef=0), "lora mlp1 text_hidden_fcs"),
+        (dict(latent_std=0, mask_loss_coef=0), "lora mlp1"),
         (dict(loop2_weight=0), "lora mlp1"),
         (dict(tasks=BOTH[:1]), "lora mlp1"),
         (dict(tasks=BOTH[1:]), "lora mlp1 text_hidden_fcs sam2"),

@@ -63,9 +63,11 @@ def test_a_measure_that_a_run_has_not_ends_it_with_a_sentence():
     """Known when the first evaluation is done, hence after the run has begun."""
     endings = ErrorReporter(None, RankInfo(0, 1, torch.device("cpu")))
     endings.run = object()
-    with pytest.raises(SystemExit, match="^rl_train: --best_by x: this run measures y$"):
+    with pytest.raises(
+        SystemExit, match="^rl_train: --metric_for_best_model x: this run measures y$"
+    ):
         with endings:
-            raise UserFault("--best_by x: this run measures y")
+            raise UserFault("--metric_for_best_model x: this run measures y")
     with pytest.raises(ValueError, match="^a fault of ours$"):
         with endings:
             raise ValueError("a fault of ours")

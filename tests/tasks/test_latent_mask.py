@@ -107,7 +107,7 @@ def test_spread_by_hand(model):
         rollout, RewardOutput({}, [whole, half, none, none])
     )
     shares = dict(no_seg_frac=(2, 4), capped_frac=(1, 4))
-    assert curves == dict(mask_spread=(0.5, 2), mask_sigma=(0.5, 1)) | shares
+    assert curves == dict(mask_spread=(0.5, 2), latent_std=(0.5, 1)) | shares
     # Of two objects the first group finds one twice, the second both, if none is no object.
     batch.others = [~half[None], ~half[None]]
     action = LatentMaskAction(model, 0.0, 0.0)

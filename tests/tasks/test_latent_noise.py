@@ -1,4 +1,4 @@
-"""The noise of loop 2: its covariance, and --mask_sigma auto, at which masks agree by half."""
+"""The noise of loop 2: its covariance, and --latent_std auto, at which masks agree by half."""
 
 from dataclasses import replace
 
@@ -84,17 +84,17 @@ def test_calibrated_masks_agree_as_they_should(model, images, batch):
 def test_calibration_needs_a_mask(model, batch, monkeypatch):
     """But a sigma that is given is kept, and the same in all directions."""
     monkeypatch.setattr(model, "seg_tokens", lambda ids, valid: torch.zeros_like(valid))
-    with pytest.raises(ValueError, match="--mask_sigma auto: no caption was answered"):
-        task_of(model, 2, mask_sigma="auto").action.calibrate([batch], STEPS)
-    action = task_of(model, 2, mask_sigma=0.5).action
+    with pytest.raises(ValueError, match="--latent_std auto: no caption was answered"):
+        task_of(model, 2, latent_std="auto").action.calibrate([batch], STEPS)
+    action = task_of(model, 2, latent_std=0.5).action
     action.calibrate([batch], STEPS)
     assert action.state_dict() == dict(sigma=0.5, factor=None)
 
 
 def test_the_noise_is_the_same_whatever_the_batch(policy, scenes):
-    def found(seed=0, batch_size=2, mask_sigma="auto"):
+    def found(seed=0, batch_size=2, latent_std="auto"):
         model = policy(seed=seed)
-        tasks = [task_of(model, 1), task_of(model, 2, mask_sigma=mask_sigma)]
+        tasks = [task_of(model, 1), task_of(model, 2, latent_std=latent_std)]
         loader = eval_loader(scenes, model.preprocessor(STEPS), batch_size, 0)
         tasks[1].action.calibrate(loader, STEPS)
         assert tasks[0].action is None  # nothing to draw
@@ -108,7 +108,7 @@ def test_the_noise_is_the_same_whatever_the_batch(policy, scenes):
         sigma, other = found(batch_size=size)
         assert sigma == pytest.approx(first, rel=0.02)
         torch.testing.assert_close(other, factor, atol=1e-3, rtol=0)
-    sigma, other = found(mask_sigma=0.3)
+    sigma, other = found(latent_std=0.3)
     assert sigma == 0.3 and torch.equal(other, factor)
 
 
@@ -118,6 +118,6 @@ def test_masks_that_sigma_does_not_move_cannot_calibrate_it(model, batch, monkey
         model, "decode_masks", lambda images, image, z: torch.full((len(z), 8, 8), -1.0)
     )
     with pytest.raises(
-        ValueError, match="--mask_sigma auto: sampled masks have an IoU of 1.00 to 1.00"
+        ValueError, match="--latent_std auto: sampled masks have an IoU of 1.00 to 1.00"
     ):
         calibrate_sigma(collect_calibration(model, [batch], STEPS), None)

@@ -159,7 +159,7 @@ def test_measures_that_flags_ask_for(data, base, tmp_path, capsys):
     words = tmp_path / "words.json"
     words.write_text(json.dumps({"shape": {s: [s] for s in ("circle", "square", "triangle")}}))
     asked = dict(attributes=words, best_of=2, temperature=0.7, before=base)
-    evaluate.main([*flags(data, output=tmp_path / "out.json", **asked), "--other_regions"])
+    evaluate.main([*flags(data, output=tmp_path / "out.json", **asked), "--distractors"])
     found, before = json.loads((tmp_path / "out.json").read_text()), json.loads(base.read_text())
     for name, values in before["values"].items():
         assert found["values"][name] == values, name
@@ -218,7 +218,7 @@ def test_refcoco(data, tmp_path):
         tmp_path,
         data_dir=root,
         dataset="refcoco+",
-        split="testA",
+        subsets="testA",
         image_root=root / "pictures",
         num_samples=None,
     )
@@ -230,7 +230,7 @@ def test_refcoco(data, tmp_path):
     ]
     area = [int(scene["mask"].sum()) for scene in scenes]
     assert all(union >= area[i // 2] for i, union in enumerate(found["values"]["seg_union"]))
-    assert min(found["values"]["seg_iou"][::2]) > 0.5 and found["flags"]["split"] == "testA"
+    assert min(found["values"]["seg_iou"][::2]) > 0.5 and found["flags"]["subsets"] == ["testA"]
 
 
 def test_bad_input(data, base, trained, tmp_path):
@@ -244,7 +244,7 @@ def test_bad_input(data, base, trained, tmp_path):
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role teacher", "is no checkpoint", role="teacher")
     refused("--attributes", "gone.json", "No such file", attributes=tmp_path / "gone.json")
-    refused("--split", "only for refcoco", split="val")
+    refused("--subsets", "only for gar", dataset="reasonseg", subsets="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)
     refused("config.json", "is not a Sa2VA checkpoint folder", model_path=tmp_path)

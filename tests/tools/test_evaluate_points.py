@@ -31,8 +31,8 @@ def answering(monkeypatch):
 
 def test_a_run_and_the_tool_measure_the_same(data, tmp_path, answering, capsys):
     models = dict(model_path=write_qwen(tmp_path / "q"), sam_path=write_sam(tmp_path / "s"))
-    how = dict(tasks="point_segmentation", answer_style="points", mask_sigma=None, image_side=56)
-    how |= dict(max_completion_length=4, max_caption_length=64, negative_weight=0.3, sam_passes=2)
+    how = dict(tasks="point_segmentation", answer_style="points", latent_std=None, image_size=56)
+    how |= dict(max_completion_length=4, max_prompt_length=64, negative_weight=0.3, sam_passes=2)
     steps = dict(eval_steps=1, save_steps=1, num_generations=4, eval_samples=6, batch_size=3)
     output = run(data, tmp_path / "run", **models, **how, **steps)
 
@@ -52,7 +52,7 @@ def test_a_run_and_the_tool_measure_the_same(data, tmp_path, answering, capsys):
     of_run = json.loads((output / "evaluation" / "step_2.json").read_text())
     assert of_run["num_samples"] == 6 and "teacher" not in of_run
     asked = ["--data_dir", str(data / "heldout"), "--num_samples", "6", "--dtype", "float32"]
-    asked += ["--max_completion_length", "4", "--max_caption_length", "64", "--num_workers", "0"]
+    asked += ["--max_completion_length", "4", "--max_prompt_length", "64", "--num_workers", "0"]
     asked += ["--batch_size", "6", "--output", str(tmp_path / "found.json")]
     checkpoint = output / "checkpoint_step_2"
     evaluate.main(["--model_path", str(checkpoint), *asked])  # flags of points are the run's

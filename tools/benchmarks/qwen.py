@@ -80,7 +80,7 @@ class Shapes:
         """Images as squares of `side` pixels."""
         patch, merge = self.qwen["vision_config"]["patch_size"], 2
         if side < 1 or side % (patch * merge):
-            raise ValueError(f"--image_side {side}: must be a multiple of {patch * merge}")
+            raise ValueError(f"--image_size {side}: must be a multiple of {patch * merge}")
         return ImagePreprocessing(patch, merge, side**2, side**2, side, MEAN, STD)
 
 

@@ -47,10 +47,10 @@ from tools.benchmarks.workload_points import make_batch as points_batch
 from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
 
 # Flags of rl_train.train that a measured step does not follow.
-FIXED = "gradient_accumulation_steps num_iterations mask_sigma ablation_reward tasks max_tiles "
+FIXED = "gradient_accumulation_steps num_iterations latent_std ablation_reward tasks max_tiles "
 FIXED += "loop1_weight loop2_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.workload:order "
-GIVEN = COMMON + "--mask_sigma 1 --likelihood_share 0 --ema_decay 0.999"
+GIVEN = COMMON + "--latent_std 1 --likelihood_weight 0 --ema_decay 0.999"
 POINTS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
 SEG_AT = 2  # place of [SEG] in an answer
 NOT_SEG = 1  # token that stands for a [SEG] sampled elsewhere: neither [SEG] nor `lengths.END`
@@ -349,7 +349,7 @@ def random_points_policy(
     return (policy_class or ForcedPoints)(
         model,
         shapes.tokenizer(),
-        shapes.preprocessing(config.policy.image_side),
+        shapes.preprocessing(config.policy.image_size),
         config.policy,
         prompt_length=options.prompt_length,
         lengths=lengths,

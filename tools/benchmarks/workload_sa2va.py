@@ -37,7 +37,7 @@ def make_batch(
     words = [options.prompt_length - bare] * size
     if options.caption_lengths:
         text = bare - options.num_tiles * policy.prompts.tokens_per_tile
-        most = config.data.max_caption_length - text
+        most = config.data.max_prompt_length - text
         words = log_normal(size, *options.caption_lengths, most, rank)
     samples = [sample | dict(caption=caption_of(n)) for n in words]
     batch = Batches(samples, policy.preprocessor(policy.answer_tokens))[list(range(size))]

@@ -120,7 +120,7 @@ class HintedMasks(ReferringSegmentation):
     ):
         policy, batch = self.context.policy, examples.batch
         if batch.others is None:
-            raise ValueError("--tasks tools.demo.hints:HintedMasks: needs --other_regions")
+            raise ValueError("--tasks tools.demo.hints:HintedMasks: needs --distractors")
         codes = self.codes(batch.captions)  # (B, D)
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)
         copied = F.mse_loss(prompts, codes, reduction="none").mean(1)

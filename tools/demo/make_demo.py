@@ -43,12 +43,12 @@ ALL = "vision mlp1 language_model embeddings text_hidden_fcs sam2 sam2_encoder"
 # Flags of the supervised training's parts, in order; "unsettle" comes before the last.
 PARTS = dict(
     hints="--tasks tools.demo.hints:HintedCaptions tools.demo.hints:HintedMasks --one_answer "
-    f"--other_regions --train {ALL}",
-    learn=f"--tasks region_captions referring_segmentation --one_answer --train {ALL}",
+    f"--distractors --trainable_modules {ALL}",
+    learn=f"--tasks region_captions referring_segmentation --one_answer --trainable_modules {ALL}",
     err="--tasks tools.demo.mistakes:MistakenCaptions referring_segmentation --one_answer "
-    "--train language_model embeddings text_hidden_fcs",
+    "--trainable_modules language_model embeddings text_hidden_fcs",
     unsettle="",
-    decide="--tasks tools.demo.unsettle:Decided --other_regions --train hypernetworks",
+    decide="--tasks tools.demo.unsettle:Decided --distractors --trainable_modules hypernetworks",
 )
 ANSWER = 24  # tokens that the demo's longest answer may have
 

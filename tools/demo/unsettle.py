@@ -2,7 +2,7 @@
 
 What loop 2 has to learn is then which object a phrase means, and not where a mask ends.
 
-    python -m rl_train.sft --tasks tools.demo.unsettle:Decided --other_regions ..
+    python -m rl_train.sft --tasks tools.demo.unsettle:Decided --distractors ..
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
     dataset = GraspAnyRegionDataset(data)
     order = np.random.default_rng([seed, 11]).permutation(len(dataset))
     few = Subset(dataset, order[:REGIONS].tolist())
-    for batch in eval_loader(few, policy.preprocessor(1), BATCH, 0, other_regions=True):
+    for batch in eval_loader(few, policy.preprocessor(1), BATCH, 0, distractors=True):
         features = policy.encode(batch)
         prompts = policy.segment_prompts(features, list(range(len(batch))), batch.captions)
         forced = [policy.prompts.forced_answer] * len(prompts)
@@ -132,7 +132,7 @@ class Decided(SFTTask):
     ):
         policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
         if batch.others is None:
-            raise ValueError("--tasks tools.demo.unsettle:Decided: needs --other_regions")
+            raise ValueError("--tasks tools.demo.unsettle:Decided: needs --distractors")
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
         with self.context.roles.use("reference"):
             before = policy.decode_masks(features, image, prompts) > 0

@@ -6,7 +6,7 @@ whose teacher is PATH:teacher; tokenizers may differ, for captions are text:
 
     python -m tools.experiments.cross_play --speakers BASE O/checkpoint_step_N \
         --listeners BASE O/checkpoint_step_N OTHER/checkpoint_step_N:teacher \
-        --data_dir D --num_samples 128 --other_regions --output cross.json
+        --data_dir D --num_samples 128 --distractors --output cross.json
 
 The change is that to the first speaker with the same listener, paired over regions. Decoding is
 greedy, and masks are those of the listener's own answers, as in tools.evaluate.
@@ -84,8 +84,8 @@ def batches_of(
         dtype=args.dtype,
         max_tiles=args.max_tiles,
     )
-    inputs, others = policy.preprocessor(tokens, args.max_caption_length), args.other_regions
-    loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers, other_regions=others)
+    inputs, others = policy.preprocessor(tokens, args.max_prompt_length), args.distractors
+    loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers, distractors=others)
     for batch in tqdm(loader, desc=f"{flag} {player}", leave=False):
         yield policy, batch, policy.encode(batch)
         raise_on_any_rank(
@@ -143,7 +143,7 @@ def check_same_regions(listener: str, index: list[int], speaker: str, described:
     if index != described:
         raise ValueError(
             f"--listeners {listener} read other regions than --speakers {speaker} described: "
-            "one of them has no room for a caption, raise --max_caption_length"
+            "one of them has no room for a caption, raise --max_prompt_length"
         )
 
 

@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
-    add("--max_caption_length", type=COUNT, default=DataConfig.max_caption_length)
+    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
     add("--max_tiles", type=COUNT, default=1)
     add("--num_workers", type=COUNT_OR_0, default=2)
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
@@ -109,7 +109,7 @@ def all_ious(
     policy: "Sa2VAPolicy", dataset: "Dataset", args: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
     """{scalar: (n, K) IoU} of all regions of a data set."""
-    inputs = policy.preprocessor(args.max_completion_length, args.max_caption_length)
+    inputs = policy.preprocessor(args.max_completion_length, args.max_prompt_length)
     loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers)
     bar = tqdm(loader, desc="masks", leave=False)
     parts = [ious_of(policy, batch, args.max_completion_length) for batch in bar]

@@ -37,11 +37,11 @@ from tools.experiments.sweep_table import evaluations, markdown, summary
 # run_rl_train.sh, what makes a run shorter, and what each arm changes.
 OF_DEMO = (
     "--model_path {demo}/checkpoint --data_dir {demo}/train --eval_data_dir {demo}/heldout "
-    "--attributes {demo}/attributes.json --other_regions"
+    "--attributes {demo}/attributes.json --distractors"
 )
 DEMO = (
     "--dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 "
-    "--batch_size 8 --num_generations 8 --learning_rate 6e-4 --prompt_learning_rate 1e-3 "
+    "--batch_size 8 --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 "
     "--kl_coef 0.06"
 )
 SHORT = (
@@ -60,15 +60,15 @@ ARMS = LOOPS | {
     if control != "none"
 }
 ARMS |= {  # loop2's reward is half METEOR, half likelihood
-    "loop2_meteor": f"{LOOPS['loop2']} --likelihood_share 0",
-    "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_share 1",
+    "loop2_meteor": f"{LOOPS['loop2']} --likelihood_weight 0",
+    "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_weight 1",
     "loop2_scaled": f"{LOOPS['loop2']} --scale_components",
-    "loop2_tokens": f"{LOOPS['loop2']} --mask_sigma 0",
+    "loop2_tokens": f"{LOOPS['loop2']} --latent_std 0",
     "both": POLICY_TERM,
     "defaults": "",  # the demo as it ships: both loops, with the mask term
 }
 OF_POINTS = (
-    "--tasks point_segmentation --answer_style points --image_side 96 --model_path {demo}/qwen "
+    "--tasks point_segmentation --answer_style points --image_size 96 --model_path {demo}/qwen "
     "--sam_path {demo}/sam --data_dir {demo}/train --eval_data_dir {demo}/heldout"
 )
 POINTS = (

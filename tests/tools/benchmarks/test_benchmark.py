@@ -179,7 +179,7 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
         ("--num_iterations 2", "measured with 1"),
         ("--tasks mask_caption_mask", "--tasks"),
         ("--loop1_weight 0", "measured with 1.0"),
-        ("--mask_sigma auto", "--mask_sigma auto"),
+        ("--latent_std auto", "--latent_std auto"),
         ("--ablation_reward shuffled", "--ablation_reward shuffled"),
         ("--max_tiles 6", "measured with 1"),
     ],

@@ -14,7 +14,7 @@ from rl_train.train import train
 from tools.benchmarks import __main__, memory, qwen, roofline, trl_style, workload
 
 L, T = 130, 6
-FLAGS = f"--image_side 48 --batch_size 2 --num_generations 3 --max_completion_length {T} "
+FLAGS = f"--image_size 48 --batch_size 2 --num_generations 3 --max_completion_length {T} "
 FLAGS += "--lora_r 4 --micro_batch_size 3"
 OPTIONS = workload.Options(device="cpu", sizes="qwen-tiny", prompt_length=L, flags=FLAGS.split())
 
@@ -39,7 +39,7 @@ def test_the_published_shapes():
         model = qwen.random_qwen(shapes, "meta")
     assert sum(p.numel() for p in model.parameters()) == 8_292_166_656  # of its model card
     assert shapes.preprocessing(840).max_tokens == 900
-    with pytest.raises(ValueError, match="--image_side 0"):
+    with pytest.raises(ValueError, match="--image_size 0"):
         shapes.preprocessing(0)
 
 

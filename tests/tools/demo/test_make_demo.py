@@ -48,7 +48,7 @@ def policy_of(*groups):
 def batch_of(policy, data, number):
     """Every fourth region of the training set."""
     dataset = GraspAnyRegionDataset(data / "train")
-    return Batches(dataset, policy.preprocessor(24), other_regions=True)[
+    return Batches(dataset, policy.preprocessor(24), distractors=True)[
         list(range(0, 4 * number, 4))
     ]
 

@@ -201,7 +201,7 @@ def test_two_steps_on_the_demo_that_is_made(tmp_path, monkeypatch):
     said = form(True).format(PointPrompt((), ((40, 40),), ((50, 50),)))
     monkeypatch.setattr(QwenVLPolicy, "completion_text", lambda policy, ids: said)
     points = dict(sam_path=demo / "sam", tasks="point_segmentation", answer_style="points")
-    points |= dict(model_path=demo / "qwen", image_side=SEEN, mask_sigma=None, eval_steps=1)
+    points |= dict(model_path=demo / "qwen", image_size=SEEN, latent_std=None, eval_steps=1)
     output = run(demo, tmp_path / "run", **points, max_completion_length=4)
     lines = rollouts(output)
     assert len(lines) == 2 * 4 and {line["num_negative"] for line in lines} == {1.0}

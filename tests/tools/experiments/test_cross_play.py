@@ -42,7 +42,7 @@ def test_the_policy_hears_itself_as_in_an_evaluation(data, model, tmp_path, monk
 
     monkeypatch.setattr(cross_play, "open_policy", open_policy)
     file = tmp_path / "new" / "cross.json"
-    asked = ("--other_regions", "--output", file)
+    asked = ("--distractors", "--output", file)
     cross_play.main(flags(data, ["base", "run/checkpoint_step_2:teacher"], ["base"], *asked))
     printed, found = capsys.readouterr().out, json.loads(file.read_text())
     assert opened == [
@@ -52,7 +52,7 @@ def test_the_policy_hears_itself_as_in_an_evaluation(data, model, tmp_path, monk
     ]
     dataset = GraspAnyRegionDataset(data / "heldout")
     regions = Subset(dataset, sample_regions(dataset.image_keys, 3))
-    heldout = EvalSpec(regions, 2, 16, 0, other_regions=True)
+    heldout = EvalSpec(regions, 2, 16, 0, distractors=True)
     alone = RankInfo(0, 1, torch.device("cpu"))
     expected = evaluate(model, heldout, alone)["policy"]
     assert [pair["speaker"] for pair in found["pairs"]] == ["base", "run/checkpoint_step_2:teacher"]

@@ -47,7 +47,7 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     of_points = {f"points_{c}": c for c in ("shuffled", "constant")}
     of_loops = {f"loop{n}_{c}": c for n in (1, 2) for c in ABLATION_REWARDS if c != "none"}
     assert controls == of_loops | of_points
-    assert found["defaults"].likelihood_share is None and found["defaults"].mask_sigma == "auto"
+    assert found["defaults"].likelihood_weight is None and found["defaults"].latent_std == "auto"
 
 
 def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_other_flags_refused(
