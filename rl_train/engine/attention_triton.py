@@ -84,6 +84,7 @@ def _rotate_and_store(
     column = head * D + half
     dtype = product.y.dtype.element_ty
     valid = (rows < product.num_rows)[:, None]
+    # Slot of a k or v head in the cache; of a q head it is not used.
     stored = ((rows[:, None] * K + (head - H) % K) * suffix.slots + tl.load(step)) * D
     position = tl.load(rotation.position + rows, mask=rows < product.num_rows, other=0)
     at = position[:, None] * (D // 2) + half[None, :]
@@ -99,9 +100,10 @@ def _rotate_and_store(
     if BIAS:
         first += tl.load(bias + column).to(tl.float32)[None, :]
         second += tl.load(bias + column + D // 2).to(tl.float32)[None, :]
+    # Rounded before the rotation, as the model's projections are.
     first = first.to(dtype).to(tl.float32)
     second = second.to(dtype).to(tl.float32)
-    if head < H + K:
+    if head < H + K:  # v is not rotated
         first, second = first * c - second * s, second * c + first * s
     target = q + (rows[:, None] * H + head) * D
     if head >= H + K:
@@ -128,6 +130,7 @@ def rotate_and_store(
     heads = sum(qkv.sizes) // size
     product, sizes = product_of(y, qkv, power)
     q, shape = y.new_empty(n, heads - 2 * num_kv, size), Heads(heads - 2 * num_kv, num_kv, size)
+    # Without a bias any pointer will do: the kernel does not read it.
     bias, suffix = y if qkv.bias is None else qkv.bias, Cache(keys, values, slots)
     rotation, grid = Rotation(cos, sin, position), (heads, triton.cdiv(n, sizes.ROWS))
     _rotate_and_store[grid](
@@ -150,13 +153,16 @@ def _attend(
     blocks: tl.constexpr = (M.G * PER + QUERIES - 1) // QUERIES
     suffix_blocks: tl.constexpr = (PER + QUERIES - 1) // QUERIES
     num_prefix = num_prompts * blocks * M.SPLITS
+    # Programs of a prompt's keys come first, then those of each row's own.
     if item < num_prefix:
+        # QUERIES of the prompt's G * PER queries, against one of SPLITS ranges of its keys.
         prompt, split = item // M.SPLITS // blocks, item % M.SPLITS
         query = item // M.SPLITS % blocks * QUERIES + tl.arange(0, QUERIES)
         row, valid = prompt * M.G + query // PER, query < M.G * PER
         empty = tl.load(pad + prompt).to(tl.int32)
         low, high = tl.maximum(split * chunk, empty), tl.minimum((split + 1) * chunk, prefix.slots)
         unfinished = tl.load(done + row, mask=valid, other=1) == 0
+        # Keys for which no row is left are not read.
         high = tl.where(tl.max(unfinished.to(tl.int32)) > 0, high, low)
         base = (prompt.to(tl.int64) * K + kv) * prefix.slots * D
         keys, values = prefix.k + base, prefix.v + base
@@ -165,6 +171,7 @@ def _attend(
         query = suffix_item % suffix_blocks * QUERIES + tl.arange(0, QUERIES)
         row, valid, split = suffix_item // suffix_blocks + query // PER, query < PER, M.SPLITS
         high = tl.load(step).to(tl.int32) + 1
+        # A row that is done reads one slot alone, so that its sum is not 0.
         low = tl.where(tl.load(done + suffix_item // suffix_blocks) == 0, 0, high - 1)
         base = ((suffix_item // suffix_blocks).to(tl.int64) * K + kv) * suffix.slots * D
         keys, values = suffix.k + base, suffix.v + base
@@ -182,10 +189,12 @@ def _attend(
         )  # (KEYS, D)
         score = tl.dot(vectors, k, input_precision="ieee") * scale
         score = tl.where(in_range[None, :], score, float("-inf"))
+        # Online softmax: what is summed so far is scaled to the new highest score.
         higher = tl.maximum(highest, tl.max(score, axis=1))
         p, shrink = tl.exp2(score - higher[:, None]), tl.exp2(highest - higher)
         total, highest = total * shrink + tl.sum(p, axis=1), higher
         mixed = mixed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    # Unnormalised: `_merge` divides by the sum over all parts.
     at = head * (M.SPLITS + 1) + split
     tl.store(parts + at[:, None] * D + d[None, :], mixed, mask=valid[:, None])
     tl.store(sizes + at * 2, highest, mask=valid)
@@ -223,12 +232,13 @@ def attend(
     num_keys = 128 // q.element_size()  # by shared memory
     queries = program_rows(group * per)
     splits = min(MAX_SPLITS, triton.cdiv(slots, 128))
+    # Keys of a split, a multiple of what a program reads together.
     chunk = triton.cdiv(triton.cdiv(slots, splits), num_keys) * num_keys
     parts = q.new_empty(n, num_heads, splits + 1, size, dtype=torch.float32)
     sums = q.new_empty(n, num_heads, splits + 1, 2, dtype=torch.float32)
     items = num_prompts * triton.cdiv(group * per, queries) * splits + n * triton.cdiv(per, queries)
     prefix, suffix = Cache(prefix_keys, prefix_values, slots), Cache(keys, values, keys.shape[2])
-    scale = size**-0.5 * LOG2E
+    scale = size**-0.5 * LOG2E  # for exp2, which GPUs compute directly
     shape = Heads(num_heads, num_kv, size, group, splits, queries, num_keys)
     _attend[(items, num_kv)](
         q, prefix, suffix, pad, done, step, parts, sums, scale, num_prompts, chunk, shape

@@ -55,17 +55,19 @@ class Decoder:
         """Return the graph for these sizes, captured at first use."""
         prompts = _round_up(num_prompts, 16)
         if num_prompts <= 16:
+            # The next power of 2: a few prompts need not pay for 16.
             prompts = 1 << (num_prompts - 1).bit_length()
         length, new_slots = (
             _round_up(length, PROMPT_SLOTS),
             _round_up(params.max_new_tokens, NEW_SLOTS),
         )
         sizes = prompts, params.num_generations, length, new_slots
+        # Everything that a capture fixes. The stop text counts by identity, as its table does.
         key = (sizes, params.stop, params.pad_id, params.temperature, params.uniforms is None)
         if key not in self.graphs:
             slots = prompts * (length + params.num_generations * new_slots)
             if len(self.graphs) == MAX_GRAPHS:
-                del self.graphs[next(iter(self.graphs))]
+                del self.graphs[next(iter(self.graphs))]  # dicts keep the order of insertion
             if self.cache.numel() < slots * self.slot_size:
                 self._make_cache(slots)
             self.graphs[key] = self.make_graph(
@@ -93,7 +95,7 @@ class Decoder:
         Args:
             prefix_layout: layout of the prompts; it and their mask are on the CPU.
         """
-        num_rows = len(embeds) * params.num_generations
+        num_rows = len(embeds) * params.num_generations  # without rows that round P up
         with torch.autocast(embeds.device.type, enabled=False):
             graph = self.graph(len(embeds), embeds.shape[1], params)
             cache, next_position = [], next_positions(position_ids, attention_mask)
@@ -102,11 +104,12 @@ class Decoder:
                 self.fused, prefix_layout.gather(embeds), prefix_layout.layout, cache=cache
             )
             graph.load(cache, prefix_layout.tokens(), attention_mask, next_position)
-            del cache
+            del cache  # copied: freed before the first token
             graph.begin(prefix_layout.last(hidden)[:, 0], params.uniforms)
             graph.run(params.max_new_tokens)
         rows, copy_to_cpu = slice(num_rows), partial(torch.Tensor.to, device="cpu", copy=True)
         valid, stopped = copy_to_cpu(graph.valid[rows]), copy_to_cpu(graph.done[rows])
+        # At least one column, also where no row has a token.
         columns = slice(max(1, int(valid.sum(1).max())))
         logp, hidden = (buffer[rows, columns].clone() for buffer in (graph.logp, graph.hiddens))
         hidden[:, -1] = 0.0  # a graph may have run beyond the last answer's end
@@ -139,33 +142,32 @@ class Graph:
     ):
         self.fused, self.num_generations = fused, num_generations
         self.vocab, width = fused.head.weight.shape
-        self.stop, self.table = (
-            params.stop,
-            params.stop and params.stop.table,
-        )  # its address is held
+        self.stop = params.stop
+        # A captured graph reads this address, so the table must not be freed.
+        self.table = params.stop and params.stop.table
         self.pad_id, self.temperature = params.pad_id, params.temperature
         self.greedy = params.uniforms is None
         n, new_zeros = num_prompts * num_generations, cache.new_zeros
         layers, kv, size = len(fused.layers), fused.num_kv, fused.head_size
         prefix_shape = (layers, 2, num_prompts, kv, length, size)
         suffix_shape = (layers, 2, n, kv, num_tokens, size)
+        # Both halves lie in the one cache that all graphs share.
         split = torch.Size(prefix_shape).numel()
         self.prefix = cache[:split].view(prefix_shape)
         self.suffix = cache[split : split + torch.Size(suffix_shape).numel()].view(suffix_shape)
         self.pad = new_zeros(num_prompts, dtype=torch.int32)  # empty slots before each prompt
         self.hiddens = new_zeros(n, num_tokens, width)
-        self.uniforms = new_zeros(n, num_tokens, dtype=torch.float64)
+        self.uniforms = new_zeros(n, num_tokens, dtype=torch.float64)  # float64, as the sums are
         self.ids = new_zeros(n, num_tokens, dtype=torch.long)
         self.logp = new_zeros(n, num_tokens, dtype=torch.float32)
-        self.valid, self.done = (
-            new_zeros(n, num_tokens, dtype=torch.bool),
-            new_zeros(n, dtype=torch.bool),
-        )
+        self.valid = new_zeros(n, num_tokens, dtype=torch.bool)
+        self.done = new_zeros(n, dtype=torch.bool)
         self.state, self.token, self.position = (new_zeros(n, dtype=torch.long) for _ in range(3))
         any_number(self.done, self.state, self.token)  # so that `choose` is compiled once
         for buffer in (self.uniforms, self.ids, self.logp, self.valid):
             torch._dynamo.maybe_mark_dynamic(buffer, (0, 1))
         self.step = new_zeros(1, dtype=torch.long)
+        # An image has at most as many positions as tokens, so L + T positions suffice.
         angle = torch.arange(length + num_tokens, device=cache.device)[:, None] * fused.inv_freq
         angles = [f(angle) * fused.rope_scale for f in (torch.cos, torch.sin)]
         self.cos, self.sin = (values.to(cache.dtype) for values in angles)  # (L + T, D/2)
@@ -180,6 +182,7 @@ class Graph:
     def _capture(self, pool):
         if pool is None:
             return None
+        # Warm-up on a side stream, as torch asks before a capture.
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -211,11 +214,13 @@ class Graph:
         self.pad.fill_(slots)  # unused prompts are empty
         self.pad[:p].copy_(slots - lengths, non_blocking=True)
         tokens = to_device(tokens, self.pad.device)
+        # Aligned to the right, so that padding is one number a prompt.
         for prefix, layer in zip(self.prefix, cache):
             for target, source in zip(prefix, layer):
+                # (m, K, D) -> (p, K, length, D)
                 target[:p, :, slots - length :] = source[tokens].transpose(1, 2)
         rows = next_position.repeat_interleave(self.num_generations)
-        self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)
+        self.position.zero_()[: len(rows)].copy_(rows, non_blocking=True)  # unused rows stay at 0
 
     def begin(self, hidden: torch.Tensor, uniforms: torch.Tensor | None):
         """Sample the first token of the rows of p prompts from their last hidden states (p, C)."""
@@ -224,7 +229,7 @@ class Graph:
             self.uniforms[rows, : uniforms.shape[1]] = to_device(uniforms, self.uniforms.device)
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
-        self.done.fill_(True)[rows] = False
+        self.done.fill_(True)[rows] = False  # unused rows are done from the start
         first = torch.zeros_like(self.hiddens[:, 0])
         first[rows] = hidden.repeat_interleave(self.num_generations, 0)
         self.sample(first)
@@ -236,7 +241,7 @@ class Graph:
         """
         polls = []
         for t in range(1, max_new_tokens):
-            if self.graph is None:
+            if self.graph is None:  # on the CPU
                 if self.done.all():
                     return
                 self.advance()
@@ -269,12 +274,14 @@ class Graph:
     def forward(self):
         """Return the last hidden state (N, C) of the newest token; store its keys and values."""
         layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
+        # The kernel that adds to the residual also prepares the norm that reads the sum.
         following = [norm for _, norm, _ in layers[1:]] + [final_norm]
         residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0][1].weight)
         for (linears, norm, mlp_norm), next_norm, prefix, suffix in zip(
             layers, following, self.prefix, self.suffix
         ):
             qkv, out, gate_up, down = linears
+            # The norm's divisor, a number a row, is applied behind the product.
             y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
             keys, values = suffix
             q = ops.rotate_and_store(

@@ -56,6 +56,7 @@ def outputs(y: torch.Tensor, linears: "FusedLinears"):
     The last k*r columns are the outputs of LoRA's A.
     """
     sizes = linears.sizes
+    # (N, outputs), (N, k*r)
     y, inner = y[:, : sum(sizes)], y[:, sum(sizes) :]
     if linears.lora_b is None:
         return y
@@ -89,6 +90,7 @@ def rotate_and_store(
     width = sum(qkv.sizes)
     num_heads = width // size - 2 * num_kv
     qkv_heads = normed(outputs(y, qkv), power, eps)
+    # The bias comes behind the division, which must not scale it.
     if qkv.bias is not None:
         qkv_heads = qkv_heads + qkv.bias[:width]
     qkv_heads = qkv_heads.view(num_rows, -1, size)  # (N, H + 2K, D)
@@ -121,9 +123,8 @@ def attend(
     (num_rows, num_heads, size), (num_prompts, num_kv, length, _) = q.shape, prefix_keys.shape
     heads_per_kv, device = num_heads // num_kv, q.device
     grouped = (q * size**-0.5).view(num_rows, num_kv, -1, size)  # (N, K, H/K, D)
-    shared = grouped.view(num_prompts, -1, num_kv, heads_per_kv, size).transpose(
-        1, 2
-    )  # (P, K, G, H/K, D)
+    # The G rows of a prompt read its keys by one product: (P, K, G, H/K, D).
+    shared = grouped.view(num_prompts, -1, num_kv, heads_per_kv, size).transpose(1, 2)
     shape = shared.shape
     prefix = shared.flatten(2, 3) @ prefix_keys.transpose(2, 3)  # (P, K, G*H/K, L)
     padding = torch.arange(length, device=device) < pad[:, None, None, None]
@@ -131,6 +132,7 @@ def attend(
     prefix = prefix.view(*shape[:-1], length).transpose(1, 2).reshape(num_rows, num_kv, -1, length)
     suffix = grouped @ keys.transpose(2, 3)  # (N, K, H/K, T)
     suffix = suffix.masked_fill(torch.arange(keys.shape[2], device=device) > step, float("-inf"))
+    # One softmax over both: (N, K, H/K, L + T).
     p = torch.softmax(torch.cat([prefix, suffix], dim=-1).float(), dim=-1).to(q.dtype)
     shared = p[..., :length].view(num_prompts, -1, num_kv, heads_per_kv, length).transpose(1, 2)
     prefix = (
@@ -146,6 +148,7 @@ def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinear
         y: product of x of `add` with the matrix of linears `gate_up`; power, eps: see there.
     """
     width = gate_up.sizes[0]
+    # The norm's divisor commutes with the linears: it is one number a row.
     y = normed(outputs(y, gate_up), power, eps)
     return F.silu(y[:, :width]) * y[:, width:]
 
@@ -160,6 +163,7 @@ def choose(rows: "Graph", logits: torch.Tensor):
             token, ids, logp, valid, the stop text's state, done.
         logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """
+    # Buffers are written in place at fixed addresses, so that a graph can replay this.
     u = None if rows.greedy else rows.uniforms.index_select(1, rows.step)[:, 0]
     token, logp = sample_token(logits[:, : rows.vocab], rows.temperature, u)
     rows.token.copy_(token.masked_fill(rows.done, rows.pad_id))

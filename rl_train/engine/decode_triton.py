@@ -65,16 +65,19 @@ def _add(
     scale = tl.load(weight + columns).to(tl.float32)
     b = read_lora_b(product, columns, S)
     delta, inner = read_linear(product, product.y, rows, columns, width, S)
+    # Split products are added here, in float32.
     for summand in tl.static_range(1, SUMMANDS):
         y = product.y + summand * product.num_rows * product.stride
         y_summand, inner_summand = read_linear(product, y, rows, columns, width, S)
         delta += y_summand
         inner += inner_summand
     delta = linear(product, delta, inner.to(dtype), b, S)
+    # Rounded twice, as the model rounds a linear's output and the sum.
     total = (before + delta.to(dtype).to(tl.float32)).to(dtype)
     tl.store(residual + at, total, mask=valid[:, None])
     total = total.to(tl.float32)
     tl.store(x + at, (total * scale[None, :]).to(dtype), mask=valid[:, None])
+    # Each block of columns leaves its part of the mean square; the reader adds them.
     tl.store(power + rows * S.PARTS + block, tl.sum(total * total, axis=1) / width, mask=valid)
 
 
@@ -94,14 +97,14 @@ def _product(inputs, matrix):
         return F.linear(inputs, matrix)[None]
     inputs = inputs.unflatten(1, (SUMMANDS, -1)).transpose(0, 1)
     matrix = matrix.unflatten(1, (SUMMANDS, -1)).permute(1, 2, 0)
-    return torch.bmm(inputs, matrix, out_dtype=torch.float32)
+    return torch.bmm(inputs, matrix, out_dtype=torch.float32)  # (SUMMANDS, N, outputs)
 
 
 @triton.jit
 def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
     columns = tl.program_id(0) * C + tl.arange(0, C)
-    up_columns, inner = width + columns, 2 * width
+    up_columns, inner = width + columns, 2 * width  # [gate | up | A's outputs of gate | of up]
     dtype = out.dtype.element_ty
     summands = read_power(power, rows, product.num_rows, S)
     g_b, u_b = read_lora_b(product, columns, S), read_lora_b(product, up_columns, S)
@@ -110,7 +113,7 @@ def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     scale = norm_scale(summands, eps)
     g = (linear(product, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
     u = (linear(product, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
-    g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)
+    g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)  # silu
     at = rows[:, None] * width + columns[None, :]
     tl.store(out + at, (g * u).to(dtype), mask=(rows < product.num_rows)[:, None])
 

@@ -1,4 +1,4 @@
-"""Engine of a decoder LLM: samples answers and scores them, fast on CUDA.
+"""Engine of a decoder LLM: samples answers and computes their log-probs, fast on CUDA.
 
 Letters: P prompts, G samples each, N = P*G rows, n scored rows, L prompt length, T completion
 tokens, C LLM width, m tokens, A axes of a position (1, or 3 where images have time, height, width).
@@ -34,6 +34,7 @@ class ScoreOutput:
         Args:
             tokens: on the CPU.
         """
+        # The token that predicts token t + 1 is token t itself.
         return self.packed.hidden_before(self.hidden, tokens.roll(1, 1))
 
 
@@ -125,7 +126,7 @@ class Engine:
         Raises:
             ValueError: `uniforms` has another shape.
         """
-        shape = (len(embeds) * num_generations, max_new_tokens)
+        shape = (len(embeds) * num_generations, max_new_tokens)  # (N, T)
         if uniforms is not None and uniforms.shape != shape:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
@@ -137,7 +138,7 @@ class Engine:
             temperature=self.temperature,
             uniforms=uniforms,
         )
-        if self.fused(embeds) is None:
+        if self.fused(embeds) is None:  # the model's own modules
             return hf_backend.generate(self.language_model, embeds, mask, position_ids_cpu, params)
         prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
         return self._decoder.generate(embeds, mask, position_ids_cpu, prefix_layout, params)
@@ -164,6 +165,7 @@ class Engine:
         model, device = self.language_model, embeds.device
         prompt, ids, valid = (t.cpu() for t in (prompt, ids, valid))
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
+        # One sequence for each prompt and its rows: embeds (P, L, C) -> (P, S, C).
         packed = pack(mask, position_ids_cpu, prompt, ids, valid, self.pad_id)
         embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
@@ -175,8 +177,10 @@ class Engine:
             hidden = packed_forward.hidden_states(
                 fused, embeds, packed, self.gradient_checkpointing
             )
+        # Only valid tokens go through lm_head, the largest product: (m, C), (m,).
         predicting, target_ids = packed.hidden_before(hidden, valid), ids[valid]
         valid_indices = to_device(valid.flatten().nonzero()[:, 0], device)
+        # Back to rows: (m,) -> (n, T), by indices that were made on the CPU.
         logp, entropy = (
             values.new_zeros(ids.numel()).index_copy(0, valid_indices, values).view(ids.shape)
             for values in self._token_logps(predicting, target_ids, fused, entropy_gradient)
@@ -201,7 +205,7 @@ class Engine:
         fused = self.fused(embeds)
         if fused is None:
             hidden = hf_backend.hidden_states(self.language_model, embeds, mask, position_ids_cpu)
-            return hidden[:, -num_last:]
+            return hidden[:, -num_last:]  # prompts are padded on the left
         prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
         hidden = packed_forward.hidden_states(
             fused, prefix_layout.gather(embeds), prefix_layout.layout
@@ -214,7 +218,7 @@ class Engine:
         return self._token_logps(hidden, ids, self.fused(hidden))[0]
 
     def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
-        weight = self.language_model.lm_head.weight
+        weight = self.language_model.lm_head.weight  # (V, C)
         matrix = weight if fused is None else fused.padded_head
         return token_logps(
             hidden,

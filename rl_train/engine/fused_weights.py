@@ -51,19 +51,22 @@ class FusedLinears:
         bases, loras, outputs = self.bases, self.loras, sum(self.sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
+        # (outputs + k*r, inputs)
         self.weight = _joined([base.weight for base in bases], a)
         self.bias = None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
+            # LoRA's A have no bias: zeros stand in their rows.
             self.bias = _joined([base.bias for base in bases], a[:, 0])
         self.lora_b, self.targets = None, []
         rows_b = ()
         if loras:
             self.lora_b = new(outputs, rank)
             rows_a, rows_b = self.weight[outputs:].split(rank), self.lora_b.split(self.sizes)
-            for rows in zip(rows_a, rows_b):
+            for rows in zip(rows_a, rows_b):  # views: copying into them fills the matrices
                 self.targets += rows
             _copy(self.targets, self.sources)
+        # Two views of one storage: with autograd the LoRA's parameters, without it their copies.
         bias = None if self.bias is None else self.bias[:outputs]
         self.live = layers.LinearOperands(
             # Detached by .data, so that a refresh is no change of what autograd has saved.
@@ -136,9 +139,10 @@ class FusedModel:
         # matrix product to a kernel that reads single numbers, at a third of the speed.
         aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
         self.padded_head = _joined([head.weight], aligning)
-        self.embedding = model.embed_tokens.weight.data
+        self.embedding = model.embed_tokens.weight.data  # (V, C)
         self.layers, self.sources, self.targets = [], [], []
         for layer in model.layers:
+            # (sources, targets) of all layers in one list: one call copies the LoRA.
             linears = [FusedLinears(group) for group in _groups(layer)]
             norms = layer.input_layernorm, layer.post_attention_layernorm
             self.layers.append(FusedLayer(linears, norm=norms[0], mlp_norm=norms[1]))
@@ -151,7 +155,7 @@ class FusedModel:
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
         self.num_axes = len(sections)
         axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
-        self.axis = torch.tensor(axes, device=head.weight.device)
+        self.axis = torch.tensor(axes, device=head.weight.device)  # (D/2,)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         # Operations of a decode step beside products; functions of a layer beside attention.
         self.decode_ops, self.functions = decode_torch, layers.FUNCTIONS
@@ -186,6 +190,7 @@ class FusedModel:
     def release(self):
         """Give the model's parameters storage of their own; this object must not be used after."""
         for parameter in (self.head.weight, *self.model.parameters()):
+            # A view holds the storage of its whole matrix.
             if parameter.untyped_storage().nbytes() > parameter.nbytes:
                 parameter.data = parameter.data.clone()
 
@@ -254,6 +259,7 @@ def unsupported(language_model: nn.Module) -> str | None:
         return "it has linears of another kind"
     parameters = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
     base = [parameter for name, parameter in parameters if "lora_" not in name]
+    # Frozen weights get no gradient here, so a trainable one would silently not learn.
     if any(parameter.requires_grad for parameter in base):
         return "its base weights train"
     placements = {(parameter.dtype, parameter.device) for parameter in base}
@@ -277,6 +283,7 @@ def _unsupported_loras(group) -> str | None:
         plain = len(lora.active_adapters) == 1 and not lora.lora_variant
         if not plain or lora.merged or lora.disable_adapters or any(lora.lora_bias.values()):
             return "LoRA that is merged, disabled, of more than one adapter, or not the plain kind"
+    # One chunk and one factor serve all LoRAs of a product.
     if len({(len(_lora(lora)[0]), _lora(lora)[2]) for lora in loras}) > 1:
         return "LoRA of different rank or scale on linears that share an input"
     return None

@@ -28,11 +28,12 @@ def follow(language_model: nn.Module, embeds: torch.Tensor, ids: torch.Tensor) -
 def prepare_checkpointing(language_model: nn.Module):
     """Set a model of transformers up for `gradient_checkpointing` of `hidden_states`."""
     model = language_model.model
+    # The first is its name from transformers 5.23 on.
     enable = (
         getattr(model, "activation_checkpointing_enable", None)
         or model.gradient_checkpointing_enable
     )
-    enable({"use_reentrant": False})  # the second is its name before transformers 5.23
+    enable({"use_reentrant": False})
 
 
 def hidden_states(
@@ -92,10 +93,12 @@ def generate(
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state[:, -1]
+        # `hiddens` are states at new tokens; the first forward gives that at the prompt's end.
         if t:
             hiddens.append(hidden)
             positions = positions + 1
         else:
+            # A prompt is computed once; its keys and values serve G rows.
             cache.batch_repeat_interleave(num_generations)
             next_position = next_positions(positions, mask).repeat_interleave(num_generations)
             positions = next_position[None, :, None]  # (1, N, 1)
@@ -107,6 +110,7 @@ def generate(
         u = None if params.uniforms is None else params.uniforms[:, t].to(hidden.device)
         logits = product(hidden, language_model.lm_head.weight.t())
         token, logp = sample_token(logits, params.temperature, u)
+        # Rows that are done go on with pads, which `valid` marks.
         token = torch.where(done, params.pad_id, token)
         ids.append(token)
         logps.append(torch.where(done, 0.0, logp))
@@ -118,6 +122,7 @@ def generate(
             break
         mask = torch.cat([mask, valids[-1][:, None].to(mask.dtype)], dim=1)
         inputs = language_model.get_input_embeddings()(token)[:, None].to(embeds.dtype)
+    # The last token is never an input.
     hiddens.append(torch.zeros_like(hidden))
     ids, logps, valids, hiddens = (torch.stack(c, 1) for c in (ids, logps, valids, hiddens))
     return Completions(ids.cpu(), logps, valids.cpu(), done.cpu(), hiddens)

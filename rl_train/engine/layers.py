@@ -62,18 +62,19 @@ class LayerOperands(NamedTuple):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise x (m, C).
+    """Return the RMSNorm (m, C) of x (m, C), scaled by weight (C,).
 
     It rounds where the model rounds; compiled, it rounds only the kernels' outputs.
     """
-    y = x.float()
+    y = x.float()  # (m, C) float32
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype)
+    return weight * y.to(x.dtype)  # rounded before the weight, as by Qwen2RMSNorm
 
 
 def linear(x: torch.Tensor, operands: LinearOperands) -> Sequence[torch.Tensor]:
     """Return the output (m, outputs) of each of k linears of one input."""
     weight, bias, sizes, scaling, a, b = operands
+    # LoRA's A are rows of weight: one product gives the outputs and A's (m, k*r).
     if b and not a:
         y = F.linear(x, weight, bias)
         outputs, inner = y[:, : sum(sizes)].split(sizes, 1), y[:, sum(sizes) :]
@@ -81,19 +82,21 @@ def linear(x: torch.Tensor, operands: LinearOperands) -> Sequence[torch.Tensor]:
         # Wide linears, as the MLP's, one by one: their derivatives need not be concatenated.
         outputs = [F.linear(x, rows) for rows in weight.split(sizes)]
     else:
-        outputs = F.linear(x, weight, bias).split(sizes, 1)
+        outputs = F.linear(x, weight, bias).split(sizes, 1)  # (m, sizes[i]) each
     if not b:
         return outputs
     if a:
+        # Autograd follows A itself, a parameter in float32, by a product of its own.
         inner = F.linear(x, (torch.cat(a) if len(a) > 1 else a[0]).to(x.dtype))
     inner = scaling * inner  # scaled here: r is small beside the outputs
+    # B differs from linear to linear, so each has a product with its r columns of `inner`.
     lora_inputs = zip(outputs, inner.chunk(len(sizes), 1), b)
     return [y + F.linear(lora_input, rows.to(x.dtype)) for y, lora_input, rows in lora_inputs]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x (m, heads, D) by angles with cos, sin (m, 1, D/2)."""
-    first, second = x.chunk(2, dim=2)
+    first, second = x.chunk(2, dim=2)  # halves, not pairs of neighbours: transformers' rotate_half
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
 
 
@@ -106,6 +109,7 @@ def before_attention(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q (m, H, D), k and v (m, K, D); q and k are rotated by cos, sin (m, 1, D/2)."""
     heads = linear(rms_norm(residual, norm.weight, norm.eps), qkv)
+    # A view of v would keep the product of q, k and v in memory for as long as v.
     q, k, v = (part.unflatten(1, (-1, 2 * cos.shape[2])) for part in heads)
     return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
 
@@ -120,7 +124,7 @@ def behind_attention(
 ) -> torch.Tensor:
     """Return the residual (m, C) after the layer, given attention `mixed` (m, H*D)."""
     residual = residual + linear(mixed, out)[0]
-    gate, up = linear(rms_norm(residual, norm.weight, norm.eps), gate_up)
+    gate, up = linear(rms_norm(residual, norm.weight, norm.eps), gate_up)  # (m, F)
     return residual + linear(F.silu(gate) * up, down)[0]
 
 
@@ -144,6 +148,7 @@ def before_attention_vjp(
     def function(residual, lora):
         return before_attention(residual, cos, sin, norm, _with_lora(frozen, lora))
 
+    # The residual also goes past attention: both derivatives are added.
     by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)
     return d_residual + by_residual, *_of_each(*lora)
 
@@ -167,6 +172,7 @@ def behind_attention_vjp(
         out, gate_up, down = map(_with_lora, frozen, loras)
         return behind_attention(residual, mixed, norm, out, gate_up, down)
 
+    # The derivative does not depend on the output, so the compiler drops the last product.
     by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
     return by_residual, by_mixed, *[d for lora in loras for d in _of_each(*lora)]
 
@@ -175,7 +181,7 @@ def _apart(operands: LinearOperands):
     """Return the operands without LoRA, and (A, B), where A were the last rows of weight."""
     weight, bias, sizes, scaling, a, b = operands
     outputs = sum(sizes)
-    bias = None if bias is None else bias[:outputs]
+    bias = None if bias is None else bias[:outputs]  # without the zeros of LoRA's A
     frozen = LinearOperands(weight[:outputs], bias, sizes, scaling)
     return frozen, ((weight[outputs:],) if b else a, b)
 
@@ -188,7 +194,7 @@ def _with_lora(frozen: LinearOperands, lora) -> LinearOperands:
 
 def _of_each(a, b):
     """Return float32 derivatives by A, B of the first linear, of the second, .."""
-    by_a = a[0].float().chunk(len(b)) if b else ()
+    by_a = a[0].float().chunk(len(b)) if b else ()  # (k*r, C) in k parts
     return [d for pair in zip(by_a, b) for d in (pair[0], pair[1].float())]
 
 
@@ -233,13 +239,14 @@ def varlen_segments(
     """Return the runs of `packing.Layout.part` (P, S), on `device`."""
     part = part.numpy()  # twice as fast as torch for so few numbers
     slots = np.flatnonzero(part >= 0)
-    labels = part.ravel()[slots], slots // part.shape[1]
+    labels = part.ravel()[slots], slots // part.shape[1]  # part and sequence of each token, (m,)
+    # A run begins where part or sequence changes.
     starts = np.flatnonzero((np.diff(labels, prepend=-1) != 0).any(0))
     ends = np.append(starts, len(slots))
     keys, prompt_indices = [], None
     for label, start, end in zip(labels[0][starts], ends, ends[1:]):
         indices = np.arange(start, end)
-        if label == 0:
+        if label == 0:  # a beginning, which precedes its continuations
             prompt_indices = indices
         keys.append(indices if label == 0 else np.concatenate([prompt_indices, indices]))
     key_ends = np.cumsum([0, *map(len, keys)])
@@ -267,6 +274,7 @@ def attend(
     Flash attention reads a prompt's keys repeated for each of its rows; they are stored once.
     """
     if runs.bias is not None:
+        # Dense attention recomputes its state in the backward.
         return (dense_attention(q, k, v, runs),)
     # The last three arguments: no dropout, causal, no debugging mask.
     out, *saved, _ = torch.ops.aten._flash_attention_forward(
@@ -345,8 +353,9 @@ def dense_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runs: VarlenSegments
 ) -> torch.Tensor:
     """Compute attention over padded sequences with a bias, where flash attention is not used."""
-    q, k, v = (_padded(x, runs) for x in (q, k, v))
+    q, k, v = (_padded(x, runs) for x in (q, k, v))  # (P, heads, S, D)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=runs.bias, enable_gqa=True)
+    # (P, H, S, D) -> (m, H*D), without the padding
     return out.transpose(1, 2).flatten(0, 1)[runs.slots].flatten(1)
 
 

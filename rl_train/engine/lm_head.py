@@ -48,10 +48,12 @@ def _read(logits, ids, temperature, vocabulary, dtype=None, derivatives=0):
     logp, p = scaled.gather(1, token)[:, 0], scaled.exp()
     terms = scaled * p
     results = [logp, -terms.sum(-1)]
+    # d logp / d scaled = onehot(token) - p
     if derivatives > 0 and p.is_cuda:  # fused by the compiler
         results.append(((column == token).float() - p).to(dtype))
     elif derivatives > 0:
         results.append(p.neg().scatter_add_(1, token, torch.ones_like(p[:, :1])).to(dtype))
+    # d H / d scaled = -p (log p + H)
     if derivatives > 1:
         results.append(terms.addcmul_(p, results[1][:, None]).neg_().to(dtype))
     return results
@@ -71,9 +73,8 @@ class _TokenLogps(torch.autograd.Function):
     def forward(ctx, hidden, weight, ids, temperature, vocabulary, entropy_gradient):
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
-        num_derivatives = ctx.needs_input_grad[0] * (
-            1 + entropy_gradient
-        )  # d logp, d entropy / d hidden
+        # Derivatives (m, C) by hidden: of the log-probs, and of the entropies if asked for.
+        num_derivatives = ctx.needs_input_grad[0] * (1 + entropy_gradient)
         derivatives = [
             torch.empty_like(hidden, dtype=torch.float32) for _ in range(num_derivatives)
         ]
@@ -84,6 +85,7 @@ class _TokenLogps(torch.autograd.Function):
             logp[chunk], entropy[chunk], *slopes = read(
                 logits, ids[chunk], temperature, vocabulary, weight.dtype, num_derivatives
             )
+            # The chain rule through logits = hidden W^T / temperature; the logits are dropped then.
             for result, by_logits in zip(derivatives, slopes):
                 result[chunk] = product(by_logits, weight).div_(temperature)
         ctx.save_for_backward(*derivatives)
@@ -95,6 +97,7 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *d):
+        # Each row's derivative is known: only the incoming scalar (m,) is missing.
         d = sum(by_value[:, None] * slope for by_value, slope in zip(d, ctx.saved_tensors))
         return d.to(ctx.dtype), *[None] * 5
 

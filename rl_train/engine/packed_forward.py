@@ -53,6 +53,7 @@ def hidden_states(
         residual = embeds.flatten(0, 1)[runs.slots]  # (m, C)
         for layer in fused.layers:
             if recompute:
+                # Inputs of the Function, as autograd asks derivatives of inputs only.
                 lora = [parameter for linears in layer.linears for parameter in linears.sources]
                 residual = _Checkpoint.apply(fused, layer, rotation, runs, residual, *lora)
                 continue
@@ -71,6 +72,7 @@ def hidden_states(
         final = fused.final_norm
         any_number(residual)
         hidden = functions.rms_norm(residual, final.weight, final.variance_epsilon)
+        # Back to padded sequences: (m, C) -> (P*S, C).
         slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
         return slots.index_copy(0, runs.slots, hidden).view(embeds.shape)
 
@@ -92,8 +94,7 @@ class _Checkpoint(torch.autograd.Function):
             residual, operands.cos, operands.sin, operands.norm, operands.qkv
         )
         attended = layers.attend(q, k, v, runs)
-        # Freed before the layer's end.
-        del q, k, v
+        del q, k, v  # freed before the MLP, the layer's peak of memory
         mixed = attended[0]
         any_number(residual, mixed)
         out = functions.behind_attention(
@@ -108,7 +109,7 @@ class _Checkpoint(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, d):
         fused, functions = ctx.fused, ctx.fused.functions
-        num_lora = len(ctx.needs_input_grad) - 5
+        num_lora = len(ctx.needs_input_grad) - 5  # 5: the inputs before *lora
         lora, (residual, *attended) = ctx.saved_tensors[:num_lora], ctx.saved_tensors[num_lora:]
         assert address(lora) == ctx.lora_address, (
             "another LoRA came into use between a checkpointed forward and its backward"
@@ -117,6 +118,7 @@ class _Checkpoint(torch.autograd.Function):
         operands = ctx.layer.operands(ctx.rotation, live=False)
         mixed = attended[0]
         any_number(d, residual, mixed)
+        # Backward through the MLP and the output projection, without their forward.
         d, d_mixed, *by_rest = functions.behind_attention_vjp(
             d, residual, mixed, operands.mlp_norm, operands.out, operands.gate_up, operands.down
         )
@@ -128,4 +130,4 @@ class _Checkpoint(torch.autograd.Function):
         d, *by_qkv = functions.before_attention_vjp(
             d, by_heads, residual, operands.cos, operands.sin, operands.norm, operands.qkv
         )
-        return None, None, None, None, d, *by_qkv, *by_rest
+        return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

@@ -50,8 +50,10 @@ class Layout:
         Padding attends to padding, so that every query has a key.
         """
         part = to_device(self.part, device)
-        seen = ((part[:, :, None] == part[:, None]) | (part[:, None] == 0)).tril()  # (P, S, S)
-        return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
+        same_part, beginning = part[:, :, None] == part[:, None], part[:, None] == 0
+        visible = (same_part | beginning).tril()  # (P, S, S), causal
+        bias = torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        return bias[:, None]
 
 
 @dataclass
@@ -102,7 +104,7 @@ def pack(
     sequence = torch.full((num_prompts, size), pad_id)
     sequence[row_prompt, index] = ids[row, column]
     part = torch.full((num_prompts, size), -1)
-    part[:, :length] = mask - 1
+    part[:, :length] = mask - 1  # 0 the prompt, -1 its padding
     part[row_prompt, index] = row + 1
     sequence_positions = position_ids.new_zeros(len(position_ids), num_prompts, size)
     sequence_positions[:, :, :length] = position_ids
@@ -159,6 +161,7 @@ def shared_prefix_layout(
         common = filled = min((shared[prompt] for prompt in others), default=lengths[first])
         for part_id, prompt in enumerate((first, *others), 1):
             end = filled + lengths[prompt] - common
+            # First tokens lie in the shared slots, the rest behind the prompts before it.
             slots = np.concatenate([np.arange(common), np.arange(filled, end)])
             placements.append((sequence, part_id, common, slots))
             filled = end
@@ -167,6 +170,7 @@ def shared_prefix_layout(
     part = np.full((len(groups), size), -1)
     source = np.zeros((len(groups), size), dtype=np.int64)
     where = np.zeros((len(lengths), length), dtype=np.int64)
+    # In reverse, so that the shared slots keep the tokens of a sequence's first prompt.
     for prompt, (sequence, part_id, common, slots) in reversed(list(enumerate(placements))):
         start = length - len(slots)
         part[sequence, slots[:common]], part[sequence, slots[common:]] = 0, part_id

@@ -56,6 +56,7 @@ def sample_token(
     else:
         cdf, target = block_sums.cumsum(1), u[:, None].double() * total
         block = _first_above(cdf, target, total)
+    # Then inside the block that is hit: (N, BLOCK).
     block_logits = x.gather(1, block[..., None].expand(-1, 1, BLOCK))[:, 0]
     if u is None:
         offset = block_logits.argmax(1, keepdim=True)
@@ -128,7 +129,7 @@ class SamplingParams:
 
 
 def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
-    """(S, 256) next state, and the first of those, at the end, that are behind a text.
+    """Return the next state (S, 256), and the first of the states, at the end, behind a text.
 
     State 0 is the start. A line break changes nothing, but where it cuts a character in two.
     """
@@ -141,6 +142,7 @@ def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
         seen = prefix + bytes([byte])
         if byte in b"\r\n":
             seen = prefix if "\ufffd" not in prefix.decode(errors="replace") else b""
+        # The longest tail of what was seen that begins a text; at least b"" does.
         step[state[prefix], byte] = next(
             state[seen[i:]] for i in range(len(seen) + 1) if seen[i:] in state
         )
@@ -154,6 +156,7 @@ def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
     """
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
+    # Rows of the embedding beyond the tokenizer: they add no text.
     pieces += [""] * (vocab_size - len(tokenizer))
     return [
         bytes(map(byte_of.get, piece)) if set(piece) <= byte_of.keys() else piece.encode()
@@ -166,6 +169,7 @@ def _over_tokens(automaton: np.ndarray, tokens: list[bytes]) -> np.ndarray:
     table = np.tile(np.arange(len(automaton)), (len(tokens), 1))
     lengths = np.array([len(token) for token in tokens])
     for position in range(lengths.max(initial=0)):
+        # All tokens advance by one byte at a time, from all states at once.
         longer = np.flatnonzero(lengths > position)
         byte = np.array([tokens[i][position] for i in longer])
         table[longer] = automaton[table[longer], byte[:, None]]
