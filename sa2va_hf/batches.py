@@ -53,6 +53,7 @@ class Prompts:
     def distinct(self) -> tuple["Prompts", list[int]]:
         """Return the prompts without consecutive repeats, and each prompt's index among them."""
         first = [row for row in range(len(self)) if row == 0 or not self._repeats(row)]
+        # `first` ascends: a prompt belongs to the last first row at or before it.
         return self.select(first), [bisect(first, row) - 1 for row in range(len(self))]
 
     def _repeats(self, row: int) -> bool:
@@ -66,8 +67,9 @@ class Prompts:
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad ragged rows on the left to the longest: return ids and attention mask (P, L)."""
     lengths = torch.tensor([len(row) for row in rows])
-    attended = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]
+    attended = torch.arange(int(lengths.max())) >= lengths.max() - lengths[:, None]  # (P, L)
     ids = torch.full(attended.shape, pad_id)
+    # Row-major, so one flat copy fills all rows.
     ids[attended] = torch.from_numpy(np.fromiter(chain.from_iterable(rows), np.int64))
     return ids, attended.long()
 
@@ -84,6 +86,7 @@ def embed(
         embeds (P, L, C), attention mask (P, L) on the CPU.
     """
     ids, mask = pad_left(prompts.ids, pad_id)
+    # A prompt longer than the context would be computed at positions never trained.
     _check_length(model, max(prompts.ids, key=len), num_tokens)
     # Project each image once, then repeat its features for the rows that share it.
     used = sorted(set(prompts.image_index))
@@ -119,6 +122,7 @@ def shared_prefix_lengths(
     for p in range(1, len(prompts)):
         ids, image = prompts.ids[p], prompts.image_index[p]
         start = ids.index(model.img_context_id)
+        # Behind the image the prompts differ: regions, question.
         end = start + images.tiles[image] * model.config.tokens_per_tile
         if image == prompts.image_index[p - 1] and ids[:end] == prompts.ids[p - 1][:end]:
             lengths[p] = end

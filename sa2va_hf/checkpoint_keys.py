@@ -89,30 +89,31 @@ _DOWNSAMPLER = re.compile(r"\.mask_downsampler\.layers\.(\d)\.(conv|layer_norm)\
 
 
 def original_keys(native: str) -> tuple[list[str], int | None]:
-    """(keys, part): where the native tensor `native` lies in the original layout.
+    """Return (keys, part): where the native tensor `native` lies in the original layout.
 
     One key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split
     along dim 0); four keys and None for point embeddings, which are concatenated along dim 0.
     """
+    # The original is one Sequential of (convolution, LayerNorm, GELU), three indices a layer.
     key = _DOWNSAMPLER.sub(
         lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native
     )
     for pattern, replacement in _RULES:
         key = re.sub(pattern, replacement, key)
-    if "{}" in key:
+    if "{}" in key:  # the four point embeddings
         return [key.format(i) for i in range(4)], None
     qkv = re.search(r"^vision_model\..*\.attention\.([qkv])_proj\.", native)
     return [key], "qkv".index(qkv[1]) if qkv else None
 
 
 def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """{original key: shape} that a model of this state (real or meta tensors) reads and writes."""
+    """Return {original key: shape} that a model of this state, real or meta, reads and writes."""
     shapes = {}
     for name, tensor in native_state.items():
         keys, part = original_keys(name)
         shape = tuple(tensor.shape)
         if part is not None:
-            shape = (3 * shape[0], *shape[1:])
+            shape = (3 * shape[0], *shape[1:])  # q, k and v in one tensor
         elif len(keys) > 1:
             shape = (shape[0] // len(keys), *shape[1:])
         shapes.update(dict.fromkeys(keys, shape))
@@ -120,7 +121,7 @@ def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[in
 
 
 def native_tensor(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    """The native tensor `name`, put together of original ones; `read(key)` returns one of these."""
+    """Build the native tensor `name` of original ones, which `read(key)` returns."""
     keys, part = original_keys(name)
     tensors = [read(key) for key in keys]
     if part is not None:
@@ -129,7 +130,7 @@ def native_tensor(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tenso
 
 
 def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A native state dict in the original layout; what is joined or split is a new tensor."""
+    """Convert a native state dict to the original layout; joined or split tensors are new."""
     out, fused = {}, {}
     for name, tensor in native_state.items():
         keys, part = original_keys(name)
@@ -140,6 +141,7 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
             out.update(zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0))))
         else:
             out[keys[0]] = tensor.contiguous()
+    # A module has all of q, k and v, whatever their order in the state.
     for key, parts in fused.items():
         out[key] = torch.cat([parts[i] for i in range(3)], dim=0)
     return out

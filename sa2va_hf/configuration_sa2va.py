@@ -118,6 +118,7 @@ class Sa2VAConfig:
                 f"{', '.join(SUPPORTED_LLMS)} (Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones "
                 "whose LLM is Qwen2.5)"
             )
+        # What the modules here compute; another value would give other numbers without an error.
         expected = dict(
             model_type="sa2va_chat", ps_version="v2", select_layer=-1, downsample_ratio=0.5
         )
@@ -174,13 +175,16 @@ class Sa2VAConfig:
         )
 
     def _sam2(self) -> Sam2VideoConfig:
+        # A key of ours, for small models: the original's files have none.
         s = {**HIERA_L, **self.raw.get("sam2_config", {})}
         size, hidden = s["image_size"], s["hidden_size"]
         backbone = dict(model_type="sam2_hiera_det_model", image_size=[size, size], **s["backbone"])
         vision = Sam2VisionConfig(
             backbone_config=backbone,
+            # From the coarsest level to the finest.
             backbone_channel_list=backbone["embed_dim_per_stage"][::-1],
             fpn_hidden_size=hidden,
+            # Strides 4, 8 and 16.
             backbone_feature_sizes=[[size // 4] * 2, [size // 8] * 2, [size // 16] * 2],
         )
         return Sam2VideoConfig(
@@ -224,7 +228,7 @@ class Sa2VAConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> "Sa2VAConfig":
-        """The configuration in `path/config.json`; ValueError if that is absent or not JSON."""
+        """Read the configuration in `path/config.json`; ValueError if it is absent or no JSON."""
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file} does not exist: {path} is not a Sa2VA checkpoint folder")

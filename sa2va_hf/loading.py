@@ -40,24 +40,25 @@ def resolve(
         ValueError: an argument that would change the model, two that contradict each other, an
             unknown dtype or more than one device; names it.
     """
+    # False and None ask for nothing, so scripts may pass them.
     if wrong := sorted(name for name, value in others.items() if value and name not in MEANINGLESS):
-        why = "; weights are float32, bfloat16 or float16: pass dtype='bfloat16'"
-        raise ValueError(
-            f"Sa2VAModel.from_pretrained does not support {', '.join(wrong)}"
-            f"{why * any(name in QUANTIZED for name in wrong)}"
-        )
+        remedy = ""
+        if any(name in QUANTIZED for name in wrong):
+            remedy = "; weights are float32, bfloat16 or float16: pass dtype='bfloat16'"
+        raise ValueError(f"Sa2VAModel.from_pretrained does not support {', '.join(wrong)}{remedy}")
     if ignored := sorted(name for name in others if name in MEANINGLESS):
         logging.getLogger(__name__).warning("from_pretrained ignores %s", ", ".join(ignored))
-    dtype = _one("dtype", dtype, "torch_dtype", torch_dtype) or torch.float32
+    dtype = _either("dtype", dtype, "torch_dtype", torch_dtype) or torch.float32
     if dtype == "auto":
         dtype = Sa2VAConfig.from_pretrained(path).dtype_name or stored_dtype(Path(path))
+    # A name as transformers writes it: "bfloat16" or "torch.bfloat16".
     named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
         raise ValueError(f"Sa2VAModel.from_pretrained: dtype {dtype!r} is none of torch's")
-    return named, _one_device(_one("device", device, "device_map", device_map))
+    return named, _single_device(_either("device", device, "device_map", device_map))
 
 
-def _one(name, value, other, other_value):
+def _either(name, value, other, other_value):
     """Return the argument that is given; ValueError if both are and they differ."""
     if value is not None and other_value is not None and value != other_value:
         raise ValueError(
@@ -66,15 +67,15 @@ def _one(name, value, other, other_value):
     return other_value if value is None else value
 
 
-def _one_device(device_name) -> torch.device:
+def _single_device(device_name) -> torch.device:
     """Return the device that a `device_map` or a device names, the CPU if None.
 
     A map may name parts, if all lie on one device. "auto" and its like are the one accelerator, if
     there are not several.
     """
     if isinstance(device_name, dict):
-        places = {"disk" if name == "disk" else _device(name) for name in device_name.values()}
-        device_name = places.pop() if len(places) == 1 else "several"
+        devices = {"disk" if name == "disk" else _device(name) for name in device_name.values()}
+        device_name = devices.pop() if len(devices) == 1 else "several"
     if device_name in ("auto", "balanced", "balanced_low_0", "sequential"):
         if torch.cuda.device_count() < 2:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")

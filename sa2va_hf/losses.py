@@ -31,8 +31,8 @@ def resize_masks(masks: list[torch.Tensor], logits: torch.Tensor) -> torch.Tenso
 
 def resized_mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return `mask_loss` (M,) of masks at the logits' size: target (M, h, w) float32, 0 or 1."""
-    bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")
-    probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)
-    overlap = 2 * (probability * target).sum(1) + 1
+    bce = F.binary_cross_entropy_with_logits(logits.float(), target, reduction="none")  # (M, h, w)
+    probability, target = logits.float().sigmoid().flatten(1), target.flatten(1)  # (M, h*w)
+    overlap = 2 * (probability * target).sum(1) + 1  # + 1: defined without a pixel
     dice = 1 - overlap / (probability.sum(1) + target.sum(1) + 1)
     return BCE_WEIGHT * bce.flatten(1).mean(1) + DICE_WEIGHT * dice

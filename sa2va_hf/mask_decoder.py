@@ -41,6 +41,7 @@ def decode_candidates(
         logit (P, 1).
     """
     n, dtype, device = len(coarse), coarse.dtype, coarse.device
+    # A point of label -1 is padding, and the encoder adds another: (P, 1, 2, 256).
     sparse, dense = sam.prompt_encoder(
         input_points=torch.zeros(n, 1, 1, 2, device=device, dtype=dtype),
         input_labels=-torch.ones(n, 1, 1, dtype=torch.int32, device=device),
@@ -51,6 +52,7 @@ def decode_candidates(
     if prompts is not None:
         sparse = torch.cat([sparse, prompts[:, None, None].to(dtype)], dim=2)  # (P, 1, 3, 256)
     image_positions = sam.get_image_wide_positional_embeddings().to(dtype)
+    # multimask_output leaves out the first of the decoder's four masks.
     masks, iou, tokens, score = sam.mask_decoder(
         image_embeddings=coarse,
         sparse_prompt_embeddings=sparse,
@@ -59,4 +61,5 @@ def decode_candidates(
         multimask_output=True,
         high_resolution_features=high_res,
     )
+    # Axis 1 counts the prompts of an image: one here.
     return masks[:, 0], iou[:, 0], tokens[:, 0], score[:, 0]

@@ -44,6 +44,7 @@ class Sa2VAModel(nn.Module):
     def __init__(self, config: Sa2VAConfig):
         super().__init__()
         self.config = config
+        # Pixel shuffle joins 2 x 2 patches, so a token is four times as wide as a patch.
         vit = config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2
         width = config.llm.hidden_size
         self.vision_model = InternVLVisionModel(config.vision)
@@ -121,17 +122,18 @@ class Sa2VAModel(nn.Module):
     # Vision and language
 
     def vision_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(t, tokens, 4 * ViT width) features of tiles, after pixel shuffle and before `mlp1`.
+        """Return features (t, tokens, 4 * ViT width) of tiles, after pixel shuffle, before `mlp1`.
 
         Args:
             pixel_values: (t, 3, S, S), normalised. Tokens are row-major.
         """
         dtype = self.vision_model.embeddings.cls_token.dtype
+        # Patch tokens (t, 1024, ViT width) for 448 px; the class token is dropped.
         x = self.vision_model(pixel_values.to(dtype)).last_hidden_state[:, 1:]
         return pixel_shuffle(x)
 
     def extract_feature(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """(t, 256, C) image tokens in the LLM's space, of normalised tiles (t, 3, 448, 448)."""
+        """Return image tokens (t, 256, C) for the LLM of normalised tiles (t, 3, 448, 448)."""
         return self.mlp1(self.vision_features(pixel_values))
 
     def embed(
@@ -141,7 +143,7 @@ class Sa2VAModel(nn.Module):
         prompt_masks: list[torch.Tensor] | None = None,
         vp_overall_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, L, C) token embeddings with image and region features at `<IMG_CONTEXT>`.
+        """Return token embeddings (B, L, C), with image and region features at `<IMG_CONTEXT>`.
 
         Args:
             input_ids: (B, L). If they, and prompt_masks, are on the CPU, nothing waits for the GPU.
@@ -156,11 +158,12 @@ class Sa2VAModel(nn.Module):
                 no tokenizer is known.
         """
         ids = to_device(input_ids, self.device)
-        embeds = self.language_model.get_input_embeddings()(ids)
+        embeds = self.language_model.get_input_embeddings()(ids)  # (B, L, C)
         if image_features is None:
             return embeds
         self.require_tokenizer()
         features = context_features(image_features, prompt_masks, vp_overall_mask)
+        # Slots of the whole batch in order, as `features` are: (slots,), (slots, C).
         slots = (input_ids == self.img_context_id).flatten().nonzero()[:, 0]
         if len(slots) != len(features):
             raise ValueError(
@@ -168,6 +171,7 @@ class Sa2VAModel(nn.Module):
                 f"regions give {len(features)} features"
             )
         slots, flat = to_device(slots, self.device), embeds.flatten(0, 1)
+        # Not in place: autograd follows features and embeddings.
         return flat.index_copy(0, slots, features.to(embeds.dtype)).view(embeds.shape)
 
     def forward(
@@ -181,7 +185,7 @@ class Sa2VAModel(nn.Module):
         *,
         image_features: torch.Tensor | None = None,
     ):
-        """Logits and last hidden states of full sequences.
+        """Return logits and last hidden states of full sequences.
 
         Args:
             input_ids, attention_mask: (B, L), padded on either side.
@@ -209,7 +213,7 @@ class Sa2VAModel(nn.Module):
     # SAM2
 
     def sam_features(self, sam_pixels: torch.Tensor) -> list[torch.Tensor]:
-        """Feature pyramid of SAM2's image encoder, before the mask decoder's own convolutions.
+        """Return the feature pyramid of SAM2's image encoder, before the decoder's convolutions.
 
         Args:
             sam_pixels: (B, 3, 1024, 1024) uint8, or float that is already normalised.
@@ -225,7 +229,7 @@ class Sa2VAModel(nn.Module):
     def decode_masks(
         self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor
     ) -> torch.Tensor:
-        """(P, 256, 256) float32 mask logits of language prompts.
+        """Return float32 mask logits (P, 256, 256) of language prompts.
 
         Of three candidates it is the one with the highest predicted IoU. The object score does not
         gate the mask.
@@ -238,12 +242,14 @@ class Sa2VAModel(nn.Module):
         Source: `inject_language_embd` of the original, on a first frame.
         """
         sam = self.grounding_encoder
+        # An image's features for each of its prompts: (P, ..).
         levels = [level[image] for level in decoder_features(sam, features)]
+        # (P, 3, 256, 256), (P, 3)
         masks, iou, _, _ = decode_candidates(sam, levels[:2], levels[2], prompts)
         return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
 
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
-        """(n, 256, 256) mask logits of one prompt (n, 256) each of images (n, 3, 1024, 1024)."""
+        """Return mask logits (n, 256, 256) of prompts (n, 256) in images (n, 3, 1024, 1024)."""
         image = torch.arange(len(prompts), device=prompts.device)
         return self.decode_masks(self.sam_features(sam_pixels), image, prompts)
 
@@ -272,7 +278,7 @@ class Sa2VAModel(nn.Module):
         device_map: str | dict | None = None,
         **others: Any,
     ) -> "Sa2VAModel":
-        """The model in the folder `path`: `blank`, then `load_weights`; see there.
+        """Load the model in the folder `path`: `blank`, then `load_weights`; see there.
 
         Args:
             dtype, torch_dtype: of the weights; default float32, "auto" what config.json says, else
@@ -290,11 +296,12 @@ class Sa2VAModel(nn.Module):
 
     @classmethod
     def blank(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "Sa2VAModel":
-        """The model of the folder `path` by its config.json alone: its weights are not filled in.
+        """Build the model of the folder `path` by its config.json alone; weights are not filled in.
 
         Raises:
             ValueError: no config.json, or one that describes another kind of model; names the file.
         """
+        # Initial weights would be overwritten: drawing them is skipped.
         with default_dtype(dtype), no_init_weights():
             model = cls(Sa2VAConfig.from_pretrained(path))
         model.folder = Path(path)
@@ -339,6 +346,7 @@ class Sa2VAModel(nn.Module):
         if self.unwritten:
             del state[self.unwritten]
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
+            # Of two names of one storage only one would be written.
             state[LM_HEAD] = state[LM_HEAD].clone()
         state = {
             k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()
@@ -351,5 +359,5 @@ class Sa2VAModel(nn.Module):
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """(B, L) position ids that count attended tokens, whatever side the padding is on."""
+    """Return position ids (B, L) that count attended tokens, whatever side the padding is on."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)

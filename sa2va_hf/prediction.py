@@ -85,7 +85,7 @@ def generate(
             pixel_values = pixel_values.flatten(0, 1)
         tiles = pixel_values.to(model.device)
         features = model.extract_feature(tiles) if visual_features is None else visual_features
-        shown = tiles.flatten(1).any(1)
+        shown = tiles.flatten(1).any(1)  # (t,): not a tile of zeros
         features = features[shown.to(features.device)]
         if vp_overall_mask is not None:
             vp_overall_mask = vp_overall_mask.bool()[shown.to(vp_overall_mask.device)]
@@ -113,7 +113,7 @@ def predict_forward(
     *,
     rounded_normalisation: bool = False,
 ) -> dict:
-    """The model's greedy answer to `text`, and one mask for each [SEG] in it.
+    """Return the model's greedy answer to `text`, and one mask for each [SEG] in it.
 
     Args:
         model: `Sa2VAModel`.
@@ -181,6 +181,7 @@ def predict_forward(
     ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)  # (1, L)
 
     features = None if tiles is None else model.extract_feature(tiles.to(model.device))
+    # Regions refer to the thumbnail, or the only tile: the last.
     flags = None if grids is None else torch.arange(len(tiles)) == len(tiles) - 1
     embeds = model.embed(ids, features, None if grids is None else [grids], flags)
     answer, hidden = _generate(
@@ -190,6 +191,7 @@ def predict_forward(
         template.get("STOP_WORDS", []),
         model.max_new_tokens,
     )
+    # A [SEG] as last token has no hidden state.
     seg = hidden[answer[:-1] == model.seg_id]  # (M, C)
     masks = []
     if frames and len(seg):
@@ -232,7 +234,7 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
 
 
 def _region_grids(processor, mask_prompts) -> torch.Tensor:
-    """(n, g, g) bool cells of the regions. Raises ValueError naming a region without a pixel."""
+    """Return the regions' cells (n, g, g) bool; ValueError names a region without a pixel."""
     masks = mask_prompts[0]
     masks = (
         masks.cpu() if isinstance(masks, torch.Tensor) else torch.as_tensor(np.asarray(masks))
@@ -248,9 +250,12 @@ def _region_grids(processor, mask_prompts) -> torch.Tensor:
 def _generate(
     language_model, embeds, tokenizer, stop_words, max_new_tokens
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T,) greedy tokens after the prompt (1, L, C), and the hidden states (T-1, C) at all but the
-    last of them, of the last layer."""
+    """Return greedy tokens (T,) after the prompt (1, L, C), and their hidden states (T-1, C).
+
+    These are of the last layer, at all tokens but the last, which is never an input.
+    """
     states = []
+    # A hook after the final norm: `output_hidden_states` would keep all layers'.
     handle = language_model.model.register_forward_hook(
         lambda module, args, out: states.append(out.last_hidden_state[0, -1])
     )
@@ -275,24 +280,26 @@ def _generate(
 
 
 def _masks(model, processor, frames, embeddings, rounded) -> list[np.ndarray]:
-    """One (F, H, W) bool mask for each language embedding (M, 256)."""
+    """Return a mask (F, H, W) bool for each language embedding (M, 256)."""
     features = (
         model.sam_features(
             normalise_sam_pixels(processor.sam_image(frame).to(model.device), rounded)[None]
         )
         for frame in frames
     )
+    # A generator: one frame's features at a time are in memory.
     if len(frames) == 1:
         features = next(features)
         logits = torch.cat(
             [
                 model.decode_masks(
-                    features, torch.zeros(len(some), dtype=torch.long, device=model.device), some
+                    features, torch.zeros(len(chunk), dtype=torch.long, device=model.device), chunk
                 )
-                for some in embeddings.split(MASKS_AT_ONCE)
+                for chunk in embeddings.split(MASKS_AT_ONCE)
             ]
         )[:, None]  # (M, 1, 256, 256)
     else:
         logits = track(model, features, embeddings, LLM_FRAMES)  # (M, F, 256, 256)
     size = frames[0].height, frames[0].width
-    return [(upsample_masks(one, processor.sam_size, size) > 0).cpu().numpy() for one in logits]
+    # One at a time: at the image's own size a mask of logits takes 4 bytes a pixel.
+    return [(upsample_masks(mask, processor.sam_size, size) > 0).cpu().numpy() for mask in logits]

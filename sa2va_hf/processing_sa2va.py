@@ -39,8 +39,9 @@ def planes(image: Image.Image) -> torch.Tensor:
 def tile_grid(
     width: int, height: int, max_tiles: int, image_size: int = 448, min_tiles: int = 1
 ) -> tuple[int, int]:
-    """(columns, rows) of InternVL's dynamic tiling: of grids of at most `max_tiles` cells the one
-    closest in aspect ratio.
+    """Return (columns, rows) of InternVL's dynamic tiling.
+
+    Of grids of at most `max_tiles` cells it is the one closest in aspect ratio.
 
     On a tie the later candidate (by area) wins if the image has more than half its pixels.
     Candidates of equal area keep the iteration order of a Python set, as in the original: published
@@ -67,7 +68,7 @@ def tile_grid(
 
 
 def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str) -> torch.Tensor:
-    """(n, grid_size, grid_size) bool: the cells of the last tile that each region covers.
+    """Return the cells (n, grid_size, grid_size) bool of the last tile that each region covers.
 
     A region that has pixels but covers no cell by the rule gets the cell it covers most, so that
     its caption is not blind; an empty mask gives an empty grid.
@@ -87,6 +88,7 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
         )
     # In float, and with `any` of every mask, native size takes 4 times as long.
     pixels = masks[:, None].view(torch.uint8)
+    # Fraction (n, g, g) of each cell's pixels that lie in the region.
     cells = F.adaptive_avg_pool2d(
         F.interpolate(pixels, size=(image_size, image_size), mode="nearest").float(), grid_size
     )[:, 0]
@@ -96,7 +98,8 @@ def region_grid(masks: torch.Tensor, grid_size: int, image_size: int, rule: str)
         grid = F.interpolate(pixels, size=(grid_size, grid_size), mode="nearest")[:, 0] > 0.5
     else:
         raise ValueError(f"region rule {rule!r} is unknown; known: area, nearest")
-    lost = ~grid.flatten(1).any(1)
+    lost = ~grid.flatten(1).any(1)  # (n,)
+    # Regions without a pixel keep an empty grid.
     if lost.any():
         lost &= masks.flatten(1).any(1)
     if lost.any():
@@ -123,7 +126,7 @@ def upsample_masks(logits: torch.Tensor, sam_size: int, size: tuple[int, int]) -
 
 
 def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.Tensor:
-    """(.., 3, 1024, 1024) float32: uint8 pixels, ImageNet-normalised for SAM2.
+    """Return uint8 pixels as (.., 3, 1024, 1024) float32, ImageNet-normalised for SAM2.
 
     Args:
         rounded: mean and std rounded to bfloat16, as the original's inference code
@@ -137,13 +140,13 @@ def normalise_sam_pixels(pixels: torch.Tensor, rounded: bool = False) -> torch.T
 
 
 def normalise_tiles(pixels: torch.Tensor) -> torch.Tensor:
-    """(.., 3, S, S) float32 of uint8 pixels, ImageNet-normalised."""
+    """Return uint8 pixels as (.., 3, S, S) float32, ImageNet-normalised."""
     mean, std = _imagenet(pixels.device)
     return pixels.float().div_(255).sub_(mean).div_(std)
 
 
 def _imagenet(device):
-    """(mean, std) (3, 1, 1) of ImageNet's colours."""
+    """Return mean and std (3, 1, 1) of ImageNet's colours."""
     both = torch.tensor([IMAGENET_MEAN, IMAGENET_STD]).view(2, 3, 1, 1)
     return to_device(both, device).unbind()
 
@@ -162,15 +165,16 @@ class Sa2VAProcessor:
         self.max_tiles = config.raw["max_dynamic_patch"] if max_tiles is None else max_tiles
         self.image_size, self.grid_size = config.image_size, config.grid_size
         self.sam_size = config.sam2.image_size
+        # Each of the two trainings has its rule, and its number of tiles.
         self.rule = "area" if self.max_tiles == 1 else "nearest"
 
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
-        """The tiles in row-major order; then, if there is more than one, the thumbnail."""
+        """Return the tiles in row-major order; then, if there is more than one, the thumbnail."""
         image, s = to_rgb(image), self.image_size
         columns, rows = tile_grid(
             image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"]
         )
-        whole = image.resize((columns * s, rows * s))
+        whole = image.resize((columns * s, rows * s))  # the aspect ratio may change, as in InternVL
         tiles = [
             whole.crop((c * s, r * s, (c + 1) * s, (r + 1) * s))
             for r in range(rows)
@@ -181,18 +185,18 @@ class Sa2VAProcessor:
         return tiles
 
     def tiles(self, image: Image.Image) -> torch.Tensor:
-        """(tiles, 3, S, S) float32, ImageNet-normalised.
+        """Return the tiles (t, 3, S, S) as float32, ImageNet-normalised.
 
         The last tile is the whole image, the one that regions refer to.
         """
         return normalise_tiles(self.tile_pixels(image))
 
     def tile_pixels(self, image: Image.Image) -> torch.Tensor:
-        """(tiles, 3, S, S) uint8, which `normalise_tiles` makes `tiles` of."""
+        """Return the tiles (t, 3, S, S) as uint8, which `normalise_tiles` makes `tiles` of."""
         return torch.stack([planes(tile) for tile in self.tile_images(image)])
 
     def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """(g, g) bool cells of one mask (H, W), or (n, g, g) of (n, H, W); see `region_grid`."""
+        """Return cells (g, g) bool of a mask (H, W), or (n, g, g) of (n, H, W): `region_grid`."""
         mask = torch.as_tensor(mask).bool()
         grid = region_grid(
             mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
@@ -200,5 +204,5 @@ class Sa2VAProcessor:
         return grid if mask.ndim == 3 else grid[0]
 
     def sam_image(self, image: Image.Image) -> torch.Tensor:
-        """(3, 1024, 1024) uint8: the image resized (bicubic) whatever its aspect ratio."""
+        """Return the image resized (bicubic) to (3, 1024, 1024) uint8, whatever its shape."""
         return planes(to_rgb(image).resize((self.sam_size, self.sam_size)))

@@ -42,7 +42,7 @@ CONTEXT = re.compile(f"(?:{re.escape(IMG_CONTEXT_TOKEN)})+")
 
 @functools.lru_cache(maxsize=2**12)
 def _encode(tokenizer, text: str) -> list[int]:
-    """Ids of a text; of questions about regions there are few, as their sizes are not in it."""
+    """Return the ids of a text. Regions' sizes are not in it, so few texts recur often."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -64,6 +64,7 @@ class PromptBuilder:
         self.ends = [re.compile(end) for end in ends]
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
+        # Up to [SEG]: its hidden state needs no token after it.
         self.forced_answer = answer[: answer.index(seg_id) + 1]
 
     def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
@@ -84,6 +85,7 @@ class PromptBuilder:
         all of its time.
         """
         text = self.text(question, num_tiles, cells)
+        # One token stands for each run while the text is encoded.
         lengths = iter([len(run) // len(IMG_CONTEXT_TOKEN) for run in CONTEXT.findall(text)])
         ids = _encode(self.tokenizer, CONTEXT.sub(IMG_CONTEXT_TOKEN, text))
         runs = ([i] * next(lengths) if i == self.context_id else [i] for i in ids)

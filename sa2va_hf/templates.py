@@ -100,6 +100,7 @@ def template_map(example: dict, template: dict) -> dict:
     Args:
         example: {"conversation": [{"input": str, "output": str}, ..]}; not modified.
     """
+    # Where the suffix is the template's EOS, no EOS token follows it.
     suffix = template.get("SUFFIX", "")
     turns = [
         dict(
@@ -121,7 +122,7 @@ def video_lisa_encode_fn(
     input_ids_with_output: bool = True,
     **kwargs: Any,
 ) -> dict:
-    """Token ids and labels of a conversation, exactly as Sa2VA's supervised training encodes it.
+    """Return ids and labels of a conversation, as Sa2VA's supervised training encodes it.
 
     Each piece is encoded apart, without special tokens of the tokenizer's own. Inputs, separators
     and the BOS carry no loss; outputs do, unless the turn says `output_with_loss: False`; an EOS,
@@ -151,7 +152,7 @@ def video_lisa_encode_fn(
 
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     ids, labels = [], []
-    bos_due = True
+    bos_due = True  # at the beginning, and after each EOS
     for turn in turns:
         if bos_due:
             ids += bos

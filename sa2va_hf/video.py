@@ -55,6 +55,7 @@ def track(
         position_encoding = sam.vision_encoder.neck.position_encoding(
             features[-1].shape, coarse.device, coarse.dtype
         )
+        # Objects do not see each other: each has its own memory.
         for m in objects:
             conditioned = (
                 no_memory
@@ -74,20 +75,22 @@ def track(
             masks, iou, tokens, score = decode_candidates(
                 sam, [fine, middle], conditioned, prompts[m : m + 1] if prompted else None
             )
-            best = iou[0].argmax()
+            best = iou[0].argmax()  # of three candidates
             logits[m].append(masks[0, best].float())  # (256, 256)
             appears = (score > 0).to(tokens.dtype)  # (1, 1)
+            # A token of the object for later frames, another where the decoder believes it absent.
             pointer = (
                 appears * sam.object_pointer_proj(tokens[:, best])
                 + (1 - appears) * sam.no_object_pointer
             )
+            # The memory encoder takes masks at the size of SAM2's input: (1, 1, 1024, 1024).
             mask = F.interpolate(
                 masks[:, best : best + 1].float(),
                 size=(sam.image_size, sam.image_size),
                 mode="bilinear",
             )
             # False: the original remembers probabilities of prompted frames too, not binary masks.
-            memory, memory_place = sam._encode_new_memory(
+            memory, memory_positions = sam._encode_new_memory(
                 coarse, mask.to(coarse.dtype), score, False
             )
             session.store_output(
@@ -95,7 +98,9 @@ def track(
                 frame,
                 is_conditioning_frame=prompted,
                 output_value=dict(
-                    object_pointer=pointer, maskmem_features=memory, maskmem_pos_enc=memory_place
+                    object_pointer=pointer,
+                    maskmem_features=memory,
+                    maskmem_pos_enc=memory_positions,
                 ),
             )
     return torch.stack([torch.stack(frame_logits) for frame_logits in logits])

@@ -7,7 +7,7 @@ from .to_device import to_device
 
 def pixel_shuffle(x: torch.Tensor) -> torch.Tensor:
     """Join the patches (t, n, D) of each 2 x 2 square: tokens (t, n / 4, 4 D), row-major."""
-    side = int(x.shape[1] ** 0.5) // 2
+    side = int(x.shape[1] ** 0.5) // 2  # in tokens
     x = x.view(len(x), side, 2, side, 2, x.shape[-1])  # (t, rows, r, columns, c, D)
     return x.permute(0, 1, 3, 2, 4, 5).reshape(len(x), side**2, -1)
 
@@ -41,5 +41,6 @@ def context_features(
         indices.append(torch.arange(tile * tokens, (tile + 1) * tokens))
         if flag:
             cells = next(masks).cpu().bool().flatten(1)  # (n, 256)
+            # Cells are row-major as tokens are, so a region's tokens are those of its cells, again.
             indices.append(cells.nonzero()[:, 1] + tile * tokens)
     return image_features.flatten(0, 1)[to_device(torch.cat(indices), device)]

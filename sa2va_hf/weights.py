@@ -35,14 +35,16 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
     """
     files, source = find_keys(folder), {}
     llm, tied = model.language_model, model.config.tied
+    # A file with both may hold two that differ: they are read apart, and tied again if equal.
     if tied and EMBED_TOKENS in files and LM_HEAD in files:
         model.unwritten = None
         llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
-    elif tied and (EMBED_TOKENS in files or LM_HEAD in files):
+    elif tied and (EMBED_TOKENS in files or LM_HEAD in files):  # one tensor under either name
         present, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
         files[absent], source, model.unwritten = files[present], {absent: present}, absent
     state = model.state_dict()
     check_keys(folder, files, original_shapes(state))
+    # All files stay open: a native tensor may be put together of several.
     with contextlib.ExitStack() as stack:
         readers = {
             file: stack.enter_context(safe_open(file, framework="pt"))
@@ -91,7 +93,7 @@ def find_keys(folder: Path) -> dict[str, Path]:
             raise ValueError(f"{folder / name} is missing although {index.name} lists it")
         try:
             with safe_open(folder / name, framework="pt") as reader:
-                files.update(dict.fromkeys(reader.keys(), folder / name))
+                files.update(dict.fromkeys(reader.keys(), folder / name))  # header only
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
     return files
