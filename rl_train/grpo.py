@@ -71,7 +71,8 @@ def group_advantages(
     if scale not in SCALES:
         raise ValueError(f"scale {scale!r} is unknown; known: {', '.join(SCALES)}")
     mean, std = _group_moments(rewards, num_generations)  # (B, 1) each
-    advantages = rewards.view(-1, num_generations) - mean
+    advantages = rewards.view(-1, num_generations) - mean  # (B, G)
+    # Differences by rounding are no signal, and division would enlarge them.
     advantages = torch.where(std < MIN_STD, 0.0, advantages)
     if scale == "group":
         advantages = advantages / (std + ADVANTAGE_EPS)
@@ -97,11 +98,12 @@ def _group_moments(
         raise ValueError(f"{tuple(rewards.shape)} rewards do not form groups of {num_generations}")
     groups = rewards.view(-1, num_generations)
     scored = ~groups.isnan()
+    # NaN times 0 is NaN: rows without a reward are masked, not multiplied.
     count = scored.sum(1, keepdim=True)
     values = torch.where(scored, groups, 0.0)
     mean = values.sum(1, keepdim=True) / count.clamp(min=1)
     squares = torch.where(scored, (values - mean) ** 2, 0.0).sum(1, keepdim=True)
-    return mean, (squares / (count - 1).clamp(min=1)).sqrt()
+    return mean, (squares / (count - 1).clamp(min=1)).sqrt()  # unbiased
 
 
 def token_logps_from_logits(
@@ -183,18 +185,22 @@ def grpo_loss(
     if kl_coef and ref_logp is None:
         raise ValueError("--kl_coef needs the reference's log-probs")
     high = clip_range if clip_range_high is None else clip_range_high
+    # Padding may hold any number, whose exp could overflow.
     log_ratio = torch.where(valid, logp - old_logp, 0.0)  # (N, T)
     if definition.ratio_per_row:
         log_ratio = _row_mean(log_ratio, valid)[:, None]  # (N, 1)
     ratio = log_ratio.exp()
     a = advantages[:, None]  # (N, 1)
+    # Pessimistic: the smaller of both, so moving beyond the window gains nothing.
     policy = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
     policy = policy.expand_as(logp)  # (N, T)
 
     def reduce(per_token: torch.Tensor) -> torch.Tensor:
         per_token = torch.where(valid, per_token, 0.0)
+        # Every row counts the same, whatever its length.
         if definition.average == "rows":
             return _row_mean(per_token, valid).mean()
+        # A constant divisor: long answers weigh no less a token (Dr. GRPO).
         if definition.average == "length":
             return per_token.sum() / (len(per_token) * max_completion_length)
         return per_token.sum() / (valid.sum().clamp(min=1) if num_tokens is None else num_tokens)
@@ -249,6 +255,7 @@ def gaussian_logp_per_dim(
     """
     y = whitened(z.float() - mean.float(), factor)
     logp = torch.distributions.Normal(0.0, sigma, validate_args=False).log_prob(y).mean(-1)
+    # The change of variables: log det L, the sum of its diagonal's logs, divided by D.
     return logp if factor is None else logp - factor.diagonal().log().mean()
 
 

@@ -112,6 +112,7 @@ def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
     for scored in scored_rollouts:
         rewards = scored.reward if scored.scaled_reward is None else scored.scaled_reward
         local[scored.task.name] += rewards.tolist()
+    # Rewards themselves, not sums: the std is the same to the last bit on all ranks.
     ranks = process_group.gather_objects(local)
     for scored in scored_rollouts:
         rewards = [value for rank in ranks for value in rank[scored.task.name]]
@@ -146,10 +147,12 @@ def loss_denominators(
         name, in_loss, latents = scored.task.name, scored.in_loss, scored.rollout.latents
         faults += scored.faults()
         counts["learnable"] += sum(scored.groups_with_signal)
+        # Rows without a reward count too: losses by rows divide by a fixed number.
         counts[name, "rows"] += len(scored.reward)
         counts[name, "tokens"] += int(scored.rollout.valid[in_loss].sum())
         counts[name, "actions"] += int(in_loss[latents.rows].sum()) if latents else 0
     total = process_group.all_sum(counts, faults)
+    # At least 1: a step may have no action, and its sum is 0 then.
     mean = {key: max(count, 1) / num_ranks for key, count in total.items()}
     denominators = {
         name: LossDenominators(mean[name, "rows"], mean[name, "tokens"], mean[name, "actions"])
@@ -254,6 +257,7 @@ class MicroBatchLoss(torch.nn.Module):
                 scores.entropy, valid, denominators.tokens
             )
         tokens = stats["tokens"]
+        # Equal outside of `valid`, where there is no gap.
         scorer_logp = torch.where(valid, logp.detach(), 0.0)
         sampler_logp = torch.where(valid, rollout.logp[rows], 0.0)
         gap = (scorer_logp - sampler_logp).abs()

@@ -35,6 +35,7 @@ class Roles:
         for name, parameter in trainable.items():
             if parameter.dtype != torch.float32:
                 raise ValueError(f"{name} is {parameter.dtype}; trainable weights must be float32")
+            # Runs at every backward that reaches the parameter.
             parameter.register_hook(self._assert_policy)
         self.trainable, self.active = dict(trainable), "policy"
         self.copies = {
@@ -67,6 +68,7 @@ class Roles:
         policy_weights = {n: p.data for n, p in self.trainable.items()}
         self.active = name
         try:
+            # Pointers are exchanged, no numbers are copied.
             self._point_at(self.copies[name])
             with torch.no_grad():
                 yield
@@ -84,6 +86,7 @@ class Roles:
         assert self.active == "policy"
         if not self.has_teacher:
             return
+        # A few kernels for all tensors together.
         teacher = [self.copies["teacher"][name] for name in self.trainable]
         torch._foreach_lerp_(teacher, [p.data for p in self.trainable.values()], 1 - decay)
 

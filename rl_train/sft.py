@@ -54,6 +54,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
         if state.step >= run.max_steps:
             break
         timer, metrics, step_examples = PhaseTimer(policy.device), StepMetrics(), []
+        # One batch is encoded with gradient at once; of several, only in its own turn below.
         accumulates = len(batches) > 1
         run.phase = "encode"
         for batch in batches:  # B samples
@@ -90,6 +91,7 @@ def build_examples(run: Run, batch: Batch, features: Features) -> list[Examples]
         ]
         with torch.no_grad():
             prompts, answers = task.examples(batch, features, rngs)
+        # Cut as a sampled answer would be.
         rows = [torch.tensor(answer[:max_tokens]) for answer in answers]
         ids = pad_sequence(rows, True, policy.pad_id)  # (B, T)
         lengths = torch.tensor([len(row) for row in rows])
@@ -133,6 +135,7 @@ class SFTLoss(torch.nn.Module):
         for examples in all_examples:
             task, ids, valid = examples.task, examples.ids, examples.valid
             scores = self.policy.score_answers(features, examples.prompts, ids, valid)
+            # logp is 0 where not valid.
             text_loss = -scores.logp.sum() / totals[task.name, "tokens"]
             loss_terms, task_statistics = task.loss_terms(
                 examples, features, scores, totals[task.name, "rows"]

@@ -105,6 +105,7 @@ class Policy(Protocol):
         completions, texts = self.complete(
             features, prompts, num_generations, max_new_tokens, uniforms
         )
+        # Row i*G+j answers prompt i, as the engine returns its completions.
         rows = prompts.repeat(num_generations)
         return Rollout(batch, features, rows, texts, num_generations, **vars(completions))
 
@@ -130,7 +131,7 @@ class Policy(Protocol):
         entropy_gradient: bool = False,
     ) -> ScoreOutput:
         """Score answers as `score` does: tokens ids (n, T) where valid (n, T), to n prompts."""
-        prompts, prompt_index = prompts.distinct()
+        prompts, prompt_index = prompts.distinct()  # rows of one prompt share its forward
         with self.autocast():
             embeds, mask, positions = self.embed(images, prompts, ids.shape[1])
             return self.engine.score(
@@ -165,6 +166,7 @@ def check_caption(
             f"caption of {len(sample['caption'])} characters: {num_tokens} text tokens exceed the "
             f"{max_tokens} that --max_prompt_length and the model's context allow",
         )
+    # {id: token}
     special_tokens = tokenizer.added_tokens_decoder
     for text in texts:
         for i in tokenizer.encode(text, add_special_tokens=False):

@@ -46,6 +46,7 @@ def freeze_all_but(
         matching = groups_of([name], patterns)
         parameter.requires_grad_(bool(matching))
         if matching:
+            # An optimizer's small steps round to nothing in bfloat16.
             parameter.data = parameter.data.float()
             trainable[name], groups[name] = parameter, matching[0]
     empty = set(patterns) - set(groups.values())

@@ -109,6 +109,7 @@ class Sa2VAPolicy(Policy):
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
         model.bind_tokenizer(tokenizer)
         self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
+        # The original's inference ends an answer at these texts, not at EOS alone.
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id, self.max_masks = tokenizer.pad_token_id, config.max_masks_per_answer
         self.base_dtype, patterns = model.dtype, {group: GROUPS[group] for group in groups}
@@ -160,8 +161,10 @@ class Sa2VAPolicy(Policy):
         train, inputs = self.encoders_train, batch.inputs
         precision = self.autocast() if train else contextlib.nullcontext()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), precision:
+            # Sent as uint8, a quarter of float32; normalised on the device.
             tiles = to_device(torch.cat(inputs.tiles), self.device)
             pixels = to_device(inputs.sam_pixels, self.device)
+            # (t, tokens, 4 * ViT width), and a list of (B, 256, h, w) from SAM2.
             vision = self.model.vision_features(normalise_tiles(tiles))
             pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
             sam = self.model.sam_features(pixels)
@@ -239,8 +242,10 @@ class Sa2VAPolicy(Policy):
     ) -> torch.Tensor:
         """Return the mean log-prob (P,) of the tokens of answers[p], by one forward of `read`."""
         ids, mask = pad_left(answers, self.pad_id)  # (P, T)
+        # Padding is left out before lm_head: (m,) tokens of all answers.
         slots = mask.flatten().nonzero()[:, 0]
         targets, slots = ids.flatten()[slots], to_device(slots, self.device)
+        # The state before each answer token predicts it, so the last state is not used: (P, T, C).
         hidden = self.read(images, prompts.followed_by(answers), ids.shape[1] + 1)[:, :-1]
         logp = self.engine.logps(hidden.flatten(0, 1)[slots], targets)
         self.nan_watcher("log-probs of given answers", logp)
@@ -252,7 +257,7 @@ class Sa2VAPolicy(Policy):
 
         A row's very last token has no hidden state, as in the original. Tensors are on the CPU.
         """
-        seg = input_mask(valid) & (ids == self.model.seg_id)
+        seg = input_mask(valid) & (ids == self.model.seg_id)  # (n, T)
         return seg & (seg.cumsum(1) <= self.max_masks)
 
     def too_many_masks(self, completed: Rollout | Completions) -> torch.Tensor:
@@ -268,6 +273,7 @@ class Sa2VAPolicy(Policy):
         seg = self.seg_tokens(completed.ids, completed.valid).nonzero()  # (M, 2)
         row, column = to_device(seg, self.device).unbind(1)
         with self.autocast():
+            # States that sampling left behind: the LLM is not run again.
             embeddings = self.model.text_hidden_fcs(completed.hidden[row, column])
         return seg[:, 0], embeddings.float()
 
@@ -304,6 +310,7 @@ def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch
     if num_masks <= MASKS_AT_ONCE:
         return compute(slice(None))
     if torch.is_grad_enabled():
+        # The mask decoder draws nothing at random, so no random state is kept.
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     starts = range(0, num_masks, MASKS_AT_ONCE)
     return torch.cat([compute(slice(start, start + MASKS_AT_ONCE)) for start in starts])

@@ -40,6 +40,7 @@ class Sa2VAPreprocessor:
         num_tiles = max_tiles + (max_tiles > 1)  # with the thumbnail
         num_tokens = len(self.prompts.segment(question, num_tiles))
         num_image_tokens = num_tiles * self.prompts.tokens_per_tile
+        # Text tokens of a question that leave room for the longest answer.
         fits = self.context - num_image_tokens - self.max_new_tokens
         check_caption(
             sample,

@@ -15,9 +15,8 @@ from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.to_device import to_device
 
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
-CAPTION_TOKENS_FACTOR = (
-    2  # tokens of a sampled text in a question, for each that it may have as an answer
-)
+# Tokens that a sampled text may have in a question, for each that it may have as an answer.
+CAPTION_TOKENS_FACTOR = 2
 
 
 def chunks(rows: Sequence) -> Iterator[Sequence]:
@@ -82,6 +81,7 @@ def row_masks(
     highest = {}  # {row: (256, 256) highest of its logits}
     if seg_rows:
         all_logits = policy.decode_masks(images, [image[row] for row in seg_rows], embeddings)
+        # A row may hold several [SEG]; its mask is their union, its logits their maximum.
         for row, logits in zip(seg_rows, all_logits):  # (256, 256)
             highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
             size = images.sizes[image[row]]
@@ -107,13 +107,14 @@ def segment(
     """
     masks = []
     for rows in chunks(range(len(captions))):
-        some_images = [image[p] for p in rows]
-        prompts = policy.segment_prompts(images, some_images, [captions[p] for p in rows])
+        chunk_images = [image[p] for p in rows]
+        prompts = policy.segment_prompts(images, chunk_images, [captions[p] for p in rows])
         forced = [policy.prompts.forced_answer] * len(prompts)
+        # The forced answer ends in [SEG], so the last state is the one that prompts SAM2.
         hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
-        masks += row_masks(policy, images, some_images, range(len(rows)), embeddings, confidence)
+        masks += row_masks(policy, images, chunk_images, range(len(rows)), embeddings, confidence)
     return masks
 
 
@@ -131,9 +132,9 @@ def segment_sampled(
     """
     masks = []
     for rows in chunks(range(len(captions))):
-        some_images, some_captions = [image[p] for p in rows], [captions[p] for p in rows]
+        chunk_images, chunk_captions = [image[p] for p in rows], [captions[p] for p in rows]
         masks += answer_captions(
-            policy, images, some_images, some_captions, max_new_tokens, confidence
+            policy, images, chunk_images, chunk_captions, max_new_tokens, confidence
         )[0]
     return masks
 
@@ -164,6 +165,7 @@ def describe(
     """
     grids = region_grids(policy, masks) if grids is None else grids
     captions = [""] * len(masks)
+    # Empty masks have no grid and are not asked about.
     for rows in chunks(list(grids)):
         regions = [grids[p] for p in rows]
         prompts = policy.describe_prompts(images, [image[p] for p in rows], regions)
@@ -203,6 +205,7 @@ def caption_likelihood(
         prompts = policy.describe_prompts(images, [image[p] for p in firsts], regions)
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in firsts]
         values = policy.mean_logp(images, prompts, answers).exp()
+        # (row, its question), so that equal rows get equal values.
         pairs = [(p, k) for k, rows in enumerate(equal_rows) for p in rows]
         row, question = to_device(torch.tensor(pairs), policy.device).unbind(1)
         likelihood.index_copy_(0, row, values[question])

@@ -52,6 +52,7 @@ class CaptionMaskCaption(Task):
 
         @property
         def trainable_modules(self) -> tuple[str, ...]:
+            # The policy term reaches text_hidden_fcs, the mask term SAM2's decoder too.
             prompt = ("text_hidden_fcs",) if self.latent_std != 0 or self.mask_loss_coef else ()
             return ("lora", "mlp1", *prompt, *(("sam2",) if self.mask_loss_coef else ()))
 
@@ -94,6 +95,7 @@ class CaptionMaskCaption(Task):
             rollout.prompts.image_index,
             context.max_reply_tokens,
         )
+        # Computed once, for captions and likelihoods.
         grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
             replies = describe(policy, features, image, masks, tokens, grids)

@@ -66,9 +66,10 @@ class LatentMaskAction(LatentAction):
         self.load_state_dict(dict(sigma=self.sigma, factor=factor))
 
     def draw(self, rollout: Rollout, rng: RowRNG) -> SampledLatents:
-        rows, mean = self.policy.mask_embeddings(rollout)
+        rows, mean = self.policy.mask_embeddings(rollout)  # (M,), (M, D)
         z, logp = mean, None
         if self.sigma > 0:
+            # From (seed, step, task, sample), whatever the number of processes.
             noise = rng.normals(rows.tolist(), mean.shape[1])
             z = mean + self.sigma * correlated_noise(to_device(noise, mean.device), self.factor)
             logp = gaussian_logp_per_dim(z, mean, self.sigma, self.factor)
@@ -95,6 +96,7 @@ class LatentMaskAction(LatentAction):
         divided by the number of [SEG] tokens of the step, `denominators.actions`.
         """
         rollout, latents, loss_terms = scored.rollout, scored.rollout.latents, []
+        # Rows ascend, so the micro-batch's [SEG] tokens are one slice.
         bounds = torch.tensor([rows.start, rows.stop])
         selected = slice(*torch.searchsorted(latents.rows, bounds).tolist())  # m of the M
         seg_rows = latents.rows[selected]  # (m,)
@@ -130,6 +132,7 @@ class LatentMaskAction(LatentAction):
             statistics |= latent_statistics
         if self.mask_loss_coef:
             image = [rollout.prompts.image_index[row] for row in seg_rows.tolist()]
+            # The sampled point around the newest mean, so that the gradient reaches the mean.
             z = mean + latents.noise[selected]
             targets = [rollout.batch.masks[i] for i in image]
 
@@ -150,6 +153,7 @@ class LatentMaskAction(LatentAction):
         two objects or more, with --distractors; latent_std: the noise.
         """
         G, batch = rollout.num_generations, rollout.batch
+        # (G, H, W) each
         groups = [torch.stack(outcome.masks[i : i + G]) for i in range(0, len(rollout), G)]
         no_seg = len(rollout) - len(rollout.latents.rows.unique())
         metrics = dict(
@@ -159,7 +163,7 @@ class LatentMaskAction(LatentAction):
         )
         if batch.others is not None:
             objects = best_objects(outcome.masks, batch.masks, batch.others).view(-1, G)  # (B, G)
-            differ = sum(len(set(row) - {-1}) > 1 for row in objects.tolist())
+            differ = sum(len(set(row) - {-1}) > 1 for row in objects.tolist())  # -1: on no object
             metrics["objects_frac"] = differ, len(groups)
         if self.sigma:
             metrics["latent_std"] = self.sigma, 1
@@ -231,4 +235,5 @@ def natural_gradient(mean: torch.Tensor, factor: torch.Tensor | None) -> torch.T
     if factor is None:
         return mean
     fixed, factor = mean.detach(), factor.to(mean.device)
+    # The second term is 0; only its gradient, multiplied by L L^T, counts.
     return fixed + (mean - fixed) @ factor @ factor.T

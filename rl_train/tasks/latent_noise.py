@@ -45,6 +45,7 @@ def collect_calibration(
             policy, features, range(len(batch)), batch.captions, max_new_tokens
         )
         if len(rows):
+            # Rows ascend: True at the first [SEG] of each.
             first = rows.diff(prepend=rows[:1] - 1) > 0
             image = rows[first].tolist()
             index = [batch.index[i] for i in image]
@@ -67,8 +68,8 @@ def covariance_factor(embeddings: torch.Tensor) -> torch.Tensor | None:
         None, for the identity, if the embeddings do not differ.
     """
     x = embeddings.double().cpu()
-    x = x - x.mean(0)
-    covariance = x.T @ x
+    x = x - x.mean(0)  # (n, D)
+    covariance = x.T @ x  # (D, D), up to the scale that is divided out
     scale = covariance.diagonal().mean()
     if scale <= torch.finfo(torch.float32).tiny:
         return None
@@ -98,6 +99,7 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
     for batch in calibration:
         mean = batch.embeddings.repeat_interleave(SIGMA_SAMPLES, 0)
         rng = RowRNG(0, 0, 0, batch.index, SIGMA_SAMPLES)
+        # As in a rollout, normals come after a token's uniforms.
         rng.uniforms(1)
         noise = rng.normals(list(range(len(mean))), mean.shape[1]).to(mean.device)
         image = [i for i in batch.image for _ in range(SIGMA_SAMPLES)]
@@ -110,7 +112,7 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
         return torch.cat(iou).mean().item()
 
     scale = torch.cat([mean for _, mean, _ in samples]).std().log2().item()
-    low, high = scale - 6, scale + 4
+    low, high = scale - 6, scale + 4  # log2 of sigma
     ends = mean_iou(2**low), mean_iou(2**high)
     if not ends[0] > SIGMA_IOU > ends[1]:
         raise ValueError(
@@ -118,6 +120,7 @@ def calibrate_sigma(calibration: list[CalibrationBatch], factor: torch.Tensor | 
             f"the mean's for sigma from {2**low:.3g} to {2**high:.3g}, never {SIGMA_IOU}; look "
             "at the model's masks, or give a number"
         )
+    # The IoU falls with sigma; 10 halvings of 10 octaves leave a hundredth of one.
     for _ in range(10):
         middle = (low + high) / 2
         low, high = (middle, high) if mean_iou(2**middle) > SIGMA_IOU else (low, middle)

@@ -61,9 +61,11 @@ class MaskCaptionMask(Task):
         context, policy = self.context, self.context.policy
         captions = rollout.of_rows(rollout.batch.captions)
         targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
+        # Rows without a caption keep an empty mask.
         masks, confidence = [torch.zeros_like(target) for target in targets], [0.0] * len(targets)
         described = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image_index[row] for row in described]
+        # A sampled text may grow when it is encoded again, beyond the model's context.
         texts = truncate_captions(
             policy, [rollout.texts[row] for row in described], context.max_reply_tokens
         )

@@ -191,6 +191,7 @@ class PointSegmentation(PointTask):
         )
         if self.options.hide_negatives:
             masks = without
+        # What SAM2 confuses depends on the target alone: once a sample, not once a row.
         targets = [mask.to(policy.device) for mask in batch.masks]  # B
         confused = rollout.of_rows(self.confused_regions(policy, features, targets))
         targets = rollout.of_rows(targets)  # N

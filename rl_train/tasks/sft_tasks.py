@@ -124,6 +124,7 @@ class ReferringSegmentation(SFTTask):
         policy, targets = self.context.policy, examples.batch.masks
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)
         logits = policy.decode_masks(features, range(len(targets)), prompts)  # (B, h, w)
+        # At the size of the logits: SAM2's 256 x 256 are not enlarged.
         resized = resize_masks(targets, logits)
         loss = resized_mask_loss(logits, resized).sum() / rows
         iou = mask_iou(logits > 0, resized > 0, 1.0)
@@ -151,6 +152,7 @@ class PointAnswers(PointTask, SFTTask):
         confused = self.confused_regions(policy, features, targets)
         for i, size in enumerate(features.sizes):
             answer = true_answer(self.format, targets[i], confused[i])
+            # In the coordinates that the model sees and answers in.
             in_frame = self.format.in_frame(answer, features.seen_sizes[i], size)
             answers.append(
                 policy.encode_text(
@@ -174,6 +176,7 @@ def true_answer(
         positive = deepest_points(target)
     elif answer_format.style == "points":
         box = ()
+    # A few confused pixels on the edge are no place for a negative point.
     has_negative = confused.sum() >= CONFUSED * target.sum()
     return PointPrompt(box, positive, (deepest_point(confused),) if has_negative else ())
 
