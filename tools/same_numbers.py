@@ -73,6 +73,7 @@ RENAMED: list[tuple[str, str]] = [
     (r"teacher/drift\b", "teacher/distance_to_reference"),
     (r"\b(seg|cycle)_hit\b", r"\1_on_target"),
     (r"/hit\b", "/on_target"),
+    (r"\bdata/share/", "data/fraction/"),
     (r"(rollout .*) hit$", r"\1 on_target"),
     (r"(rollout \S+ line \d+) prompt\b", r"\1 sam_prompt"),
     (r"(rollout \S+ line \d+) mask_without\b", r"\1 mask_without_negatives"),

@@ -96,6 +96,7 @@ def check_columns(schema: pa.Schema, path: Path, columns: dict[str, pa.DataType]
             )
         actual = schema.field(name).type
         try:
+            # An empty array converts if the types do.
             pa.array([], actual).cast(expected)
         except pa.ArrowException as error:
             raise BadData(f"{path}: column {name!r} holds {actual}, not {expected}.") from error

@@ -97,6 +97,7 @@ class Reader:
         if isinstance(size, str):
             reason = size
         elif not reason:
+            # (W, H) of the image, (H, W) of the mask.
             reason, resized = check_mask(rle, size[::-1])
         if reason:
             self._skipped[reason] += 1
@@ -178,5 +179,6 @@ def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarr
 
 def number_images(keys: np.ndarray) -> np.ndarray:
     """Number the images of image keys (n,) by first appearance; return (n,) int64 numbers."""
+    # `np.unique` numbers by value; ranks of first appearances give the order of the data set.
     _, first, image = np.unique(keys, return_index=True, return_inverse=True)
     return first.argsort().argsort()[image]

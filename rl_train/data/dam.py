@@ -115,6 +115,7 @@ class DescribeAnythingDataset(Reader):
                 if not match:
                     continue
                 frame = VIDEO_FRAME.fullmatch(match[1])
+                # The same name may be a picture's id, or a frame of a video's.
                 names = [(match[1], -1)] + ([(frame[1], int(frame[2]))] if frame else [])
                 for key, time in names:  # a plain name comes before all frames
                     if key not in first or time < first[key][0]:

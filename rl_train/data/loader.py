@@ -11,7 +11,7 @@ from rl_train.data.base import RegionDataset
 from rl_train.data.distractors import DistractorMasks
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.mixture import MixtureSampler
-from rl_train.data.workers import share
+from rl_train.data.workers import to_shared_memory
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.signals import ignore_signals_in_worker
 
@@ -53,7 +53,7 @@ class Batches(Dataset):
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.others = pack([torch.from_numpy(masks) for masks in distractors])
-        return share(batch) if get_worker_info() else batch
+        return to_shared_memory(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:
         """Return sample i or its first undamaged replacement: (index, sample, the damaged ones)."""
@@ -65,6 +65,7 @@ class Batches(Dataset):
                 return index, sample, damaged
             except DamagedSample as error:
                 damaged.append(str(error))
+            # From the index alone: every rank, worker and resumed run picks the same one.
             index = int(np.random.default_rng([i, attempt]).integers(len(self.dataset)))
         raise BadData(
             f"{'; '.join(damaged)}; and {MAX_ATTEMPTS} other samples in their place were damaged "
@@ -172,6 +173,7 @@ def batch_loader(
     """Return a loader of a batch for each index list of `sampler`."""
     return DataLoader(
         Batches(dataset, preprocessor, distractors),
+        # The sampler yields index lists, so the loader must not batch again.
         batch_size=None,
         sampler=sampler,
         num_workers=num_workers,

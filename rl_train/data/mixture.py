@@ -96,11 +96,13 @@ class MixtureSampler:
         indices = np.zeros(size, int)
         for k, members in enumerate(self.members):
             slots = np.flatnonzero(sources == k)  # positions in the step
+            # Prompts before this step tell the pass, and the position in its permutation.
             passes, within = divmod(num_before[k] + np.arange(len(slots)), len(members))
             for number in np.unique(passes):
                 order = np.random.default_rng([self.seed, number, k]).permutation(len(members))
                 in_pass = passes == number
                 indices[slots[in_pass]] = members[order[within[in_pass]]]
+        # Mixed over the step, so that no rank gets one data set alone.
         return np.random.default_rng([self.seed, step, len(self.members)]).permutation(indices)
 
     def count(self, indices: list[int]) -> dict[str, int]:

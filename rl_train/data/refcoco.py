@@ -92,6 +92,7 @@ class PlainUnpickler(pickle.Unpickler):
     """Builds lists, tuples, dicts, strings and numbers; raises ValueError for all else."""
 
     def find_class(self, module: str, name: str):
+        # Only a pickle of classes or functions comes here: one that could run code.
         raise ValueError(f"it asks for {module}.{name}, and a data set needs no code")
 
 
@@ -103,7 +104,8 @@ def read_refs(path: Path) -> list[dict]:
     with reading(path, "pickle of refs"):
         with path.open("rb") as file:
             refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
-        for ref in refs:  # the fields that are read of it
+        # Touch every field that is read later: a missing or wrong one is then the file's fault.
+        for ref in refs:
             sentences = [
                 (sentence["sent_id"], sentence["sent"] + "") for sentence in ref["sentences"]
             ]

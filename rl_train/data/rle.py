@@ -86,6 +86,7 @@ def rle_runs(rle: RLE) -> tuple[np.ndarray, int, int]:
     if isinstance(counts, str):
         counts = counts.encode()
     runs = decompress(counts) if isinstance(counts, bytes) else np.array(counts)
+    # Each run is bounded before the sum, which could overflow.
     valid = runs.ndim == 1 and runs.dtype.kind == "i" and ((runs >= 0) & (runs <= MAX_PIXELS)).all()
     if not valid or runs.sum() != height * width:
         raise ValueError(f"counts are no runs of pixels that sum to {height}*{width}")
@@ -106,8 +107,10 @@ def decompress(counts: bytes) -> np.ndarray:
     if length.max() > MAX_CHARS:
         raise ValueError(f"a run has more than {MAX_CHARS} characters")
     position = np.arange(len(code)) - np.repeat(first, length)  # (C,) of a character in its run
+    # 5 bits a character, the lowest first, added up over the characters of a run.
     runs = np.add.reduceat((code & 0x1F).astype(np.int64) << 5 * position, first)
     runs -= (code[last] & 0x10).astype(np.int64) << 5 * length - 4  # the sign
+    # From the fourth on runs are differences to the run two before.
     runs[1::2], runs[2::2] = np.cumsum(runs[1::2]), np.cumsum(runs[2::2])
     return runs
 

@@ -51,8 +51,7 @@ def split_dataset(
             f"{len(np.unique(keys[shared]))} images are both trained on and held out, of "
             f"{len(np.unique(keys))} and {len(np.unique(eval_keys))}: {shared.sum()} of "
             f"{len(dataset)} training regions"
-            + f" (--train_eval_overlap {train_eval_overlap})"
-            * bool(shared.any())
+            + (f" (--train_eval_overlap {train_eval_overlap})" if shared.any() else "")
         )
         if shared.any() and train_eval_overlap == "refuse":
             raise ValueError(
@@ -86,6 +85,7 @@ def split_off_eval(
     """
     (keys,) = picture_keys(dataset)
     images = number_images(keys)  # (n,)
+    # A fixed seed: all runs on one data set hold out the same images.
     order = torch.randperm(int(images.max()) + 1, generator=torch.Generator().manual_seed(0))
     position = order.numpy().argsort()[images]  # (n,) of each region's image in the shuffle
     enough = np.sort(position)[-eval_samples:][0]  # images from here on hold `eval_samples` regions
@@ -129,4 +129,5 @@ def sample_regions(image_keys: np.ndarray, count: int) -> list[int]:
     within = np.empty_like(image)  # (n,) number of a region among those of its image
     within[grouped] = np.arange(len(image)) - np.searchsorted(image[grouped], image[grouped])
     position = rng.permutation(image.max() + 1)[image]
+    # By the number within an image first, then by the image's random position.
     return np.lexsort((position, within))[:count].tolist()

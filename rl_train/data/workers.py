@@ -1,7 +1,8 @@
 """Send batches of a loader's workers through /dev/shm; explain the death of a worker.
 
 If /dev/shm is full, a thread of the worker fails, its batch is lost, and the trainer would wait for
-ever. So the worker itself puts its batch there (`share`), where the failure is an exception.
+ever. So the worker itself puts its batch there (`to_shared_memory`), where the failure is an
+exception.
 """
 
 import io
@@ -22,10 +23,11 @@ class _Sharer(pickle.Pickler):
     """Moves tensors into shared memory; what it pickles of the rest is thrown away."""
 
     def persistent_id(self, value: object) -> int | None:
+        """Move a tensor, and return an id so that the pickler does not descend into it."""
         return 0 if isinstance(value, torch.Tensor) and value.share_memory_() is not None else None
 
 
-def share(batch: Batch) -> Batch:
+def to_shared_memory(batch: Batch) -> Batch:
     """Move the tensors of a batch into shared memory; a worker sends them from there uncopied.
 
     Raises RuntimeError if it is full.

@@ -33,6 +33,7 @@ def rendezvous_options() -> list[str]:
 
 
 def main():
+    """Start the ranks, wait for them, and exit with the status that the module's docstring says."""
     parser = argparse.ArgumentParser(
         "rl_train.distributed.launch", add_help=False, allow_abbrev=False
     )
@@ -41,6 +42,7 @@ def main():
     num_processes = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
     options = rendezvous_options()
     if num_processes == 1 and options == ["--standalone"] and not args.max_restarts:
+        # Becomes the training process itself: signals and status need no passing on.
         os.execv(sys.executable, [sys.executable, *command])
     options += [f"--nproc_per_node={num_processes}", f"--max_restarts={args.max_restarts}"]
     # After a signal torchrun kills ranks that take longer: they end a step and write a checkpoint.

@@ -30,6 +30,8 @@ _closed: list[dist.ProcessGroup] = []  # groups that were left, see `close`
 
 @dataclass(frozen=True)
 class RankInfo:
+    """Number and device of this process among those of a run."""
+
     rank: int
     world_size: int
     device: torch.device
@@ -52,6 +54,7 @@ def init() -> RankInfo:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
+    # torchrun sets it, also for one process.
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -85,6 +88,7 @@ def gather_objects(value: Value) -> list[Value]:
     """Return `value` of every rank, in rank order. Raises RankError on all if one sends it."""
     if not dist.is_initialized():
         return [value]
+    # Objects go by pickle: for a few numbers and sentences, not for tensors.
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     faults = [[str(v)] if isinstance(v, RankError) else [] for v in values]

@@ -126,6 +126,7 @@ def rotate_and_store(
     values: torch.Tensor,
     step: torch.Tensor,
 ):
+    """Compute `decode_torch.rotate_and_store`."""
     n, num_kv, slots, size = keys.shape
     heads = sum(qkv.sizes) // size
     product, sizes = product_of(y, qkv, power)
@@ -227,6 +228,7 @@ def attend(
     done: torch.Tensor,
     step: torch.Tensor,
 ):
+    """Compute `decode_torch.attend`."""
     (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
     group, per = n // num_prompts, num_heads // num_kv
     num_keys = 128 // q.element_size()  # by shared memory

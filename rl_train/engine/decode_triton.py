@@ -82,6 +82,7 @@ def _add(
 
 
 def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", weight: torch.Tensor):
+    """Compute `decode_torch.add`."""
     (n, width), y = residual.shape, _product(inputs, linear.weight)
     x, parts = torch.empty_like(residual), width // COLUMNS
     power = residual.new_empty(n, parts, dtype=torch.float32)
@@ -119,6 +120,7 @@ def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
 
 
 def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
+    """Compute `decode_torch.gate`."""
     n, width = len(y), gate_up.sizes[0]
     # More columns per program read LoRA A's outputs and the norm's summands less often.
     columns, out = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS, y.new_empty(n, width)

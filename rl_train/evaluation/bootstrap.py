@@ -70,7 +70,9 @@ def bootstrap(
     rng, rows = np.random.default_rng(seed), np.asarray(values, dtype=np.float64)
     with np.errstate(invalid="ignore"):  # a ratio of 0 to 0 is NaN
         resampled = [
-            statistic(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(num_resamples)
+            # Rows, not numbers: numerator and denominator of a ratio stay together.
+            statistic(rows[rng.integers(len(rows), size=len(rows))])
+            for _ in range(num_resamples)
         ]
     low, high = np.nanpercentile(resampled, (2.5, 97.5))
     return float(low), float(high)
@@ -79,6 +81,7 @@ def bootstrap(
 def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float, float, float]:
     """Return (after - before, low, high) of a metric's `rows_of`, with the paired 95 % interval."""
     interval = bootstrap(
+        # Pairs (before, after) of a sample are drawn together, which narrows the interval.
         torch.stack([before, after], dim=-1),
         statistic=lambda pairs: statistic(pairs[..., 1]) - statistic(pairs[..., 0]),
     )

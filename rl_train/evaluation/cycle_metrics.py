@@ -94,6 +94,7 @@ def measure(
     """
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
+    # Both directions, greedily: region -> caption -> mask, caption -> mask -> caption.
     captions = describe(policy, images, rows, targets, max_new_tokens)
     columns = measure_captions(policy, batch, images, captions, max_new_tokens)
     masks, seg_rows, _ = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
@@ -182,14 +183,14 @@ def sample_captions(
     """
     G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
     uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
-    done, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
+    completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
     queries = truncate_captions(policy, captions, max_new_tokens)
     masks = segment_sampled(policy, images, rows, queries, max_new_tokens)
     targets = [batch.masks[i].to(policy.device) for i in rows]
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)
-    return captions, iou, mean_logps(done, G)
+    return captions, iou, mean_logps(completions, G)
 
 
 def measure_texts(
@@ -199,6 +200,7 @@ def measure_texts(
 
     Columns are those of the attributes, and whether a caption is the first one of its text.
     """
+    # In reverse, so that the first row of a text is the one that stays.
     first = {text: row for row, text in reversed(list(enumerate(captions)))}
     distinct = [first[text] == row for row, text in enumerate(captions)]
     return dict(caption_distinct=torch.tensor(distinct, dtype=torch.float64)) | attribute_values(

@@ -45,9 +45,8 @@ class EvalSpec:
     max_prompt_length: int | None = None  # see `Sa2VAPreprocessor`
     distractors: bool = False  # also measure whether a mask lies on the right region
     best_of: int = 0  # answers that are sampled of each region; 0 = none
-    attribute_phrases: AttributePhrases = field(
-        default_factory=dict
-    )  # of attributes; see `measure_texts`
+    # Phrases of attributes, see `measure_texts`
+    attribute_phrases: AttributePhrases = field(default_factory=dict)
     # {column: B values} of (policy, batch, features, new tokens); None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
     # The same of `best_of` answers, the last argument

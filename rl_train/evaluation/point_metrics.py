@@ -130,6 +130,7 @@ def swapped_negatives(
     """
     swapped_answers = []
     for i, answer in enumerate(answers):
+        # Later answers of the batch, then those before it.
         next_first = [*range(i + 1, len(answers)), *range(i)]
         height, width = sizes[i]
         points = chain.from_iterable(
@@ -155,8 +156,10 @@ def random_negatives(
     points = np.random.default_rng([0, index]).random((NUM_CANDIDATES, 2)) * size[::-1]  # (x, y)
 
     def boxed(point: Point) -> bool:
+        """Return whether a point lies in one of the answer's boxes."""
         return any(x1 <= point[0] <= x2 and y1 <= point[1] <= y2 for x1, y1, x2, y2 in answer.boxes)
 
+    # Sorting is stable, so random points keep their order.
     outside_first = sorted(map(tuple, points.tolist()), key=boxed)
     return replace(answer, negative=tuple(outside_first[: len(answer.negative)]))
 

@@ -48,6 +48,7 @@ def segment(
     """
     rows = list(range(len(phrases)))
     questions = [QUESTION.replace("{x}", phrase) for phrase in phrases]
+    # Not `segment_prompts`, which changes the phrase: this is the original's question.
     ids = [
         policy.prompts.ids(text, tiles) for text, tiles in zip(questions, images.tiles, strict=True)
     ]

@@ -59,6 +59,7 @@ def open_policy(
         return load_policy(checkpoint_folder, role, base, device, max_new_tokens, **config)
     if role == "teacher":
         raise ValueError(f"--role teacher: {flag} {folder} is no checkpoint of a run")
+    # A fresh LoRA adds nothing, so its rank is the cheapest.
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
     return build_policy(config, {}, FAMILIES[family_of(base)].rl_patterns, max_new_tokens, device)
 
@@ -83,6 +84,7 @@ def load_policy(
     """
     flags = read_json(folder / "config.json")
     base = model_folder("--model_path", base or flags["model_path"])
+    # Checkpoints hold trained weights alone: their shapes follow from the run's flags.
     settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
     weights = open_weights(folder / WEIGHT_FILES[role])
@@ -120,6 +122,7 @@ def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
         train_eval_overlap=data.train_eval_overlap,
         eval_opener=heldout,
     )
+    # Both together, as COCO's images are recognised across the two.
     keys, trained = picture_keys(dataset, training)
     shared = np.isin(keys, trained)
     sentence = (

@@ -43,10 +43,12 @@ def export(
     model_path = model_path or read_json(folder / "config.json")["model_path"]
     base = model_folder("--model_path", model_path)
     role = preferred_role(folder) if role == "auto" else role
+    # On the CPU: an export needs no GPU, and may run beside a training that fills it.
     policy = load_policy(folder, role, base, "cpu", dtype="float32")
     with replacing(output) as unfinished:
         write_card(unfinished, folder, base, role)
         policy.save_merged(unfinished, dtype)
+        # All but weights and configuration, such as the tokenizer.
         for file in base.iterdir():
             if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
                 shutil.copyfile(file, unfinished / COPIED_AS.get(file.name, file.name))

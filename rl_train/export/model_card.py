@@ -78,6 +78,7 @@ def write_card(output: Path, folder: Path, base: Path, role: str):
     metadata = metadata_load(base / CARD) if (base / CARD).is_file() else None
     hidden = flags_with("out_of_model_card", ALL_PARTS)
     shown = {flag: value for flag, value in flags.items() if flag not in hidden}
+    # A card is published: paths of the machine are cut to the last name.
     settings = FOLDERS.sub("", json.dumps(shown, indent=2))
     card_data = ModelCardData(
         base_model=name if on_hub else None,
@@ -110,6 +111,7 @@ def metrics_table(folder: Path, role: str, step: int) -> str:
         return ""
     before, after = (read_json(file) for file in files)
     roles = dict(policy=after) | ({"teacher": after["teacher"]} if "teacher" in after else {})
+    # The base's columns, then those of the exported role.
     values = [
         {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
         for columns in (before["values"], roles[role]["values"])

@@ -37,7 +37,7 @@ class StepMetrics:
     def add_mixture(self, mixture: MixtureSampler | None, indices: list[int]):
         """Count from which data sets of a mixture, if there is one, the samples come."""
         for name, num_samples in mixture.count(indices).items() if mixture else ():
-            self.add_mean(f"data/share/{name}", num_samples, len(indices))
+            self.add_mean(f"data/fraction/{name}", num_samples, len(indices))
 
     def add_rollout(self, scored: ScoredRollout):
         """Count a rollout's tokens, unparsed answers, rewards and signs of reward hacking."""

@@ -75,6 +75,7 @@ class AblationReward:
             batch = replace(rollout.batch, captions=captions[: len(rollout.batch)])
         else:
             batch = shift_by_one(rollout.batch)
+        # The same answers, scored against another truth: the teacher is asked again.
         return combine(task.rewards(replace(rollout, batch=batch)).rewards, task.weights)
 
 
@@ -109,6 +110,7 @@ def length(rollout: Rollout, outcome: RewardOutput) -> torch.Tensor:
             torch.tensor([len(tokenize(text)) for text in texts], dtype=torch.float32)
             for texts in (rollout.texts, rollout.batch.captions)
         )
+    # Above 0, so that empty masks give no division by it.
     n = true_sizes.mean().clamp(min=torch.finfo(torch.float32).tiny)
     return -(sizes - n).abs() / n
 

@@ -78,6 +78,7 @@ def attribute_values(
     for reference, caption in zip(references, captions, strict=True):
         true, claimed = (parse_attributes(text, attribute_phrases) for text in (reference, caption))
         for name in attribute_phrases:
+            # A true caption with two values of an attribute has no single right one.
             known = len(true[name]) == 1
             columns[f"{name}_known"].append(known)
             columns[f"{name}_said"].append(known and len(claimed[name]) > 0)

@@ -18,6 +18,7 @@ def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torc
     weight are measurements: they are logged and do not count.
     """
     weighted = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)  # (N, K)
+    # nansum of NaN alone is 0, which would be a reward.
     return torch.where(weighted.isnan().all(-1), torch.nan, weighted.nansum(-1))
 
 

@@ -86,6 +86,7 @@ class UserReward:
             BadReward: not N values, or one that is neither a number that float32 holds nor None (or
                 NaN).
         """
+        # As TRL: a function names the columns that it wants, or takes all by **kwargs.
         parameters = inspect.signature(self.function).parameters
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
             columns = {name: column for name, column in columns.items() if name in parameters}
@@ -115,6 +116,7 @@ def overlong_penalty(longest: int, buffer: int) -> UserReward:
     """
 
     def penalty(completions: list[str], num_tokens: list[int]) -> list[float]:
+        # 0 at longest - buffer tokens, -1 at longest and beyond
         return [min(max((longest - buffer - n) / buffer, -1.0), 0.0) for n in num_tokens]
 
     return UserReward("overlong", 1.0, penalty)

@@ -74,9 +74,10 @@ def best_objects(
     G, best = len(masks) // len(targets), []
     for i, (target, distractors) in enumerate(zip(targets, others, strict=True)):
         objects = torch.cat([target[None], distractors])  # (1 + K, H, W)
+        # One mask at a time: (G, 1 + K, H, W) of large images take too much memory.
         for mask in masks[i * G : (i + 1) * G]:
             iou = _batch_iou(mask.expand_as(objects), objects.to(mask.device), 0.0)  # (1 + K,)
-            at_best = (iou == iou.max()).nonzero()[:, 0]
+            at_best = (iou == iou.max()).nonzero()[:, 0]  # a tie lies on no object
             best.append(at_best.item() if len(at_best) == 1 and iou.max() > 0 else -1)
     return torch.tensor(best)
 

@@ -151,6 +151,7 @@ class LLMJudge:
         ) -> float | dict | str:
             key = json.dumps(chat)
             if key not in replies:
+                # A task, so that all who wait for an equal chat await one reply.
                 replies[key] = asyncio.create_task(request(chat, max_tokens))
             value = parse(await replies[key])
             if value is None:
@@ -221,6 +222,7 @@ class FailureWindow:
         self.limit, self.size, self.steps = limit, size, deque()
 
     def state_dict(self) -> dict[str, list[tuple[float, float]]]:
+        """Return the window, which a resumed run goes on with."""
         return dict(steps=list(self.steps))
 
     def load_state_dict(self, state: dict[str, list[tuple[float, float]]]):
@@ -233,6 +235,7 @@ class FailureWindow:
             JudgeFailed: more than `limit` of the window failed.
         """
         self.steps.append((failed, num_scored))
+        # Steps leave as long as the rest still holds `size` pairs.
         while sum(n for _, n in self.steps) - self.steps[0][1] >= self.size:
             self.steps.popleft()
         failed, num_scored = (int(sum(counts)) for counts in zip(*self.steps))

@@ -119,7 +119,9 @@ def parse_choice(text: str, points: dict[str, float]) -> float | None:
     if not match or match[1].upper() not in points:
         return None
     letter = match[1].upper()
+    # Letters of the other options, as a character class.
     other = f"[{''.join(set(points) - {letter})}]"
+    # Another letter that stands as an option does: before punctuation, or after such a word.
     is_ambiguous = re.search(
         rf"\b{other}(?:[.):,;]|\s*$)|\b(?:and|or|option|answer is)\s+\(?{other}\b",
         match[2] or "",
@@ -136,15 +138,15 @@ def parse_attributes(text: str) -> dict | None:
          "absent": [up to MAX_ABSENT str]}. A fence of ``` around the JSON is allowed.
     """
     try:
+        # Models like to put JSON into a fence of ```.
         attributes = json.loads(re.sub(r"\A\s*```(?:json)?\s*\n|\n\s*```\s*\Z", "", text))
         entries = [attributes[name] for name in WRONG if attributes[name] is not None]
         options = [[entry["answer"]] + entry["wrong"] for entry in entries]
         is_valid = (
             attributes.keys() == {*WRONG, "absent"}
             and attributes["object"] is not None
-            and all(
-                map(str.strip, sum(options, attributes["absent"]))
-            )  # strings that are not blank
+            # strings that are not blank; str.strip raises TypeError for anything else
+            and all(map(str.strip, sum(options, attributes["absent"])))
             and len(attributes["absent"]) <= MAX_ABSENT
             and all(2 <= len(texts) <= 5 for texts in options)
             and all(len({t.strip().lower() for t in texts}) == len(texts) for texts in options)
@@ -219,6 +221,7 @@ def questions(attributes: dict, reference: str, seed: int) -> list[Question]:
     ]
     shuffled = []
     for k, (text, options) in enumerate(made):
+        # From seed and text alone, so that a pair is judged alike at any step.
         options = random.Random(json.dumps([seed, reference, k])).sample(options, len(options))
         texts, points = (dict(zip("ABCDEF", values)) for values in zip(*options))
         parse = partial(parse_choice, points=points)

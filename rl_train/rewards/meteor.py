@@ -49,6 +49,7 @@ def meteor(references: Sequence[str], hypotheses: Sequence[str]) -> Tensor:
         ValueError: the two sides differ in length.
     """
     check_lists("meteor", references, hypotheses)
+    # Equal captions, common in a group, are cut into words once.
     words = {text: tokenize(text) for text in {*references, *hypotheses}}
     scores = [
         single_meteor_score(

@@ -67,6 +67,7 @@ def write_json(file: Path, value: dict | list, indent: int | None = None):
     with wrap_write_errors(file):
         file.parent.mkdir(exist_ok=True)  # without parents: one that was removed stays away
         unfinished.write_text(json.dumps(value, indent=indent) + "\n")
+        # Content first, then the name: after a power cut the file is the old one or the new one.
         fsync(unfinished)
         unfinished.replace(file)
         fsync(file.parent)

@@ -16,7 +16,7 @@ class NanWatcher:
     @torch.no_grad()
     def __call__(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Check `values` and return them."""
-        bad = ~values.isfinite().all()
+        bad = ~values.isfinite().all()  # () bool, not read here: reading waits for the GPU
         self.seen[name] = self.seen[name] | bad if name in self.seen else bad
         return values
 

@@ -8,6 +8,7 @@ class RowRNG:
     """Random numbers of N = B*G rows of samples `indices`: uniforms for tokens, then normals."""
 
     def __init__(self, seed: int, step: int, task: int, indices: list[int], num_generations: int):
+        # One generator a row, in the order of rows: i*G+j.
         self.generators = [
             np.random.default_rng([seed, step, task, index, generation])
             for index in indices
@@ -15,10 +16,10 @@ class RowRNG:
         ]
 
     def uniforms(self, num_tokens: int) -> torch.Tensor:
-        """(N, num_tokens) float64 in [0, 1), one number for each token to sample."""
+        """Return (N, num_tokens) float64 in [0, 1), one number for each token to sample."""
         return torch.from_numpy(np.stack([rng.random(num_tokens) for rng in self.generators]))
 
     def normals(self, rows: list[int], dim: int) -> torch.Tensor:
-        """(M, dim) float32 of the standard normal, the m-th by the generator of row rows[m]."""
+        """Return (M, dim) float32 standard normals, the m-th by the generator of row rows[m]."""
         drawn = [self.generators[row].standard_normal(dim, dtype=np.float32) for row in rows]
         return torch.from_numpy(np.stack(drawn)) if drawn else torch.zeros(0, dim)

@@ -136,7 +136,7 @@ def test_a_run_on_two_folders(data, tmp_path, monkeypatch, capsys):
         assert f"gar.2: {more} regions, 75.0% of all prompts: 3.0 of a step's 4" in said
         assert f"gar.2: {{'kept': {more}" in said
         for name, share in (("gar", 0.25), ("gar.2", 0.75)):
-            assert curve(whole, f"data/share/{name}") == {1: share, 2: share}
+            assert curve(whole, f"data/fraction/{name}") == {1: share, 2: share}
         resumed = run(data, tmp_path / "r", resume=whole / "checkpoint_step_1", **how)
     ids = [[line["image_id"] for line in rollouts(output)] for output in (whole, resumed)]
     assert ids[0][len(ids[0]) // 2 :] == ids[1]
