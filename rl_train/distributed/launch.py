@@ -3,7 +3,8 @@
     python -m rl_train.distributed.launch -m rl_train.train [--max_restarts N] [its flags]
 
 One process without restarts needs no torchrun. --max_restarts implies --resume auto: torchrun
-starts all ranks again, whatever they ended with, and they go on from the latest checkpoint.
+starts all ranks again, and they go on from the latest checkpoint. Bad input (status 2) is not tried
+again: it would be as bad.
 
 Environment: NPROC (default: one process a GPU), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT.
 Exit status: 0; 75 after a signal; else that of the rank that failed first, 128 + n by signal n.
@@ -16,11 +17,13 @@ import sys
 
 import torch
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rl_train.config.flags import COUNT_OR_0
-from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT
+from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, EXIT_BAD_INPUT
 
 RENDEZVOUS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun has the defaults
 
@@ -30,6 +33,21 @@ def rendezvous_options() -> list[str]:
     if os.environ.get("NNODES", "1") == "1":
         return ["--standalone"]
     return [f"--{name.lower()}={os.environ[name]}" for name in RENDEZVOUS if name in os.environ]
+
+
+def restart_unless_bad_input(monitor_workers):
+    """Wrap `LocalElasticAgent._monitor_workers`: bad input on a rank leaves no restart.
+
+    torchrun restarts after any exit status and has no option that says after which.
+    """
+
+    def monitor(agent: LocalElasticAgent, worker_group: WorkerGroup) -> RunResult:
+        result = monitor_workers(agent, worker_group)
+        if any(failure.exitcode == EXIT_BAD_INPUT for failure in result.failures.values()):
+            agent._remaining_restarts = 0
+        return result
+
+    return monitor
 
 
 def main():
@@ -50,6 +68,8 @@ def main():
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(COLLECTIVE_TIMEOUT.total_seconds()))
     )
     signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))  # not torchrun's
+    agent = LocalElasticAgent
+    agent._monitor_workers = restart_unless_bad_input(agent._monitor_workers)
     try:
         torchrun.run(torchrun.parse_args([*options, *command]))
     except SignalException:

@@ -18,6 +18,8 @@ from nltk.stem.porter import PorterStemmer
 from nltk.translate.meteor_score import single_meteor_score
 from torch import Tensor
 
+from rl_train.utils.io import UserFault
+
 # One synonym pair per part of speech, because NLTK opens each data file at its first use.
 _SYNONYMS = {"car": "auto", "buy": "purchase", "big": "large", "quickly": "rapidly"}
 # Limits on a text and on a word: older versions of NLTK align in quadratic time.
@@ -73,19 +75,23 @@ _CACHED_WORDNET = SimpleNamespace(
 _CACHED_STEMMER = SimpleNamespace(stem=functools.lru_cache(maxsize=2**15)(PorterStemmer().stem))
 
 
+class MissingWordNet(UserFault):
+    """NLTK cannot use WordNet; the sentence names the command that installs it."""
+
+
 def require_wordnet() -> None:
     """Return None if METEOR's synonym stage works; look up one known synonym per part of speech.
 
     Raises:
-        RuntimeError: WordNet is missing or incomplete; its cause says what NLTK could not find.
+        MissingWordNet: WordNet is missing or incomplete; its cause says what NLTK did not find.
     """
-    fix = "METEOR needs WordNet and NLTK cannot use it: run `python -m tools.fetch_wordnet`."
+    fix = "METEOR needs WordNet and NLTK cannot use it: run `python -m tools.fetch_wordnet`"
     try:
         usable = all(
             synonym in {name for synset in wordnet.synsets(word) for name in synset.lemma_names()}
             for word, synonym in _SYNONYMS.items()
         )
     except (LookupError, OSError) as error:
-        raise RuntimeError(fix) from error
+        raise MissingWordNet(fix) from error
     if not usable:
-        raise RuntimeError(fix)
+        raise MissingWordNet(fix)

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from pycocotools import mask as coco
 
 from rl_train.data.rle import decode_mask, rle_runs
 from tools.gar_writer import encode_mask
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed (extra: test)")
+from hypothesis import HealthCheck, example, given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", 300))

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 
-import datasets
 import huggingface_hub
 import numpy as np
 import pytest
@@ -20,6 +19,8 @@ from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
 from tools.gar_writer import encode_mask, write_gar
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra: test)")
 
 # The library by which the hub is asked: its errors go through.
 HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]

@@ -117,6 +117,12 @@ def test_the_status_is_that_of_the_rank_that_failed_first(start):
     assert attempts(ranks) == ["rank0.0", "rank1.0"]
 
 
+def test_bad_input_is_not_tried_again(start):
+    launcher, output, ranks = start("sentence", "--max_restarts", "2")
+    assert wait_for_exit(launcher) == 2
+    assert attempts(ranks) == ["rank0.0", "rank1.0"]
+
+
 def test_ranks_do_not_outlive_a_killed_launcher(start):
     launcher, _, ranks = start("orphaned")
     wait_for(lambda: len(attempts(ranks)) == 2)

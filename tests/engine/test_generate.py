@@ -11,6 +11,7 @@ from rl_train.engine.hf_backend import follow, hidden_states
 from rl_train.engine.packing import positions
 from rl_train.engine.sampling import SamplingParams
 from tests.engine.tiny import DEMO, ends_with, fast, prompts, slow, tiny_llm
+from tests.pretend import Gpu
 
 STEPS = 16
 
@@ -63,9 +64,26 @@ def test_the_logits_of_a_bf16_model_are_not_rounded(way, device):
 
     Rounded to bfloat16, such logits are .01 off. On CUDA by graph and kernels, and by the modules.
     """
+    check_that_logits_are_not_rounded(bf16_llm(device), way, device)
+
+
+def test_the_same_check_mixes_no_devices(way):
+    """On a pretended GPU, so that a tensor that the check leaves on the CPU is found without one."""
+    gpu = Gpu()
+    llm = bf16_llm("cpu")
+    gpu.take(llm)
+    with gpu:
+        check_that_logits_are_not_rounded(llm, way, "meta")
+
+
+def bf16_llm(device):
     llm = tiny_llm(dtype=torch.bfloat16, device=device, hidden_size=128)
     with torch.no_grad():
         llm.lm_head.weight.mul_(4)
+    return llm
+
+
+def check_that_logits_are_not_rounded(llm, way, device):
     engine = Engine(llm, pad_id=0, temperature=0.9)
     embeds, mask = prompts(llm)
     numbers = uniforms(6).to(device)
@@ -89,8 +107,8 @@ def test_the_logits_of_a_bf16_model_are_not_rounded(way, device):
         (scores.logp[drawn.valid], before, drawn.ids[drawn.valid]),
     ):
         expected, rounded = exact(hidden, ids)
-        torch.testing.assert_close(logp.double(), expected, atol=1e-4, rtol=0)
-        assert (rounded - expected).abs().max() > 1e-2
+        torch.testing.assert_close(logp.double().cpu(), expected.cpu(), atol=1e-4, rtol=0)
+        assert (rounded - expected).abs().max().item() > 1e-2
 
 
 def test_greedy_is_argmax(engine, way):

@@ -4,11 +4,13 @@ import json
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rl_train.points import parser
 from rl_train.points.parser import AnswerFormat, AnswerParseError, PointPrompt
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed (extra: test)")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
 
 SEGZERO = '{"bbox": [10, 20, 200, 210], "points_1": [30, 110], "points_2": [35, 180]%s}'
 ITEM = '{"bbox_2d": [10, 20, 200, 210], "point_2d": [30, 110]}'

@@ -9,7 +9,7 @@ import torch
 from nltk.translate.meteor_score import single_meteor_score
 
 from rl_train.rewards import meteor
-from rl_train.rewards.meteor import _CACHED_WORDNET, require_wordnet, tokenize
+from rl_train.rewards.meteor import _CACHED_WORDNET, MissingWordNet, require_wordnet, tokenize
 
 
 def score(reference: str, hypothesis: str) -> float:
@@ -117,7 +117,7 @@ def test_wordnet_is_usable():
 def test_missing_wordnet_raises_and_is_never_a_zero(no_wordnet):
     with pytest.raises(LookupError):
         meteor(["car"], ["auto"])
-    with pytest.raises(RuntimeError, match=r"run `python -m tools\.fetch_wordnet`") as raised:
+    with pytest.raises(MissingWordNet, match=r"run `python -m tools\.fetch_wordnet`") as raised:
         require_wordnet()
     assert "\n" not in str(raised.value)
 
@@ -126,7 +126,7 @@ def test_incomplete_wordnet_raises(no_wordnet):
     (no_wordnet / "corpora" / "wordnet").mkdir(parents=True)
     with pytest.raises(OSError):
         meteor(["car"], ["auto"])
-    with pytest.raises(RuntimeError, match="fetch_wordnet"):
+    with pytest.raises(MissingWordNet, match="fetch_wordnet"):
         require_wordnet()
 
 

@@ -1,0 +1,34 @@
+"""Tests of the tests: what they need, and `tools/run_tests.sh --gpu`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# What a machine with a GPU may lack: the extras of setup.py.
+OPTIONAL = "datasets trl inflect hypothesis openai xdist pycocoevalcap"
+WITHOUT = f"""
+import sys
+from functools import partial
+from importlib.machinery import PathFinder
+
+find_spec = PathFinder.find_spec
+
+def find_what_is_there(name, path=None, target=None):
+    missing = name.partition(".")[0] in "{OPTIONAL}".split()
+    return None if missing else find_spec(name, path, target)
+
+PathFinder.find_spec = partial(find_what_is_there)  # unlike a function it is never bound
+import pytest
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+def test_tests_are_collected_without_the_extras():
+    command = [sys.executable, "-c", WITHOUT, "--collect-only", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "gpu"]
+    environment = os.environ | dict(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "test_generate.py::test_the_logits_of_a_bf16_model_are_not_rounded" in done.stdout
