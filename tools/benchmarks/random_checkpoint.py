@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None):
         help="where the weights are drawn",
     )
     args = parser.parse_args(argv)
-    write(args.output, device=args.device)
+    write(args.output, CONFIG_4B, args.device)
     print(f"{args.output}: random weights of Sa2VA-4B's shapes")
 
 

@@ -9,7 +9,8 @@ from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.checkpoint_keys import original_shapes
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import ROOT
-from tools.benchmarks.random_checkpoint import CONFIG_4B, SEG_LOGIT_STD, write
+from tools.benchmarks import random_checkpoint
+from tools.benchmarks.random_checkpoint import CONFIG_4B, SEG_LOGIT_STD
 
 
 def test_layout_is_that_of_the_published_4b():
@@ -20,7 +21,8 @@ def test_layout_is_that_of_the_published_4b():
         }
 
 
-def test_small_one_loads(tmp_path):
+def test_small_one_loads(tmp_path, monkeypatch):
+    """Written by the command of docs/, but with narrow layers, one of each kind."""
     config = copy.deepcopy(CONFIG_4B)
     config["vision_config"] |= dict(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
@@ -31,7 +33,8 @@ def test_small_one_loads(tmp_path):
     config["sam2_config"] = json.loads((ROOT / "tools/demo/checkpoint/config.json").read_text())[
         "sam2_config"
     ]
-    write(tmp_path, config)
+    monkeypatch.setattr(random_checkpoint, "CONFIG_4B", config)
+    random_checkpoint.main(["--output", str(tmp_path), "--device", "cpu"])
     model, tokenizer = Sa2VAModel.from_pretrained(tmp_path), load_tokenizer(tmp_path)
     model.bind_tokenizer(tokenizer)
     assert (model.img_context_id, model.seg_id, len(tokenizer)) == (151667, 151674, 151679)
