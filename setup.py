@@ -1,4 +1,14 @@
+import platform
+import sys
+
 from setuptools import find_packages, setup
+
+if sys.version_info < (3, 11):  # pip tells of conflicting dependencies instead
+    sys.exit(
+        f"Python {platform.python_version()} ({sys.executable}) is too old: rl-sa2va needs 3.11 or "
+        "newer; use another one (apt install python3.11-venv, uv python install 3.11, or conda "
+        "create -n rl python=3.11)"
+    )
 
 setup(
     name="rl-sa2va",

@@ -2,7 +2,16 @@
 # The project's tests, on the CPU; sets the environment up if it has to. Arguments go to pytest.
 # Two processes take a file of tests each (-n 0: one process, as `python -m pytest` has). A test that
 # ends its process is run again by the next one, so only one process is replaced.
+#
+#   bash tools/run_tests.sh
+#   VENV= PYTHON=python3 bash tools/run_tests.sh --gpu   on a machine with a GPU, by the packages that it has: the
+#                                                        tests that need one, each benchmark of docs/ among them
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh
+if [ "${1-}" = --gpu ]; then
+    shift
+    "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || fail "--gpu: torch finds no CUDA device here"
+    exec "$PYTHON" -m pytest -m gpu --durations 10 "$@"
+fi
 exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1 "$@"

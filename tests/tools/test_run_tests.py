@@ -5,6 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 ROOT = Path(__file__).parents[2]
 # What a machine with a GPU may lack: the extras of setup.py.
 OPTIONAL = "datasets trl inflect hypothesis openai xdist pycocoevalcap"
@@ -32,3 +35,17 @@ def test_tests_are_collected_without_the_extras():
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "test_generate.py::test_the_logits_of_a_bf16_model_are_not_rounded" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_skipped_silently():
+    environment = os.environ | dict(VENV="", PYTHON=sys.executable)
+    done = subprocess.run(
+        ["bash", "tools/run_tests.sh", "--gpu"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "--gpu: torch finds no CUDA device here\n"
