@@ -68,7 +68,7 @@ def test_the_logits_of_a_bf16_model_are_not_rounded(way, device):
 
 
 def test_the_same_check_mixes_no_devices(way):
-    """On a pretended GPU, so that a tensor that the check leaves on the CPU is found without one."""
+    """A pretended GPU finds a tensor that the check leaves on the CPU."""
     gpu = Gpu()
     llm = bf16_llm("cpu")
     gpu.take(llm)
