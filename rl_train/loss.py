@@ -87,6 +87,17 @@ class LossDenominators:
     actions: float
 
 
+@dataclass
+class MicroBatch:
+    """Rows of a rollout that go through one forward and backward."""
+
+    scored: ScoredRollout
+    rows: slice
+    denominators: LossDenominators  # of the rollout's task in the whole step
+    is_last: bool  # of the step's update on this rank: gradients are then averaged over ranks
+    statistics: dict[str, Statistic] = field(default_factory=dict)  # of its loss, filled later
+
+
 def micro_batches(rows: slice, size: int) -> list[slice]:
     """Cut `rows` into consecutive slices of at most `size` rows."""
     starts = range(rows.start, rows.stop, size)
@@ -94,16 +105,17 @@ def micro_batches(rows: slice, size: int) -> list[slice]:
 
 
 def iter_micro_batches(
-    scored_rollouts: list[ScoredRollout], size: int
-) -> Iterator[tuple[ScoredRollout, slice, bool]]:
-    """Yield (rollout, its rows, whether it is the step's last) for each micro-batch of a step."""
-    batches = [
+    scored_rollouts: list[ScoredRollout], size: int, denominators: dict[str, LossDenominators]
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step: at most `size` rows of one rollout each."""
+    pieces = [
         (scored, rows)
         for scored in scored_rollouts
         for rows in micro_batches(slice(0, len(scored.rollout)), size)
     ]
-    for number, (scored, rows) in enumerate(batches, 1):
-        yield scored, rows, number == len(batches)
+    for number, (scored, rows) in enumerate(pieces, 1):
+        is_last = number == len(pieces)
+        yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
 
 
 def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
@@ -188,20 +200,21 @@ class MicroBatchLoss(torch.nn.Module):
         self.trainable = torch.nn.ParameterList(policy.trainable.values())
         self.policy, self.config, self.max_tokens = policy, config, max_tokens
 
-    def forward(
-        self, scored: ScoredRollout, rows: slice, denominators: LossDenominators, last: bool
-    ) -> tuple[torch.Tensor, dict[str, Statistic]]:
-        """Return (loss of `rows`, {name: statistic}).
+    def forward(self, micro_batch: MicroBatch) -> tuple[torch.Tensor, dict[str, Statistic]]:
+        """Return (loss of its rows, {name: statistic}).
 
         The loss is normalised over the whole step and multiplied by the task's weight.
 
-        If `last`, connect every trainable parameter to the loss so that DDP reduces all of them.
+        In the last micro-batch, connect every trainable parameter to the loss so that DDP reduces
+        all of them.
 
         Statistics are detached, and numbers add up to the step's value; sampler_gap is a maximum.
         Statistics called sampler_.. compare the scorer's log-probs with those at sampling: largest
         and mean difference, and KL(sampler || scorer) by k3. They are meaningful under the weights
         that sampled.
         """
+        scored, rows = micro_batch.scored, micro_batch.rows
+        denominators = micro_batch.denominators
         entropy_gradient = self.config.entropy_coef > 0
         scores = self.policy.score(scored.rollout, rows, entropy_gradient=entropy_gradient)
         loss, statistics = self._text_loss(scored, rows, scores, denominators)
@@ -213,7 +226,7 @@ class MicroBatchLoss(torch.nn.Module):
             statistics |= action_statistics
         statistics["loss"] = loss.detach()
         loss = scored.task.weight * loss
-        if last:
+        if micro_batch.is_last:
             loss = process_group.touch_all_params(loss, self.trainable)
         return loss, statistics
 

@@ -25,14 +25,14 @@ from rl_train.cli import EntryPoint, run_program
 from rl_train.config.sft_config import SFT_CONFIG_CLASSES
 from rl_train.data.loader import steps
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import averaging, data_parallel
-from rl_train.loggers.metrics import PhaseTimer, StepMetrics
+from rl_train.distributed.process_group import distributed_data_parallel, sync_gradients
+from rl_train.loggers.metrics import StepMetrics
 from rl_train.policies.base import Features, Policy
 from rl_train.rollout import Batch
 from rl_train.run.build import Run
 from rl_train.run.step_callback import StepCallback
 from rl_train.tasks.sft_tasks import SFT_TASKS, Examples
-from rl_train.train import main, update
+from rl_train.train import clip_gradients, main
 
 SFT = EntryPoint(
     "python -m rl_train.sft",
@@ -44,40 +44,39 @@ SFT = EntryPoint(
 
 
 def train(run: Run, loader: DataLoader, end_step: StepCallback):
-    """Train until `run.max_steps`.
+    """Train on all batches of the loader.
 
     Letters: B samples per batch, one example of each a task, T tokens of an answer.
     """
     state, policy, optim = run.state, run.state.policy, run.config.optim
-    ddp = data_parallel(SFTLoss(policy))
+    ddp = distributed_data_parallel(SFTLoss(policy))
     for batches in steps(loader, optim.gradient_accumulation_steps):
-        if state.step >= run.max_steps:
-            break
-        timer, metrics, step_examples = PhaseTimer(policy.device), StepMetrics(), []
+        metrics, step_examples = StepMetrics(), []
         # One batch is encoded with gradient at once; of several, only in its own turn below.
         accumulates = len(batches) > 1
-        run.phase = "encode"
         for batch in batches:  # B samples
             with torch.set_grad_enabled(not accumulates):
                 features = policy.encode(batch)  # with gradient, if an encoder trains
             step_examples.append(build_examples(run, batch, features))
             metrics.damaged += batch.damaged
             metrics.add_mixture(run.sampler.mixture, batch.index)
-            timer("encode")
-        run.phase = "update"
+        run.phases.enter("update", waited_in="encode")
         totals = step_totals(step_examples, run.ranks.world_size)
         for number, examples in enumerate(step_examples, 1):
             is_last, features = number == len(step_examples), examples[0].features
             if accumulates and policy.encoders_train:
                 # Encode again, now with gradient: the activations of one batch are held at a time.
                 features = policy.encode(examples[0].batch)
-            with averaging(ddp, is_last):
+            with sync_gradients(ddp, is_last):
                 loss, statistics = ddp(features, examples, totals, last=is_last)
                 loss.backward()
             for task_name, task_statistics in statistics.items():
                 metrics.add_update(task_name, task_statistics, on_policy=False)
-        update(state, metrics, optim.max_grad_norm)
-        end_step(state, [], metrics, timer)
+        clip_gradients(state, metrics, optim.max_grad_norm)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        state.scheduler.step()
+        end_step(state, [], metrics)
 
 
 def build_examples(run: Run, batch: Batch, features: Features) -> list[Examples]:

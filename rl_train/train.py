@@ -20,109 +20,78 @@ from torch.utils.data import DataLoader
 
 from rl_train import cli
 from rl_train.checkpoint import save_load
-from rl_train.data.loader import batch_loader, steps
+from rl_train.data.loader import batch_loader
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import averaging, data_parallel, gather_objects, print0
+from rl_train.distributed.process_group import (
+    distributed_data_parallel,
+    gather_objects,
+    print0,
+    sync_gradients,
+)
 from rl_train.evaluation.bootstrap import before_after_table
 from rl_train.evaluation.evaluate import TRAIN_BATCHES_PER_EVAL_BATCH, EvalSpec, Evaluator
 from rl_train.export.merge import export
 from rl_train.grpo import group_advantages
-from rl_train.loggers.metrics import PhaseTimer, StepMetrics
+from rl_train.loggers.metrics import StepMetrics
 from rl_train.loggers.tensorboard import RunLogger
-from rl_train.loss import (
-    MicroBatchLoss,
-    ScoredRollout,
-    divide_by_batch_std,
-    iter_micro_batches,
-    loss_denominators,
-    score_rollout,
-)
-from rl_train.rewards.combine import combine, normalise_components
+from rl_train.loss import MicroBatchLoss, score_rollout
+from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
 from rl_train.run.signals import Interrupted, SignalHandler
+from rl_train.run.step import Step
 from rl_train.run.step_callback import StepCallback
-from rl_train.utils.rng import RowRNG
 
 
 def train(run: Run, loader: DataLoader, end_step: StepCallback):
-    """Train until `run.max_steps`.
-
-    Letters: B prompts per batch, G samples each, N = B*G rows, T tokens.
-    """
-    state, config = run.state, run.config
-    policy, roles, optim, seed = state.policy, state.roles, config.optim, config.run.seed
+    """Train on all batches of the loader. B prompts a batch, G samples each, N = B*G, T tokens."""
+    config, state, policy, roles = run.config, run.state, run.state.policy, run.state.roles
+    optim, num_ranks = config.optim, run.ranks.world_size
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
-    # The std of the whole batch is known only when all of the step's rollouts are there.
-    scale = "none" if config.loss.scale == "batch" else config.loss.scale
-    ddp = data_parallel(MicroBatchLoss(policy, config.loss, T))
-    for batches in steps(loader, optim.gradient_accumulation_steps):
-        if state.step >= run.max_steps:
-            break
-        timer, metrics, scored = PhaseTimer(policy.device), StepMetrics(), []
-        for batch in batches:  # B samples
-            run.phase = "encode"
-            features = policy.encode(batch)  # once per image, for all rows, tasks and roles
-            timer("encode")
-            for task_index, task in enumerate(state.tasks):
-                run.phase = "rollout"
-                rng = RowRNG(seed, state.step, task_index, batch.index, G)
-                prompts = task.prompts(batch, features)  # B
-                with roles.use("policy"):
-                    rollout = policy.sample(batch, features, prompts, G, T, rng.uniforms(T))  # N
-                    if task.action:
-                        rollout.latents = task.action.draw(rollout, rng)
-                timer("rollout")
-                run.phase, reference = "reference", None
-                if config.loss.kl_coef:
-                    # Before the rewards: the GPU computes (N, T) while the CPU makes texts.
-                    with roles.use("reference"):
-                        reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
-                timer("reference")
-                run.phase = "teacher"
-                outcome = task.rewards(rollout)  # {component: (N,)}
-                outcome, weights = run.ablation(task, rollout, outcome, (state.step, task_index))
-                reward = combine(outcome.rewards, weights)  # (N,)
-                normalised = reward
-                if config.reward.scale_components:
-                    components = normalise_components(outcome.rewards, weights, G)
-                    normalised = combine(components, weights)
-                advantages = group_advantages(normalised, G, scale)  # (N,)
-                scored.append(
-                    ScoredRollout(
-                        task,
-                        rollout,
-                        outcome,
-                        reward,
-                        advantages,
-                        reference,
-                        nan_watcher=policy.nan_watcher.take(),
-                        scaled_reward=normalised,
-                        mask_truncated_completions=config.loss.mask_truncated_completions,
-                    )
-                )
-                timer("teacher")
-        run.phase = "update"
-        if config.loss.scale == "batch":
-            divide_by_batch_std(scored)
-        denominators, has_signal = loss_denominators(scored, run.ranks.world_size)
-        for iteration in range(optim.num_iterations if has_signal else 0):
-            for item, rows, is_last in iter_micro_batches(scored, optim.micro_batch_size):
-                with averaging(ddp, is_last):  # gradients are averaged over ranks in the last
-                    loss, stats = ddp(item, rows, denominators[item.task.name], last=is_last)
-                    loss.backward()  # gradients add up over rows and tasks
-                metrics.add_update(item.task.name, stats, on_policy=iteration == 0)
-            update(state, metrics, optim.max_grad_norm)
-            roles.update_teacher(run.teacher_decay(iteration))
-        end_step(state, scored, metrics, timer)
+    ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, T))
+    step = Step(config.loss, num_ranks)
+    for batch in loader:  # B samples
+        # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
+        image_features = policy.encode(batch)
+        for task in state.tasks:
+            rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
+            prompts = task.prompts(batch, image_features)  # B
+            with roles.use("policy"):  # no_grad, as every role
+                rollout = policy.sample(batch, image_features, prompts, G, T, rng.uniforms(T))  # N
+                if task.action:  # beside the text
+                    rollout.latents = task.action.draw(rollout, rng)
+            reference = None
+            if config.loss.kl_coef:
+                with roles.use("reference"):
+                    reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
+            outcome = task.rewards(rollout)  # asks the teacher
+            reward = combine(outcome.rewards, task.weights, run.normalised_groups)  # (N,)
+            advantages = group_advantages(reward, G, config.loss.group_scale)  # (N,)
+            step.add(task, rollout, outcome, reward, advantages, reference)
+        if len(step.batches) < optim.gradient_accumulation_steps:
+            continue
+        if step.has_signal():  # else all rewards of each group are equal
+            for iteration in range(optim.num_iterations):
+                for part in step.micro_batches(optim.micro_batch_size):
+                    with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()
+                        # Log-probs with gradient, by a full forward from features and prompts.
+                        loss, part.statistics = ddp(part)
+                        loss.backward()
+                clip_gradients(state, step.metrics, optim.max_grad_norm)
+                state.optimizer.step()
+                state.optimizer.zero_grad(set_to_none=True)
+                roles.update_teacher(run.teacher_decay(iteration))
+        state.scheduler.step()
+        end_step(state, step.rollouts, step.metrics)
+        step = Step(config.loss, num_ranks)
 
 
-def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float):
-    """Clip the averaged gradients, step the optimizer, and log the norms before clipping.
+def clip_gradients(state: save_load.RunState, metrics: StepMetrics, max_norm: float):
+    """Clip the averaged gradients to a global norm, and log the norms before clipping.
 
     Raises:
-        FloatingPointError: on all ranks and before the step, naming what is not finite on any.
+        FloatingPointError: on all ranks, naming what is not finite on any: losses or gradients.
     """
     trainable = state.policy.trainable
     norms = process_group.gradient_norms(trainable.values())  # one for each trainable
@@ -135,9 +104,7 @@ def update(state: save_load.RunState, metrics: StepMetrics, max_grad_norm: float
     for name, norm in zip(trainable, norms.tolist()):
         squares[state.policy.group_of[name]] += norm**2
     total_norm = torch.linalg.vector_norm(norms)
-    torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_grad_norm, total_norm)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    torch.nn.utils.clip_grads_with_norm_(trainable.values(), max_norm, total_norm)
     metrics.updates += 1
     metrics.same_on_ranks |= {f"grad_norm/{group}": math.sqrt(s) for group, s in squares.items()}
 
@@ -172,7 +139,9 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
                 run.train_set, preprocessor, run.sampler, data.num_workers, data.distractors
             )
             end_step = StepCallback(run, logger, evaluator, signals)
+            run.phases.watch(state.policy, state.tasks)
             with closing(end_step.progress):  # what is printed at the end stands below the bar
+                run.phases.begin_step()
                 loop(run, loader, end_step)
             if run.max_steps not in evaluator.values:  # resumed after its last step
                 evaluator(state, logger)

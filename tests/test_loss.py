@@ -11,6 +11,7 @@ from rl_train.config.grpo_config import LossConfig
 from rl_train.grpo import group_advantages
 from rl_train.loss import (
     LossDenominators,
+    MicroBatch,
     MicroBatchLoss,
     ReferenceScores,
     ScoredRollout,
@@ -251,7 +252,8 @@ def test_the_backward_of_the_last_micro_batch_comes_by_every_trainable(model, ro
     trainable = {id(p) for p in model.trainable.values()}
     assert {id(p) for p in loss_of.parameters() if p.requires_grad} >= trainable
     for last in (False, True):
-        by = in_backward(loss_of(work, slice(0, 2), LossDenominators(4, 20, 1), last)[0])
+        micro_batch = MicroBatch(work, slice(0, 2), LossDenominators(4, 20, 1), last)
+        by = in_backward(loss_of(micro_batch)[0])
         missing = {model.group_of[n] for n, p in model.trainable.items() if id(p) not in by}
         assert missing == (set() if last else {"text_hidden_fcs", "sam2"})
 
@@ -259,11 +261,17 @@ def test_the_backward_of_the_last_micro_batch_comes_by_every_trainable(model, ro
 def test_micro_batches_cover_all_rows_once(rollouts):
     assert micro_batches(slice(0, 5), 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert micro_batches(slice(0, 2), 8) == [slice(0, 2)]
-    works = [ScoredRollout(None, rollouts[loop], None, None, None, None) for loop in (1, 2)]
-    parts = list(iter_micro_batches(works, 3))
-    assert [work for work, _, _ in parts] == [works[0]] * 2 + [works[1]] * 2
-    assert [rows for _, rows, _ in parts] == [slice(0, 3), slice(3, 4)] * 2
-    assert [last for _, _, last in parts] == [False, False, False, True]
+    tasks = [SimpleNamespace(name=f"loop{loop}") for loop in (1, 2)]
+    works = [
+        ScoredRollout(task, rollouts[loop], None, None, None, None)
+        for loop, task in enumerate(tasks, 1)
+    ]
+    totals = dict(loop1=LossDenominators(4, 20, 1), loop2=LossDenominators(4, 30, 4))
+    parts = list(iter_micro_batches(works, 3, totals))
+    assert [part.scored for part in parts] == [works[0]] * 2 + [works[1]] * 2
+    assert [part.rows for part in parts] == [slice(0, 3), slice(3, 4)] * 2
+    assert [part.is_last for part in parts] == [False, False, False, True]
+    assert [part.denominators for part in parts] == [totals["loop1"]] * 2 + [totals["loop2"]] * 2
 
 
 def test_totals_by_hand():

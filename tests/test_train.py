@@ -46,7 +46,7 @@ TAGS = (
     }
     | {
         f"perf/{phase}_seconds"
-        for phase in ("step", "encode", "rollout", "teacher", "reference", "update")
+        for phase in ("step", "data", "encode", "rollout", "teacher", "reference", "update")
     }
     | {
         "perf/rollout_tokens_per_second",
@@ -71,7 +71,7 @@ def test_two_steps_are_two_updates(two_steps):
     assert state["step"] == 2
     assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {2}
     assert len(state["optimizer"]["state"]) == len(weights(two_steps, 2))
-    assert state["scheduler"]["last_epoch"] == 2
+    assert state["scheduler"]["last_epoch"] == 1  # the schedule counts steps
 
 
 def test_every_documented_curve_is_there(two_steps):
@@ -214,7 +214,7 @@ def test_several_updates_on_the_same_rollouts(data, tmp_path):
     assert state["step"] == 1 and {
         s["step"].item() for s in state["optimizer"]["state"].values()
     } == {2}
-    assert state["scheduler"]["last_epoch"] == 2
+    assert state["scheduler"]["last_epoch"] == 1  # the schedule counts steps
     assert len(rollouts(output)) == 2 * 2 * 2  # sampled once: loops, prompts, samples
     assert curve(output, "loop1/sampler_gap")[1] < 1e-4  # of the first update alone
     assert curve(output, "loop1/kl_div")[1] > 1e-6  # the second update's policy is not the sampler

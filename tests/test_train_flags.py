@@ -40,9 +40,9 @@ def test_remedies_of_one_run(data, tmp_path, monkeypatch):
     """Lengths count, cut answers are left out, the batch's std divides."""
     seen, forward = [], MicroBatchLoss.forward
 
-    def watched(module, scored, rows, *rest, **options):
-        loss, statistics = forward(module, scored, rows, *rest, **options)
-        seen.append((scored, rows, statistics["entropy"][1]))
+    def watched(module, micro_batch):
+        loss, statistics = forward(module, micro_batch)
+        seen.append((micro_batch.scored, micro_batch.rows, statistics["entropy"][1]))
         return loss, statistics
 
     monkeypatch.setattr(MicroBatchLoss, "forward", watched)
@@ -76,7 +76,7 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
         assert num_generations == 4
         return {name: torch.arange(len(rewards[name])).float() for name in weights}
 
-    monkeypatch.setattr("rl_train.train.normalise_components", scaled)
+    monkeypatch.setattr("rl_train.rewards.combine.normalise_components", scaled)
     how = dict(num_generations=4, scale_components="") if share == 0.25 else {}
     flags = dict(tasks="caption_mask_caption", likelihood_weight=share, **how)
     lines = rollouts(run(data, tmp_path, max_steps=1, **flags))

@@ -84,14 +84,14 @@ def totals_by_hand(work: ScoredRollout) -> LossDenominators:
 
 def backward(model, work: ScoredRollout, config: LossConfig = POLICY_ALONE, micro_batch_size=4):
     """({parameter: gradient}, statistics summed over micro-batches, loss) of one update."""
-    totals = loss_denominators([work], 1)[0][work.task.name]
-    assert totals == totals_by_hand(work)
+    denominators, _ = loss_denominators([work], 1)
+    assert denominators[work.task.name] == totals_by_hand(work)
     loss_of = MicroBatchLoss(model, config, STEPS)
     for p in model.trainable.values():
         p.grad = None
     sums, value = {}, 0.0
-    for w, rows, last in iter_micro_batches([work], micro_batch_size):
-        loss, statistics = loss_of(w, rows, totals, last)
+    for micro_batch in iter_micro_batches([work], micro_batch_size, denominators):
+        loss, statistics = loss_of(micro_batch)
         loss.backward()
         value += loss.item()
         for name, x in statistics.items():

@@ -231,7 +231,7 @@ class RewardConfig:
         "of the batch's true captions (loop 2: fractions of the image, n of the true regions); "
         "fixed: one caption of the data set is the target of all (loop 1: METEOR with it); other: "
         "region and caption of another sample of the batch are the target",
-        choices=ABLATION_REWARDS,
+        choices=("none", *ABLATION_REWARDS),
         aliases=("control",),
     )
     scale_components: bool = flag(
@@ -297,6 +297,11 @@ class LossConfig:
     def scale(self) -> str:
         """Divisor of advantages, an argument of `group_advantages`."""
         return self.scale_rewards or LOSSES[self.loss_type].advantage_scale
+
+    @property
+    def group_scale(self) -> str:
+        """Divisor of a group's advantages when its rewards are known: the batch's comes later."""
+        return "none" if self.scale == "batch" else self.scale
 
     @property
     def clip(self) -> dict[str, float]:

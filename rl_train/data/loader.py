@@ -85,13 +85,14 @@ def pack(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class StepSampler:
-    """Index lists of one rank from step `start` on, endlessly: `accumulation` of them a step.
+    """Index lists of one rank from step `start` to `stop`: `accumulation` of them a step.
 
     Every epoch is a fresh permutation of the dataset from (seed, epoch); its last incomplete step
     is dropped. The samples of a step do not depend on the number of ranks, only on how many prompts
     the step holds in all.
 
     Args:
+        stop: number of steps of the run; None: without end.
         order: maps (epoch, random generator of (seed, epoch)) to the epoch's indices, in place of a
             permutation: as many, any of them several times or not at all.
         mixture: chooses a step's samples in place of permutations; its epoch has as many steps.
@@ -111,9 +112,11 @@ class StepSampler:
         start: int = 0,
         order: Callable[[int, np.random.Generator], np.ndarray] | None = None,
         mixture: MixtureSampler | None = None,
+        stop: int | None = None,
     ):
         self.length, self.batch_size, self.accumulation = length, batch_size, accumulation
-        self.seed, self.rank, self.world_size, self.start = seed, rank, world_size, start
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.start, self.stop = start, stop
         self.order, self.mixture = order, mixture
         self.cached = (None, None)  # the latest epoch and its indices
         self.prompts_per_step = batch_size * accumulation * world_size
@@ -127,7 +130,7 @@ class StepSampler:
 
     def __iter__(self):
         step = self.start
-        while True:
+        while self.stop is None or step < self.stop:
             indices = self.step_indices(step)  # (A * R * B,)
             for batches in indices.reshape(self.accumulation, self.world_size, self.batch_size):
                 yield batches[self.rank].tolist()

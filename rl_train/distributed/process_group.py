@@ -179,15 +179,15 @@ def touch_all_params(loss: torch.Tensor, parameters: Iterable[torch.nn.Parameter
     return _TouchParameters.apply(loss, *parameters)
 
 
-def data_parallel(module: torch.nn.Module) -> torch.nn.Module:
+def distributed_data_parallel(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module in DistributedDataParallel; alone, the module itself."""
     if not dist.is_initialized():
         return module
     return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
-def averaging(ddp: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a forward and backward of a step's micro-batch.
+def sync_gradients(ddp: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager:
+    """Return the context of a micro-batch's forward and backward: `ddp.no_sync()` but in the last.
 
     In the last one gradients are averaged over ranks, so all trainable parameters take part in its
     backward, see `touch_all_params`.

@@ -14,7 +14,7 @@ from rl_train.rewards.combine import combine
 from rl_train.rewards.meteor import meteor, tokenize
 from rl_train.rollout import Batch, RewardOutput, Rollout
 
-ABLATION_REWARDS = ("none", "shuffled", "constant", "length", "fixed", "other")
+ABLATION_REWARDS = ("shuffled", "constant", "length", "fixed", "other")
 COMPONENT = "ablation_reward"
 
 
@@ -30,18 +30,18 @@ class AblationReward:
     """Replacement of a task's reward by one of ABLATION_REWARDS.
 
     Args:
-        name: "none" leaves the task's reward.
+        name: of ABLATION_REWARDS.
         seed: of the run.
         caption: rewarded by "fixed", whatever the image.
     """
 
-    def __init__(self, name: str = "none", seed: int = 0, caption: str = ""):
+    def __init__(self, name: str, seed: int = 0, caption: str = ""):
         self.name, self.seed, self.caption = name, seed, caption
 
     def __call__(
         self, task: Task, rollout: Rollout, outcome: RewardOutput, step: tuple[int, int]
-    ) -> tuple[RewardOutput, dict[str, float]]:
-        """Return (the outcome with the ablation's component, {component that counts: weight}).
+    ) -> RewardOutput:
+        """Return the outcome with COMPONENT, the ablation's reward, among its rewards.
 
         Rows that the task did not score stay NaN. "fixed" and "other" let the task score the same
         rollout against another caption and region. Without a reply that describes the mask, "fixed"
@@ -51,16 +51,13 @@ class AblationReward:
             outcome: `task.rewards(rollout)`.
             step: (step, number of the task), which seed the order of "shuffled".
         """
-        if self.name == "none":
-            return outcome, task.weights
         reward = combine(outcome.rewards, task.weights)  # (N,)
         if self.name == "shuffled":  # unscored rows (NaN) move too
             seed, indices = (self.seed, *step), rollout.batch.index
             values = shuffled(reward, rollout.num_generations, seed, indices)
         else:
             values = torch.where(reward.isnan(), torch.nan, self.values(task, rollout, outcome))
-        rewards = outcome.rewards | {COMPONENT: values}
-        return replace(outcome, rewards=rewards), {COMPONENT: 1.0}
+        return replace(outcome, rewards=outcome.rewards | {COMPONENT: values})
 
     def values(self, task: Task, rollout: Rollout, outcome: RewardOutput) -> torch.Tensor:
         """Return the ablation's reward of all N rows, also of those that the task did not score."""

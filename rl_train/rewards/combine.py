@@ -11,12 +11,21 @@ from rl_train.grpo import group_advantages
 METEOR_WEIGHT, JUDGE_WEIGHT = 0.25, 0.75
 
 
-def combine(rewards: dict[str, torch.Tensor], weights: dict[str, float]) -> torch.Tensor:
+def combine(
+    rewards: dict[str, torch.Tensor],
+    weights: dict[str, float],
+    normalise_in_groups_of: int | None = None,
+) -> torch.Tensor:
     """Return the (N,) weighted sum of reward components (N,).
 
     NaN components of a row are left out of its sum; it is NaN if all are. Components without a
     weight are measurements: they are logged and do not count.
+
+    Args:
+        normalise_in_groups_of: G, to sum `normalise_components` instead of the components.
     """
+    if normalise_in_groups_of:
+        rewards = normalise_components(rewards, weights, normalise_in_groups_of)
     weighted = torch.stack([weights[name] * rewards[name] for name in weights], dim=-1)  # (N, K)
     # nansum of NaN alone is 0, which would be a reward.
     return torch.where(weighted.isnan().all(-1), torch.nan, weighted.nansum(-1))

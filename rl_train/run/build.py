@@ -21,6 +21,7 @@ from rl_train.data.registry import readers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
+from rl_train.loggers.phases import PhaseRecorder
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
@@ -32,7 +33,7 @@ from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
-from rl_train.rollout import Preprocessor
+from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.consistency import (
     check_same_on_all_ranks,
     check_same_start,
@@ -41,9 +42,11 @@ from rl_train.run.consistency import (
 )
 from rl_train.run.memory_check import GIB, standing_memory
 from rl_train.run.schedules import cosine_schedule
+from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils import hub
 from rl_train.utils.io import lock, wrap_write_errors, write_json
+from rl_train.utils.rng import RowRNG
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
 
@@ -63,9 +66,8 @@ class Run:
     eval_set: RegionDataset
     sampler: StepSampler
     max_steps: int
-    ablation: AblationReward = field(default_factory=AblationReward)
+    phases: PhaseRecorder
     lock: TextIO | None = None  # on the output folder, from `claim_output_dir` on
-    phase: str = "evaluation"  # of the step in progress, as `lowers_memory_of` names it
     attribute_phrases: AttributePhrases = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
@@ -79,6 +81,17 @@ class Run:
             return optim.ema_decay
         half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
         return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
+
+    @property
+    def normalised_groups(self) -> int | None:
+        """Size of the groups in which reward components are normalised; None: they are not."""
+        config = self.config
+        return config.rollout.num_generations if config.reward.scale_components else None
+
+    def rng(self, task: Task, batch: Batch) -> RowRNG:
+        """Return the random numbers of a task's rollout of a batch in the step in progress."""
+        number, G = self.state.tasks.index(task), self.config.rollout.num_generations
+        return RowRNG(self.config.run.seed, self.state.step, number, batch.index, G)
 
 
 def build(config: Config, ranks: RankInfo) -> Run:
@@ -114,8 +127,14 @@ def build(config: Config, ranks: RankInfo) -> Run:
         load_state(resume, state, config, flags, ranks)
     else:
         calibrate_actions(tasks, train_set, preprocessor, config.rollout.batch_size, max_tokens)
-    sampler.start = state.step
+    sampler.start, sampler.stop = state.step, max_steps
     check_same_weights(state, ranks)
+    ablation = build_ablation(config.reward, config.run.seed, train_set, preprocessor)
+    if ablation:
+        state.tasks = [
+            AblatedTask(task, ablation, lambda number=number: (state.step, number))
+            for number, task in enumerate(tasks)
+        ]
     return Run(
         config=config,
         flags=flags,
@@ -128,7 +147,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
         eval_set=eval_set,
         sampler=sampler,
         max_steps=max_steps,
-        ablation=build_ablation(config.reward, config.run.seed, train_set, preprocessor),
+        phases=PhaseRecorder(ranks.device),
         attribute_phrases=attribute_phrases,
     )
 
@@ -281,8 +300,9 @@ def build_state(
 ) -> save_load.RunState:
     """Build all that a checkpoint saves: optimizer, schedule, and the base's fingerprint."""
     optimizer = build_optimizer(config.optim, policy)
-    num_updates = max_steps * config.optim.num_iterations
-    scheduler = cosine_schedule(optimizer, num_updates, config.optim.warmup_ratio)
+    scheduler = cosine_schedule(
+        optimizer, max_steps, config.optim.warmup_ratio, config.optim.num_iterations
+    )
     base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
     return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base_fingerprint=base)
 
@@ -320,8 +340,10 @@ def calibrate_actions(
 
 def build_ablation(
     config: RewardConfig, seed: int, train_set: RegionDataset, preprocessor: Preprocessor
-) -> AblationReward:
-    """Build the ablation reward; the caption of "fixed" is that of the first sample."""
+) -> AblationReward | None:
+    """Build the ablation reward, if one is used; "fixed" takes the first sample's caption."""
+    if config.ablation_reward == "none":
+        return None
     caption = ""
     if config.ablation_reward == "fixed":
         caption = Batches(train_set, preprocessor)[[0]].captions[0]

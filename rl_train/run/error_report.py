@@ -80,7 +80,8 @@ def out_of_memory_message(config: Config, ranks: RankInfo, run: Run | None = Non
     """
     phase, when = "calibration", "before the first step"
     if run is not None:
-        phase, when = run.phase, f"in step {run.state.step + 1}, in {run.phase}"
+        phase = run.phases.phase
+        when = f"in step {run.state.step + 1}, in {phase}"
     return (
         f"out of GPU memory on rank {ranks.rank}, {when}; {remedy(phase, config)}; "
         f"{resume_hint(config.run.output_dir)}"

@@ -25,6 +25,7 @@ class StepCallback:
     def __init__(self, run: Run, logger: RunLogger, evaluator: Evaluator, signals: SignalHandler):
         self.run, self.logger, self.evaluator, self.signals = run, logger, evaluator, signals
         self.first_step = run.state.step
+        self.learning_rate = run.state.scheduler.get_last_lr()[0]  # of the step in progress
         self.progress = tqdm(
             total=run.max_steps,
             initial=self.first_step,
@@ -37,17 +38,13 @@ class StepCallback:
         state: save_load.RunState,
         scored: list[ScoredRollout],
         metrics: StepMetrics,
-        timer: PhaseTimer,
     ):
+        timer = self.run.phases.end_step()
         run_config = self.run.config.run
         num_iterations = self.run.config.optim.num_iterations
-        metrics.same_on_ranks["learning_rate"] = state.scheduler.get_last_lr()[0]
+        metrics.same_on_ranks["learning_rate"] = self.learning_rate
         if state.roles.has_teacher:
             metrics.same_on_ranks["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
-        for _ in range(num_iterations):
-            state.scheduler.step()  # also in a step without an update
-        timer("update")
-        self.run.phase = "evaluation"
         state.step += 1
         if state.step == self.first_step + 1 and timer.peaks:
             peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in timer.peaks.items())
@@ -73,6 +70,8 @@ class StepCallback:
             # When one rank exits, torchrun ends the others, which may still be writing.
             gather_objects(None)
             raise Interrupted(f"{signals.agreed}, after step {state.step}")
+        self.learning_rate = state.scheduler.get_last_lr()[0]
+        self.run.phases.begin_step()
 
     def report(
         self,

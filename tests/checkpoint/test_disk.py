@@ -43,15 +43,15 @@ def files_of_at_most(size: int):
 
 def before_update(monkeypatch, number: int, action):
     """Call `action` before a run's n-th update."""
-    update, calls = train.update, []
+    clip_gradients, calls = train.clip_gradients, []
 
     def called(*args):
         calls.append(args)
         if len(calls) == number:
             action()
-        update(*args)
+        clip_gradients(*args)
 
-    monkeypatch.setattr(train, "update", called)
+    monkeypatch.setattr(train, "clip_gradients", called)
 
 
 def test_a_step_that_finds_no_room(data, whole, tmp_path, monkeypatch):

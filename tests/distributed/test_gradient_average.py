@@ -42,7 +42,7 @@ FAULTS = ("loss", "gradient")  # of rank 1, of loop 2
 
 
 class Checked:
-    """`data_parallel` and `averaging`, and a comparison of each update with a flat all-reduce.
+    """The functions of `process_group`, with a flat all-reduce beside each update.
 
     The reference sums this rank's gradients of all micro-batches, reduces them over ranks in one
     piece and divides by the number of ranks.
@@ -51,12 +51,12 @@ class Checked:
     def __init__(self):
         self.num_checked = 0  # updates compared
 
-    def data_parallel(self, module):
+    def distributed_data_parallel(self, module):
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.sums = {}  # {parameter: this rank's gradients so far}
         for p in self.parameters:
             p.register_hook(functools.partial(self.add, p))
-        return process_group.data_parallel(module)
+        return process_group.distributed_data_parallel(module)
 
     def add(self, parameter, gradient):
         if gradient is not None:  # `touch_all_params` brings none
@@ -64,8 +64,8 @@ class Checked:
             self.sums[parameter] = gradient.clone() if before is None else before + gradient
 
     @contextlib.contextmanager
-    def averaging(self, ddp, last):
-        with process_group.averaging(ddp, last):
+    def sync_gradients(self, ddp, last):
+        with process_group.sync_gradients(ddp, last):
             yield
         if last:
             zeros = {p: torch.zeros_like(p) for p in self.parameters}  # reached by no term here
@@ -95,9 +95,9 @@ def poisoned(fault: str, build):
     """`build`, with a loss or a gradient of loop 2 that is not finite."""
     forward = MicroBatchLoss.forward
 
-    def broken(module, work, *args, last):
-        loss, statistics = forward(module, work, *args, last=last)
-        if work.task.name == "loop2":
+    def broken(module, micro_batch):
+        loss, statistics = forward(module, micro_batch)
+        if micro_batch.scored.task.name == "loop2":
             loss, statistics = loss * torch.nan, statistics | dict(loss=torch.tensor(torch.nan))
         return loss, statistics
 
@@ -126,12 +126,18 @@ def work(data: Path, folder: Path, ports: list[str]):
         undo = [unscored(task) for task in ((MaskCaptionMask, CaptionMaskCaption) if alone else ())]
         sa2va.MASKS_AT_ONCE = 1 if name == "loop 2" else MASKS_AT_ONCE
         checked = Checked()
-        train.data_parallel, train.averaging = checked.data_parallel, checked.averaging
+        train.distributed_data_parallel, train.sync_gradients = (
+            checked.distributed_data_parallel,
+            checked.sync_gradients,
+        )
         train.main(flags(data, folder / name, **SAME | changes))
         seen[name] = checked.num_checked
         for back in undo:
             back()
-    train.data_parallel, train.averaging = process_group.data_parallel, process_group.averaging
+    train.distributed_data_parallel, train.sync_gradients = (
+        process_group.distributed_data_parallel,
+        process_group.sync_gradients,
+    )
     for fault in FAULTS:
         os.environ["MASTER_PORT"] = ports.pop()
         forward, built = MicroBatchLoss.forward, []

@@ -8,7 +8,11 @@ import torch.distributed as dist
 
 from rl_train.data.loader import StepSampler
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, averaging, data_parallel
+from rl_train.distributed.process_group import (
+    COLLECTIVE_TIMEOUT,
+    distributed_data_parallel,
+    sync_gradients,
+)
 from tests.ranks import fork, forked
 from tests.runs import (
     distance,
@@ -173,10 +177,10 @@ def test_gradients_are_averaged(tmp_path):
 
     def job(ranks):
         both = Both(ranks.rank)
-        ddp = data_parallel(both)
+        ddp = distributed_data_parallel(both)
         for _ in range(2):
             for scale, last in ((0.25, False), (0.75, True)):
-                with averaging(ddp, last):
+                with sync_gradients(ddp, last):
                     ddp(scale, last=last).backward()
             assert both.a.grad.tolist() == [1, 1] and both.b.grad.tolist() == [3, 3, 3]
             norms = process_group.gradient_norms([both.a, both.b])
@@ -213,11 +217,14 @@ def test_two_ranks_have_the_gradient_of_one_bit_for_bit(tmp_path, dtype):
 
     def weights_after(rows, num_ranks):
         module = SquaredOutputs(dtype)
-        ddp, optimizer = data_parallel(module), torch.optim.AdamW(module.parameters(), 0.1)
+        ddp, optimizer = (
+            distributed_data_parallel(module),
+            torch.optim.AdamW(module.parameters(), 0.1),
+        )
         for _ in range(2):
             for number, micro_batch in enumerate(rows.split(2), 1):
                 last = number == len(rows) // 2
-                with averaging(ddp, last):
+                with sync_gradients(ddp, last):
                     ddp(micro_batch, 8 / num_ranks, last=last).backward()
             gradient = module.weight.grad.clone()
             optimizer.step()
@@ -240,9 +247,9 @@ def test_two_ranks_have_the_gradient_of_one_bit_for_bit(tmp_path, dtype):
 
 def test_alone_nothing_is_reduced():
     linear = torch.nn.Linear(2, 1, bias=False)
-    ddp = data_parallel(Passing(linear))
+    ddp = distributed_data_parallel(Passing(linear))
     for last in (False, True):
-        with averaging(ddp, last):
+        with sync_gradients(ddp, last):
             ddp(torch.tensor([3.0, 4.0]), last=last).backward()
     assert linear.weight.grad.tolist() == [[6, 8]]
     assert process_group.gradient_norms([linear.weight]).tolist() == [10]
@@ -271,7 +278,7 @@ def test_a_module_of_ddp_may_outlive_its_group(tmp_path):
         sys.setswitchinterval(5)  # seconds: Python hands the GIL over as rarely as it can
         for _ in range(300):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            ddp = data_parallel(torch.nn.Linear(4, 4))
+            ddp = distributed_data_parallel(torch.nn.Linear(4, 4))
             process_group.gather_objects(None)
             process_group.close()
             del ddp

@@ -29,7 +29,7 @@ ALLOWED = dict(
     teacher2=ROLLOUT
     | {"processing_sa2va:region_grid", "sa2va_queries:region_grids"}
     | {"base:with_measurements"},
-    update={"loss:faults", "metrics:to_floats", "train:update"},
+    update={"loss:faults", "metrics:to_floats", "train:clip_gradients"},
 )
 
 

@@ -51,7 +51,7 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
         (mask_caption_mask, "segment", 1, "teacher", SMALLER_BATCH),
         (Sa2VAPolicy, "score", 1, "reference", "lower --micro_batch_size"),
         (MicroBatchLoss, "forward", 1, "update", "lower --micro_batch_size"),
-        (train, "update", 1, "update", "lower --micro_batch_size"),
+        (train, "clip_gradients", 1, "update", "lower --micro_batch_size"),
     ],
 )
 def test_memory_that_ends_is_one_sentence(
@@ -84,7 +84,7 @@ def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsy
 
 def test_what_a_resumed_run_may_not_change_is_not_advised(data, tmp_path, monkeypatch, capsys):
     """After a checkpoint."""
-    runs_out(monkeypatch, train, "update", at_call=2)
+    runs_out(monkeypatch, train, "clip_gradients", at_call=2)
     sentence = complaint_of(capsys, flags(data, tmp_path, save_steps=1, **TINY))
     assert sentence == (
         "rl_train: out of GPU memory on rank 0, in step 2, in update; lower --micro_batch_size; "

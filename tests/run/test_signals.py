@@ -59,10 +59,10 @@ def stopped(data, output, monkeypatch, capsys, *how, **changes) -> str:
 @pytest.mark.parametrize(
     "number, owner, name, call, step, words",
     [
-        (signal.SIGTERM, train, "update", 3, 3, "SIGTERM, after step 3"),
+        (signal.SIGTERM, train, "clip_gradients", 3, 3, "SIGTERM, after step 3"),
         # of step 2, whose checkpoint has no measures then, as the last has none
         (signal.SIGUSR1, evaluate, "measure", 2, 2, "SIGUSR1, after step 2"),
-        (signal.SIGINT, train, "update", 4, 4, "SIGINT, after step 4"),
+        (signal.SIGINT, train, "clip_gradients", 4, 4, "SIGINT, after step 4"),
     ],
 )
 def test_a_signal_leaves_a_checkpoint_from_which_nothing_is_lost(

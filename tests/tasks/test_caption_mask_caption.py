@@ -97,7 +97,7 @@ def test_against_another_sample_s_target(model, batch):
     outcome = task.rewards(rollout)
     captions = [*batch.captions[1:], batch.captions[0]]
     for kind, wanted in (("other", captions), ("fixed", ["a big red dog"] * 4)):
-        found, _ = AblationReward(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
+        found = AblationReward(kind, caption=wanted[0])(task, rollout, outcome, (0, 0))
         about = replace(rollout, batch=replace(batch, captions=wanted))
         likelihood = torch.tensor([likelihood_by_hand(model, about, row) for row in range(8)])
         by_hand = 0.5 * likelihood + 0.5 * meteor(about.of_rows(wanted), outcome.replies)

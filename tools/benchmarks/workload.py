@@ -20,7 +20,7 @@ from rl_train import cli
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.flags import COUNT, POSITIVE, flag
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import RankInfo, averaging, data_parallel
+from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
 from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, score_rollout
@@ -34,7 +34,7 @@ from rl_train.rollout import Batch
 from rl_train.run.build import build_optimizer, roles_to_keep
 from rl_train.run.memory_check import GIB
 from rl_train.tasks.base import TaskContext
-from rl_train.train import update
+from rl_train.train import clip_gradients
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.batches import ImageFeatures, Prompts
@@ -211,12 +211,14 @@ class Work:
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             end(f"teacher{number + 1}")
         totals, _ = loss_denominators(work, self.ranks.world_size)
-        for w, rows, last in iter_micro_batches(work, optim.micro_batch_size):
-            with averaging(self.ddp, last):
-                loss, statistics = self.ddp(w, rows, totals[w.task.name], last=last)
+        for micro_batch in iter_micro_batches(work, optim.micro_batch_size, totals):
+            with sync_gradients(self.ddp, micro_batch.is_last):
+                loss, statistics = self.ddp(micro_batch)
                 loss.backward()
-            tally.add_update(w.task.name, statistics, on_policy=True)
-        update(state, tally, optim.max_grad_norm)
+            tally.add_update(micro_batch.scored.task.name, statistics, on_policy=True)
+        clip_gradients(state, tally, optim.max_grad_norm)
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
         roles.update_teacher(optim.ema_decay)
         end("update")
         state.step += 1
@@ -270,7 +272,7 @@ def build(
     hold_to(options.budget_gib, ranks.device)
     state = random_state(config, options, policy_class, ranks)
     policy, tokens = state.policy, config.rollout.max_completion_length
-    ddp = data_parallel(MicroBatchLoss(policy, config.loss, tokens))
+    ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, tokens))
     size = (options.height, options.width)
     if points:
         batch = points_batch(policy, tokens, config.rollout.batch_size, size, ranks.rank)

@@ -1,0 +1,89 @@
+"""What a training step collects between its batches and its update.
+
+Letters: B samples of a batch, N rows of a rollout, G generations.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from rl_train.config.grpo_config import LossConfig
+from rl_train.loggers.metrics import StepMetrics
+from rl_train.loss import (
+    LossDenominators,
+    MicroBatch,
+    ReferenceScores,
+    ScoredRollout,
+    divide_by_batch_std,
+    iter_micro_batches,
+    loss_denominators,
+)
+from rl_train.rewards.combine import combine
+from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.tasks.base import Task
+
+
+class Step:
+    """Rollouts of the batches that one update learns from, and their metrics.
+
+    Args:
+        config: of the loss.
+        num_ranks: ranks whose rollouts the update joins.
+    """
+
+    def __init__(self, config: LossConfig, num_ranks: int):
+        self.config, self.num_ranks = config, num_ranks
+        self.batches: list[Batch] = []
+        self.rollouts: list[ScoredRollout] = []
+        self.metrics = StepMetrics()
+        self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, from `has_signal` on
+
+    def add(
+        self,
+        task: Task,
+        rollout: Rollout,
+        outcome: RewardOutput,
+        reward: torch.Tensor,
+        advantages: torch.Tensor,
+        reference: ReferenceScores | None,
+    ):
+        """Add the rollout of a task.
+
+        Args:
+            reward: (N,) from which the advantages (N,) were computed.
+        """
+        if not self.batches or self.batches[-1] is not rollout.batch:
+            self.batches.append(rollout.batch)
+        scored = ScoredRollout(
+            task,
+            rollout,
+            outcome,
+            combine(outcome.rewards, task.weights),  # logged without --scale_components
+            advantages,
+            reference,
+            nan_watcher=task.context.policy.nan_watcher.take(),
+            scaled_reward=reward,
+            mask_truncated_completions=self.config.mask_truncated_completions,
+        )
+        self.rollouts.append(scored)
+
+    def has_signal(self) -> bool:
+        """Count what the step holds over all ranks; return whether any rewards of a group differ.
+
+        All ranks must call it. It also ends --scale_rewards batch, whose std needs the whole step.
+
+        Raises:
+            FloatingPointError: a rollout of any rank has numbers that are not finite.
+        """
+        if self.config.scale == "batch":
+            divide_by_batch_std(self.rollouts)
+        self.denominators, has_signal = loss_denominators(self.rollouts, self.num_ranks)
+        return has_signal
+
+    def micro_batches(self, size: int) -> Iterator[MicroBatch]:
+        """Yield at most `size` rows of a rollout at a time; count the statistics of each."""
+        for micro_batch in iter_micro_batches(self.rollouts, size, self.denominators):
+            yield micro_batch
+            on_policy = self.metrics.updates == 0
+            name = micro_batch.scored.task.name
+            self.metrics.add_update(name, micro_batch.statistics, on_policy)

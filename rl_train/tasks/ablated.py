@@ -1,0 +1,37 @@
+"""A task that trains on an ablation reward (--ablation_reward) in place of its own."""
+
+from collections.abc import Callable
+
+from rl_train.policies.base import Features
+from rl_train.rewards.ablations import COMPONENT, AblationReward
+from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.tasks.base import Task
+from sa2va_hf.batches import Prompts
+
+
+class AblatedTask(Task):
+    """Task with the prompts, action and metrics of another, and an ablation as its reward.
+
+    Args:
+        task: the other; its own reward components are still measured and logged.
+        turn: returns (step, number of the task) of the rollout in progress, which seed "shuffled".
+    """
+
+    def __init__(self, task: Task, ablation: AblationReward, turn: Callable[[], tuple[int, int]]):
+        self.task, self.ablation, self.turn = task, ablation, turn
+        self.name, self.family, self.context = task.name, task.family, task.context
+        self.asks_teacher, self.asks_reference = task.asks_teacher, task.asks_reference
+        self.action, self.measure = task.action, task.measure
+        self.weights = {COMPONENT: 1.0}
+
+    @property
+    def weight(self) -> float:
+        return self.task.weight  # a task may change it from step to step
+
+    def prompts(self, batch: Batch, features: Features) -> Prompts:
+        return self.task.prompts(batch, features)
+
+    def rewards(self, rollout: Rollout) -> RewardOutput:
+        """Return the task's own rewards with the ablation's among them."""
+        outcome = self.task.rewards(rollout)
+        return self.ablation(self.task, rollout, outcome, self.turn())
