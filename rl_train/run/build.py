@@ -303,6 +303,9 @@ def build_state(
     scheduler = cosine_schedule(
         optimizer, max_steps, config.optim.warmup_ratio, config.optim.num_iterations
     )
+    # Without gradients it changes nothing. Without it torch warns when the schedule moves in a first
+    # step that has no update.
+    optimizer.step()
     base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
     return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base_fingerprint=base)
 
