@@ -71,7 +71,7 @@ def test_two_steps_are_two_updates(two_steps):
     assert state["step"] == 2
     assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {2}
     assert len(state["optimizer"]["state"]) == len(weights(two_steps, 2))
-    assert state["scheduler"]["last_epoch"] == 1  # the schedule counts steps
+    assert state["scheduler"]["last_epoch"] == 2
 
 
 def test_every_documented_curve_is_there(two_steps):

@@ -303,8 +303,7 @@ def build_state(
     scheduler = cosine_schedule(
         optimizer, max_steps, config.optim.warmup_ratio, config.optim.num_iterations
     )
-    # Without gradients it changes nothing. Without it torch warns when the schedule moves in a first
-    # step that has no update.
+    # Without gradients this changes nothing. torch warns if the schedule moves before a first step.
     optimizer.step()
     base = fingerprint_of(*filter(None, (config.policy.model_path, config.policy.sam_path)))
     return save_load.RunState(policy, roles, tasks, optimizer, scheduler, base_fingerprint=base)
