@@ -209,7 +209,10 @@ def check_same(file: Path, config: Config, flags: dict[str, Any], flag: str):
     differing = [name for name in fixed if before.get(name, absent) != flags[name]]
     if differing:
         pairs = [f"--{n} was {before.get(n, 'not a flag')}, now {flags[n]}" for n in differing]
-        raise ValueError(f"{flag} holds a run of another config: {', '.join(pairs)}")
+        raise ValueError(
+            f"{flag} holds a run of another config: {', '.join(pairs)}; give the earlier values, "
+            "or another --output_dir"
+        )
     was, now = (
         math.prod(run.get(n, 1) for n in PROMPTS_PER_STEP_FACTORS) for run in (before, flags)
     )

@@ -317,12 +317,18 @@ class UpdatesConfig:
     num_iterations: ClassVar[int] = 1  # updates of a step
 
     max_steps: int = flag(
-        0, "number of steps; 0: as many as --num_train_epochs needs", type=COUNT_OR_0
+        0,
+        "number of steps, of a resumed run with those before; 0: as many as --num_train_epochs "
+        "needs. A resume with another number goes on from its step, and the schedules of learning "
+        "rate and teacher are those of the new length from there on",
+        type=COUNT_OR_0,
+        free_on_resume=True,
     )
     num_train_epochs: float = flag(
         1.0,
-        "number of passes over the data, if --max_steps is 0",
+        "number of passes over the data, if --max_steps is 0; may change at a resume as it may",
         type=POSITIVE,
+        free_on_resume=True,
     )
     gradient_accumulation_steps: int = flag(
         1, "number of batches per step and rank", type=COUNT, free_on_resume=True

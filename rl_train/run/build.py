@@ -41,11 +41,11 @@ from rl_train.run.consistency import (
     digest,
 )
 from rl_train.run.memory_check import GIB, standing_memory
-from rl_train.run.schedules import cosine_schedule
+from rl_train.run.schedules import cosine_schedule, follow_new_length
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils import hub
-from rl_train.utils.io import lock, wrap_write_errors, write_json
+from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json
 from rl_train.utils.rng import RowRNG
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
@@ -125,6 +125,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     preprocessor = policy.preprocessor(max_tokens, config.data.max_prompt_length)
     if resume:
         load_state(resume, state, config, flags, ranks)
+        follow_max_steps(resume, state, config, max_steps)
     else:
         calibrate_actions(tasks, train_set, preprocessor, config.rollout.batch_size, max_tokens)
     sampler.start, sampler.stop = state.step, max_steps
@@ -320,6 +321,30 @@ def load_state(
     print0(f"resuming from {folder}")
     check_same(folder / "config.json", config, flags, f"--resume {folder}")
     save_load.load(folder, state, config.run.output_dir, ranks.rank)
+
+
+def follow_max_steps(folder: Path, state: save_load.RunState, config: Config, max_steps: int):
+    """Let a resumed run end at another step than it was to; print what becomes of its schedules.
+
+    Raises ValueError if the checkpoint in `folder` is beyond that step.
+    """
+    if state.step > max_steps:
+        raise ValueError(
+            f"--max_steps {max_steps}: {folder} is at step {state.step} already; give a larger one"
+        )
+    before = read_json(folder / "config.json")
+    names = ("max_steps", "num_train_epochs")
+    changed = [name for name in names if before.get(name) != config.flags[name]]
+    if not changed:
+        return
+    rate = state.scheduler.get_last_lr()[0]
+    follow_new_length(state.scheduler)
+    values = ", ".join(f"--{name} was {before.get(name)}" for name in changed)
+    print0(
+        f"{values}: the run now ends at step {max_steps} and goes on from step {state.step}; the "
+        "learning rate and the teacher's half-life are from here on those of a run of "
+        f"{max_steps} steps (learning rate {state.scheduler.get_last_lr()[0]:.3g}, was {rate:.3g})"
+    )
 
 
 def calibrate_actions(

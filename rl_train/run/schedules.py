@@ -26,3 +26,18 @@ def cosine_schedule(
         return 0.5 * (1 + math.cos(math.pi * progress))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def follow_new_length(scheduler: torch.optim.lr_scheduler.LambdaLR):
+    """Set the learning rates to what the scheduler's own function gives at its position.
+
+    A scheduler that was loaded has the rates of the run that it was saved by, which may have been
+    of another length.
+    """
+    rates = [
+        base_rate * factor(scheduler.last_epoch)
+        for base_rate, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+    ]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates):
+        group["lr"] = rate
+    scheduler._last_lr = rates  # what `get_last_lr` returns

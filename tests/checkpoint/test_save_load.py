@@ -1,6 +1,7 @@
 """A killed run goes on as if nothing had happened, and a checkpoint can be read by others."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,7 +18,17 @@ from rl_train.distributed.process_group import RankInfo
 from rl_train.run import build
 from sa2va_hf import Sa2VAModel
 from tests.ranks import start_fork
-from tests.runs import CHECKPOINT, events, flags, rollouts, run, unmeasured, weights
+from tests.runs import (
+    CHECKPOINT,
+    complaint_of,
+    curve,
+    events,
+    flags,
+    rollouts,
+    run,
+    unmeasured,
+    weights,
+)
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 ALONE = RankInfo(0, 1, torch.device("cpu"))
@@ -162,6 +173,24 @@ def test_resume_of_a_finished_run_changes_nothing(data, whole, tmp_path):
         for folder in (output, whole)
     )  # the point of the last step is written again, with the same value
     assert points == before and {step for step, _ in points} == {0, 4}
+
+
+def test_a_finished_run_is_extended(data, whole, tmp_path, capsys):
+    """With the learning rates that a run of that length has at these steps; and not shortened."""
+    output = shutil.copytree(whole, tmp_path / "run")
+    run(data, output, resume="", **RUN | dict(max_steps=6))
+    printed = capsys.readouterr().out
+    assert "--max_steps was 4: the run now ends at step 6 and goes on from step 4" in printed
+    rates = curve(output, "learning_rate")
+    assert set(rates) == set(range(1, 7))
+    for step in (5, 6):  # the first of six warms up: at its begin step s is s - 2 of 5 behind it
+        cosine = 0.5 * (1 + math.cos(math.pi * (step - 2) / 5))
+        assert rates[step] == pytest.approx(1e-3 * cosine)
+    assert same_bytes(whole, output, 4) == [True, True]  # and nothing before is trained again
+    assert training_state(output, 6)["step"] == 6
+    assert {line["step"] for line in rollouts(output)} == set(range(6))
+    sentence = complaint_of(capsys, flags(data, output, resume="", **RUN | dict(max_steps=5)))
+    assert "--max_steps 5" in sentence and "is at step 6 already" in sentence
 
 
 def test_training_state_is_plain_data(whole):
