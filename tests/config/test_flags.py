@@ -41,7 +41,9 @@ def test_a_new_flag_is_one_line(data, tmp_path, capsys):
     config = cli.parse([*argv, "--resume", "--free", "7", "--fixed", "6"], program)
     assert (config.policy.free, config.policy.fixed) == (7, 6)
     cli.check_output_dir(config, config.flags)
-    with pytest.raises(ValueError, match="holds a run of another config: --fixed was 6, now 8; give"):
+    with pytest.raises(
+        ValueError, match="holds a run of another config: --fixed was 6, now 8; give"
+    ):
         cli.check_output_dir(config, config.flags | dict(fixed=8))
     assert "fixed" in config.flags_with("may_differ_by_rank")
     assert "--fixed" not in remedy("update", config)  # a run that has begun keeps it
