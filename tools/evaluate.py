@@ -154,7 +154,7 @@ def check_same_samples(before: dict, file: Path, result: EvalResult):
 
 
 def cider(references: list[str], captions: list[str]) -> torch.Tensor:
-    """(n,) float64 CIDEr-D of each caption, with document frequencies of the n references.
+    """Return (n,) float64 CIDEr-D of each caption, with document frequencies of the n references.
 
     By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without
     punctuation. Published numbers are of the PTB tokenizer, which needs Java, and of several
@@ -287,7 +287,7 @@ def protocol_sentence(
 
 
 def flags_that_count(args: Namespace, family: str) -> dict:
-    """{flag: value} of all that the numbers depend on, as JSON holds them."""
+    """Return {flag: value} of all that the numbers depend on, as JSON holds them."""
     of_points = family != Sa2VAPolicy.family
     return {
         name: str(value) if isinstance(value, Path) else value

@@ -17,7 +17,7 @@ NOT_SAVED = ("output", "before", "num_workers")  # flags that change no number
 
 
 def build_parser(description: str) -> argparse.ArgumentParser:
-    """The parser of all flags, with the module's own description."""
+    """Build the parser of all flags, with the module's own description."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate",
         description=description,
@@ -119,7 +119,7 @@ def add_data_flags(parser: argparse.ArgumentParser):
 
 
 def flags_of_run(folder: Path) -> dict:
-    """{flag: value} of POINT_FLAGS from the run of a checkpoint folder; {} for another folder."""
+    """Return {flag: value} of POINT_FLAGS by a checkpoint's run; {} for another folder."""
     if not (folder / "training_state.pt").is_file():
         return {}
     return {

@@ -32,7 +32,7 @@ def write_gar(
     part: str = "Fine-Grained-Dataset-Part1",
     image_format: str = "PNG",
 ) -> list[Path]:
-    """The shards written, in order; `rows` may be a generator, of which one shard is held at once.
+    """Write rows as shards and return their paths; of a generator one shard is held at a time.
 
     Args:
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
@@ -43,9 +43,8 @@ def write_gar(
     part_folder.mkdir(parents=True, exist_ok=True)
     unfinished, records_left = [], _records(rows, image_format)
     while records := list(islice(records_left, rows_per_shard)):
-        path = (
-            part_folder / f"data-{len(unfinished):05d}.arrow.part"
-        )  # the number of shards is not known yet
+        # Named at the end, when the number of shards is known.
+        path = part_folder / f"data-{len(unfinished):05d}.arrow.part"
         with pa.ipc.new_stream(str(path), SCHEMA) as writer:
             writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
         unfinished.append(path)
@@ -56,13 +55,13 @@ def write_gar(
 
 
 def encode_mask(mask: np.ndarray) -> dict:
-    """{"counts": str, "size": [H, W]}, COCO's compressed run lengths of `mask` (H, W) bool."""
+    """Encode a mask (H, W) bool as COCO's run lengths, {"counts": str, "size": [H, W]}."""
     rle = coco_mask.encode(np.asfortranarray(mask, dtype=np.uint8))
     return {"counts": rle["counts"].decode("ascii"), "size": [int(n) for n in rle["size"]]}
 
 
 def encode_image(image: Image.Image, image_format: str = "PNG") -> bytes:
-    """The image as a PNG or JPEG file."""
+    """Encode an image as a PNG or JPEG file."""
     file = io.BytesIO()
     image.save(file, format=image_format)
     return file.getvalue()

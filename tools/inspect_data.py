@@ -26,12 +26,8 @@ from sa2va_hf.processing_sa2va import region_grid
 
 GRID, TILE = 16, 448  # of one tile of Sa2VA, see region_grid
 QUANTILES = {"min": 0, "5%": 5, "50%": 50, "95%": 95, "max": 100}
-COLUMNS, ROWS, SIDE, TEXT = (
-    5,
-    4,
-    300,
-    96,
-)  # of the contact sheet: cells, and pixels of a picture and of the text below
+# Of the contact sheet: cells, and pixels of a picture and of the text below it.
+COLUMNS, ROWS, SIDE, TEXT = 5, 4, 300, 96
 INK, REGION = (20, 20, 20), (255, 32, 96)
 
 
@@ -71,10 +67,10 @@ MEASURES = (
 
 
 def measure(dataset: RegionDataset, num_workers: int) -> tuple[np.ndarray, Counter, list[int]]:
-    """((n, 5) MEASURES of the samples that decode, {reason: how many do not}, indices of n)."""
+    """Return (MEASURES (n, 5) of samples that decode, {reason: number that do not}, n indices)."""
     loader = DataLoader(Measured(dataset), batch_size=16, num_workers=num_workers, collate_fn=list)
     sizes, damaged, good = [], Counter(), []
-    each = (one for batch in loader for one in batch)
+    each = (sample for batch in loader for sample in batch)
     for i, (values, reason) in enumerate(
         tqdm(each, total=len(dataset), desc="decoding", leave=False)
     ):
@@ -87,7 +83,7 @@ def measure(dataset: RegionDataset, num_workers: int) -> tuple[np.ndarray, Count
 
 
 def table(report: dict, damaged: Counter, sizes: np.ndarray) -> str:
-    """Counts by reason and quantiles, as text."""
+    """Format counts by reason and quantiles."""
     lines = [
         f"{report['rows']:9d} rows",
         f"{len(sizes):9d} regions kept, of which {report['resized_masks']} masks had "
@@ -112,7 +108,7 @@ def table(report: dict, damaged: Counter, sizes: np.ndarray) -> str:
 
 
 def contact_sheet(samples: list[dict]) -> Image.Image:
-    """The samples in a grid: each image with its region outlined, its id and its caption below."""
+    """Draw samples in a grid: image with its region outlined, id and caption below."""
     sheet = Image.new("RGB", (COLUMNS * SIDE, -(-len(samples) // COLUMNS) * (SIDE + TEXT)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for k, sample in enumerate(samples):
@@ -132,17 +128,15 @@ def contact_sheet(samples: list[dict]) -> Image.Image:
 
 
 def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
-    """The image at most `side` pixels wide and high, the region's border drawn two pixels wide."""
+    """Return the image at most `side` pixels wide and high, with the region's border drawn."""
     scale = side / max(image.size)
     size = tuple(max(1, round(n * scale)) for n in image.size)
-    share = Image.fromarray(mask.astype(np.float32)).resize(
-        size, Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
-    )
-    small = np.asarray(share) > min(
-        0.5, np.asarray(share).max() / 2
-    )  # a region below a pixel stays visible
+    resampling = Image.Resampling.BOX if scale < 1 else Image.Resampling.NEAREST
+    coverage = np.asarray(Image.fromarray(mask.astype(np.float32)).resize(size, resampling))
+    small = coverage > min(0.5, coverage.max() / 2)  # a region below a pixel stays visible
     pixels = np.array(image.resize(size))
     padded = np.pad(small, 2)
+    # Pixels whose 5 x 5 neighbourhood is in the region; the rest of it is the border.
     inside = np.logical_and.reduce(
         [padded[dy : dy + size[1], dx : dx + size[0]] for dy in range(5) for dx in range(5)]
     )
@@ -175,7 +169,7 @@ def main(argv: list[str] | None = None):
         "--max_bad_fraction",
         type=float,
         default=0.01,
-        help="share of skipped and damaged regions above which this fails",
+        help="fraction of skipped and damaged regions above which this fails",
     )
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -5,9 +5,9 @@
     python -m tools.rollouts --run outputs/run1 --output page.html --data_dir /where/it/is/now
 
 One file that a browser opens by itself: no server, no network. Groups are filtered by step, task,
-reward and text, masks drawn when they come into view. Of more rollouts than --max_rollouts it
-shows whole steps, spread evenly, the first and the last among them; mean reward, its std and the
-share of groups without variance are those of every step. A run that goes on can be looked at too.
+reward and text, masks drawn when they come into view. Of more rollouts than --max_rollouts it shows
+whole steps, spread evenly, the first and the last among them; mean reward, its std and the fraction
+of groups without variance are those of every step. A run that goes on can be looked at too.
 """
 
 import argparse
@@ -45,7 +45,7 @@ CURVE_POINTS = 500  # steps of a curve, at most
 
 
 def read_groups(run: Path, size: int) -> Iterator[list[dict]]:
-    """The groups of a run, each the `size` lines of one prompt's answers, file by file.
+    """Yield the groups of a run, each the `size` lines of one prompt's answers, file by file.
 
     Lines that do not make a whole group yet, at the end of a file, are left out.
 
@@ -70,15 +70,17 @@ def read_groups(run: Path, size: int) -> Iterator[list[dict]]:
                 except (ValueError, KeyError, TypeError) as error:
                     raise DamagedFile(file, f"line {number}: {error!r}") from error
                 if not all(same.values()):
-                    of = f"lines {number - len(group) + 1} to {number}"
-                    raise DamagedFile(file, f"{of}: no group of --num_generations {size}")
+                    lines_of_group = f"lines {number - len(group) + 1} to {number}"
+                    raise DamagedFile(
+                        file, f"{lines_of_group}: no group of --num_generations {size}"
+                    )
                 if len(group) == size:
                     yield group
                     group = []
 
 
 def steps_to_show(num_rows: dict[int, int], limit: int) -> list[int]:
-    """The steps whose rollouts are shown, of {step: its rows}: all, or some, spread evenly.
+    """Return the steps whose rollouts are shown, of {step: its rows}: all, or some evenly spread.
 
     With room for one step alone that is the last.
     """
@@ -92,15 +94,18 @@ def steps_to_show(num_rows: dict[int, int], limit: int) -> list[int]:
 
 
 def rewards_of(group: list[dict]) -> list[float]:
-    """The rewards of a group, NaN where there is none."""
+    """Return the rewards of a group, NaN where there is none."""
     return [float("nan") if row["reward"] is None else row["reward"] for row in group]
 
 
 def curves(rewards: dict[tuple[str, int], list], size: int, shown: list[int]) -> dict[str, list]:
-    """{task: [(step, mean reward, its std, share of groups without variance), ..]} as in the curves
-    of TensorBoard, from {(task, step): rewards, NaN = not scored}; None of nothing.
+    """Return {task: [(step, mean reward, std, fraction of groups without variance), ..]}.
 
-    Of many steps some, spread evenly, and those that are `shown`.
+    They are those of TensorBoard; None where no row is scored. Of many steps some are kept, spread
+    evenly, and those that are `shown`.
+
+    Args:
+        rewards: {(task, step): rewards, NaN = not scored}; size: rows of a group.
     """
     curve_of, steps = {}, sorted({step for _, step in rewards})
     kept = {*steps[:: -(-len(steps) // CURVE_POINTS)], *shown}
@@ -116,6 +121,7 @@ def curves(rewards: dict[tuple[str, int], list], size: int, shown: list[int]) ->
 
 
 def rounded(value: NUMBER) -> NUMBER:
+    """Round to four digits; None stays None."""
     return None if value is None else round(value, 4)
 
 
@@ -130,7 +136,7 @@ def row_of(line: dict) -> dict:
 
 
 def thumbnail(image: Image.Image, side: int) -> str:
-    """The image as a data URI, `side` pixels wide and high at most."""
+    """Return the image as a data URI, `side` pixels wide and high at most."""
     small, file = image.convert("RGB"), io.BytesIO()
     small.thumbnail((side, side))
     small.save(file, "WEBP", quality=80)
@@ -140,9 +146,12 @@ def thumbnail(image: Image.Image, side: int) -> str:
 def read_samples(
     dataset: "Dataset", image_ids: list[str], side: int
 ) -> tuple[list[str], list[dict]]:
-    """(images as data URIs, each once; of each id dict(image: its place there, size, region)).
+    """Return (images as data URIs, each once; dict(image, size, region) of each id).
 
-    Raises ValueError of ids that the data set has not, or whose image is damaged.
+    `image` is the index of a sample's image among the images.
+
+    Raises:
+        ValueError: the data set lacks an id, or its image is damaged.
     """
     wanted, index_of = set(image_ids), {}
     for i in range(len(dataset)):
@@ -155,24 +164,24 @@ def read_samples(
             f"has no sample {missing[0]}, of which the rollouts tell "
             f"({len(missing)} of {len(image_ids)} are not there)"
         )
-    images, samples, known, keys = [], [], {}, dataset.image_keys
+    images, samples, index_of_key, keys = [], [], {}, dataset.image_keys
     for name in tqdm(image_ids, desc="images", leave=False):
         key = int(keys[index_of[name]])
         try:
             sample = dataset[index_of[name]]
         except DamagedSample as error:
             raise ValueError(f"can be read no more: {error}") from error
-        if key not in known:
-            known[key] = len(images)
+        if key not in index_of_key:
+            index_of_key[key] = len(images)
             images.append(thumbnail(sample["image"], side))
         mask = sample["mask"]
         region = small_mask(torch.from_numpy(np.ascontiguousarray(mask)))
-        samples.append(dict(image=known[key], size=mask.shape, region=region))
+        samples.append(dict(image=index_of_key[key], size=mask.shape, region=region))
     return images, samples
 
 
 def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[str], side: int):
-    """`read_samples` of a run's data set. Raises ValueError that names --data_dir."""
+    """Return `read_samples` of a run's data set. Raises ValueError that names --data_dir."""
     where = data_dir or flags["data_dir"]
     known = {field.name for field in fields(DataConfig)} & set(flags)
     opened, _ = readers(DataConfig(**{name: flags[name] for name in known}))
@@ -191,7 +200,7 @@ def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[s
 def page_data(
     run: Path, data_dir: str | None, steps: list[int] | None, limit: int, side: int
 ) -> dict:
-    """All that a page shows of a run.
+    """Return all that a page shows of a run.
 
     Args:
         data_dir: of the images, or None: the one that the run was started with.
@@ -241,8 +250,10 @@ def page_data(
 
 
 def page(data: dict) -> str:
-    """The page as HTML. Whatever a model said is data in it: no text ends the element or starts
-    another, and the script shows it as text alone. Surrogates alone, which no file holds, are "?".
+    """Return the page as HTML.
+
+    Whatever a model said is data in it: no text ends the element or starts another, and the script
+    shows it as text alone. Surrogates alone, which no file holds, are "?".
     """
     shown = data | dict(images=len(data["images"]))
     stated = json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

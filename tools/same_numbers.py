@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """(name, shown value) of a JSON value, a pair for each key of its objects."""
+    """Return (name, shown value) of a JSON value, a pair for each key of its objects."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flat(f"{name} {key}", inner)

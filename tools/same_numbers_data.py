@@ -36,7 +36,7 @@ def write_points_demo(folder: Path):
 
 
 def drawn_objects() -> list[tuple[Image.Image, np.ndarray, str]]:
-    """(image, mask (H, W) bool, caption) of every object of a few scenes."""
+    """Return (image, mask (H, W) bool, caption) of every object of a few scenes."""
     scenes = [make_scene(1, TRAIN, number) for number in range(NUM_SCENES)]
     return [(scene.image, o.mask, o.caption) for scene in scenes for o in scene.objects]
 

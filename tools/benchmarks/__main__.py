@@ -53,7 +53,7 @@ def check_flags(options: workload.Options, command: argparse.ArgumentParser):
     words = {word.partition("=")[0] for word in options.flags}
     if taken := sorted(words & set(command._option_string_actions)):
         command.error(f"{' '.join(taken)}: behind --flags, which takes all: must be before it")
-    cli.parse([*workload.given(options), *options.flags])
+    cli.parse([*workload.base_flags(options), *options.flags])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ class Timed:
     )
     stable: float = flag(
         0.03,
-        f"the warm-up ends when its last {LAST} rounds differ by at most this share",
+        f"the warm-up ends when its last {LAST} rounds differ by at most this fraction",
         type=WEIGHT,
     )
     sizes: str = flag(
@@ -96,27 +96,27 @@ def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth
     return Warmth(len(rounds), stable(rounds, options.stable))
 
 
-def stable(rounds: list[dict[str, float]], share: float) -> bool:
+def stable(rounds: list[dict[str, float]], fraction: float) -> bool:
     """Return True if each work's LAST rounds differ by at most a fraction of the least.
 
     Fewer rounds are not.
     """
     last = [[times[name] for times in rounds[-LAST:]] for name in (rounds[0] if rounds else ())]
-    return len(rounds) >= LAST and all(max(t) - min(t) <= share * min(t) for t in last)
+    return len(rounds) >= LAST and all(max(t) - min(t) <= fraction * min(t) for t in last)
 
 
 def seconds(work: Callable[[], object], options: Timed) -> float:
-    """Median over the rounds that follow the warm-up."""
+    """Return the median seconds of the rounds that follow the warm-up."""
     return timing(work, options).seconds
 
 
 def timing(work: Callable[[], object], options: Timed) -> Timing:
-    """`seconds`, and how the warm-up before them ended."""
+    """Return `seconds`, and how the warm-up before them ended."""
     return timings_in_turns({"": work}, options)[""]
 
 
 def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
-    """{name: `timing`} of several works, one round of each after the other."""
+    """Return {name: `timing`} of several works, one round of each after the other."""
 
     def one_round() -> dict[str, float]:
         times = {}
@@ -137,27 +137,29 @@ def timings_in_turns(works: dict, options: Timed) -> dict[str, Timing]:
 
 
 def synchronize(device: torch.device | str):
+    """Wait until a GPU has done its work."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device | str) -> str:
+    """Return the name of a GPU, or "cpu"."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
 
 
 def ceilings(options: Ceilings) -> tuple[float, float, dict]:
-    """(operations a second of a bf16 product, bytes a second of a copy, both to be printed).
+    """Return (operations a second of a bf16 product, bytes a second of a copy, both to be printed).
 
     Of square random matrices; of random bytes, read and written ones together.
     """
     side = options.matmul_size
     a, b = torch.randn(2, side, side, device=options.device, dtype=torch.bfloat16)
     products = timing(lambda: [a @ b for _ in range(10)], options)
-    matmul = 10 * 2 * side**3 / products.seconds
+    matmul = 10 * 2 * side**3 / products.seconds  # multiplications and additions
     source = torch.randint(256, (options.copy_mib * 2**17,), device=options.device)
     target = torch.empty_like(source)
     copy = timing(lambda: target.copy_(source), options)
-    bandwidth = 2 * source.nbytes / copy.seconds
+    bandwidth = 2 * source.nbytes / copy.seconds  # read and written
     words = dict(matmul_tflops=matmul / 1e12, bandwidth_tb_per_second=bandwidth / 1e12)
     words |= dict(ceilings_settled=products.settled and copy.settled)
     return matmul, bandwidth, dict(device=device_name(options.device)) | words
@@ -175,7 +177,7 @@ def print_table(columns: dict[str, str], rows: dict[str, dict], **title: float |
 
 
 def random_llm(options: Answers):
-    """An LLM of random bf16 weights with a float32 LoRA on all linears that does something."""
+    """Build an LLM of random bf16 weights with a float32 LoRA, not zero, on all linears."""
     if options.sizes in SHAPES:
         vlm = random_qwen(SHAPES[options.sizes], options.device)
         attach_lora(vlm, options.lora_r, 2 * options.lora_r, targets=LINEARS)
@@ -191,14 +193,14 @@ def random_llm(options: Answers):
 
 
 def start_lora(trainable: dict[str, torch.nn.Parameter]):
-    """Give the LoRA's B, which are zero at first, a value."""
+    """Give the LoRA's B random values; they begin at zero, where the LoRA does nothing."""
     for name, parameter in trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
 
 
 def random_prompts(num: int, config: PreTrainedConfig, options: Answers):
-    """(embeddings (num, L, C) in bf16, attention mask (num, L)) of prompts."""
+    """Return (embeddings (num, L, C) in bf16, attention mask (num, L)) of prompts."""
     length, device = options.prompt_length, options.device
     embeds = torch.randn(num, length, config.hidden_size, device=device, dtype=torch.bfloat16)
     return embeds, torch.ones(num, length, dtype=torch.long, device=device)
@@ -207,5 +209,5 @@ def random_prompts(num: int, config: PreTrainedConfig, options: Answers):
 def free_sampling(num_tokens: int, pad_id: int, temperature: float | None = 1.0) -> dict:
     """Return settings of transformers' `generate` for so many tokens (None: greedily)."""
     length = dict(max_new_tokens=num_tokens, min_new_tokens=num_tokens, pad_token_id=pad_id)
-    drawn = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
-    return length | (dict(do_sample=False) if temperature is None else drawn)
+    sampling = dict(do_sample=True, top_k=0, top_p=1.0, temperature=temperature)
+    return length | (dict(do_sample=False) if temperature is None else sampling)

@@ -38,12 +38,15 @@ def first_half(
     num_kv: int,
     linear: Callable,
 ):
-    """(residual + delta (m, C), q (m, H, D), k (m, K, D), v (m, K, D)); cos, sin: (m, 1, D/2)."""
+    """Return residual + delta (m, C), q (m, H, D), k (m, K, D) and v (m, K, D).
+
+    Args: cos, sin: (m, 1, D/2).
+    """
     residual = residual + delta
     heads = linear(rms_norm(residual, norm, eps), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
     first, second = heads[:, :-num_kv].chunk(2, dim=2)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
-    return residual, turned[:, :-num_kv], turned[:, -num_kv:], heads[:, -num_kv:]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
+    return residual, rotated[:, :-num_kv], rotated[:, -num_kv:], heads[:, -num_kv:]
 
 
 def second_half(
@@ -56,7 +59,7 @@ def second_half(
     down: tuple,
     linear: Callable,
 ):
-    """(residual (m, C), what the MLP adds to it (m, C)) behind attention (m, H*D)."""
+    """Return (residual (m, C), what the MLP adds to it (m, C)) behind attention (m, H*D)."""
     residual = residual + linear(attended, *out)
     gate, up = linear(rms_norm(residual, norm, eps), *gate_up).chunk(2, dim=1)
     return residual, linear(F.silu(gate) * up, *down)
@@ -65,7 +68,7 @@ def second_half(
 def fused_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_b: torch.Tensor | None
 ):
-    """(m, outputs) by a product with [W; A] and one with LoRA's B.
+    """Return (m, outputs) by a product with [W; A] and one with LoRA's B.
 
     Args:
         weight: (outputs + k*r, inputs); bias: or None.
@@ -78,14 +81,15 @@ def fused_linear(
     y, inner = y[:, :-rank].float(), y[:, -rank:]
     if lora_b.dim() == 2:
         return (y + inner @ lora_b).to(x.dtype)
-    more = torch.bmm(inner.unflatten(1, lora_b.shape[:2]).transpose(0, 1), lora_b)
-    return (y + more.transpose(0, 1).flatten(1)).to(x.dtype)
+    lora_outputs = torch.bmm(inner.unflatten(1, lora_b.shape[:2]).transpose(0, 1), lora_b)
+    return (y + lora_outputs.transpose(0, 1).flatten(1)).to(x.dtype)
 
 
 def operands(linears: FusedLinears):
     """Return the arguments of `fused_linear` for a `FusedLinears` with its current LoRA."""
     lora_b = linears.lora_b
     if lora_b is not None:
+        # Two equal blocks are a batched product; three of unequal widths one block-diagonal matrix.
         parts = [b.t() * linears.scaling for b in lora_b.split_with_sizes(linears.sizes)]
         lora_b = torch.stack(parts) if len(parts) == 2 else torch.block_diag(*parts)
     return linears.weight, linears.bias, lora_b
@@ -102,7 +106,10 @@ def store(
 def attend_by_products(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ):
-    """(N, H*D) attention of q (N, H, D) over keys, values (P, K, S, D); bias: (P, 1, G, 1, S)."""
+    """Return attention (N, H*D) of q (N, H, D) over keys, values (P, K, S, D).
+
+    Args: bias: (P, 1, G, 1, S).
+    """
     (n, num_heads, size), (num_prompts, num_kv, *_) = q.shape, keys.shape
     per, group = num_heads // num_kv, n // num_prompts
     q = (q * size**-0.5).view(num_prompts, group, num_kv, per, size).transpose(1, 2)
@@ -115,7 +122,7 @@ def attend_by_products(
 def attend_by_flex(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_mask: BlockMask
 ):
-    """The same by FlexAttention; `block_mask`: of the G rows of a prompt."""
+    """Return what `attend_by_products` does; `block_mask` is of the G rows of a prompt."""
     grouped = q.unflatten(0, (len(keys), -1)).transpose(1, 2)  # (P, H, G, D)
     mixed = flex_attention(grouped, keys, values, block_mask=block_mask, enable_gqa=True)
     return mixed.transpose(1, 2).reshape(len(q), -1)
@@ -133,7 +140,7 @@ def first(
     values: torch.Tensor,
     slots: torch.Tensor,
 ):
-    """(residual, q) of `first_half`, which stores k and v."""
+    """Return (residual, q) of `first_half`, which stores k and v."""
     num_kv = keys.shape[1]
     residual, q, k, v = first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, fused_linear)
     store(k, v, keys, values, slots)
@@ -141,22 +148,25 @@ def first(
 
 
 def between(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, following: tuple):
-    """`first` of the layer that follows attention `mixed` and the rest of its layer."""
+    """Finish the layer of attention `mixed`, and return `first` of the layer that follows."""
     return first(*second_half(residual, mixed, *layer, fused_linear), *following)
 
 
 def last(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, norm: torch.Tensor, eps: float):
+    """Return the final norm's output (N, C) after attention `mixed` and the rest of its layer."""
     residual, delta = second_half(residual, mixed, *layer, fused_linear)
     return rms_norm(residual + delta, norm, eps)
 
 
-def place(step: torch.Tensor, pad: torch.Tensor, length: int, group: int, slots: int):
-    """(slots (G,) of this token, the end of those in use (1,), bias (P, 1, G, 1, S))."""
+def slots_and_bias(step: torch.Tensor, pad: torch.Tensor, length: int, group: int, slots: int):
+    """Return (slots (G,) of this token, the end of those in use (1,), bias (P, 1, G, 1, S))."""
     row, slot = torch.arange(group, device=step.device), torch.arange(slots, device=step.device)
     end = length + (step + 1) * group
-    own = (slot >= length) & (slot < end) & ((slot - length) % group == row[:, None])
-    seen = own | ((slot >= pad[:, None, None]) & (slot < length))  # (P, G, S)
-    bias = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, float("-inf"))
+    # Behind the prompt lie the first tokens of all G rows, then the second ones: every G-th is a
+    # row's own.
+    own_slots = (slot >= length) & (slot < end) & ((slot - length) % group == row[:, None])
+    visible = own_slots | ((slot >= pad[:, None, None]) & (slot < length))  # (P, G, S)
+    bias = torch.zeros_like(visible, dtype=torch.float32).masked_fill(~visible, float("-inf"))
     return end - group + row, end, bias[:, None, :, None]
 
 
@@ -187,7 +197,7 @@ class CompiledGraph(Graph):
         fused.refresh()
         self.operands = [list(map(operands, linears)) for linears, *_ in fused.layers]
         self.first, self.between, self.last = map(compile, (first, between, last))
-        self.place = compile(place)
+        self.slots_and_bias = compile(slots_and_bias)
         self.choose = compile(decode_torch.choose)
         if self.attention == "kernel":
             self.attend, self.caches = fused.decode_ops.attend, self.suffix
@@ -198,7 +208,7 @@ class CompiledGraph(Graph):
         return super()._capture(pool)
 
     def _join_caches(self):
-        """A prompt's slots and those of its rows, [prompt | first of all rows | second | ..]."""
+        """Join the slots of a prompt and its rows: [prompt | first of all rows | second | ..]."""
         layers, two, num_prompts, num_kv, length, size = self.prefix.shape
         group, device = self.num_generations, self.prefix.device
         slots = length + self.suffix.shape[4] * group
@@ -221,27 +231,33 @@ class CompiledGraph(Graph):
 
     def forward(self):
         layers, final, kernel = self.fused.layers, self.fused.final_norm, self.attention == "kernel"
-        cos, sin = (turn[self.position][:, None] for turn in (self.cos, self.sin))
+        cos, sin = (
+            values[self.position][:, None] for values in (self.cos, self.sin)
+        )  # (N, 1, D/2)
         residual = F.embedding(self.token, self.fused.embedding)
         slots = self.step  # of their own suffixes
         if not kernel:
             length, whole = self.prefix.shape[4], self.caches.shape[4]
-            slots, end, seen = self.place(self.step, self.pad, length, self.num_generations, whole)
+            slots, end, visible = self.slots_and_bias(
+                self.step, self.pad, length, self.num_generations, whole
+            )
         if self.attention == "flex":
             self.end.copy_(end.expand_as(self.end))
             self.blocks.copy_(((end + BLOCK - 1) // BLOCK).view(1, 1, 1).expand_as(self.blocks))
-            seen = self.mask
+            visible = self.mask
         following = [
-            (norm.weight, norm.variance_epsilon, qkv, cos, sin, *own, slots)
-            for (_, norm, _), (qkv, *_), own in zip(layers, self.operands, self.caches)
+            (norm.weight, norm.variance_epsilon, qkv, cos, sin, *layer_cache, slots)
+            for (_, norm, _), (qkv, *_), layer_cache in zip(layers, self.operands, self.caches)
         ]
         residual, q = self.first(residual, torch.zeros_like(residual), *following[0])
         for number, (_, _, norm) in enumerate(layers):
-            own = self.caches[number]
+            layer_cache = self.caches[number]
             if kernel:
-                mixed = self.attend(q, *self.prefix[number], *own, self.pad, self.done, self.step)
+                mixed = self.attend(
+                    q, *self.prefix[number], *layer_cache, self.pad, self.done, self.step
+                )
             else:
-                mixed = self.attend(q, *own, seen)
+                mixed = self.attend(q, *layer_cache, visible)
             _, out, *mlp = self.operands[number]
             layer = out, norm.weight, norm.variance_epsilon, *mlp
             if number + 1 == len(layers):
@@ -264,7 +280,7 @@ WITHOUT = {f"without_{name}": [name] for name in KERNELS} | dict(without_any=KER
 
 
 def without(fused: FusedModel, name: str):
-    """A copy of `fused` that decodes with the kernels WITHOUT[name] as compiled plain torch."""
+    """Return a copy of `fused` that decodes with WITHOUT[name] as compiled plain torch."""
     compiled = {n: torch.compile(getattr(decode_torch, n), dynamic=False) for n in WITHOUT[name]}
     other = copy(fused)
     other.decode_ops = SimpleNamespace(**vars(fused.decode_ops) | compiled)

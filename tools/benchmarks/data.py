@@ -45,7 +45,7 @@ class Options:
 
 
 class Bare(Dataset):
-    """JPEG decode and the two resizes, and nothing else: the least that a loader can do."""
+    """JPEG decoding and the two resizes: the least that a loader can do."""
 
     def __init__(self, jpegs: list[bytes]):
         self.jpegs = jpegs
@@ -60,7 +60,7 @@ class Bare(Dataset):
 
 
 def make_rows(num: int, width: int, height: int) -> list[dict]:
-    """`num` different rows of `write_gar`: detail of several sizes, regions of curved outlines."""
+    """Draw `num` rows for `write_gar`: detail of several sizes, regions of curved outlines."""
     rows, rng = [], np.random.default_rng(0)
 
     def blobs(size: int) -> Image.Image:
@@ -77,7 +77,7 @@ def make_rows(num: int, width: int, height: int) -> list[dict]:
 
 
 def speed(loader: DataLoader, options: Options) -> float:
-    """Samples per second, from when each worker has filled its buffers once."""
+    """Measure samples per second, from when each worker has filled its buffers once."""
     batches = iter(loader)
     for _ in range((PREFETCH + 2) * max(1, options.num_workers)):
         next(batches)
@@ -88,7 +88,7 @@ def speed(loader: DataLoader, options: Options) -> float:
 
 
 def measure(options: Options) -> dict:
-    """{"loader": samples per second of both loaders, round by round in turns, and their ratio}."""
+    """Return {"loader": samples per second of both loaders, in turns, and their ratio}."""
     prompts, workers = PromptBuilder(load_tokenizer(DEMO), "phi3_chat", 256), options.num_workers
     inputs = Sa2VAPreprocessor(Sa2VAProcessor(REAL_SIZES, max_tiles=1), prompts, 32768, 128)
     rows = make_rows(options.num_images, options.width, options.height)

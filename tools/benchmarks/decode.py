@@ -38,7 +38,7 @@ class Options(common.Answers):
 
 @torch.no_grad()
 def measure(options: Options) -> dict:
-    """For each number of prompts the floor, and every sampler's time of a token after the first."""
+    """Measure each sampler's time of a token after the first, beside the floor, by batch size."""
     model = common.random_llm(options)
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     if set(options.samplers) - set(SAMPLERS):
@@ -51,14 +51,14 @@ def measure(options: Options) -> dict:
         slots = num_prompts * options.prompt_length + rows * options.num_tokens // 2  # of the mean
         floor = 1e3 * costs.read(slots) / bandwidth
         table[f"{rows} rows, floor"] = dict(ms_per_token=floor)
-        works, times, drawn = samplers(engine, num_prompts, options), {}, {}
+        works, times, sampled = samplers(engine, num_prompts, options), {}, {}
         for name in options.samplers:
             start = time.perf_counter()
             with torch.autocast(torch.device(options.device).type, torch.bfloat16):
-                drawn[name] = works[name](options.num_tokens)
+                sampled[name] = works[name](options.num_tokens)
             common.synchronize(options.device)
             first = dict(first_call_seconds=time.perf_counter() - start)  # compiles, captures
-            first["hidden_error"] = hidden_error(drawn, name)
+            first["hidden_error"] = hidden_error(sampled, name)
             times[name] = first | token_times(works[name], floor, options)
             table[f"{rows} rows, {name}"] = times[name]
             print(name, times[name], flush=True)
@@ -68,33 +68,35 @@ def measure(options: Options) -> dict:
 
 
 def token_times(work: Callable[..., object], floor: float, options: Options) -> dict[str, float]:
-    """Milliseconds of all tokens, of the first, and of each that follows, beside the floor's."""
+    """Measure milliseconds of all tokens, of the first and of each that follows."""
     with torch.autocast(torch.device(options.device).type, torch.bfloat16):
         timed = [common.timing(lambda n=n: work(n), options) for n in (options.num_tokens, 1)]
     whole, first = (1e3 * timing.seconds for timing in timed)
+    # The first token comes from the prompts' forward, not from a step of decoding.
     each = (whole - first) / (options.num_tokens - 1)
     times = dict(ms_per_token=each, first_token_ms=first, total_ms=whole)
     warmth = dict(warmup_rounds=timed[0].warmup_rounds, settled=all(t.settled for t in timed))
     return times | dict(ratio_to_floor=each / floor) | warmth
 
 
-def hidden_error(drawn: dict, name: str) -> float | None:
-    """Relative error of the first decoded token's hidden states against the first sampler's.
+def hidden_error(sampled: dict, name: str) -> float | None:
+    """Return the relative error of hidden states at the first decoded token.
 
-    Of rows whose first token, which the prompt's forward gives, is the same.
+    The first sampler's are the reference. Only rows with the same first token count: the prompt's
+    forward gives it, and its states depend on it.
     """
-    reference, completions = drawn[next(iter(drawn))], drawn[name]
+    reference, completions = sampled[next(iter(sampled))], sampled[name]
     if completions is None or reference is None:
         return None
     same = completions.ids[:, 0] == reference.ids[:, 0]
     if not same.any():
         return None
-    completions, reference = (one.hidden[same, 0].float() for one in (completions, reference))
-    return ((completions - reference).norm() / reference.norm()).item()
+    states, expected = (c.hidden[same, 0].float() for c in (completions, reference))  # (n, C)
+    return ((states - expected).norm() / expected.norm()).item()
 
 
 def decoder(fused: FusedModel, name: str) -> Decoder:
-    """One whose step is this project's, or an alternative to it."""
+    """Return a decoder whose step is this project's, or an alternative to it."""
     if name in compiled.GRAPHS:
         return Decoder(fused, partial(compiled.CompiledGraph, **compiled.GRAPHS[name]))
     if name in compiled.WITHOUT:
@@ -103,7 +105,7 @@ def decoder(fused: FusedModel, name: str) -> Decoder:
 
 
 def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
-    """{name of SAMPLERS: function of a number of tokens, which draws so many for each row}."""
+    """Return {name of SAMPLERS: function that samples a number of tokens for each row}."""
     group = options.num_generations
     rows = num_prompts * group
     embeds, mask = common.random_prompts(num_prompts, engine.language_model.config, options)
@@ -118,14 +120,13 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
                 decoders.clear()
                 decoders[name] = decoder(fused, name)
             engine._decoder = decoders[name]
-        draws = uniforms[:, :num_tokens]
         return engine.generate(
             embeds,
             mask,
             num_generations=group,
             max_new_tokens=num_tokens,
             stop=None,
-            uniforms=draws,
+            uniforms=uniforms[:, :num_tokens],
         )
 
     def huggingface(num_tokens):

@@ -14,7 +14,7 @@ from rl_train.config.flags import COUNT, flag
 from rl_train.engine.lm_head import token_logps
 from tools.benchmarks import common
 
-COLUMNS = dict(seconds=".4f", share_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS = dict(seconds=".4f", fraction_of_ceiling=".1%", peak_gib=".2f")
 COLUMNS |= dict(logp_error=".1e", gradient_error=".1e", warmup_rounds="d", settled="")
 
 
@@ -28,13 +28,13 @@ class Options(common.Ceilings):
 
 
 def default(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocabulary: int):
-    """(m,) log-probs of ids (m,) after hidden (m, C); logits in the model's dtype, as usual."""
+    """Return log-probs (m,) of ids (m,) after hidden (m, C), by logits in the model's dtype."""
     logits = F.linear(hidden, weight)[:, :vocabulary].float()
     return torch.log_softmax(logits, dim=-1).gather(1, ids[:, None])[:, 0]
 
 
 def chunked(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, vocabulary: int):
-    """This project's, which gives entropies too."""
+    """Return log-probs by this project's head, which computes entropies too."""
     return token_logps(hidden, weight, ids, 1.0, vocabulary)[0]
 
 
@@ -46,7 +46,7 @@ def run(
     slope: torch.Tensor,
     vocabulary: int,
 ):
-    """(log-probs (m,), derivative by hidden (m, C) of their sum weighted with slope (m,))."""
+    """Return log-probs (m,), and the derivative by hidden (m, C) of their sum times slope (m,)."""
     hidden = hidden.detach().requires_grad_()
     logp = way(hidden, weight, ids, vocabulary)
     logp.backward(slope)
@@ -54,7 +54,7 @@ def run(
 
 
 def peak(work: Callable[[], object], device: torch.device | str) -> float:
-    """GiB that it holds beyond what is there; NaN where it is not counted."""
+    """Return the GiB that `work` allocates at most; NaN where memory is not counted."""
     if torch.device(device).type != "cuda":
         return float("nan")
     before = torch.cuda.memory_allocated()
@@ -64,7 +64,7 @@ def peak(work: Callable[[], object], device: torch.device | str) -> float:
 
 
 def measure(options: Options) -> dict:
-    """Seconds and memory of all ways, and the errors of some tokens against float32."""
+    """Measure seconds and memory of all ways, and errors of some tokens against float32."""
     limit, _, ceilings = common.ceilings(options)
     torch.manual_seed(0)
     device, dtype, vocabulary = options.device, torch.bfloat16, options.vocabulary
@@ -89,11 +89,11 @@ def measure(options: Options) -> dict:
     logp, gradient = run(
         default, hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
     )
-    rows, needed = {}, 4 * hidden.numel() * vocabulary
+    rows, needed = {}, 4 * hidden.numel() * vocabulary  # operations: 2 m C V each way
     for name, timing in common.timings_in_turns(runs, options).items():
         logps, slopes = runs[name]()
         rows[name] = vars(timing) | dict(
-            share_of_ceiling=needed / timing.seconds / limit,
+            fraction_of_ceiling=needed / timing.seconds / limit,
             peak_gib=peak(runs[name], options.device),
             logp_error=(logps[some] - logp).abs().max().item(),
             gradient_error=((slopes[some] - gradient).norm() / gradient.norm()).item(),

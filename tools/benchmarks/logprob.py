@@ -21,7 +21,7 @@ from tools.benchmarks.trl_style import FullEngine
 
 # In the last two, rows share their prompt's forward and layers are compiled; the last: the default.
 WAYS = ("plain", "packed", "packed, checkpoints")
-COLUMNS = dict(seconds=".3f", times_faster=".2f", share_of_ceiling=".1%", peak_gib=".2f")
+COLUMNS = dict(seconds=".3f", times_faster=".2f", fraction_of_ceiling=".1%", peak_gib=".2f")
 COLUMNS |= dict(ratio_to_floor=".2f", gradient_error=".2e", logp_error=".2e")
 COLUMNS |= dict(first_seconds=".1f", graphs="d", warmup_rounds="d", settled="")
 
@@ -54,7 +54,7 @@ class MicroBatch:
         self.full = FullEngine(model, pad_id=0)
 
     def run(self, way: str, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """(N, T) log-probs; their gradients replace the last ones.
+        """Return (N, T) log-probs; their gradients replace the last ones.
 
         lengths: (N,) of the answers, default T.
         """
@@ -66,7 +66,7 @@ class MicroBatch:
         return logp.detach()
 
     def run_lengths(self, way: str, number: int = 5) -> dict:
-        """Graphs that torch compiles for so many steps of other lengths, seconds of the first."""
+        """Count graphs compiled for `number` steps of other lengths; time the first step."""
         random, seconds = torch.Generator().manual_seed(0), []
         before = counters["stats"]["unique_graphs"]
         size = len(self.ids), self.ids.shape[1]
@@ -80,7 +80,7 @@ class MicroBatch:
         return dict(first_seconds=seconds[0], graphs=graphs)
 
     def run_in_float32(self) -> torch.Tensor:
-        """The right answer: the plain way in float32, row by row. The model stays in float32."""
+        """Compute log-probs the plain way in float32, row by row. The model stays in float32."""
         self.engine.release()
         self.model.float()
         self.embeds = self.embeds.detach().float().requires_grad_()
@@ -92,7 +92,7 @@ class MicroBatch:
         return torch.cat(logps).detach()
 
     def ours(self, way: str, lengths: torch.Tensor | None) -> torch.Tensor:
-        """(N, T) as in training."""
+        """Return (N, T) as in training."""
         prompt = torch.arange(len(self.ids), device=self.ids.device) // self.group
         valid = torch.ones_like(self.ids, dtype=torch.bool)
         if lengths is not None:
@@ -101,18 +101,18 @@ class MicroBatch:
         return self.engine.score(self.embeds, self.mask, prompt, self.ids, valid).logp
 
     def plain(self, rows: slice = slice(None)) -> torch.Tensor:
-        """(n, T) by a full sequence per row, with the logits of the completions."""
+        """Return (n, T) by a full sequence per row, with the logits of the completions."""
         prompts = (t.repeat_interleave(self.group, 0)[rows] for t in (self.embeds, self.mask))
         ids = self.ids[rows]
         return self.full.score(*prompts, None, ids, torch.ones_like(ids, dtype=torch.bool)).logp
 
     def gradient(self) -> torch.Tensor:
-        """The LoRA's and, last, the prompts', as one vector on the CPU."""
+        """Return the gradients of the LoRA and, last, of the prompts, as one vector on the CPU."""
         grads = [p.grad for p in self.model.parameters() if p.requires_grad] + [self.embeds.grad]
         return torch.cat([grad.flatten().double().cpu() for grad in grads])
 
     def peak(self, way: str) -> float:
-        """GiB that a run holds beyond weights and gradients; NaN where it is not counted."""
+        """Return the GiB that a run holds beyond weights and gradients; NaN where not counted."""
         if self.embeds.device.type != "cuda":
             return float("nan")
         self.run(way)
@@ -123,18 +123,19 @@ class MicroBatch:
 
 
 def operations(model: nn.Module, ways: Sequence[str], options: Options) -> dict[str, float]:
-    """{way: operations that it cannot do without}, with attention where it is causal."""
+    """Return {way: operations that it cannot do without}, with attention where it is causal."""
     costs, length, new = LanguageModel(model), options.prompt_length, options.num_tokens
     answers, needed = options.num_rows * new, {}
     for way in ways:
         prompts = options.num_rows if way == "plain" else options.num_prompts
+        # Causal: an answer's token sees its prompt and, on average, half of the answer.
         pairs = answers * (length + new / 2) + prompts * length**2 / 2
         needed[way] = costs.forward(prompts * length + answers, pairs, answers, backward=True)
     return needed
 
 
 def measure(options: Options) -> dict:
-    """Seconds and memory of all ways, and their errors against float32."""
+    """Measure seconds and memory of all ways, and their errors against float32."""
     limit, bandwidth, ceilings = common.ceilings(options)
     batch = MicroBatch(common.random_llm(options), options)
     names = options.ways
@@ -146,7 +147,7 @@ def measure(options: Options) -> dict:
         logps[name], gradients[name] = batch.run(name), batch.gradient()
         ways[name] = vars(timing) | dict(
             tflop=needed[name] / 1e12,
-            share_of_ceiling=needed[name] / timing.seconds / limit,
+            fraction_of_ceiling=needed[name] / timing.seconds / limit,
             ratio_to_floor=timing.seconds / floor,
             peak_gib=batch.peak(name),
             **lengths.get(name, {}),

@@ -28,7 +28,7 @@ class Options(workload.Options):
 
 
 def base_bytes(state: RunState) -> int:
-    """Bytes of the frozen base in bf16, and of what the trainables need beside gradients."""
+    """Count bytes of the frozen base in bf16 and of what trainables need beside gradients."""
     policy, banks = state.policy, state.roles.copies
     named = policy.model.named_parameters()
     frozen = sum(p.numel() for name, p in named if name not in policy.trainable)
@@ -37,7 +37,7 @@ def base_bytes(state: RunState) -> int:
 
 
 def measure(options: Options) -> dict:
-    """GiB: {"standing": by part, "later": peaks by phase, "peak", "base", ..; "ratio"}."""
+    """Return GiB as {"standing": by part, "later": peaks by phase, "peak", "base", .., "ratio"}."""
     w = workload.build(options)
     standing, base = standing_memory(w.policy, w.state.roles.copies), base_bytes(w.state)
     clocks, _ = w.run()

@@ -1,12 +1,11 @@
 """Profile a step: the time of each phase by class of kernel, by torch.profiler.
 
-The step of `python -m tools.benchmarks step`. A phase ends when the GPU has done its work; a
-kernel that
-nothing else launches marks that on the GPU's own timeline. The profiler slows the host down, so a
-phase's wall time is that of steps without it, and what the kernels leave of that is idle. One
-session of the profiler, when all CUDA graphs are captured: others of the process lose events
-(github.com/pytorch/pytorch/issues/192021). Without a GPU operators stand for kernels, nested ones
-too, only to try the code.
+The step is that of `python -m tools.benchmarks step`. A phase ends when the GPU has done its work;
+a kernel that nothing else launches marks that on the GPU's own timeline. The profiler slows the
+host down, so a phase's wall time is that of steps without it, and what the kernels leave of that is
+idle. The profiler runs in one session, when all CUDA graphs are captured: others of the process
+lose events (github.com/pytorch/pytorch/issues/192021). Without a GPU operators stand for kernels,
+nested ones too, only to try the code.
 """
 
 import json
@@ -62,7 +61,7 @@ class MarkingClock(PhaseTimer):
 
 
 def measure(options: Options) -> dict:
-    """{"phases": {phase: its seconds, and {class: seconds}}, "total": median seconds of a step}."""
+    """Return {"phases": {phase: seconds, and by class}, "total": median seconds of a step}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
     w = workload.build(options)
     clocks, warmth = w.run()
@@ -95,24 +94,24 @@ def measure(options: Options) -> dict:
         | dict(shapes=options.shapes, rounds=options.rounds, flags=w.config.flags)
         | vars(warmth)
     )
-    more = dict(floor=sum(least.values()), wasted_tokens=w.wasted())
-    return head | dict(total=plain["total"], phases=phases) | more
+    step = dict(floor=sum(least.values()), wasted_tokens=w.wasted())
+    return head | dict(total=plain["total"], phases=phases) | step
 
 
 def parse(trace: dict, device_type: str) -> list[Event]:
     """Return events of the device and the marks, in the order of their starts."""
-    kinds = ("kernel", "gpu_memcpy", "gpu_memset") if device_type == "cuda" else ("cpu_op",)
+    categories = ("kernel", "gpu_memcpy", "gpu_memset") if device_type == "cuda" else ("cpu_op",)
     events = [
         (event["ts"] / 1e6, event["dur"] / 1e6, event["name"])
         for event in trace["traceEvents"]
-        if event.get("cat") in kinds or device_type == "cpu" and event["name"] == MARKS["cpu"]
+        if event.get("cat") in categories or device_type == "cpu" and event["name"] == MARKS["cpu"]
     ]
     first = min((start for start, *_ in events), default=0)
     return [(name, start - first, start - first + took) for start, took, name in sorted(events)]
 
 
 def split(events: list[Event], phases: dict[str, float], mark: str) -> dict[str, list[Event]]:
-    """{phase: its events}, by the marks.
+    """Return {phase: its events}, by the marks.
 
     Raises:
         RuntimeError: the trace lacks marks, or they are not where the host's clock has seen the
@@ -133,8 +132,8 @@ def split(events: list[Event], phases: dict[str, float], mark: str) -> dict[str,
 
 
 @cache
-def kind(name: str) -> str:
-    """The class of a kernel, or of a copy."""
+def kernel_class(name: str) -> str:
+    """Return the class of a kernel or of a copy, one of KERNELS."""
     if name.startswith(("Memcpy", "Memset")):
         return "copies"
     if ATTENTION.search(name):
@@ -145,10 +144,11 @@ def kind(name: str) -> str:
 
 
 def attribute(events: list[Event]) -> dict[str, float]:
-    """{class: seconds} in which any event ran; where they overlap, all count for less."""
+    """Return {class: seconds} in which any event ran; where they overlap, all count for less."""
     of_class, busy, until = dict.fromkeys(KERNELS, 0.0), 0.0, 0.0
     for name, start, end in events:
-        of_class[kind(name)] += end - start
+        of_class[kernel_class(name)] += end - start
+        # Events are in the order of their starts: only what lies behind all earlier ends is new.
         busy += max(0.0, end - max(start, until))
         until = max(until, end)
     total = sum(of_class.values()) or 1.0

@@ -77,7 +77,7 @@ class Shapes:
         return tokenizer(self.num_text_tokens, points_model.SPECIAL)
 
     def preprocessing(self, side: int) -> ImagePreprocessing:
-        """Images as squares of `side` pixels."""
+        """Return the preprocessing of images into squares of `side` pixels."""
         patch, merge = self.qwen["vision_config"]["patch_size"], 2
         if side < 1 or side % (patch * merge):
             raise ValueError(f"--image_size {side}: must be a multiple of {patch * merge}")
@@ -93,7 +93,7 @@ SHAPES = {
 def random_qwen(
     shapes: Shapes, device: torch.device | str, seed: int = 0
 ) -> Qwen2_5_VLForConditionalGeneration:
-    """Qwen2.5-VL of random weights in bfloat16, whose special tokens are those of `shapes`."""
+    """Build Qwen2.5-VL of random bfloat16 weights, with the special tokens of `shapes`."""
     id_of = {name: shapes.num_text_tokens + i for i, name in enumerate(points_model.SPECIAL)}
     config = Qwen2_5_VLConfig(
         text_config=shapes.qwen["text_config"] | dict(eos_token_id=id_of["<|im_end|>"]),
@@ -110,7 +110,7 @@ def random_qwen(
 
 
 def random_points(shapes: Shapes, device: torch.device | str, seed: int = 0) -> PointModel:
-    """Both models of random weights, in the dtypes of a run: SAM2's decoder is float32."""
+    """Build both models of random weights in the dtypes of a run: SAM2's decoder is float32."""
     vlm = random_qwen(shapes, device, seed)
     with torch.device(device):
         sam = Sam2Model(Sam2Config(**shapes.sam)).eval()

@@ -68,7 +68,7 @@ SEG_LOGIT_STD = 6.0
 def tokenizer(
     num_text_tokens: int = NUM_TEXT_TOKENS, added: list[str] = ADDED
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `num_text_tokens` and, behind them, the special tokens `added`.
+    """Build a byte-level BPE of `num_text_tokens` and, behind them, the special tokens `added`.
 
     Words of up to four letters are one token each, so that random ids decode to text that encodes
     to about as many ids.
@@ -93,7 +93,7 @@ def random_model(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Sa2VAModel:
-    """A model of random weights."""
+    """Build a model of random weights."""
     torch.manual_seed(seed)
     with default_dtype(dtype), torch.device(device):
         return Sa2VAModel(Sa2VAConfig(**config))

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rl_train.policies.qwen_vl_model import TextModel
 from sa2va_hf.batches import Prompts, shared_prefix_lengths
-from tools.benchmarks.lengths import Asked
+from tools.benchmarks.lengths import Request
 from tools.benchmarks.qwen import SHAPES
 from tools.benchmarks.workload import Work
 
@@ -41,16 +41,18 @@ class LanguageModel:
         self.slot = 2 * 2 * config.num_key_value_heads * size * len(layers)
 
     def forward(self, tokens: int, pairs: float, scored: int, backward: bool = False) -> float:
-        """Operations of `tokens` through the layers, `pairs` of query and key, `scored` logits.
+        """Count operations of `tokens` in the layers, `pairs` of query and key, `scored` logits.
 
         With `backward` those of the gradient too.
         """
+        # A product is 2 a weight; its backward 2 by the input, and 2 by a weight that trains.
         per_token = 2 * (self.base + self.lora) + (2 * self.base + 4 * self.lora if backward else 0)
+        # Two products forward; backward five more, of which one is the scores, computed again.
         attention = (14 if backward else 4) * self.attention * pairs
         return tokens * per_token + attention + (4 if backward else 2) * self.head * scored
 
     def read(self, slots: float) -> float:
-        """Bytes of a decoding step: weights but the embeddings, keys and values in `slots`."""
+        """Count bytes of a decoding step: weights but embeddings, keys and values in `slots`."""
         return 2 * (self.base + self.lora + self.head) + self.slot * slots
 
 
@@ -64,7 +66,7 @@ class Call:
 
     @property
     def own(self) -> torch.Tensor:
-        """(P,) tokens that no prompt before has."""
+        """Return (P,) tokens that no prompt before has."""
         return self.prompts - self.shared
 
     @property
@@ -93,7 +95,7 @@ class Least:
         return prompts if answers is None else prompts + self.decode(call)
 
     def decode(self, call: Call) -> float:
-        """All tokens after the first: in each step of the rows that are not done yet."""
+        """Return the cost of all tokens after the first: in each step of rows that are not done."""
         model, answers = self.model, call.answers
         fed = answers - 1  # (P, G) the last is never fed
         longest = fed.max(1).values  # (P,) steps in which a prompt's keys and values are read
@@ -104,7 +106,7 @@ class Least:
         return self.compute(fed.sum().item() * each, moved)
 
     def scores(self, call: Call, backward: bool = False) -> float:
-        """One pass over all rows, which share their prompts."""
+        """Return the cost of one pass over all rows, which share their prompts."""
         answers = call.answers  # (P, G)
         pairs = call.pairs + (answers * (call.prompts[:, None] + answers / 2)).sum().item()
         tokens = answers.sum().item()
@@ -113,7 +115,7 @@ class Least:
 
 
 def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
-    """{phase: seconds} at `matmul` operations and `bandwidth` bytes a second, of the last step."""
+    """Return {phase: seconds} of the last step, by operations and bytes a second."""
     policy, points = work.policy, work.options.sizes in SHAPES
     model = policy.model.vlm if points else policy.model.language_model
     costs = LanguageModel(TextModel(model.model.language_model, model.lm_head) if points else model)
@@ -127,9 +129,9 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     for number, task in enumerate(work.state.tasks, 1):
         rollout, teacher = f"rollout{number}", f"teacher{number}"
         for phase in (rollout, teacher):
-            seconds[phase] = sum(least.ask(call_of(work, one)) for one in work.asked[phase])
+            seconds[phase] = sum(least.ask(call_of(work, r)) for r in work.requests[phase])
         seconds[rollout if task.action else teacher] += least.compute(masks)
-        sampled = call_of(work, work.asked[rollout][0])
+        sampled = call_of(work, work.requests[rollout][0])
         asks_reference = work.config.loss.kl_coef > 0
         seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
         update += least.scores(sampled, backward=True)
@@ -137,17 +139,17 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     return seconds | {"update": update}
 
 
-def call_of(work: Work, asked: Asked) -> Call:
+def call_of(work: Work, request: Request) -> Call:
     """Return the cost of a call's request."""
-    prompts = torch.tensor([len(ids) for ids in asked.prompts.ids], dtype=torch.float64)
+    prompts = torch.tensor([len(ids) for ids in request.prompts.ids], dtype=torch.float64)
     answers = None
-    if asked.valid is not None:
-        answers = asked.valid.sum(1).cpu().double().view(len(prompts), -1)
-    return Call(prompts, shared_tokens(work, asked.prompts), answers)
+    if request.valid is not None:
+        answers = request.valid.sum(1).cpu().double().view(len(prompts), -1)
+    return Call(prompts, shared_tokens(work, request.prompts), answers)
 
 
 def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
-    """(P,) leading tokens that each prompt has in common with the one before: those of an image."""
+    """Return how many leading tokens (P,) each prompt shares with the one before: an image's."""
     if work.options.sizes in SHAPES:  # whose prompts are about an image each
         return torch.zeros(len(prompts), dtype=torch.float64)
     images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch))
@@ -164,7 +166,7 @@ def points_operations(work: Work) -> tuple[int, int]:
     images = [row // work.config.rollout.num_generations for row in range(work.num_rows)]
     with FlopCounterMode(display=False) as encoding:
         features = policy.encode(work.batch)
-    answers, _ = task.parse([policy.said] * len(images), features, images)
+    answers, _ = task.parse([policy.forced_text] * len(images), features, images)
     with FlopCounterMode(display=False) as decoding:
         policy.point_masks(features, images, answers, task.options.sam_passes)
     return encoding.get_total_flops(), decoding.get_total_flops()

@@ -2,7 +2,7 @@
 
 One process runs alone, as the launcher starts it; several under torchrun (gloo without a GPU). A
 step is as long as its slowest rank. Ranks wait for each other twice: before the update, when they
-first meet, and in it, for gradients; the share of a step that passes in the first of these is
+first meet, and in it, for gradients; the fraction of a step that passes in the first of these is
 `waiting`, what the second costs is the update's time beside that of one process.
 """
 
@@ -51,7 +51,7 @@ class Options(Step):
 
 
 def measure(options: Options) -> dict | None:
-    """{"runs": those of `measure_rank`, "efficiency": {processes: the fewest's time / theirs}}."""
+    """Return {"runs": `measure_rank`, "efficiency": {processes: the fewest's time / theirs}}."""
     if options.worker:
         return measure_rank(options)
     at_most = max(1, torch.cuda.device_count())
@@ -73,7 +73,7 @@ def measure(options: Options) -> dict | None:
 
 
 def handed_down(options: Options) -> list[str]:
-    """The flags of each process, those of the step."""
+    """Return the flags that each process gets: those of the step."""
     step_flags = {f.name: getattr(options, f.name) for f in fields(Step)}
     flags, last = [], ["--flags", *step_flags.pop("flags")]
     for name, value in step_flags.items():
@@ -84,7 +84,7 @@ def handed_down(options: Options) -> list[str]:
 
 
 def launch(options: Options, count: int) -> dict:
-    """The figures of `count` processes, started anew."""
+    """Start `count` processes and return their figures."""
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
     environment = {n: v for n, v in os.environ.items() if n not in ALONE} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def launch(options: Options, count: int) -> dict:
 
 
 def measure_rank(options: Options) -> dict | None:
-    """On the first rank: seconds of a step by the slowest rank, and of the exchange; else None."""
+    """Return a step's seconds by the slowest rank, and the exchange's; None but on rank 0."""
     ranks = process_group.init()
     try:
         matmul, bandwidth, ceilings = common.ceilings(options)
@@ -141,7 +141,7 @@ def measure_rank(options: Options) -> dict | None:
 
 
 def waiting(steps: list[tuple[dict[str, float], ...]]) -> float:
-    """Share of the steps that ranks wait for the last one to come to the update, on average.
+    """Return the fraction of a step that ranks wait for the last one to come to the update.
 
     Args:
         steps: of each the {phase: seconds} of all ranks, which begin together.

@@ -32,7 +32,7 @@ class Options(common.Ceilings, workload.Options):
 
 
 def measure(options: Options) -> dict:
-    """{"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
+    """Return {"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
     others = options.alternative_rounds or options.rounds
     as_others = replace(options, rounds=others, warmup=options.alternative_warmup)
@@ -53,7 +53,7 @@ def measure(options: Options) -> dict:
         if name == "ours":
             measured["flags"] = w.config.flags
             measured["floor"] = summary([step_floor(w, matmul, bandwidth)])
-            wasted = ", ".join(f"{phase} {share:.1%}" for phase, share in w.wasted().items())
+            wasted = ", ".join(f"{phase} {wasted:.1%}" for phase, wasted in w.wasted().items())
             print(f"{name}: decoded and no answer's: {wasted}", flush=True)
         del w  # each way has a model of its own, of the same weights
         gc.collect()
@@ -76,7 +76,7 @@ def measure(options: Options) -> dict:
 
 
 def summary(phases: list[dict[str, float]]) -> dict:
-    """{"phases": median seconds of each, "totals" of each step, "total": their median, "spread"}.
+    """Return medians by phase, "totals" of each step, "total", their median, and "spread".
 
     The spread is that of the totals, the longest less the shortest, relative to the median.
     """

@@ -44,18 +44,18 @@ class FullPoints(ForcedPoints):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Pixels:
-        """Patches for Qwen2.5-VL, and SAM2's features, which the rewards need."""
+        """Return patches for Qwen2.5-VL, and SAM2's features, which the rewards need."""
         unit = self.preprocessing.factor
         values = [
             patches(pixels.to(self.device), self.preprocessing) for pixels in batch.inputs.pixels
         ]
-        sizes = [tuple(one.shape[1:]) for one in batch.inputs.pixels]
+        sizes = [tuple(pixels.shape[1:]) for pixels in batch.inputs.pixels]  # (H, W)
         grids = [(h // unit, w // unit) for h, w in sizes]
         sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         return Pixels([], grids, sizes, sam, batch.sizes, values)
 
     def whole(self, images: Pixels, prompts: Prompts, answers: torch.Tensor | None = None) -> dict:
-        """transformers' inputs of prompts, and answers (P, T) behind them, each with its image."""
+        """Return transformers' inputs: prompts, answers (P, T) behind them, an image for each."""
         ids, mask = (t.to(self.device) for t in pad_left(prompts.ids, self.pad_id))
         if answers is not None:
             ids = torch.cat([ids, answers.to(self.device)], dim=1)
@@ -79,7 +79,7 @@ class FullPoints(ForcedPoints):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ):
-        """Sampled without regard to `uniforms`, greedily without them; log-probs are 0."""
+        """Sample without regard to `uniforms`, greedily without them; log-probs are 0."""
         temperature = None if uniforms is None else self.engine.temperature
         with self.autocast():
             inputs = self.whole(images, prompts.repeat(num_generations))
@@ -90,8 +90,8 @@ class FullPoints(ForcedPoints):
         assert ids.shape == (len(prompts) * num_generations, max_new_tokens)
         logp, ids = ids.new_zeros(ids.shape).float(), ids.cpu()
         valid = torch.ones_like(ids, dtype=torch.bool)
-        done = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
-        return done, [self.completion_text(row) for row in ids.tolist()]
+        completions = Completions(ids, logp, valid, ~valid[:, 0], logp[..., None])
+        return completions, [self.completion_text(row) for row in ids.tolist()]
 
     def score_answers(
         self,

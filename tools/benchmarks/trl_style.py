@@ -40,7 +40,7 @@ class FullAnswers:
     hidden: torch.Tensor  # (n, T, C) at each token as input
 
     def hidden_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(m, C) hidden states of tokens (n, T) bool."""
+        """Return (m, C) hidden states of tokens (n, T) bool."""
         return self.hidden[tokens]
 
 
@@ -63,24 +63,25 @@ class FullEngine(Engine):
         uniforms: torch.Tensor | None = None,
         **_,
     ) -> Completions:
-        drawn, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
+        samples, with_hidden = uniforms is not None, max_new_tokens == self.hidden_tokens
         out = self.language_model.generate(
             inputs_embeds=embeds,
             attention_mask=attention_mask.to(embeds.device),
             num_return_sequences=num_generations,
             return_dict_in_generate=True,
-            output_logits=drawn,
+            output_logits=samples,
             output_hidden_states=with_hidden,
-            **free_sampling(max_new_tokens, self.pad_id, self.temperature if drawn else None),
+            **free_sampling(max_new_tokens, self.pad_id, self.temperature if samples else None),
         )
         ids = out.sequences
         assert ids.shape == (len(embeds) * num_generations, max_new_tokens)
         logp = torch.zeros(ids.shape, device=ids.device)
-        for t, logits in enumerate(out.logits if drawn else ()):
+        for t, logits in enumerate(out.logits if samples else ()):
             all_logps = torch.log_softmax(logits.float() / self.temperature, -1)
             logp[:, t] = all_logps.gather(1, ids[:, t, None])[:, 0]
         hidden = embeds.new_zeros(*ids.shape, embeds.shape[-1])
         if with_hidden:
+            # Entry 0 is the prompt's forward, so entry t is at token t - 1 as input.
             hidden[:, :-1] = torch.stack([step[-1][:, -1] for step in out.hidden_states[1:]], 1)
         valid = torch.ones(ids.shape, dtype=torch.bool)
         return Completions(ids.cpu(), logp, valid, ~valid[:, 0], hidden)
@@ -114,8 +115,8 @@ class FullPolicy(ForcedPolicy):
 
     roles: Roles
 
-    def __init__(self, *parts: Any, **how: Any):
-        super().__init__(*parts, **how)
+    def __init__(self, *parts: Any, **sizes: Any):
+        super().__init__(*parts, **sizes)
         model, temperature = self.model.language_model, self.engine.temperature
         self.engine = FullEngine(model, pad_id=self.pad_id, temperature=temperature)
         self.engine.hidden_tokens = self.answer_tokens
@@ -124,7 +125,7 @@ class FullPolicy(ForcedPolicy):
         return ImagesOfBatch(**vars(super().encode(batch)), batch=batch)
 
     def embed(self, images: ImagesOfBatch, prompts: Prompts, num_tokens: int = 0):
-        """As Sa2VA's, after the vision encoder on the tiles of each prompt."""
+        """Return Sa2VA's embeddings, with the tiles of each prompt encoded anew."""
         normalised = [normalise_tiles(tiles) for tiles in images.batch.inputs.tiles]
         tiles = torch.cat([normalised[i] for i in prompts.image_index])
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
@@ -146,7 +147,7 @@ class FullPolicy(ForcedPolicy):
             return self.engine.score(embeds, mask, None, ids, valid)
 
     def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings: torch.Tensor):
-        """As Sa2VA's; of the teacher by SAM2's features of every row's own."""
+        """Return Sa2VA's mask logits; the teacher encodes the image of every row for SAM2."""
         if self.roles.active == "teacher":
             pixels = images.batch.inputs.sam_pixels[image].to(self.device)
             with torch.autocast(self.device.type, enabled=False):
@@ -156,7 +157,7 @@ class FullPolicy(ForcedPolicy):
 
 
 def build_trl_style(options: Options) -> Work:
-    """The work of `options`, done in TRL's way."""
+    """Build the work of `options`, done in TRL's way."""
     if options.answer_lengths:
         raise ValueError("--answer_lengths: not of trl, whose generate ends all at one length")
     if options.sizes in SHAPES:

@@ -39,7 +39,7 @@ from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.batches import ImageFeatures, Prompts
 from tools.benchmarks.common import CONFIGS, Timed, Warmth, start_lora, warm_up
-from tools.benchmarks.lengths import Asked, Lengths, check_lengths, wasted
+from tools.benchmarks.lengths import Lengths, Request, check_lengths, wasted_fraction
 from tools.benchmarks.qwen import SHAPES, random_points
 from tools.benchmarks.random_checkpoint import ADDED, random_model, tokenizer
 from tools.benchmarks.workload_points import ForcedPoints
@@ -50,9 +50,9 @@ from tools.benchmarks.workload_sa2va import make_batch, mask_of, region_cells
 FIXED = "gradient_accumulation_steps num_iterations latent_std ablation_reward tasks max_tiles "
 FIXED += "loop1_weight loop2_weight scale_components"
 COMMON = "--model_path . --data_dir . --output_dir unused --reward tools.benchmarks.workload:order "
-GIVEN = COMMON + "--latent_std 1 --likelihood_weight 0 --ema_decay 0.999"
-POINTS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
-SEG_AT = 2  # place of [SEG] in an answer
+SA2VA_FLAGS = COMMON + "--latent_std 1 --likelihood_weight 0 --ema_decay 0.999"
+POINTS_FLAGS = COMMON + "--tasks point_segmentation --sam_path . --max_completion_length 300"
+SEG_AT = 2  # index of [SEG] in an answer
 NOT_SEG = 1  # token that stands for a [SEG] sampled elsewhere: neither [SEG] nor `lengths.END`
 
 
@@ -88,25 +88,25 @@ class Options(Timed):
 
     @property
     def shapes(self) -> dict:
-        """The sizes that it names, to be written down with the figures."""
+        """Sizes, which are written down with the figures."""
         names = "sizes prompt_length answer_tokens answer_lengths caption_lengths num_tiles width "
         return {name: getattr(self, name) for name in (names + "height budget_gib").split()}
 
 
 def order(completions: list[str], **_) -> list[float]:
-    """A reward that differs between the rows of a group: something to learn, whatever the masks."""
+    """Return rewards that differ within a group: something to learn, whatever the masks."""
     return [row % 7 / 7 for row in range(len(completions))]
 
 
 class ForcedPolicy(Sa2VAPolicy):
     """Sa2VA whose answers end only at their length, those with a mask at A tokens with a [SEG].
 
-    The end is looked for as ever, and found only there. `asked` keeps what was asked of it.
+    The end is looked for as ever, and found only there. `requests` keeps its calls.
     """
 
     def __init__(self, *parts: Any, answer_tokens: int, lengths: Lengths):
         super().__init__(*parts)
-        self.answer_tokens, self.lengths, self.asked = answer_tokens, lengths, []
+        self.answer_tokens, self.lengths, self.requests = answer_tokens, lengths, []
         lengths.set_end(self.stop)
 
     def complete(
@@ -120,21 +120,21 @@ class ForcedPolicy(Sa2VAPolicy):
         describes, length = prompts.grids is not None, max_new_tokens
         if describes:
             num_rows = len(prompts) * num_generations
-            uniforms = self.lengths.numbers(num_rows, length, uniforms)
+            uniforms = self.lengths.forced_uniforms(num_rows, length, uniforms)
         else:
             length = self.answer_tokens
             uniforms = None if uniforms is None else uniforms[:, :length]
             uniforms = self.lengths.without_end(uniforms)
-        done, texts = super().complete(images, prompts, num_generations, length, uniforms)
+        completions, texts = super().complete(images, prompts, num_generations, length, uniforms)
         if not describes:
             # Random weights do sample [SEG], rarely: such a row would have two masks.
-            done.ids[done.ids == self.model.seg_id] = NOT_SEG
-            done.ids[:, SEG_AT] = self.model.seg_id
-        self.asked.append(Asked(prompts, done.valid))
-        return done, texts
+            completions.ids[completions.ids == self.model.seg_id] = NOT_SEG
+            completions.ids[:, SEG_AT] = self.model.seg_id
+        self.requests.append(Request(prompts, completions.valid))
+        return completions, texts
 
     def read(self, images: ImageFeatures, prompts: Prompts, num_last: int = 1):
-        self.asked.append(Asked(prompts))
+        self.requests.append(Request(prompts))
         return super().read(images, prompts, num_last)
 
 
@@ -151,8 +151,8 @@ class Work:
     masks: list[torch.Tensor] | None
     options: Options
     scores_old: bool = False  # score what was sampled once more, as the old log-probs
-    # {phase: what the last step asked in it of the policy and its roles}
-    asked: dict[str, list[Asked]] = field(default_factory=dict)
+    # {phase: calls of the policy and its roles in the last step}
+    requests: dict[str, list[Request]] = field(default_factory=dict)
     peak: float = 0.0  # GiB at most in any step
 
     @property
@@ -164,38 +164,38 @@ class Work:
         return self.config.rollout.batch_size * self.config.rollout.num_generations
 
     def run(self) -> tuple[list[PhaseTimer], Warmth]:
-        """(clocks of the steps that count, how the warm-up before them ended)."""
+        """Return (clocks of the steps that count, how the warm-up before them ended)."""
         warmth = warm_up(lambda: dict(step=sum(self.step().seconds.values())), self.options)
         return [self.step() for _ in range(self.options.rounds)], warmth
 
     def wasted(self) -> dict[str, float]:
-        """{phase: share of the tokens that the last step decoded in it and that are no answer's}"""
-        shares = {phase: wasted(asked) for phase, asked in self.asked.items()}
-        return {phase: share for phase, share in shares.items() if share is not None}
+        """Return {phase: fraction of the last step's decoded tokens that are no answer's}."""
+        fractions = {phase: wasted_fraction(made) for phase, made in self.requests.items()}
+        return {phase: value for phase, value in fractions.items() if value is not None}
 
     def step(self, clock: PhaseTimer | None = None) -> PhaseTimer:
-        """One step of `rl_train.train.train`, by the same calls, with the loops' phases apart."""
+        """Run a step of `rl_train.train.train` by the same calls, with phases by loop."""
         state, optim, batch, work = self.state, self.config.optim, self.batch, []
         policy, roles, rollouts = state.policy, state.roles, self.config.rollout
         G, T = rollouts.num_generations, rollouts.max_completion_length
         scale = self.config.loss.scale
         process_group.gather_objects(None)  # all ranks begin together
-        clock, tally = clock or PhaseTimer(policy.device), StepMetrics()
+        clock, metrics = clock or PhaseTimer(policy.device), StepMetrics()
 
         def end(phase: str):
             clock(phase)
-            self.asked[phase], policy.asked = policy.asked, []
+            self.requests[phase], policy.requests = policy.requests, []
 
         features = policy.encode(batch)
         end("encode")
         for number, task in enumerate(state.tasks):
-            draws = RowRNG(self.config.run.seed, state.step, number, batch.index, G)
+            rng = RowRNG(self.config.run.seed, state.step, number, batch.index, G)
             prompts = task.prompts(batch, features)
             with roles.use("policy"):
-                rollout = policy.sample(batch, features, prompts, G, T, draws.uniforms(T))
+                rollout = policy.sample(batch, features, prompts, G, T, rng.uniforms(T))
                 if task.action:
-                    drawn = task.action.draw(rollout, draws)
-                    rollout.latents = replace(drawn, masks=self.masks or drawn.masks)
+                    latents = task.action.draw(rollout, rng)
+                    rollout.latents = replace(latents, masks=self.masks or latents.masks)
                 end(f"rollout{number + 1}")
                 if self.scores_old:
                     rollout.logp = score_rollout(policy, task, rollout, optim.micro_batch_size).logp
@@ -215,8 +215,8 @@ class Work:
             with sync_gradients(self.ddp, micro_batch.is_last):
                 loss, statistics = self.ddp(micro_batch)
                 loss.backward()
-            tally.add_update(micro_batch.scored.task.name, statistics, on_policy=True)
-        clip_gradients(state, tally, optim.max_grad_norm)
+            metrics.add_update(micro_batch.scored.task.name, statistics, on_policy=True)
+        clip_gradients(state, metrics, optim.max_grad_norm)
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
         roles.update_teacher(optim.ema_decay)
@@ -242,22 +242,22 @@ class Work:
             assert not unparsed, f"answers that cannot be parsed: {unparsed}"
 
 
-def given(options: Options) -> list[str]:
-    """The flags of rl_train.train before those that the options name."""
+def base_flags(options: Options) -> list[str]:
+    """Return the flags of rl_train.train that come before those of the options."""
     if options.sizes in SHAPES:
-        return POINTS.split()
-    return [*GIVEN.split(), "--max_tiles", str(max(1, options.num_tiles - 1))]
+        return POINTS_FLAGS.split()
+    return [*SA2VA_FLAGS.split(), "--max_tiles", str(max(1, options.num_tiles - 1))]
 
 
 def build(
     options: Options,
     ranks: RankInfo | None = None,
     policy_class: type[ForcedPolicy] | type[ForcedPoints] | None = None,
-    more: Sequence[str] = (),
+    extra_flags: Sequence[str] = (),
 ) -> Work:
-    """The work that the options describe, with `more` flags, on this rank."""
-    config = cli.parse([*given(options), *more, *options.flags])
-    fixed = cli.parse(given(options)).flags
+    """Build the work that the options describe, with `extra_flags`, on this rank."""
+    config = cli.parse([*base_flags(options), *extra_flags, *options.flags])
+    fixed = cli.parse(base_flags(options)).flags
     for name in FIXED.split():
         if config.flags[name] != fixed[name]:
             raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
@@ -288,7 +288,7 @@ def build(
 
 
 def hold_to(budget_gib: float | None, device: torch.device):
-    """Let torch take so much of a GPU and no more; nothing of a CPU's memory."""
+    """Limit what torch may take of a GPU; the memory of a CPU is not limited."""
     if budget_gib is None or device.type != "cuda":
         return
     has = torch.cuda.get_device_properties(device).total_memory / GIB
@@ -325,7 +325,7 @@ def random_sa2va_policy(
     policy_class: type[ForcedPolicy] | None,
     lengths: Lengths,
 ) -> Sa2VAPolicy:
-    """Sa2VA of random weights."""
+    """Build Sa2VA of random weights."""
     sizes = CONFIGS[options.sizes]
     model = random_model(sizes, torch.device(options.device), config.run.seed)
     return (policy_class or ForcedPolicy)(
@@ -333,7 +333,7 @@ def random_sa2va_policy(
         Sa2VAProcessor(model.config, config.policy.max_tiles),
         tokenizer(sizes["llm_config"]["vocab_size"] - len(ADDED)),
         config.policy,
-        sorted({group for asked in config.tasks.values() for group in asked.trainable_modules}),
+        sorted({group for task in config.tasks.values() for group in task.trainable_modules}),
         answer_tokens=options.answer_tokens,
         lengths=lengths,
     )
@@ -345,7 +345,7 @@ def random_points_policy(
     policy_class: type[ForcedPoints] | None,
     lengths: Lengths,
 ) -> QwenVLPolicy:
-    """Qwen2.5-VL and SAM2 of random weights."""
+    """Build Qwen2.5-VL and SAM2 of random weights."""
     shapes = SHAPES[options.sizes]
     model = random_points(shapes, torch.device(options.device), config.run.seed)
     return (policy_class or ForcedPoints)(

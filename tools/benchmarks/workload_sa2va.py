@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def make_batch(
     policy: "ForcedPolicy", cells: torch.Tensor, config: "cli.Config", options: "Options", rank: int
 ) -> Batch:
-    """Images of noise, each with the region `cells` and a caption of its length.
+    """Make a batch of noise images, each with the region `cells` and a caption of its length.
 
     Args:
         config: `cli.Config`; options: `work.Options`.
@@ -51,7 +51,7 @@ def make_batch(
 
 
 def region_cells(policy: "ForcedPolicy", length: int, num_tiles: int = 1) -> torch.Tensor:
-    """(g, g) bool region with which a prompt for its caption has `length` tokens."""
+    """Return (g, g) bool region with which a prompt for its caption has `length` tokens."""
     grid, shortest = policy.processor.grid_size, len(policy.prompts.describe(num_tiles, 1))
     if not shortest <= length < shortest + grid * grid - 1:
         raise ValueError(f"--prompt_length {length}: must be {shortest} to that + {grid**2 - 2}")
@@ -59,7 +59,7 @@ def region_cells(policy: "ForcedPolicy", length: int, num_tiles: int = 1) -> tor
 
 
 def mask_of(cells: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """(H, W) bool mask that covers these cells (g, g), each from its first whole pixel on."""
+    """Return the mask (H, W) bool of cells (g, g), each from its first whole pixel on."""
     rows, columns = (
         torch.arange(1, side + 1).mul(len(cells)).sub(1).div(side, rounding_mode="floor")
         for side in (height, width)
@@ -68,4 +68,5 @@ def mask_of(cells: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def caption_of(num_words: int) -> str:
+    """Return a caption of so many words, one token each."""
     return " ".join(itertools.islice(itertools.cycle(WORDS), num_words))

@@ -44,31 +44,33 @@ class Member:
 
 @dataclass(frozen=True)
 class Scene:
+    """A drawn image and the members of its clumps."""
+
     image: Image.Image  # RGB
     members: tuple[Member, ...]
 
     def neighbours(self, k: int) -> list[int]:
-        """The other members of the clump of member k, most of which touch it."""
-        of = self.members[k].clump
-        return [m for m, other in enumerate(self.members) if other.clump == of and m != k]
+        """Return the other members of the clump of member k, most of which touch it."""
+        clump = self.members[k].clump
+        return [m for m, other in enumerate(self.members) if other.clump == clump and m != k]
 
     @property
     def drawn(self) -> np.ndarray:
-        """(H, W) bool: where anything is."""
+        """Return (H, W) bool: where anything is."""
         return np.any([member.mask for member in self.members], axis=0)
 
 
 def make_scene(seed: int, split: int, index: int) -> Scene:
-    """Scene `index` of split number `split`; the same three numbers give the same pixels."""
+    """Draw scene `index` of split number `split`; the same numbers give the same pixels."""
     rng = np.random.default_rng([seed, split, index])
     ramp = np.linspace(*RAMP, SIDE)
     pixels = np.empty((SIDE, SIDE, 3))
     pixels[..., 0], pixels[..., 1], pixels[..., 2] = ramp, ramp[:, None], rng.integers(*BLUE)
     image = Image.fromarray(pixels.round().astype(np.uint8))
     canvas, members = ImageDraw.Draw(image), []
-    places = rng.permutation([(x, y) for y in CENTRES for x in CENTRES])[:CLUMPS]
+    centres = rng.permutation([(x, y) for y in CENTRES for x in CENTRES])[:CLUMPS]
     colors = rng.permutation(list(COLORS))[:CLUMPS]
-    for clump, (centre, color) in enumerate(zip(places, colors.tolist())):
+    for clump, (centre, color) in enumerate(zip(centres, colors.tolist())):
         number, radius = int(rng.choice(MEMBERS)), int(rng.integers(RADIUS[0], RADIUS[1] + 1))
         middle = centre + rng.integers(-JITTER, JITTER + 1, 2)
         # On a circle on which neighbours have that distance: a pair, or a triangle.
@@ -101,7 +103,8 @@ def _draw(canvas, shape: str, x, y, radius, fill, edge):
 
 
 def inside(rng: np.random.Generator, mask: np.ndarray, number: int, margin: int = 3) -> np.ndarray:
-    """(number, 2) random pixels (x, y) of a mask (H, W), by `margin` inside it if any is."""
+    """Return (number, 2) random pixels (x, y) of a mask (H, W), by `margin` inside it if any is."""
+    # A summed-area table: four look-ups count the mask's pixels in any square.
     sums = np.pad(mask.astype(np.int32).cumsum(0).cumsum(1), ((1, 0), (1, 0)))
     side = 2 * margin + 1
     whole = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side] + sums[:-side, :-side]
@@ -113,7 +116,7 @@ def inside(rng: np.random.Generator, mask: np.ndarray, number: int, margin: int 
 
 
 def rows(seed: int, split: int, num_scenes: int):
-    """Yields what `gar_writer.write_gar` takes: a row for each member of each scene."""
+    """Yield rows for `gar_writer.write_gar`: one for each member of each scene."""
     for index in range(num_scenes):
         scene = make_scene(seed, split, index)
         for member in scene.members:

@@ -46,7 +46,7 @@ class Codes:
         self.vectors = width**0.5 * torch.linalg.qr(random).Q[: len(VALUES)].to(device)
 
     def values(self, captions: list[str]) -> torch.Tensor:
-        """(B, attributes) long: places of what the captions say among VALUES."""
+        """Return (B, attributes) long: the index in VALUES of each value that a caption states."""
         rows = [[VALUES.index(value) for value in VALUE.findall(caption)] for caption in captions]
         if len({len(row) for row in rows}) != 1 or not rows[0]:
             raise ValueError(
@@ -56,16 +56,16 @@ class Codes:
         return torch.tensor(rows, device=self.vectors.device)
 
     def __call__(self, captions: list[str]) -> torch.Tensor:
-        """(B, width) codes of captions, each about as many attributes."""
+        """Return (B, width) codes of captions, each about as many attributes."""
         values = self.values(captions)
         return self.vectors[values].sum(1) / values.shape[1] ** 0.5
 
     def reading(
         self, vectors: torch.Tensor, captions: list[str]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(sum of the cross-entropies, right ones) of reading captions off vectors (B, width).
+        """Read captions off vectors (B, width): return (sum of cross-entropies, number right).
 
-        What is read are the values whose vectors have the largest products with it.
+        The values read are those whose vectors have the largest products with it.
         """
         true_values = self.values(captions)
         products = vectors.float() @ self.vectors.t() / self.vectors.shape[1] ** 0.5  # (B, values)
@@ -76,7 +76,7 @@ class Codes:
 
 
 def region_means(features: torch.Tensor, regions: torch.Tensor) -> torch.Tensor:
-    """(B, C) means of features (B, C, g, g) over regions (B, g, g), shares of each cell."""
+    """Return means (B, C) of features (B, C, g, g), weighted by regions (B, g, g)."""
     weights = regions / regions.sum((1, 2), keepdim=True)
     return torch.einsum("bcyx,byx->bc", features.float(), weights)
 
@@ -127,11 +127,12 @@ class HintedMasks(ReferringSegmentation):
         logits = policy.decode_masks(features, range(len(batch)), codes)  # (B, h, w)
         targets = resize_masks(batch.masks, logits)
         coarse = features.sam[-1]
+        # SAM2's coarsest features, averaged over the region: they are to hold its values.
         means = region_means(coarse, F.adaptive_avg_pool2d(targets, coarse.shape[-2:]))
         reading, right = self.codes.reading(means, batch.captions)
         near = F.mse_loss(means, codes, reduction="none").mean(1)
         mask = balanced_mask_losses(logits, targets)
-        others = [resize_masks(list(more), logits) for more in batch.others]
+        others = [resize_masks(list(masks), logits) for masks in batch.others]
         choice, hits = choices(logits, targets, others)
         loss = ((copied + near + mask + choice).sum() + reading) / rows
         sums = dict(held=right, hits=hits.sum(), iou=mask_iou(logits > 0, targets > 0, 1.0).sum())
@@ -142,7 +143,7 @@ class HintedMasks(ReferringSegmentation):
 
 
 def balanced_mask_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(B,) BCE with the region's and the background's pixels at equal weight, plus 2 Dice.
+    """Return (B,) BCE with the region's and the background's pixels at equal weight, plus 2 Dice.
 
     From random weights the usual loss would settle on empty masks, since regions cover a few per
     cent of an image.
@@ -162,14 +163,14 @@ def balanced_mask_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.T
 def choices(
     logits: torch.Tensor, targets: torch.Tensor, others: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """((B,) cross-entropies of the region among its image's by mean logit, (B,) bool of hits).
+    """Choose among an image's regions by mean logit: return cross-entropies (B,) and hits (B,).
 
     Args:
         logits: (B, h, w); targets: (B, h, w); others: B (K, h, w) masks of an image's others.
     """
     losses, hits = [], []
-    for logit, target, more in zip(logits, targets, others, strict=True):
-        areas = torch.cat([target[None], more])  # (1 + K, h, w)
+    for logit, target, distractors in zip(logits, targets, others, strict=True):
+        areas = torch.cat([target[None], distractors])  # (1 + K, h, w)
         inside = (areas * logit).sum((1, 2)) / areas.sum((1, 2)).clamp(min=1)
         losses.append(-inside.log_softmax(0)[0])
         hits.append(inside.argmax() == 0)

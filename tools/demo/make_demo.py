@@ -3,17 +3,18 @@
     python -m tools.demo.make_demo --output_dir outputs/demo # data + the checkpoint that ships here
     # data + one made anew
     python -m tools.demo.make_demo --output_dir outputs/demo --train_checkpoint
+    # richer scenes at 448 px and 63 M weights, on a GPU
     python -m tools.demo.make_demo --size mid --workers 8 --output_dir outputs/mid \
         --train_checkpoint
-        # richer scenes at 448 px and 63 M weights, on a GPU
 
 Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
-layout, is trained by `rl_train.sft` from random weights, so that there is something to
-learn of either loop, and no shortcut: its captions are of one kind and length and take each value
-for another in three to six of ten cases (`demo_mistakes`), though it can tell them apart; its masks
-are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that three or
-four of ten lie on a wrong object (`demo_unsettle`). It answers with one wording of Sa2VA's five, so
-that in loop 2 nothing but the sampled mask can differ. `tools.demo.report` shows it.
+layout, is trained by `rl_train.sft` from random weights, so that there is something to learn of
+either loop, and no shortcut: its captions are of one kind and length and take each value for
+another in three to six of ten cases (`tools.demo.mistakes`), though it can tell them apart; its
+masks are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that
+three or four of ten lie on a wrong object (`tools.demo.unsettle`). It answers with one wording of
+Sa2VA's five, so that in loop 2 nothing but the sampled mask can differ. `tools.demo.report` shows
+it.
 """
 
 import argparse
@@ -50,7 +51,7 @@ PARTS = dict(
     unsettle="",
     decide="--tasks tools.demo.unsettle:Decided --distractors --trainable_modules hypernetworks",
 )
-ANSWER = 24  # tokens that the demo's longest answer may have
+MAX_ANSWER_TOKENS = 24
 
 
 def write_split(
@@ -110,7 +111,9 @@ def supervise(
     flags = dict(model_path=base, data_dir=output_dir / "warm_start" / "data")
     flags |= dict(eval_data_dir=output_dir / "heldout", eval_steps=0, eval_samples=64)
     flags |= dict(output_dir=output_dir / "warm_start" / part, seed=args.seed)
-    flags |= dict(dtype=size.dtype, max_completion_length=ANSWER, num_workers=args.workers)
+    flags |= dict(
+        dtype=size.dtype, max_completion_length=MAX_ANSWER_TOKENS, num_workers=args.workers
+    )
     flags |= dict(weight_decay=0.01, save_steps=sft_flags["max_steps"])
     argv = [
         str(word) for name, value in (flags | sft_flags).items() for word in (f"--{name}", value)
@@ -123,7 +126,7 @@ def unsettled(base: Path, folder: Path, data: Path, seed: int):
     """Write the model in `base`, its prompt head disturbed, to `folder`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = PolicyConfig(model_path=str(base), dtype="float32", gradient_checkpointing=False)
-    policy = build_policy(config, ("text_hidden_fcs",), ANSWER, device)
+    policy = build_policy(config, ("text_hidden_fcs",), MAX_ANSWER_TOKENS, device)
     unsettle(policy, data, seed)
     policy.save_merged(folder, torch.float32)
     policy.tokenizer.save_pretrained(folder)
@@ -136,7 +139,12 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     outputs = "receives train/, heldout/, checkpoint/, attributes.json"
     add("--output_dir", type=Path, required=True, help=outputs)
-    add("--size", choices=list(SIZES), default="tiny", help="of scenes and model (demo_sizes.py)")
+    add(
+        "--size",
+        choices=list(SIZES),
+        default="tiny",
+        help="of scenes and model (tools/demo/sizes.py)",
+    )
     add("--train_scenes", type=int, help="scenes drawn for training; default: the size's")
     add("--heldout_scenes", type=int, help="scenes drawn for evaluation; default: the size's")
     add(

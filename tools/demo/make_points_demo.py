@@ -5,11 +5,10 @@
     python -m tools.demo.make_points_demo --output_dir outputs/points_demo --train_checkpoint
 
 Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
-others from random weights (`tools.demo.points_warm_start`, `tools.demo.points_drawing`), minutes
-on a GPU and
-hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one point in a
-member for its whole clump, and gives the member for a second one in a neighbour; Qwen2.5-VL points
-at the member, and puts its negative point there in a fifth of its answers.
+others from random weights (`tools.demo.points_warm_start`, `tools.demo.points_drawing`), minutes on
+a GPU and hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one
+point in a member for its whole clump, and gives the member for a second one in a neighbour;
+Qwen2.5-VL points at the member, and puts its negative point there in a fifth of its answers.
 """
 
 import argparse
@@ -30,7 +29,7 @@ MODELS = ("qwen", "sam")
 SHIPPED = Path(__file__).parent / "points_checkpoint"
 IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
 MEASURED = 160  # held-out scenes on which models are measured when they are trained
-SAID = 20  # steps between two losses on the progress bar: reading one waits for the GPU
+BAR_STEPS = 20  # steps between two losses on the progress bar: reading one waits for the GPU
 
 
 def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int, device: str):
@@ -44,7 +43,7 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
         with tqdm(range(number), desc=name) as progress:
             for step in progress:
                 metrics = part.step(step / number, min(IMAGES[name], num_scenes))
-                if step % SAID == 0:
+                if step % BAR_STEPS == 0:
                     progress.set_postfix({key: f"{value:.2f}" for key, value in metrics.items()})
     heldout = [draw(seed, i, HELDOUT) for i in range(min(num_scenes, MEASURED))]
     print(f"Qwen2.5-VL, greedy: {pointing.evaluate(heldout)}")

@@ -38,25 +38,25 @@ MISTAKES = {
     ("top left", "top right"): 0.6,
 }
 PARTNERS = {
-    value: (other, share)
-    for values, share in MISTAKES.items()
+    value: (other, probability)
+    for values, probability in MISTAKES.items()
     for value, other in zip(values, values[1:] + values[:1])
 }
 VALUE = re.compile(rf"\b({'|'.join(PARTNERS)})\b")
 
 
 def mistaken(caption: str, rng: np.random.Generator) -> str:
-    """The caption, by somebody who makes MISTAKES."""
+    """Return the caption with MISTAKES, each with its probability."""
 
-    def said(value: re.Match) -> str:
-        other, share = PARTNERS[value[0]]
-        return other if rng.random() < share else value[0]
+    def mistake(value: re.Match) -> str:
+        other, probability = PARTNERS[value[0]]
+        return other if rng.random() < probability else value[0]
 
-    return VALUE.sub(said, caption)
+    return VALUE.sub(mistake, caption)
 
 
 class MistakenCaptions(RegionCaptions):
-    """`RegionCaptions` by somebody who makes MISTAKES, others at each visit."""
+    """`RegionCaptions` with MISTAKES in the captions, drawn anew at each visit."""
 
     def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
         mistaken_captions = [mistaken(caption, rng) for caption, rng in zip(batch.captions, rngs)]

@@ -107,7 +107,7 @@ MID_CONFIG = new_config(  # 63 M weights
 
 
 def make_tokenizer(seed: int, kind: Kind = TINY, workers: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen2's pre-tokenisation, trained on the demo's texts.
+    """Train a byte-level BPE with Qwen2's pre-tokenisation on the demo's texts.
 
     As in the real tokenizer, `<|end|>` is plain text whose ids depend on what precedes it.
     """

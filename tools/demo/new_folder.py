@@ -14,7 +14,7 @@ from sa2va_hf import Sa2VAModel
 
 
 def new_config(vision: dict, llm: dict, **top: str | int | float | bool | dict) -> dict:
-    """A config.json of InternViT-300M's and Qwen2.5's kind.
+    """Return a config.json of InternViT-300M's and Qwen2.5's kind.
 
     Args:
         vision, llm: sizes, with the names of vision_config and llm_config; top: other fields.
@@ -59,7 +59,7 @@ def new_config(vision: dict, llm: dict, **top: str | int | float | bool | dict) 
 
 
 def new_tokenizer(bpe: Tokenizer, special_tokens: list[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE whose last ids are `special_tokens`, with Qwen2's pad and EOS."""
+    """Wrap a byte-level BPE: its last ids are `special_tokens`, pad and EOS those of Qwen2."""
     bpe.decoder = decoders.ByteLevel()
     bpe.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special_tokens])
     return PreTrainedTokenizerFast(

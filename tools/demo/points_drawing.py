@@ -33,7 +33,7 @@ ELSEWHERE, ELSEWHERE_FROM, SECOND, SECOND_FROM = 0.3, 0.4, 0.3, 0.7
 # Of a mask's loss: of what is meant, of the rest of its clump (without negative points, with them),
 # of other clumps, of the background. By the smaller one a point alone is answered with the clump:
 # where that is as likely as the member, more is lost on what is left out.
-MEANT, BESIDE, OTHERS, NOTHING = 1.0, (0.3, 1.0), 0.5, 0.5
+MEANT, REST_OF_CLUMP, OTHER_CLUMPS, OUTSIDE = 1.0, (0.3, 1.0), 0.5, 0.5
 MOST = 9  # members of a scene
 
 
@@ -51,9 +51,10 @@ class DrawingStart:
         self.sam, self.scenes, self.seed, self.device = sam.to(device).train(), scenes, seed, device
         self.pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).to(device)
         self.of_member = torch.from_numpy(np.stack([s.of_member for s in scenes])).to(device)
-        kinds, widths = 1 + len(COLORS) * len(SHAPES), [sam.mask_decoder.conv_s0.out_channels]
+        num_labels = 1 + len(COLORS) * len(SHAPES)
+        widths = [sam.mask_decoder.conv_s0.out_channels]
         widths.append(sam.config.vision_config.fpn_hidden_size)
-        self.probes = nn.ModuleList(nn.Conv2d(width, kinds, 1) for width in widths).to(device)
+        self.probes = nn.ModuleList(nn.Conv2d(width, num_labels, 1) for width in widths).to(device)
         self.encoding = Trainer([*sam.parameters(), *self.probes.parameters()], learning_rate)
         # What begins anew: all but the encoder and its features' last layers.
         kept = ("vision_encoder.", "mask_decoder.conv_s")
@@ -63,7 +64,7 @@ class DrawingStart:
         self.drawing = Trainer(rest, learning_rate)
 
     def levels(self, pixels: torch.Tensor) -> list[torch.Tensor]:
-        """The encoder's three, of images (B, 3, SIDE, SIDE)."""
+        """Return the encoder's three levels of features for images (B, 3, SIDE, SIDE)."""
         return list(self.sam.vision_encoder(normalise_sam_pixels(pixels)).fpn_hidden_states)
 
     def logits(
@@ -74,7 +75,7 @@ class DrawingStart:
         labels: list,
         before: torch.Tensor | None = None,
     ):
-        """(M, S/4, S/4) of M rows: points (M, n, 2) in pixels, labels (M, n)."""
+        """Return mask logits (M, S/4, S/4) of points (M, n, 2) in pixels with labels (M, n)."""
         points = torch.tensor(np.array(points), dtype=torch.float32).to(self.device)
         sparse, dense = self.sam.prompt_encoder(
             input_points=points[:, None],
@@ -82,11 +83,11 @@ class DrawingStart:
             input_boxes=None,
             input_masks=before,
         )
-        places = self.sam.get_image_wide_positional_embeddings()
+        positions = self.sam.get_image_wide_positional_embeddings()
         *fine, coarse = (level[image] for level in features)
         masks, *_ = self.sam.mask_decoder(
             image_embeddings=coarse,
-            image_positional_embeddings=places.expand(len(image), -1, -1, -1),
+            image_positional_embeddings=positions.expand(len(image), -1, -1, -1),
             sparse_prompt_embeddings=sparse,
             dense_prompt_embeddings=dense,
             multimask_output=False,
@@ -102,7 +103,7 @@ class DrawingStart:
         rng: np.random.Generator,
         elsewhere: float = ELSEWHERE,
     ):
-        """(member, points, labels, members that are meant) about a clump of a scene."""
+        """Return (member, points, labels, members that are meant) about a clump of a scene."""
         clump_members = [k for k, member in enumerate(scene.members) if member[2] == clump]
         k = int(rng.choice(clump_members))
         positive, near = scene.spots[k][rng.integers(SPOTS)], scene.neighbours(k)
@@ -125,7 +126,7 @@ class DrawingStart:
         return k, points, labels, meant
 
     def step(self, progress: float, num_images: int) -> dict[str, torch.Tensor]:
-        """Losses of one step on the clumps of so many images."""
+        """Train one step on the clumps of so many images; return losses and IoU."""
         rng = np.random.default_rng([self.seed, 3, self.encoding.steps + self.drawing.steps])
         indices = rng.choice(len(self.scenes), num_images, replace=False).tolist()
         first = progress < ENCODER
@@ -155,7 +156,7 @@ class DrawingStart:
         at = self._at(indices, logits.shape[-2:])[image]
         clump_members = [[k, *s.neighbours(k)] for s, k in zip(scenes, member)]
         target, clump = self._masks(at, meant), self._masks(at, clump_members)
-        loss = clump_loss(logits, target, clump, at > 0, BESIDE[negatives > 0])
+        loss = clump_loss(logits, target, clump, at > 0, REST_OF_CLUMP[negatives > 0])
         names = ("iou_point", "iou_negative", "iou_two")
         metrics = {names[negatives]: mask_iou(logits.detach() > 0, target), "loss": loss.detach()}
         if first:
@@ -167,40 +168,41 @@ class DrawingStart:
         return metrics
 
     def _read(self, features, indices):
-        """Cross-entropy of reading what is at each place off the finest and coarsest features."""
-        kinds = torch.zeros(len(indices), 1 + MOST, dtype=torch.long)
+        """Return the cross-entropy of reading colour and shape off finest and coarsest features."""
+        # (B, 1 + MOST): label of each member, 0 of the background
+        label_of = torch.zeros(len(indices), 1 + MOST, dtype=torch.long)
         for n, index in enumerate(indices):
             for k, (color, shape, *_) in enumerate(self.scenes[index].members):
                 label = list(COLORS).index(color) * len(SHAPES) + SHAPES.index(shape)
-                kinds[n, 1 + k] = 1 + label
-        kinds, loss = kinds.to(self.device), 0.0
+                label_of[n, 1 + k] = 1 + label
+        label_of, loss = label_of.to(self.device), 0.0
         for level, probe in zip((features[0], features[-1]), self.probes, strict=True):
             at = self._at(indices, level.shape[-2:])
-            truth = kinds.gather(1, at.flatten(1)).view_as(at)
+            truth = label_of.gather(1, at.flatten(1)).view_as(at)
             loss = loss + F.cross_entropy(probe(level), truth)
         return loss
 
     def _at(self, indices, size) -> torch.Tensor:
-        """(B, *size) long: 0 = background, 1 + k = member k."""
+        """Return (B, *size) long: 0 = background, 1 + k = member k."""
         return F.interpolate(self.of_member[indices][:, None].float(), size)[:, 0].long()
 
     def _masks(self, at, members) -> torch.Tensor:
-        """(M, h, w) bool: where of `at` (M, h, w) one of the row's members is."""
+        """Return (M, h, w) bool: where of `at` (M, h, w) one of the row's members is."""
         table = torch.zeros(len(members), 1 + MOST, dtype=torch.bool)
-        for row, some in enumerate(members):
-            table[row, [1 + k for k in some]] = True
+        for row, row_members in enumerate(members):
+            table[row, [1 + k for k in row_members]] = True
         return table.to(self.device).gather(1, at.flatten(1)).view_as(at)
 
     @torch.no_grad()
     def evaluate(self, scenes: list[Drawn]) -> dict[str, float]:
-        """Mean IoU with the clump and the member of what different points draw."""
+        """Measure the mean IoU with clump and member of masks by different points."""
         rng = np.random.default_rng([self.seed, 4])
         image, prompts, clump_members, whole = [], defaultdict(list), [], []
         for number, scene in enumerate(scenes):
             for clump in range(1 + scene.members[-1][2]):
                 k, (p,), *_ = self.row(scene, clump, 0, rng)
                 near = scene.neighbours(k)
-                others = [m for m, one in enumerate(scene.members) if one[2] != clump]
+                others = [m for m, member in enumerate(scene.members) if member[2] != clump]
                 spots = dict(
                     neighbour=scene.spots[int(rng.choice(near))],
                     other_clump=scene.spots[int(rng.choice(others))],
@@ -212,8 +214,8 @@ class DrawingStart:
                 of_clump = np.isin(scene.of_member, [1 + m for m in (k, *near)])
                 whole.append(torch.from_numpy(of_clump))
                 prompts["alone"].append([p])
-                for name, some in spots.items():
-                    prompts[name].append([p, some[rng.integers(SPOTS)]])
+                for name, candidates in spots.items():
+                    prompts[name].append([p, candidates[rng.integers(SPOTS)]])
         pixels = torch.from_numpy(np.stack([scene.pixels for scene in scenes])).to(self.device)
         features = decoder_features(self.sam, self.levels(pixels))
         clump_members, whole = (
@@ -227,8 +229,8 @@ class DrawingStart:
                 before = low["alone"][:, None]
                 low["two_passes"] = self.logits(features, image, points, labels, before)
         masks = {
-            name: F.interpolate(one[:, None], (SIDE, SIDE), mode="bilinear")[:, 0] > 0
-            for name, one in low.items()
+            name: F.interpolate(logits[:, None], (SIDE, SIDE), mode="bilinear")[:, 0] > 0
+            for name, logits in low.items()
         }
         metrics = {"clump": mask_iou(masks["alone"], whole)}
         metrics |= {name: mask_iou(mask, clump_members) for name, mask in masks.items()}
@@ -236,7 +238,7 @@ class DrawingStart:
 
 
 def mask_iou(mask: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean IoU of masks (M, h, w) bool with targets, none of which is empty."""
+    """Return the mean IoU of masks (M, h, w) bool with targets, none of which is empty."""
     both, either = (mask & target).sum((1, 2)), (mask | target).sum((1, 2))
     return (both / either).mean()
 
@@ -246,21 +248,21 @@ def clump_loss(
     target: torch.Tensor,
     clump: torch.Tensor,
     drawn: torch.Tensor,
-    beside: float,
+    rest_weight: float,
 ):
-    """Mean BCE of what is meant, the rest of its clump, other clumps and background, and Dice.
+    """Return BCE of what is meant, the rest of its clump, other clumps and background, and Dice.
 
-    They weigh so much however large they are: a neighbour's pixels are few, and the meaning of a
-    negative point is learnt of them alone.
+    Each part is a mean with its own weight, whatever its size: a neighbour's pixels are few, and
+    the meaning of a negative point is learnt from them alone.
 
     Args:
         logits: (M, h, w); target, clump, drawn: (M, h, w) bool, each of which holds the one before.
-        beside: weight of the rest of the clump.
+        rest_weight: weight of the rest of the clump.
     """
     target, clump, drawn = (mask.flatten(1).float() for mask in (target, clump, drawn))
     bce = F.binary_cross_entropy_with_logits(logits.flatten(1), target, reduction="none")
     parts = (target, clump - target, drawn - clump, 1 - drawn)
-    weights = (MEANT, beside, OTHERS, NOTHING)
+    weights = (MEANT, rest_weight, OTHER_CLUMPS, OUTSIDE)
     loss = sum(w * (bce * p).sum(1) / p.sum(1).clamp(min=1) for p, w in zip(parts, weights))
     probability = logits.flatten(1).sigmoid()
     shared, both = (probability * target).sum(1), probability.sum(1) + target.sum(1)

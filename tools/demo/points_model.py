@@ -94,7 +94,7 @@ def form(negatives: bool) -> AnswerFormat:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with Qwen2's pre-tokenisation and special tokens, of the demo's texts."""
+    """Train a byte-level BPE with Qwen2's pre-tokenisation and special tokens on the demo."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -119,7 +119,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def new_qwen(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of random weights, at the scale of each layer's inputs."""
+    """Build a Qwen2.5-VL of random weights, at the scale of each layer's inputs."""
     token_id = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config=TEXT
@@ -145,7 +145,7 @@ def new_qwen(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLForConditionalGene
 
 
 def new_sam() -> Sam2Model:
-    """A SAM2 of random weights whose attention to the image begins as a search by place."""
+    """Build a SAM2 of random weights whose attention to the image begins as search by position."""
     model = Sam2Model(Sam2Config(**SAM))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
@@ -160,11 +160,12 @@ def new_sam() -> Sam2Model:
             fan_in = parameter[0].numel() if "upscale_conv" not in name else parameter.shape[0]
             torch.nn.init.normal_(parameter, std=fan_in**-0.5)
         if "image" in name and name.endswith(("q_proj.weight", "k_proj.weight")):
+            # Queries and keys begin as positional embeddings: equal positions attend to each other.
             torch.nn.init.eye_(parameter)
             parameter.data.add_(0.02 * torch.randn_like(parameter))
-    places = torch.randn(2, WIDTH // 2)
+    frequencies = torch.randn(2, WIDTH // 2)
     for name in SHARED_EMBEDDINGS:
-        model.get_submodule(name).positional_embedding.copy_(places)
+        model.get_submodule(name).positional_embedding.copy_(frequencies)
     return model
 
 

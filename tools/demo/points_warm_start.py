@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 SPOTS = 12  # random pixels that are drawn of each member and of the background
 # Of the negative points: none, in the middle of the image, where nothing is, in a neighbour. At
-# first SHOWN, by which the model learns where neighbours are; from SHOWN_SHARE of the steps on
+# first SHOWN, by which the model learns where neighbours are; from SHOWN_FRACTION of the steps on
 # SLOPPY, which is left, and whose likeliest answer is of no use.
-SHOWN, SLOPPY, SHOWN_SHARE = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.7
+SHOWN, SLOPPY, SHOWN_FRACTION = (0.15, 0.15, 0.7), (0.4, 0.4, 0.2), 0.7
 UNASKED = 0.2  # of the questions are for points without negative ones
 QUESTIONS = 4  # of an image, at every visit
 MIDDLE = 5  # pixels that a point in the middle is off it, at most
@@ -43,7 +43,7 @@ DIGITS = 8  # tokens of an answer that are not the same in all
 
 @dataclass
 class Drawn:
-    """A scene as both models are given it."""
+    """A scene in the forms that both models take."""
 
     seen: np.ndarray  # (3, SEEN, SEEN) uint8
     pixels: np.ndarray  # (3, SIDE, SIDE) uint8
@@ -53,12 +53,13 @@ class Drawn:
     free: np.ndarray  # (SPOTS, 2) pixels of the background
 
     def neighbours(self, k: int) -> list[int]:
+        """Return the other members of the clump of member k."""
         clump = self.members[k][2]
         return [m for m, other in enumerate(self.members) if other[2] == clump and m != k]
 
 
 def draw(seed: int, index: int, split: int = WARM_START) -> Drawn:
-    """Scene `index` for the warm start."""
+    """Draw scene `index` for the warm start."""
     scene = make_scene(seed, split, index)
     rng = np.random.default_rng([seed, split, index, 1])
     of_member = np.zeros((SIDE, SIDE), dtype=np.uint8)
@@ -89,6 +90,7 @@ class Trainer:
         )
 
     def step(self, loss: torch.Tensor, progress: float):
+        """Update by a loss; `progress` in [0, 1] is the fraction of all steps done."""
         self.steps += 1
         decay = max(0.05, 1 - max(0.0, progress - 0.5) / 0.5)
         for group in self.optimizer.param_groups:
@@ -139,14 +141,14 @@ class PointingStart:
         self.trainer = Trainer(parameters, learning_rate)
 
     def ids(self, text: str) -> list[int]:
-        """Its tokens; by pieces, for a digit is a token of its own and most answers are new."""
+        """Encode a text piece by piece: a digit is a token of its own, and most answers are new."""
         for piece in (pieces := re.findall(r"\d|\D+", text)):
             if piece not in self.known:
                 self.known[piece] = self.tokenizer.encode(piece, add_special_tokens=False)
         return [token for piece in pieces for token in self.known[piece]]
 
     def prompt(self, caption: str, negatives: bool) -> list[int]:
-        """The ids of a question, as `QwenVLPolicy.point_questions` has them."""
+        """Return the ids of a question, as `QwenVLPolicy.point_questions` makes them."""
         image = [self.image_token] * self.grid**2
         question_ids = self.ids(point_question(caption, form(negatives)))
         return [
@@ -158,7 +160,7 @@ class PointingStart:
         ]
 
     def vision(self, seen: torch.Tensor) -> torch.Tensor:
-        """(B, tokens, C) of images (B, 3, SEEN, SEEN), as `get_image_features` has them.
+        """Return (B, tokens, C) of images (B, 3, SEEN, SEEN), as `get_image_features` has them.
 
         That one attends image by image; here all are of one size, and every layer sees all of one.
         """
@@ -169,8 +171,8 @@ class PointingStart:
         hidden = hidden.unflatten(0, (len(seen), -1))  # (B, patches, C)
         at = torch.arange(self.grid * merge, device=seen.device).view(self.grid, merge)
         row, column = at[:, None, :, None], at[None, :, None, :]
-        places = torch.stack(torch.broadcast_tensors(row, column), -1).view(-1, 2)
-        cos, sin = tower.rotary_pos_emb(hidden, places)
+        positions = torch.stack(torch.broadcast_tensors(row, column), -1).view(-1, 2)
+        cos, sin = tower.rotary_pos_emb(hidden, positions)
         for block in tower.blocks:
             qkv = block.attn.qkv(block.norm1(hidden)).unflatten(-1, (3, block.attn.num_heads, -1))
             q, k, v = qkv.unbind(2)
@@ -182,7 +184,7 @@ class PointingStart:
         return tower.merger(hidden).unflatten(0, (len(seen), -1))
 
     def logits(self, rows: list[list[int]], vision: torch.Tensor, begin: int = 0) -> torch.Tensor:
-        """(P, L - begin, V) of rows of ids, about images vision (P, tokens, C)."""
+        """Return (P, L - begin, V) of rows of ids, about images vision (P, tokens, C)."""
         length, start, pad = max(map(len, rows)), rows[0].index(self.image_token), [0]
         ids = torch.tensor([row + pad * (length - len(row)) for row in rows]).to(self.device)
         if length not in self.placed:
@@ -196,17 +198,17 @@ class PointingStart:
         embeds = self.vlm.get_input_embeddings()(ids)
         behind = embeds[:, start + vision.shape[1] :]
         embeds = torch.cat([embeds[:, :start], vision.to(embeds.dtype), behind], 1)
-        places = self.placed[length].expand(-1, len(rows), -1)
+        positions = self.placed[length].expand(-1, len(rows), -1)
         hidden = self.vlm.model.language_model(
-            inputs_embeds=embeds, position_ids=places, use_cache=False
+            inputs_embeds=embeds, position_ids=positions, use_cache=False
         ).last_hidden_state
         return self.vlm.lm_head(hidden[:, begin:])
 
     def answer(
-        self, scene: Drawn, k: int, negatives: bool, shares: list[float], rng: np.random.Generator
+        self, scene: Drawn, k: int, negatives: bool, odds: list[float], rng: np.random.Generator
     ) -> str:
-        """Return an answer about member k; its negative point is of a random kind."""
-        negative_kind = rng.choice(3, p=shares) if negatives else 0
+        """Return an answer about member k; `odds` choose among the kinds of its negative point."""
+        negative_kind = rng.choice(3, p=odds) if negatives else 0
         negative = []
         if negative_kind == 1:
             negative = [SIDE // 2 + rng.integers(-MIDDLE, MIDDLE + 1, 2)]
@@ -218,10 +220,10 @@ class PointingStart:
         return form(negatives).format(point_prompt)
 
     def step(self, progress: float, num_images: int) -> dict[str, torch.Tensor]:
-        """Losses of one step on so many images; `read`: how much the probes get right."""
+        """Train one step on so many images; return losses and the probes' accuracy as `read`."""
         rng = np.random.default_rng([self.seed, 1, self.trainer.steps])
         indices = rng.choice(len(self.scenes), num_images, replace=False).tolist()
-        shares = SHOWN if progress < SHOWN_SHARE else SLOPPY
+        odds = SHOWN if progress < SHOWN_FRACTION else SLOPPY
         rows, starts = [], []
         for index in indices:
             scene = self.scenes[index]
@@ -229,7 +231,7 @@ class PointingStart:
                 color, shape, *_ = scene.members[k]
                 negatives = rng.random() >= UNASKED
                 question = self.prompt(f"the {color} {shape}", negatives)
-                text = self.answer(scene, k, negatives, shares, rng)
+                text = self.answer(scene, k, negatives, odds, rng)
                 rows.append([*question, *self.ids(text), self.tokenizer.eos_token_id])
                 starts.append(len(question))
         begin, length = min(starts), max(map(len, rows))
@@ -247,7 +249,7 @@ class PointingStart:
         return dict(text=text.detach(), probe=probe.detach(), read=right)
 
     def _probe(self, indices, vision):
-        """(sum of three cross-entropies, mean accuracy) of reading members off their tokens."""
+        """Read members off their tokens: return (sum of three cross-entropies, mean accuracy)."""
         at = []
         for row, index in enumerate(indices):
             for color, shape, _, centre in self.scenes[index].members:
@@ -256,8 +258,8 @@ class PointingStart:
                 at.append([row, label, y, x])
         image, *truth = torch.tensor(at).to(self.device).T
         read = self.probe(vision[image, truth[1] * self.grid + truth[2]]).split(self.parts, 1)
-        losses = [F.cross_entropy(one, true) for one, true in zip(read, truth)]
-        right = [(one.argmax(1) == true).float().mean() for one, true in zip(read, truth)]
+        losses = [F.cross_entropy(logits, true) for logits, true in zip(read, truth)]
+        right = [(logits.argmax(1) == true).float().mean() for logits, true in zip(read, truth)]
         return sum(losses), torch.stack(right).mean()
 
     @torch.no_grad()
@@ -295,13 +297,13 @@ class PointingStart:
             counts["positive_hits"] += where(scene, point_prompt.positive[0]) == 1 + k
             at = where(scene, point_prompt.negative[0]) if point_prompt.negative else None
             near = [1 + m for m in scene.neighbours(k)]
-            kind = {None: "none", 0: "background", 1 + k: "member"}.get(at, "other_clump")
-            counts["neighbour" if at in near else kind] += 1
+            hit = {None: "none", 0: "background", 1 + k: "member"}.get(at, "other_clump")
+            counts["neighbour" if at in near else hit] += 1
         return {name: round(count / len(scenes), 3) for name, count in counts.items()}
 
 
 def seen_point(point: tuple[int, int]) -> tuple[int, int]:
-    """A pixel (x, y) of a scene as Qwen2.5-VL sees it."""
+    """Convert a pixel (x, y) of a scene to the image that Qwen2.5-VL sees."""
     return tuple(int(np.clip(round(float(v) * SEEN / SIDE), 10, SEEN - 1)) for v in point)
 
 

@@ -39,19 +39,21 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
         images.append(dict(id=image_id, file_name=file, height=height, width=width))
         for region in scene["regions"]:
             number = len(annotations) + 1
-            of = dict(
+            shared_fields = dict(
                 image_id=image_id,
                 category_id=categories.setdefault(region["category"], len(categories) + 1),
             )
             polygons, area = polygons_of(region["mask"]), int(region["mask"].sum())
-            annotations.append(of | dict(id=number, iscrowd=0, segmentation=polygons, area=area))
+            annotation = dict(id=number, iscrowd=0, segmentation=polygons, area=area)
+            annotations.append(shared_fields | annotation)
             phrases = [
                 dict(sent_id=sentences + k, sent=text, raw=text, tokens=text.split())
                 for k, text in enumerate(region["sentences"])
             ]
             sentences += len(phrases)
             ref = dict(ref_id=number, ann_id=number, split=scene["split"], sentences=phrases)
-            refs.append(of | ref | dict(file_name=file, sent_ids=[s["sent_id"] for s in phrases]))
+            ref |= dict(file_name=file, sent_ids=[s["sent_id"] for s in phrases])
+            refs.append(shared_fields | ref)
     folder = Path(root) / name
     folder.mkdir(parents=True, exist_ok=True)
     known = [dict(id=number, name=word) for word, number in categories.items()]
@@ -61,31 +63,31 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
 
 
 def polygons_of(mask: np.ndarray) -> list[list[int]]:
-    """Rectangles [x, y, x, y, ..] that cover just the pixels of the mask (H, W), each once.
+    """Return rectangles [x, y, x, y, ..] that cover just the pixels of a mask (H, W), each once.
 
-    Of one run of pixels each; runs of one column range, below each other, are joined.
+    A rectangle is a run of pixels of a row, joined with equal runs below it.
     """
-    rectangles, still = [], {}  # (first, last column) -> the row where the rectangle begins
+    rectangles, still_open = [], {}  # {(first, last column): row where the rectangle begins}
     padded = np.pad(mask.astype(np.int8), ((0, 1), (1, 1)))
     for y, row in enumerate(padded):
         edges = np.flatnonzero(np.diff(row)).reshape(-1, 2).tolist()
         runs = {tuple(edge) for edge in edges}
-        for left, right in [run for run in still if run not in runs]:
-            top = still.pop((left, right))
+        for left, right in [run for run in still_open if run not in runs]:
+            top = still_open.pop((left, right))
             rectangles.append([left, top, right, top, right, y, left, y])
-        for run in runs - still.keys():
-            still[run] = y
+        for run in runs - still_open.keys():
+            still_open[run] = y
     return rectangles
 
 
 def drawn_scenes(name: str, seed: int, num_train: int, num_heldout: int):
-    """Yields the demo's scenes, as `write_refcoco` takes them: two phrases of every object."""
+    """Yield the demo's scenes as `write_refcoco` takes them: two phrases of every object."""
     counts = {"train": num_train} | dict.fromkeys(SPLITS[name], num_heldout)
     starts = np.cumsum([0, *list(counts.values())[:-1]]).tolist()
     for (split, count), start in zip(counts.items(), starts):
         for number in range(start, start + count):
-            drawn = TRAIN if split == "train" else HELDOUT
-            scene = make_scene(seed, drawn, number)
+            demo_split = TRAIN if split == "train" else HELDOUT
+            scene = make_scene(seed, demo_split, number)
             regions = [
                 dict(mask=o.mask, category=o.shape, sentences=phrases(o)) for o in scene.objects
             ]
@@ -93,7 +95,7 @@ def drawn_scenes(name: str, seed: int, num_train: int, num_heldout: int):
 
 
 def phrases(drawn: Object) -> list[str]:
-    """An object's caption as people write phrases, and the same in other words."""
+    """Return an object's caption as people write phrases, and the same in other words."""
     look = f"{drawn.pattern} {drawn.color} {drawn.shape}"
     return [f"a {look} in the {drawn.position}", f"{drawn.position} {look}"]
 

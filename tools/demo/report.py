@@ -101,7 +101,7 @@ class Report:
             accuracy[name] = (probe(xs[1]).argmax(1) == ys[1]).float().mean().item()
         return accuracy
 
-    def said(self, scenes: list[Scene]) -> dict[str, float]:
+    def stated(self, scenes: list[Scene]) -> dict[str, float]:
         """Return {attribute: fraction of greedy captions that state it rightly}.
 
         "words" is a caption's mean number of words, "distinct" the fraction of distinct captions.
@@ -114,10 +114,10 @@ class Report:
                 right.append([value in text.lower() for value in obj.attributes])
                 words.append(len(text.split()))
                 texts.append(text)
-        shares = dict(zip(self.attributes, np.mean(right, 0).tolist()))
-        return shares | dict(words=float(np.mean(words)), distinct=len(set(texts)) / len(texts))
+        fractions = dict(zip(self.attributes, np.mean(right, 0).tolist()))
+        return fractions | dict(words=float(np.mean(words)), distinct=len(set(texts)) / len(texts))
 
-    def found(self, scenes: list[Scene]) -> dict[int, dict[str, float]]:
+    def masks_found(self, scenes: list[Scene]) -> dict[int, dict[str, float]]:
         """Return {number of right attributes in a phrase: IoU and hits of its mask}.
 
         ideal_hit is that of a listener who picks one of the objects that fit most attributes.
@@ -181,13 +181,13 @@ def main(argv: list[str] | None = None):
         print(
             f"{k} attributes tell an object apart: {row['any']:.2f}, the best {k} {row['best']:.2f}"
         )
-    stated, read = report.said(heldout), report.probe(training, heldout)
+    stated, read = report.stated(heldout), report.probe(training, heldout)
     for name, values in kind.attributes.items():
         print(
             f"{name}: said {stated[name]:.2f}, read {read[name]:.2f}, chance {1 / len(values):.2f}"
         )
     print(f"captions: {stated['words']:.1f} words, {stated['distinct']:.2f} of them distinct")
-    ious = report.found(heldout)
+    ious = report.masks_found(heldout)
     for k, row in ious.items():
         print(f"{k} attributes right: " + ", ".join(f"{n} {v:.2f}" for n, v in row.items()))
     if args.output:

@@ -1,8 +1,8 @@
 """Drawn scenes for the demo: objects of several patterns, colours, shapes and places, and captions.
 
 Everything follows from a seed: scene i of split s is `make_scene(seed, s, i)`, whatever was drawn
-before it. No attribute alone tells an object from the others of its scene: of its pattern, its
-colour, its shape and its place each is shared by another object. All together tell it from all
+before it. No attribute alone tells an object from the others of its scene: its pattern, its colour,
+its shape and its place are each shared by another object. All together tell it from all
 others. Captions are of the same words but for these. There are two kinds of scenes: of TINY objects
 are of one size and apart, of MID they have a size too, and hide parts of one another.
 
@@ -63,10 +63,8 @@ PAIRS = (  # of values that are easily taken for one another; a scene has both o
     ("triangle", "cross"),
     ("circle", "square"),
 )
-CONTRAST, GREY = (
-    0.45,
-    100,
-)  # of a pattern's second tone: towards black, of a dark paint towards white
+# Of a pattern's second tone: towards black, of a paint darker than GREY towards white.
+CONTRAST, GREY = 0.45, 100
 GAP = 3  # pixels between objects that are apart, at least
 COLOR_JITTER = 10  # of 255, per object and channel
 TRIES = 30  # places for one object, before the scene is drawn again
@@ -81,7 +79,7 @@ class Kind:
     image_sizes: tuple[tuple[int, int], ...]  # (W, H)
     diameters: dict[str, tuple[float, float]]  # by an object's size, of min(H, W)
     stripe: int  # pixels that a stripe of a pattern is wide
-    visible: float = 1.0  # share of an object that others leave to see, at least; 1: they are apart
+    visible: float = 1.0  # least fraction of an object that is not hidden; 1: objects are apart
 
 
 TINY = Kind(
@@ -114,6 +112,8 @@ MID = Kind(
 
 @dataclass(frozen=True)
 class Object:
+    """One drawn object."""
+
     pattern: str
     color: str
     shape: str
@@ -123,7 +123,7 @@ class Object:
 
     @property
     def attributes(self) -> tuple[str, ...]:
-        """In the order of a caption."""
+        """Return the values of the attributes, in the order of a caption."""
         size = (self.size,) if self.size else ()
         return *size, self.pattern, self.color, self.shape, self.position
 
@@ -134,17 +134,19 @@ class Object:
 
 @dataclass(frozen=True)
 class Scene:
+    """A drawn image and its objects."""
+
     image: Image.Image  # RGB
     objects: tuple[Object, ...]
 
 
 def caption(*values: str) -> str:
-    """The sentence that states these values of the attributes, the last the position."""
+    """Return the sentence that states these values of the attributes, the last the position."""
     return f"A {' '.join(values[:-1])} in the {values[-1]}."
 
 
 def make_scene(seed: int, split: int, index: int, kind: Kind = TINY) -> Scene:
-    """Scene `index` of split number `split`; the same three numbers give the same pixels."""
+    """Draw scene `index` of split number `split`; the same numbers give the same pixels."""
     return draw_scene(np.random.default_rng([seed, split, index]), kind)
 
 
@@ -162,7 +164,7 @@ def in_order(function: Callable[[int], Result], number: int, workers: int = 0) -
 
 
 def draw_scene(rng: np.random.Generator, kind: Kind = TINY) -> Scene:
-    """One scene, drawn again from `rng` until its objects fit."""
+    """Draw a scene, again from `rng` until its objects fit."""
     while True:
         plan, scene = _plan(rng, kind), None
         if len(set(plan)) == len(plan):
@@ -172,13 +174,13 @@ def draw_scene(rng: np.random.Generator, kind: Kind = TINY) -> Scene:
 
 
 def _plan(rng, kind) -> list[tuple[str, ...]]:
-    """The attributes of each object; every value that occurs does so twice or more."""
+    """Return the attributes of each object; every value that occurs does so twice or more."""
     number = int(rng.choice(kind.num_objects))
     return list(zip(*(_shared(rng, values, number) for values in kind.attributes.values())))
 
 
 def _shared(rng, values, number: int) -> list[str]:
-    """`number` of the values, in random order, each that occurs at least twice: a pair if any."""
+    """Return `number` of the values in random order, each at least twice: a pair if any."""
     pairs = [pair for pair in PAIRS if pair[0] in values]
     if pairs:
         used = list(pairs[rng.integers(len(pairs))])
@@ -188,7 +190,7 @@ def _shared(rng, values, number: int) -> list[str]:
 
 
 def _draw(rng, plan, kind) -> Scene | None:
-    """A scene of objects with these attributes, or None if one found no place."""
+    """Draw objects with these attributes; return None if one finds no place."""
     width, height = kind.image_sizes[rng.integers(len(kind.image_sizes))]
     canvas = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
     occupied, objects, areas = np.zeros((height, width), dtype=bool), [], []
@@ -211,6 +213,7 @@ def _draw(rng, plan, kind) -> Scene | None:
                 break
         else:
             return None
+        # Objects drawn earlier are hidden where this one lies.
         for other in objects:
             other.mask[box] &= alpha < 0.5
         obj.mask[box] = alpha >= 0.5
@@ -218,9 +221,8 @@ def _draw(rng, plan, kind) -> Scene | None:
         areas.append(obj.mask.sum())
         jitter = rng.integers(-COLOR_JITTER, COLOR_JITTER + 1, 3)
         paint = np.clip(np.array(COLORS[obj.color]) + jitter, 0, 255)
-        second = paint + CONTRAST * (
-            (GREY > paint.mean()) * 255 - paint
-        )  # a lighter or darker tone
+        # A lighter tone of a dark paint, a darker one of a light paint.
+        second = paint + CONTRAST * ((GREY > paint.mean()) * 255 - paint)
         tones = pattern(rng, obj.pattern, alpha.shape, kind.stripe)
         canvas[box] += alpha[..., None] * (np.where(tones[..., None], second, paint) - canvas[box])
         objects.append(obj)

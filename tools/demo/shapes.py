@@ -12,7 +12,7 @@ DOT = 0.36  # radius of a dot, of the distance between two
 def background(
     rng: np.random.Generator, tint: tuple[int, int, int], width: int, height: int
 ) -> np.ndarray:
-    """(H, W, 3) float: the tint with a linear gradient in a random direction."""
+    """Return (H, W, 3) float: the tint with a linear gradient in a random direction."""
     angle = rng.uniform(0, 2 * np.pi)
     y, x = np.mgrid[0:height, 0:width]
     slope = np.cos(angle) * (x / width - 0.5) + np.sin(angle) * (y / height - 0.5)
@@ -20,7 +20,7 @@ def background(
 
 
 def stamp(rng: np.random.Generator, shape: str, diameter: float) -> np.ndarray:
-    """The shape alone, (h, w) float in 0..1 with smooth edges, cropped to its own pixels."""
+    """Draw a shape alone: (h, w) float in 0..1 with smooth edges, cropped to its own pixels."""
     side = int(np.ceil(diameter * 1.3)) + 2  # room for corners and tilt
     big = Image.new("L", (side * SUPERSAMPLE,) * 2)
     draw = ImageDraw.Draw(big)
@@ -31,8 +31,8 @@ def stamp(rng: np.random.Generator, shape: str, diameter: float) -> np.ndarray:
             draw.ellipse([low, low, high, high], fill=fill)
     else:
         tilt = np.deg2rad(rng.uniform(-MAX_TILT, MAX_TILT))
-        turn = np.array([[np.cos(tilt), np.sin(tilt)], [-np.sin(tilt), np.cos(tilt)]])
-        points = centre + radius * np.array(_outline(shape)) @ turn
+        rotation = np.array([[np.cos(tilt), np.sin(tilt)], [-np.sin(tilt), np.cos(tilt)]])
+        points = centre + radius * np.array(_outline(shape)) @ rotation
         draw.polygon([tuple(p) for p in points], fill=255)
     alpha = np.asarray(big.reduce(SUPERSAMPLE), dtype=np.float64) / 255
     rows, cols = np.nonzero(alpha.any(1))[0], np.nonzero(alpha.any(0))[0]
@@ -40,7 +40,7 @@ def stamp(rng: np.random.Generator, shape: str, diameter: float) -> np.ndarray:
 
 
 def pattern(rng: np.random.Generator, name: str, shape: tuple[int, int], stripe: int) -> np.ndarray:
-    """(h, w) bool: where a shape of that pattern has its second tone.
+    """Return (h, w) bool: where a shape of that pattern has its second tone.
 
     Args:
         stripe: pixels that a stripe, a band or a field is wide.
@@ -57,7 +57,7 @@ def pattern(rng: np.random.Generator, name: str, shape: tuple[int, int], stripe:
 
 
 def _outline(shape: str) -> list[tuple[float, float]]:
-    """Corners (x, y) of a polygon in units of the object's radius, y downwards."""
+    """Return corners (x, y) of a polygon in units of the object's radius, y downwards."""
     if shape == "square":
         return [(-0.88, -0.88), (0.88, -0.88), (0.88, 0.88), (-0.88, 0.88)]
     if shape == "triangle":
@@ -65,8 +65,8 @@ def _outline(shape: str) -> list[tuple[float, float]]:
     if shape == "diamond":
         return [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)]
     if shape == "star":
-        turns = [(np.pi * k / 5, 0.42 if k % 2 else 1.0) for k in range(10)]
-        return [(r * np.sin(turn), -r * np.cos(turn)) for turn, r in turns]
+        polar = [(np.pi * k / 5, 0.42 if k % 2 else 1.0) for k in range(10)]
+        return [(r * np.sin(angle), -r * np.cos(angle)) for angle, r in polar]
     if shape == "arrow":
         right = [(0, -1), (0.9, 0), (0.36, 0), (0.36, 1)]
         return right + [(-x, y) for x, y in right[:0:-1]]
@@ -79,6 +79,6 @@ def _outline(shape: str) -> list[tuple[float, float]]:
 def place(
     rng: np.random.Generator, shape: tuple[int, int], width: int, height: int
 ) -> tuple[slice, slice]:
-    """A window of `shape` (h, w) somewhere in the image, at least two pixels off the border."""
+    """Choose a window of `shape` (h, w) in the image, at least two pixels off the border."""
     top, left = rng.integers(2, height - shape[0] - 1), rng.integers(2, width - shape[1] - 1)
     return np.s_[top : top + shape[0], left : left + shape[1]]

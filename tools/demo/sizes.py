@@ -8,6 +8,8 @@ from tools.demo.scenes import MID, TINY, Kind
 
 @dataclass(frozen=True)
 class Size:
+    """Scenes, model and warm start of a demo."""
+
     kind: Kind  # of scenes
     config: dict  # of the model
     train_scenes: int

@@ -32,20 +32,19 @@ if TYPE_CHECKING:
     from sa2va_hf.batches import ImageFeatures
 
 
-HIT_TARGET = 0.57  # share of phrases whose mask lies on the right object; `Decided` adds to it
+HIT_TARGET = 0.57  # fraction of phrases whose mask lies on the right object; `Decided` adds to it
 LARGEST_NOISE, BISECTIONS = 32.0, 10  # of the prompt head's weights' standard deviation
-SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # that its output may lack then
+SCALES = [2 ** (k / 2) for k in range(-4, 5)]  # tried for the disturbed head's output
 REGIONS, BATCH = 256, 32
-DECIDED = 0.3  # IoU of a mask with an object that it is made to be, at least
+DECIDED = 0.3  # least IoU of a mask with the object that it is trained to become
 
 
 @torch.no_grad()
 def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_TARGET):
-    """Disturb text_hidden_fcs by random numbers, until so few of its masks hit.
+    """Add noise to text_hidden_fcs until only a fraction `target` of its masks hit.
 
-    The share of hits on regions of the data set falls as the numbers grow; the largest that leave
-    `target` of them is found by bisection. Then give the prompt embeddings the scale of which masks
-    are best.
+    The fraction falls as the noise grows, so the largest noise that leaves `target` is found by
+    bisection. Then the prompt embeddings get the scale whose masks are best.
 
     Raises:
         RuntimeError: fewer hit even undisturbed.
@@ -56,23 +55,23 @@ def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_T
     noise = torch.randn(learnt.shape, generator=generator).to(learnt) * learnt.std()
     low, high = 0.0, LARGEST_NOISE
     for _ in range(BISECTIONS):
-        share = (low + high) / 2
-        last.weight.copy_(learnt + share * noise)
-        found_hits = found(policy, examples, 1.0)[1]
-        low, high = (share, high) if found_hits >= target else (low, share)
+        middle = (low + high) / 2
+        last.weight.copy_(learnt + middle * noise)
+        hit_fraction = measure_masks(policy, examples, 1.0)[1]
+        low, high = (middle, high) if hit_fraction >= target else (low, middle)
     if low == 0:
         raise RuntimeError(f"not {target} of the masks hit, even undisturbed: train longer")
     if high == LARGEST_NOISE:
         raise RuntimeError(f"{target} of the masks hit, however disturbed the prompt head is")
     last.weight.copy_(learnt + low * noise)
-    of_scale = {scale: found(policy, examples, scale) for scale in SCALES}
+    of_scale = {scale: measure_masks(policy, examples, scale) for scale in SCALES}
     best = max(SCALES, key=lambda scale: of_scale[scale][0])
     last.weight.mul_(best)
     last.bias.mul_(best)
-    iou, found_hits = of_scale[best]
+    iou, hit_fraction = of_scale[best]
     tqdm.write(
         f"prompt head: noise of {low:.2f} standard deviations, scaled by {best:.2f}: of its "
-        f"masks {found_hits:.2f} hit, IoU {iou:.2f}"
+        f"masks {hit_fraction:.2f} hit, IoU {iou:.2f}"
     )
 
 
@@ -88,8 +87,10 @@ def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
         yield batch, features, policy.read(features, prompts.followed_by(forced))[:, 0]
 
 
-def found(policy: "Sa2VAPolicy", examples: list[tuple], scale: float) -> tuple[float, float]:
-    """(mean IoU, share on the right object) of the masks of `phrases`, prompts times `scale`."""
+def measure_masks(
+    policy: "Sa2VAPolicy", examples: list[tuple], scale: float
+) -> tuple[float, float]:
+    """Return (mean IoU, fraction on the right object) of the masks of `phrases` at a scale."""
     ious, right = [], []
     for batch, features, hidden in examples:
         rows = list(range(len(batch)))
@@ -133,27 +134,28 @@ class Decided(SFTTask):
         policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
         if batch.others is None:
             raise ValueError("--tasks tools.demo.unsettle:Decided: needs --distractors")
+        # Detached: the prompt head stays disturbed, only the hypernetworks learn.
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
         with self.context.roles.use("reference"):
             before = policy.decode_masks(features, image, prompts) > 0
         logits = policy.decode_masks(features, image, prompts)
-        best, wholes, best_is_own = [], [], []
+        best, wholes, is_target = [], [], []
         for k, (mask, others) in enumerate(zip(batch.masks, batch.others, strict=True)):
             objects = resize_masks([mask, *others], logits)  # (1 + K, h, w)
-            iou, which = all_ious(before[k : k + 1], objects > 0)[0].max(0)
-            best, wholes = [*best, iou], [*wholes, objects[which]]
-            best_is_own.append(which == 0)
-        some = torch.stack(best) > DECIDED
+            iou, nearest = all_ious(before[k : k + 1], objects > 0)[0].max(0)
+            best, wholes = [*best, iou], [*wholes, objects[nearest]]
+            is_target.append(nearest == 0)
+        decided = torch.stack(best) > DECIDED  # (B,)
         losses = resized_mask_loss(logits, torch.stack(wholes))
-        loss = (losses * some).sum() / rows
-        shares = dict(hits=(torch.stack(best_is_own) & some).sum(), decided=some.sum())
+        loss = (losses * decided).sum() / rows
+        counts = dict(hits=(torch.stack(is_target) & decided).sum(), decided=decided.sum())
         return [loss], dict(mask_loss=loss.detach()) | {
-            n: (v, len(some)) for n, v in shares.items()
+            name: (count, len(decided)) for name, count in counts.items()
         }
 
 
 def all_ious(masks: torch.Tensor, areas: torch.Tensor) -> torch.Tensor:
-    """(n, m) IoU of each of n masks (n, h, w) bool with each of m areas, none of them empty."""
-    masks, areas = (one.flatten(1).double() for one in (masks, areas))
+    """Return the IoU (n, m) of each mask (n, h, w) bool with each area (m, h, w), none empty."""
+    masks, areas = (x.flatten(1).double() for x in (masks, areas))
     both = masks @ areas.T
     return both / (masks.sum(1)[:, None] + areas.sum(1) - both)

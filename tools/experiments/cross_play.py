@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
 def batches_of(
     flag: str, player: str, dataset: "Dataset", args: argparse.Namespace, device: torch.device | str
 ):
-    """Yields (policy, batch, features) of the player that the flag names, batch by batch."""
+    """Yield (policy, batch, features) of the player that the flag names, batch by batch."""
     path, role = player.removesuffix(TEACHER), "teacher" if player.endswith(TEACHER) else "policy"
     tokens = args.max_completion_length
     policy = open_policy(
@@ -97,7 +97,7 @@ def batches_of(
 def speak(
     speaker: str, dataset: "Dataset", args: argparse.Namespace, device: torch.device | str
 ) -> Spoken:
-    """The speaker's greedy captions."""
+    """Return the speaker's greedy captions of all regions."""
     spoken = Spoken([], [], [], [])
     for policy, batch, features in batches_of("--speakers", speaker, dataset, args, device):
         masks, rows = [mask.to(policy.device) for mask in batch.masks], range(len(batch))
@@ -116,7 +116,7 @@ def listen(
     args: argparse.Namespace,
     device: torch.device | str,
 ) -> dict[str, dict]:
-    """{speaker: {measure: (n,) float64}} of what the listener finds by each speaker's captions."""
+    """Return {speaker: {metric: (n,) float64}} of what the listener finds by its captions."""
     columns, start = {speaker: {} for speaker in spoken}, 0
     for policy, batch, features in batches_of("--listeners", listener, dataset, args, device):
         positions = slice(start, start + len(batch))
@@ -133,8 +133,8 @@ def listen(
                 columns[speaker].setdefault(name, []).extend(values)
         start = positions.stop
     return {
-        speaker: {name: torch.tensor(v, dtype=torch.float64) for name, v in of_one.items()}
-        for speaker, of_one in columns.items()
+        speaker: {name: torch.tensor(v, dtype=torch.float64) for name, v in metrics.items()}
+        for speaker, metrics in columns.items()
     }
 
 
@@ -148,7 +148,7 @@ def check_same_regions(listener: str, index: list[int], speaker: str, described:
 
 
 def pair_record(speaker: str, listener: str, values: dict, of_first: dict) -> dict:
-    """Means, intervals and values of a pair, and the change to what the first speaker's gave."""
+    """Return means, intervals and values of a pair, and the changes to the first speaker's."""
     metrics = means(values)
     return dict(
         speaker=speaker,
@@ -164,7 +164,7 @@ def pair_record(speaker: str, listener: str, values: dict, of_first: dict) -> di
 
 
 def table(pairs: list[dict], num_samples: int) -> str:
-    """Means and changes of all pairs with their intervals, a block for each metric, as text."""
+    """Format means and changes of all pairs with their intervals, a block for each metric."""
     lines, first = [], pairs[0]["speaker"]
     for metric in pairs[0]["means"]:
         lines.append(f"{metric}, n = {num_samples}; change: to speaker {first}")

@@ -10,8 +10,7 @@
 The folder is that of the data set nvidia/DLC-Bench: annotations.json (COCO), images/, qa.json and
 class_names.json. The captions are {annotation id: text}, as those of other programs may be. Scores,
 prompts and the reading of replies: tools/experiments/dlc_questions.py; what differs from the
-original:
-docs/comparing.md.
+original: docs/comparing.md.
 
 The judge is asked every question, at temperature 0. If it stops answering, so does the program,
 with a sentence, and nothing is written. A reply that means none of the choices leaves its region
@@ -137,22 +136,22 @@ def caption_all(
     args: argparse.Namespace,
     ranks: process_group.RankInfo,
 ) -> dict[str, str]:
-    """{annotation id: caption}, greedy or with --best_of that of the highest cycle IoU, by all
-    ranks together.
+    """Return {annotation id: caption} of all regions, described by all ranks together.
 
-    Raises DamagedSample, FloatingPointError.
+    A caption is greedy, or with --best_of the sampled one of the highest cycle IoU.
+
+    Raises:
+        DamagedSample: a region does not decode or fit.
+        FloatingPointError: the model's outputs are not finite.
     """
-    captions, tokens, N = {}, args.max_completion_length, args.best_of
-    loader, faults = (
-        eval_loader(
-            dataset,
-            policy.preprocessor(tokens),
-            args.batch_size,
-            args.num_workers,
-            ranks.rank,
-            ranks.world_size,
-        ),
-        set(),
+    captions, faults, tokens, N = {}, set(), args.max_completion_length, args.best_of
+    loader = eval_loader(
+        dataset,
+        policy.preprocessor(tokens),
+        args.batch_size,
+        args.num_workers,
+        ranks.rank,
+        ranks.world_size,
     )
     for batch in tqdm(loader, desc="captions", leave=False, disable=not ranks.is_main):
         for fault in batch.damaged:  # another region stands in for it
@@ -200,22 +199,26 @@ def caption(args: argparse.Namespace):
 
 
 async def ask_all(judge: LLMJudge, prompts: list[str]) -> list[str]:
-    """The judge's reply to each prompt. Raises NoReply."""
+    """Return the judge's reply to each prompt. Raises NoReply."""
     bar = tqdm(total=len(prompts), desc="questions", leave=False)
 
-    async def one(text: str) -> str:
+    async def ask_one(text: str) -> str:
+        """Return the reply to one prompt, and move the bar."""
         reply = await ask([dict(role="user", content=text)], str, MAX_REPLY_TOKENS)
         bar.update()
         return reply
 
     with bar:
         async with judge.connect() as ask:
-            return await asyncio.gather(*map(one, prompts))
+            return await asyncio.gather(*map(ask_one, prompts))
 
 
 def judge_captions(args: argparse.Namespace):
-    """Score captions. Raises ValueError for what is wrong in flags and files, and if the judge
-    stops answering."""
+    """Score captions and write the result.
+
+    Raises:
+        ValueError: a flag or a file is wrong, or the judge stops answering.
+    """
     check_writable("--output", args.output, is_file=True)
     questions = read_questions(args.data_dir)
     names = read_class_names(args.data_dir, questions)
@@ -230,13 +233,13 @@ def judge_captions(args: argparse.Namespace):
         replies = iter(asyncio.run(ask_all(judge, sum(prompts.values(), []))))
     except NoReply as error:
         raise ValueError(f"--llm_judge_base_url {args.llm_judge_base_url}: {error}") from error
-    replies_of = {key: [next(replies) for _ in asked] for key, asked in prompts.items()}
+    replies_of = {key: [next(replies) for _ in sent] for key, sent in prompts.items()}
     scores = {key: score(questions[key], replies_of[key]) for key in questions}
     summarised = summary(scores)
     flags = {name: str(value) for name, value in vars(args).items() if name != "output"}
     regions = {
-        key: dict(caption=captions[key], replies=replies_of[key], **asdict(of))
-        for key, of in scores.items()
+        key: dict(caption=captions[key], replies=replies_of[key], **asdict(region_score))
+        for key, region_score in scores.items()
     }
     written = without_nan(dict(flags=flags, **summarised, regions=regions))
     args.output.write_text(json.dumps(written, indent=1, allow_nan=False))
@@ -244,33 +247,33 @@ def judge_captions(args: argparse.Namespace):
 
 
 def summary(scores: dict[str, Score]) -> dict:
-    """The means over regions, their 95 % intervals, and what they were made of.
+    """Return the means over regions, their 95 % intervals and the counts behind them.
 
     A region of which a reply could not be read counts in no mean: NaN if that leaves none.
     """
-    readable = [of for of in scores.values() if not of.num_unreadable]
+    readable = [score for score in scores.values() if not score.num_unreadable]
     parts = dict(
-        positive=[of.positive for of in readable],
-        negative=[of.negative for of in readable if of.negative is not None],
+        positive=[score.positive for score in readable],
+        negative=[score.negative for score in readable if score.negative is not None],
     )
-    means = {name: float(np.mean(of)) if of else math.nan for name, of in parts.items()}
-    intervals = {name: bootstrap(torch.tensor(of)) for name, of in parts.items() if of}
+    means = {name: float(np.mean(part)) if part else math.nan for name, part in parts.items()}
+    intervals = {name: bootstrap(torch.tensor(part)) for name, part in parts.items() if part}
     return dict(
         means=means | dict(average=(means["positive"] + means["negative"]) / 2),
         intervals=intervals,
-        num_regions={name: len(of) for name, of in parts.items()},
-        num_not_recognised=sum(not of.recognised for of in readable),
+        num_regions={name: len(part) for name, part in parts.items()},
+        num_not_recognised=sum(not score.recognised for score in readable),
         num_unscored=len(scores) - len(readable),
-        num_unreadable=sum(of.num_unreadable for of in scores.values()),
+        num_unreadable=sum(score.num_unreadable for score in scores.values()),
     )
 
 
 def without_nan(value: dict | list | str | float | None):
-    """`value` with None, JSON's null, wherever in it a number is NaN, which JSON does not know."""
+    """Return `value` with None for every NaN in it, as JSON has no NaN."""
     if isinstance(value, dict):
-        return {name: without_nan(one) for name, one in value.items()}
+        return {name: without_nan(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [without_nan(one) for one in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and math.isnan(value) else value
 
 

@@ -59,7 +59,7 @@ class Score:
 
 
 def read_questions(folder: Path) -> dict[str, list[Question]]:
-    """{annotation id: questions} of qa.json. Raises ValueError, naming the file, if it is none."""
+    """Return {annotation id: questions} of qa.json. Raises ValueError that names the file."""
     file = folder / "qa.json"
     questions_of = {}
     for key, entries in read_object(file).items():
@@ -76,7 +76,7 @@ def read_questions(folder: Path) -> dict[str, list[Question]]:
 
 
 def read_class_names(folder: Path, keys: Iterable[str]) -> dict[str, str]:
-    """{annotation id: class name} of class_names.json. Raises ValueError if one of `keys` lacks."""
+    """Return {annotation id: name} of class_names.json. Raises ValueError if a key lacks."""
     file = folder / "class_names.json"
     names = read_object(file)
     for key in keys:
@@ -86,7 +86,7 @@ def read_class_names(folder: Path, keys: Iterable[str]) -> dict[str, str]:
 
 
 def read_captions(file: Path, keys: Iterable[str]) -> dict[str, str]:
-    """{annotation id: caption} of `keys`, of a JSON file that may hold more.
+    """Return {annotation id: caption} of `keys`, of a JSON file that may hold more.
 
     Raises ValueError if one of `keys` lacks, is no text or one of the original's "Error:".
     """
@@ -98,7 +98,7 @@ def read_captions(file: Path, keys: Iterable[str]) -> dict[str, str]:
 
 
 def read_object(file: Path) -> dict:
-    """A JSON object. Raises ValueError, naming the file, if it cannot be read or is none."""
+    """Read a JSON object. Raises ValueError that names the file."""
     try:
         value = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ def read_object(file: Path) -> dict:
 
 
 def _question(entry, location: str) -> Question:
-    """The question of an entry of qa.json. Raises ValueError, beginning with `place`."""
+    """Return the question of an entry of qa.json. Raises ValueError that begins with `location`."""
     if not isinstance(entry, dict) or not isinstance(entry.get("question"), str):
         raise ValueError(f"{location} has no text")
     if entry.get("type") not in TYPES:
@@ -128,7 +128,7 @@ def _question(entry, location: str) -> Question:
 
 
 def recognition(class_name: str) -> Question:
-    """The question whether a caption is of an object of a class; its first choice says so.
+    """Return the question whether a caption is of an object of a class; its first choice is yes.
 
     Raises ValueError if inflect, by whose rules it says "a", "an" or the plural, is missing.
     """
@@ -155,7 +155,7 @@ def prompt(question: Question, caption: str) -> str:
 
 
 def chosen(reply: str, choices: list[str]) -> int | None:
-    """The index of the choice that a reply means, None if it means none.
+    """Return the index of the choice that a reply means, None if it means none.
 
     By the first rule that holds, letters aside: the reply is a choice, its letter or both; it
     holds one choice; it begins with a letter and a full stop; of the choices that it holds the one
@@ -169,6 +169,7 @@ def chosen(reply: str, choices: list[str]) -> int | None:
             return k
     if len(answer) < 2:
         return None
+    # Where in the reply each choice begins that it holds.
     held = {k: answer.index(text) for k, text in enumerate(texts) if text in answer}
     if len(held) == 1:
         return next(iter(held))
@@ -186,30 +187,30 @@ def chosen(reply: str, choices: list[str]) -> int | None:
 
 
 def score(questions: list[Question], replies: list[str]) -> Score:
-    """The score of a region by the replies to `recognition` and then to its questions."""
+    """Return the score of a region by the replies to `recognition` and then to its questions."""
     first = chosen(replies[0], RECOGNITION_CHOICES)
     recognised = None if first is None else first == 0
-    places = [
+    chosen_choices = [
         chosen(reply, question.choices)
         for reply, question in zip(replies[1:], questions, strict=True)
     ]
     points = [
         worth(question, choice_index, recognised)
-        for question, choice_index in zip(questions, places)
+        for question, choice_index in zip(questions, chosen_choices)
     ]
     scores = {
         question_type: [
-            one for one, question in zip(points, questions) if question.type == question_type
+            value for value, question in zip(points, questions) if question.type == question_type
         ]
         for question_type in TYPES
     }
-    positive, negative = (sum(of) / len(of) if of else None for of in scores.values())
-    num_unreadable = sum(choice_index is None for choice_index in (first, *places))
+    positive, negative = (sum(p) / len(p) if p else None for p in scores.values())
+    num_unreadable = sum(choice_index is None for choice_index in (first, *chosen_choices))
     return Score(positive, negative, recognised, points, num_unreadable)
 
 
 def worth(question: Question, choice_index: int | None, recognised: bool | None) -> float:
-    """The points of the chosen one of a question's choices; NaN if a reply could not be read."""
+    """Return the points of the chosen choice; NaN if a reply could not be read."""
     if choice_index is None or recognised is None:
         return math.nan
     points = question.points[choice_index]

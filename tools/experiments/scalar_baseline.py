@@ -76,29 +76,29 @@ def build_parser() -> argparse.ArgumentParser:
 def row_logits(
     policy: "Sa2VAPolicy", images: "ImageFeatures", seg_rows: list[int], embeddings: torch.Tensor
 ) -> list[torch.Tensor]:
-    """(H, W) mask logits of each image: the largest of its [SEG], -inf without one.
+    """Return (H, W) mask logits of each image: the largest of its [SEG], -inf without one.
 
     Those above 0 are `row_masks`. Args: as there.
     """
     logits_of_rows = [torch.full(size, -torch.inf, device=policy.device) for size in images.sizes]
     if seg_rows:
-        for row, one in zip(seg_rows, policy.decode_masks(images, seg_rows, embeddings)):
+        for row, logits in zip(seg_rows, policy.decode_masks(images, seg_rows, embeddings)):
             size = images.sizes[row]
-            logits = upsample_masks(one[None], policy.processor.sam_size, size)[0]
-            logits_of_rows[row] = torch.maximum(logits_of_rows[row], logits)
+            upsampled = upsample_masks(logits[None], policy.processor.sam_size, size)[0]  # (H, W)
+            logits_of_rows[row] = torch.maximum(logits_of_rows[row], upsampled)
     return logits_of_rows
 
 
 @torch.no_grad()
 def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[str, torch.Tensor]:
-    """{scalar: (B, K) IoU of the true caption's mask at each of its K values}."""
+    """Return {scalar: (B, K) IoU of the true caption's mask at each of its K values}."""
     images, rows = policy.encode(batch), list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
     _, segs, prompts = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
     segs, ious_of_scalar = segs.tolist(), dict(threshold=[], scale=[])
     logits = row_logits(policy, images, segs, prompts)
     for value in GRIDS["threshold"][0]:
-        ious_of_scalar["threshold"].append(mask_iou([one > value for one in logits], targets, 1.0))
+        ious_of_scalar["threshold"].append(mask_iou([x > value for x in logits], targets, 1.0))
     for value in GRIDS["scale"][0]:
         masks = row_masks(policy, images, rows, segs, value * prompts)
         ious_of_scalar["scale"].append(mask_iou(masks, targets, 1.0))
@@ -108,7 +108,7 @@ def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[
 def all_ious(
     policy: "Sa2VAPolicy", dataset: "Dataset", args: argparse.Namespace
 ) -> dict[str, torch.Tensor]:
-    """{scalar: (n, K) IoU} of all regions of a data set."""
+    """Return {scalar: (n, K) IoU} of all regions of a data set."""
     inputs = policy.preprocessor(args.max_completion_length, args.max_prompt_length)
     loader = eval_loader(dataset, inputs, args.batch_size, args.num_workers)
     bar = tqdm(loader, desc="masks", leave=False)
@@ -117,7 +117,7 @@ def all_ious(
 
 
 def chosen(scalar: str, train: torch.Tensor, heldout: torch.Tensor) -> dict:
-    """The value that is best on `train` (n, K), and what it gains on `heldout` (m, K).
+    """Return the value that is best on `train` (n, K), and what it gains on `heldout` (m, K).
 
     Of equally good ones it is the nearest to what changes nothing. gain is paired, with its 95 %
     bootstrap interval over regions.
@@ -141,16 +141,17 @@ def chosen(scalar: str, train: torch.Tensor, heldout: torch.Tensor) -> dict:
 
 
 def table(results: dict[str, dict]) -> str:
-    """The scalars' best values and gains, as markdown."""
+    """Format the scalars' best values and gains as markdown."""
     lines = [
         "| scalar | best on training regions | gain there | held out: before | after | gain |",
         "|---|---|---|---|---|---|",
     ]
-    for scalar, of in results.items():
-        low, high = of["interval"]
+    for scalar, result in results.items():
+        low, high = result["interval"]
         lines.append(
-            f"| {scalar} | {of['best']:g} | {of['train_gain']:+.4f} | {of['before']:.4f} "
-            f"| {of['after']:.4f} | {of['gain']:+.4f} [{low:+.4f}, {high:+.4f}] |"
+            f"| {scalar} | {result['best']:g} | {result['train_gain']:+.4f} "
+            f"| {result['before']:.4f} | {result['after']:.4f} "
+            f"| {result['gain']:+.4f} [{low:+.4f}, {high:+.4f}] |"
         )
     return "\n".join(lines)
 

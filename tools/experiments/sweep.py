@@ -2,9 +2,8 @@
 
     python -m tools.demo.make_demo --output_dir outputs/demo
     python -m tools.experiments.sweep --arms loop1 loop1_length --jobs 2 --output outputs/sweep
-    python -m tools.experiments.sweep --arms loop1 loop1_length --demos outputs/demo_0 \
-        outputs/demo_1 \
-        --seeds 0 1 2 3 4 --gpu --output outputs/sweep
+    python -m tools.experiments.sweep --arms loop1 loop1_length --seeds 0 1 2 3 4 --gpu \
+        --demos outputs/demo_0 outputs/demo_1 --output outputs/sweep
     # no arms: the tables
     python -m tools.experiments.sweep --output outputs/sweep --against loop1_length
     python -m tools.demo.make_points_demo --output_dir outputs/points_demo
@@ -12,10 +11,10 @@
         --output outputs/p
 
 An arm is a name in ARMS: flags of `rl_train.train` that are added to those of the demo; one in
-POINT_ARMS wants a demo of `tools.demo.make_points_demo`. Every run
-is one process on one CPU core (with --gpu also on one of the GPUs, in turn), in the folder
-OUTPUT/ARM/DEMO/seedN; a run that is complete is not run again, and one of other flags stops the
-sweep's arm. The tables of docs/results.md and docs/points.md are made by this program.
+POINT_ARMS wants a demo of `tools.demo.make_points_demo`. Every run is one process on one CPU core
+(with --gpu also on one of the GPUs, in turn), in the folder OUTPUT/ARM/DEMO/seedN; a run that is
+complete is not run again, and one of other flags stops the sweep's arm. The tables of
+docs/results.md and docs/points.md are made by this program.
 """
 
 import argparse
@@ -90,7 +89,7 @@ POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_ran
 
 
 def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> list[str]:
-    """Command line of one run; of a flag that is given several times the last counts."""
+    """Return the command line of one run; of a flag given several times the last counts."""
     of_demo, flags = (OF_POINTS, POINTS) if arm in POINT_ARMS else (OF_DEMO, DEMO)
     return [
         *(sys.executable, "-m", "rl_train.train", "--output_dir", str(output)),
@@ -102,7 +101,7 @@ def command(arm: str, seed: int, demo: Path, output: Path, extra: list[str]) -> 
 
 
 def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) -> str | None:
-    """Train one arm on a demo at a seed, as job `number`, unless done; returns what went wrong."""
+    """Train one arm on a demo at a seed, as job `number`, unless done; return what went wrong."""
     output = args.output / arm / demo.name / f"seed{seed}"
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

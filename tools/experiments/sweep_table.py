@@ -17,18 +17,18 @@ from rl_train.grpo import group_std
 
 HEAD = """\
 Change of held-out measures, after minus before: mean over runs (demos x seeds) ± half of its 95 %
-interval (Student's t of the runs' changes). zero std: share of groups without variance."""
+interval (Student's t of the runs' changes). zero std: fraction of groups without variance."""
 
 
 def evaluations(output: Path) -> list[Path]:
-    """The files of the measures before the first step and, of a complete run, after the last."""
+    """Return the evaluation files before the first step and, of a complete run, after the last."""
     steps = json.loads((output / "config.json").read_text())["max_steps"]
     files = [output / "evaluation" / f"step_{step}.json" for step in (0, steps)]
     return [file for file in files if file.is_file()]
 
 
 def complete(folder: Path) -> dict[str, dict[tuple[str, str], Path]]:
-    """{arm: {(demo, seed): output folder}} of the complete runs in a sweep's folder, sorted."""
+    """Return {arm: {(demo, seed): output folder}} of a sweep's complete runs, sorted."""
     runs_of = defaultdict(dict)
     for config in sorted(folder.glob("*/*/*/config.json")):
         output = config.parent
@@ -39,27 +39,29 @@ def complete(folder: Path) -> dict[str, dict[tuple[str, str], Path]]:
 
 
 def measures(file: Path) -> dict[str, float]:
-    """{name: its mean} of all that an evaluation measured, of "values" those that are known."""
+    """Return {metric: mean} of an evaluation file; NaN among its values is left out."""
     record = json.loads(file.read_text())
-    values = {name: np.array(of, dtype=np.float64) for name, of in record["values"].items()}
-    known = {name: of[~np.isnan(of)] for name, of in values.items()}
-    return {name: float(of.mean()) for name, of in known.items() if len(of)} | record["means"]
+    columns = {name: np.array(v, dtype=np.float64) for name, v in record["values"].items()}
+    known = {name: column[~np.isnan(column)] for name, column in columns.items()}
+    means = {name: float(column.mean()) for name, column in known.items() if len(column)}
+    return means | record["means"]
 
 
 def t_quantile(freedom: int) -> float:
-    """The .975 quantile of Student's t with these degrees of freedom.
+    """Return the .975 quantile of Student's t with these degrees of freedom.
 
     In t = sqrt(freedom) tan(angle) the density is cos(angle)^(freedom - 1).
     """
+    # The density is symmetric: its upper .025 is the upper .05 of the half above 0.
     angle = np.linspace(0, np.pi / 2, 100_001)
     area = np.cumsum(np.cos((angle[1:] + angle[:-1]) / 2) ** (freedom - 1))
     return freedom**0.5 * float(np.tan(np.interp(0.95 * area[-1], area, angle[1:])))
 
 
 def interval(values: list[float]) -> dict:
-    """The mean of n runs and half of its 95 % interval, infinite for a single run.
+    """Return the mean of n runs and half of its 95 % interval, infinite for a single run.
 
-    Runs in which a share was one of nothing (NaN) are left out.
+    Runs with NaN, a fraction of nothing, are left out.
     """
     runs = [value for value in values if not math.isnan(value)]
     n, mean, half = len(runs), math.nan, math.inf
@@ -71,7 +73,7 @@ def interval(values: list[float]) -> dict:
 
 
 def zero_std(output: Path) -> dict[str, float]:
-    """{task: share of all groups of a run whose rewards were equal}."""
+    """Return {task: fraction of a run's groups whose rewards were equal}."""
     groups = defaultdict(list)
     for line in (output / "rollouts" / "rank0.jsonl").read_text().split("\n")[:-1]:
         row = json.loads(line)
@@ -103,10 +105,10 @@ def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
     before = {m: interval([base.get(m, math.nan) for base in bases])["mean"] for m in metrics}
     summarised = dict(before=before, arms={}, against={control: {} for control in against})
     for arm, of_arm in runs.items():
-        shares = [zero_std(output) for output in of_arm.values()]
-        share = {task: float(np.mean([s[task] for s in shares])) for task in shares[0]}
+        of_runs = [zero_std(output) for output in of_arm.values()]
+        fractions = {task: float(np.mean([run[task] for run in of_runs])) for task in of_runs[0]}
         cells = {m: interval(list(changed[arm][m].values())) for m in metrics}
-        summarised["arms"][arm] = dict(num_runs=len(of_arm), zero_std=share, **cells)
+        summarised["arms"][arm] = dict(num_runs=len(of_arm), zero_std=fractions, **cells)
         for control in set(against) - {arm}:
             pairs = [run for run in of_arm if run in runs[control]]
             if pairs:
@@ -133,7 +135,7 @@ def check_names(folder: Path, ends: dict, metrics: list[str], against: list[str]
 
 
 def changes(ends: dict[tuple, list], metric: str) -> dict[tuple, float]:
-    """{run: after minus before} of a metric; NaN where a run does not know both."""
+    """Return {run: after minus before} of a metric; NaN where a run does not know both."""
     return {
         run: after.get(metric, math.nan) - before.get(metric, math.nan)
         for run, (before, after) in ends.items()
@@ -141,7 +143,7 @@ def changes(ends: dict[tuple, list], metric: str) -> dict[tuple, float]:
 
 
 def markdown(summarised: dict, metrics: list[str]) -> str:
-    """A `summary` as tables."""
+    """Format a `summary` as tables."""
     lines = [HEAD, "", row("arm", "runs", [*metrics, "zero std"])]
     lines.append("|---" * (3 + len(metrics)) + "|")
     if summarised["arms"]:
@@ -149,8 +151,8 @@ def markdown(summarised: dict, metrics: list[str]) -> str:
             row("*before*", "", [*(f"{x:.3f}" for x in summarised["before"].values()), ""])
         )
     for arm, of_arm in summarised["arms"].items():
-        shares = ", ".join(f"{task} {share:.2f}" for task, share in of_arm["zero_std"].items())
-        cells = [*(cell(of_arm[m], of_arm["num_runs"]) for m in metrics), shares]
+        fractions = ", ".join(f"{task} {value:.2f}" for task, value in of_arm["zero_std"].items())
+        cells = [*(cell(of_arm[m], of_arm["num_runs"]) for m in metrics), fractions]
         lines.append(row(f"`{arm}`", of_arm["num_runs"], cells))
     for control, arms in summarised["against"].items():
         lines += ["", f"Minus `{control}`, paired by demo and seed:", ""]
@@ -167,11 +169,12 @@ def markdown(summarised: dict, metrics: list[str]) -> str:
 
 
 def row(name: str, count: int | str, cells: Iterable[str]) -> str:
+    """Format one row of a table."""
     return f"| {name} | {count} | {' | '.join(cells)} |"
 
 
 def cell(change: dict, num_runs: int) -> str:
-    """Mean ± half of the interval, and of how many runs, if not all."""
+    """Format mean ± half of the interval, and the number of runs if not all."""
     n = len(change["runs"])
-    some = "" if n == num_runs else f" ({n})"
-    return f"{change['mean']:+.3f} ± {change['half']:.3f}{some}"
+    count = "" if n == num_runs else f" ({n})"
+    return f"{change['mean']:+.3f} ± {change['half']:.3f}{count}"

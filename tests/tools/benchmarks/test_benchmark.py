@@ -66,7 +66,7 @@ def test_logprob(tmp_path, output, capsys):
     for way in ways.values():
         assert way["times_faster"] == pytest.approx(ways["plain"]["seconds"] / way["seconds"])
         rate = way["tflop"] / way["seconds"]
-        assert way["share_of_ceiling"] == pytest.approx(rate / written["matmul_tflops"])
+        assert way["fraction_of_ceiling"] == pytest.approx(rate / written["matmul_tflops"])
         assert way["ratio_to_floor"] * written["floor_seconds"] == pytest.approx(way["seconds"])
         assert (way["warmup_rounds"], way["settled"]) == (1, False)
         assert 0 < way["gradient_error"] < 0.1 and 0 < way["logp_error"] < 0.1

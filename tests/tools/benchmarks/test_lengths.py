@@ -10,7 +10,14 @@ from rl_train.engine.sampling import sample_token
 from sa2va_hf.batches import Prompts
 from sa2va_hf.processing_sa2va import region_grid
 from tools.benchmarks import roofline, trl_style, workload
-from tools.benchmarks.lengths import END, Asked, Lengths, check_lengths, log_normal, wasted
+from tools.benchmarks.lengths import (
+    END,
+    Lengths,
+    Request,
+    check_lengths,
+    log_normal,
+    wasted_fraction,
+)
 from tools.benchmarks.workload_sa2va import mask_of
 
 L, T, A = 310, 12, 4
@@ -59,7 +66,7 @@ def test_rows_draw_their_end_there_and_nowhere_else(greedy):
     lengths, num_rows, most = Lengths((5.0, 4.0)), 64, 8
     ends = lengths.of(num_rows, most)
     given = torch.zeros(num_rows, most, dtype=torch.float64)  # each would draw END
-    uniforms = lengths.numbers(num_rows, most, None if greedy else given)
+    uniforms = lengths.forced_uniforms(num_rows, most, None if greedy else given)
     drawn = torch.stack(
         [sample_token(torch.zeros(num_rows, 2000), 1.0, u)[0] for u in uniforms.T], 1
     )
@@ -72,16 +79,19 @@ def test_rows_draw_their_end_there_and_nowhere_else(greedy):
 
 def test_full_lengths_leave_the_numbers_alone():
     given = torch.zeros(2, 3)
-    assert Lengths(()).numbers(2, 3, given) is given is Lengths(()).without_end(given)
-    assert Lengths(()).numbers(2, 3) is None
+    assert Lengths(()).forced_uniforms(2, 3, given) is given is Lengths(()).without_end(given)
+    assert Lengths(()).forced_uniforms(2, 3) is None
 
 
 def test_wasted_tokens_by_hand():
     prompts = Prompts([[1]], [0], None)
     valid = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]]).bool()
     full = torch.ones(2, 2, dtype=torch.bool)
-    assert wasted([Asked(prompts, valid), Asked(prompts), Asked(prompts, full)]) == 3 / 12
-    assert wasted([Asked(prompts)]) is None
+    assert (
+        wasted_fraction([Request(prompts, valid), Request(prompts), Request(prompts, full)])
+        == 3 / 12
+    )
+    assert wasted_fraction([Request(prompts)]) is None
 
 
 def test_wrong_lengths_are_an_error():
@@ -98,7 +108,7 @@ def test_a_step_of_real_shapes(real):
     assert [len(tiles) for tiles in real.batch.inputs.tiles] == [3, 3]
     assert {tuple(mask.shape) for mask in real.masks + real.batch.masks} == {(42, 75)}
     assert len(set(expected)) > 2
-    describe, segment = (real.asked[f"rollout{n}"][0] for n in (1, 2))
+    describe, segment = (real.requests[f"rollout{n}"][0] for n in (1, 2))
     assert describe.valid.sum(1).tolist() == expected and segment.valid.all()
     assert list(map(len, describe.prompts.ids)) == [L, L]
     image = 3 * policy.prompts.tokens_per_tile
@@ -106,7 +116,7 @@ def test_a_step_of_real_shapes(real):
     words = log_normal(2, 20.0, 10.0, 512, 0)
     assert [len(caption.split()) for caption in real.batch.captions] == words
     assert words[0] - words[1] == len(segment.prompts.ids[0]) - len(segment.prompts.ids[1]) != 0
-    (forced,), (said,) = real.asked["teacher1"], real.asked["teacher2"]
+    (forced,), (said,) = real.requests["teacher1"], real.requests["teacher2"]
     assert forced.valid is None and len(forced.prompts) == 6
     assert said.valid.sum(1).tolist() == expected and list(map(len, said.prompts.ids)) == [L] * 6
     share = 1 - sum(expected) / (6 * max(expected))
@@ -132,10 +142,10 @@ def test_floor_counts_the_real_lengths(real):
 def test_floor_reads_an_image_once_for_all_prompts_about_it(real):
     """The teacher's, of which three are about each of two images."""
     model, image = roofline.LanguageModel(real.policy.model.language_model), 3 * 64
-    prompts = real.asked["teacher1"][0].prompts
+    prompts = real.requests["teacher1"][0].prompts
     start = prompts.ids[0].index(real.policy.prompts.context_id)
     total = sum(map(len, prompts.ids)) - 4 * (start + image)
-    found = roofline.call_of(real, real.asked["teacher1"][0])
+    found = roofline.call_of(real, real.requests["teacher1"][0])
     assert found.own.sum() == total and found.answers is None
     pairs = sum(len(ids) ** 2 for ids in prompts.ids) / 2 - 4 * (start + image) ** 2 / 2
     least = roofline.Least(model, 1.0, 1e30)

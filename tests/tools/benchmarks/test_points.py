@@ -71,7 +71,7 @@ def test_unequal_answers():
     """End where they are to, and are cut at T; all of them can be read."""
     made = workload.build(dataclasses.replace(OPTIONS, answer_lengths=(4.0, 3.0)))
     made.step()
-    (sampled,) = made.asked["rollout1"]
+    (sampled,) = made.requests["rollout1"]
     assert sampled.valid.sum(1).tolist() == made.policy.lengths.of(6, T)
     assert 0 < made.wasted()["rollout1"] < 1
 

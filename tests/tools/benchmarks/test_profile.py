@@ -25,7 +25,7 @@ from tools.benchmarks import profile
     ],
 )
 def test_class_of_a_kernel(name, kind):
-    assert profile.kind(name) == kind
+    assert profile.kernel_class(name) == kind
 
 
 def trace(*events):

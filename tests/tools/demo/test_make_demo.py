@@ -97,9 +97,9 @@ def test_what_is_found_of_phrases_is_what_the_loops_measure(data, monkeypatch):
     policy = policy_of("text_hidden_fcs")
     with torch.no_grad():
         ((batch, features, hidden),) = unsettle.phrases(policy, data / "train", seed=0)
-        found = unsettle.found(policy, [(batch, features, hidden)], 1.0)
+        found = unsettle.measure_masks(policy, [(batch, features, hidden)], 1.0)
         masks = segment(policy, features, list(range(8)), batch.captions)
-        worse = unsettle.found(policy, [(batch, features, hidden)], 0.0)
+        worse = unsettle.measure_masks(policy, [(batch, features, hidden)], 0.0)
     iou = mask_iou(masks, batch.masks).mean().item()
     right = on_target(masks, batch.masks, batch.others).double().mean().item()
     assert found == pytest.approx((iou, right)) and 0 < right < 1

@@ -19,8 +19,8 @@ from tools.demo.points_drawing import (
     ELSEWHERE,
     ENCODER,
     MEANT,
-    NOTHING,
-    OTHERS,
+    OTHER_CLUMPS,
+    OUTSIDE,
     DrawingStart,
     clump_loss,
     mask_iou,
@@ -110,7 +110,7 @@ def test_the_loss_of_a_clump_by_hand():
     masks = [torch.arange(4)[None, None] < n for n in (1, 2, 3)]
     flat = clump_loss(torch.zeros(1, 1, 4), *masks, 0.3)
     dice = 1 - (2 * 0.5 + 1) / (2 + 1 + 1)
-    assert flat == pytest.approx((MEANT + 0.3 + OTHERS + NOTHING) * np.log(2) + dice)
+    assert flat == pytest.approx((MEANT + 0.3 + OTHER_CLUMPS + OUTSIDE) * np.log(2) + dice)
     wrong = torch.tensor([[[9.0, 9.0, -9.0, -9.0]]])
     assert clump_loss(wrong, *masks, 0.3) == pytest.approx(9 * 0.3 + 1 - 3 / 4, abs=0.01)
 
