@@ -10,7 +10,7 @@ cross-entropy is the mean of all answers' tokens of a step (not of each process'
 all their pixels, a sample is one turn about one region, no dropout, and the LLM's embeddings train
 only if --trainable_modules names them. See docs/supervised.md.
 
-Evaluations, checkpoints, --resume, curves and signals are those of `rl_train.train`.
+Evaluations, checkpoints, --resume, metrics and signals are those of `rl_train.train`.
 """
 
 import itertools

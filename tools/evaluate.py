@@ -92,7 +92,7 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
 
 
 def build_dataset(args: Namespace) -> Dataset:
-    """The samples that the flags name. Raises ValueError, naming the flag or file."""
+    """Open the samples that the flags name. Raises ValueError that names the flag or file."""
     opened = opener_of(args.dataset, args.subsets, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
     print0(f"--data_dir {args.data_dir}: {dataset.report()}")
@@ -116,7 +116,7 @@ def unlike_the_original(dataset: Dataset) -> str:
 
 
 def read_before(file: Path, num_samples: int) -> dict:
-    """An earlier --output. Raises ValueError if it is none, or of another number of samples."""
+    """Read an earlier --output. Raises ValueError if it is none, or has other samples."""
     try:
         before = json.loads(file.read_text())
         num_before = min(len(before["image_ids"]), len(before["references"]))
@@ -210,7 +210,7 @@ def table(result_json: dict) -> str:
 
 
 def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
-    """The policy that the flags name. Raises ValueError, naming the flag."""
+    """Open the policy that the flags name. Raises ValueError that names the flag."""
     most_masks = PolicyConfig.max_masks_per_answer
     return open_policy(
         args.model_path,

@@ -42,7 +42,7 @@ class DamagedSample(ValueError):
 
 
 class BadData(UserFault):
-    """More of the data set is bad than --max_bad_fraction allows, or a file is unreadable."""
+    """Error of data worse than --max_bad_fraction allows, or of an unreadable file."""
 
 
 @contextmanager

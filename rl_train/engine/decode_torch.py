@@ -159,7 +159,7 @@ def choose(rows: "Graph", logits: torch.Tensor):
     Rows that are done get the pad.
 
     Args:
-        rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to draw; and writes
+        rows: `decode.Graph`, of which it reads uniforms (N, T), step and how to sample; and writes
             token, ids, logp, valid, the stop text's state, done.
         logits: (N, at least V) float32; the first vocab of each row are tokens'.
     """

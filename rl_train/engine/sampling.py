@@ -24,7 +24,7 @@ class Completions:
     """N sampled answers: ids, valid and stopped on the CPU, which goes on from there."""
 
     ids: torch.Tensor  # (N, T) long, pad after a row's end
-    logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were drawn from
+    logp: torch.Tensor  # (N, T) float32 log-probs under the distribution they were sampled from
     valid: torch.Tensor  # (N, T) bool, up to and including the token that completes the stop text
     stopped: torch.Tensor  # (N,) bool, False = cut at the length limit
     # (N, T, C) last hidden state at each token as input; any numbers from a row's last token on

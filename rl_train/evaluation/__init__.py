@@ -1,1 +1,1 @@
-"""Evaluation on held-out regions, its metrics and their intervals."""
+"""Evaluation on the evaluation split, its metrics and their intervals."""

@@ -310,7 +310,7 @@ def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch
     if num_masks <= MASKS_AT_ONCE:
         return compute(slice(None))
     if torch.is_grad_enabled():
-        # The mask decoder draws nothing at random, so no random state is kept.
+        # The mask decoder uses no random numbers, so no random state is kept.
         compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
     starts = range(0, num_masks, MASKS_AT_ONCE)
     return torch.cat([compute(slice(start, start + MASKS_AT_ONCE)) for start in starts])

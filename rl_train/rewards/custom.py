@@ -23,7 +23,7 @@ from rl_train.utils.io import UserFault
 
 
 class BadReward(UserFault):
-    """A user's reward function returned no rewards; the sentence names --reward."""
+    """Error of a user's function that returned no rewards; the sentence names --reward."""
 
 
 def load_named(flag: str, spec: str, noun: str, is_valid: Callable) -> Callable:

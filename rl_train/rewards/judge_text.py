@@ -18,7 +18,7 @@ A caption is written by the policy that is being rewarded. It goes into a messag
 of one JSON object, never through str.format; `data_block` escapes what could end the string, the
 block around it or the turn of a chat template, and cuts it at MAX_CHARACTERS. That keeps the text
 in its place; whether a model that reads it there lets itself be talked into something is up to the
-model. Read some rollouts, and compare the curve of the judge with that of METEOR.
+model. Read some rollouts, and compare the metric of the judge with that of METEOR.
 """
 
 import json

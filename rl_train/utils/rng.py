@@ -21,5 +21,5 @@ class RowRNG:
 
     def normals(self, rows: list[int], dim: int) -> torch.Tensor:
         """Return (M, dim) float32 standard normals, the m-th by the generator of row rows[m]."""
-        drawn = [self.generators[row].standard_normal(dim, dtype=np.float32) for row in rows]
-        return torch.from_numpy(np.stack(drawn)) if drawn else torch.zeros(0, dim)
+        noise = [self.generators[row].standard_normal(dim, dtype=np.float32) for row in rows]
+        return torch.from_numpy(np.stack(noise)) if noise else torch.zeros(0, dim)

@@ -86,6 +86,7 @@ def warm_up(one_round: Callable[[], dict[str, float]], options: Timed) -> Warmth
     """
     rounds = []
     while len(rounds) < options.warmup and not stable(rounds, options.stable):
+        # By the slowest rank, so that all ranks end the warm-up together.
         of_ranks = gather_objects(one_round())
         rounds.append(
             {

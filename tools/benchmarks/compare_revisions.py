@@ -137,6 +137,7 @@ def run_worker(tree: Path, device: str, sizes: str):
         f"{rl_train.__file__} is not of {tree}"
     )
     with os.fdopen(os.dup(1), "w") as replies:
+        # Replies have a descriptor of their own, which prints cannot disturb.
         os.dup2(2, 1)
         serve(device, sizes, sys.stdin, replies)
 
@@ -151,6 +152,7 @@ class Worker:
         self.tree = tree.resolve()
         if not (self.tree / "rl_train").is_dir():
             raise ValueError(f"{tree}: no source tree, it holds no folder rl_train")
+        # -P: the script's own folder is not on the path, so a worker imports its tree alone.
         command = [sys.executable, "-P", str(Path(__file__).resolve()), "--worker"]
         command += ["--device", device, "--sizes", sizes, str(self.tree)]
         self.process = subprocess.Popen(

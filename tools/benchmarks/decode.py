@@ -43,6 +43,7 @@ def measure(options: Options) -> dict:
     engine, costs = Engine(model, pad_id=0), LanguageModel(model)
     if set(options.samplers) - set(SAMPLERS):
         torch._dynamo.config.recompile_limit = compiled.RECOMPILE_LIMIT
+        # Also on a CPU, so that compiled steps can be tried without a GPU.
         engine.fast_on = (torch.device(options.device).type,)
     _, bandwidth, ceilings = common.ceilings(options)
     sizes, table = [], {}
@@ -117,6 +118,7 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
         fused = engine.fused(embeds)
         if fused is not None:
             if name not in decoders:
+                # One at a time: each holds a cache and graphs.
                 decoders.clear()
                 decoders[name] = decoder(fused, name)
             engine._decoder = decoders[name]

@@ -69,6 +69,7 @@ def measure(options: Options) -> dict:
     torch.manual_seed(0)
     device, dtype, vocabulary = options.device, torch.bfloat16, options.vocabulary
     hidden = torch.randn(options.num_tokens, options.width, device=device, dtype=dtype)
+    # A multiple of 64, for which matrix products have fast kernels.
     rows = vocabulary + -vocabulary % 64
     padded = torch.zeros(rows, options.width, device=device, dtype=dtype)
     weight = torch.nn.init.normal_(padded[:vocabulary], std=0.02)
@@ -86,6 +87,7 @@ def measure(options: Options) -> dict:
         name: partial(run, way, hidden, matrix, ids, slope, vocabulary)
         for name, (way, matrix) in ways.items()
     }
+    # The reference of the errors, on a few tokens.
     logp, gradient = run(
         default, hidden[some].float(), weight.float(), ids[some], slope[some], vocabulary
     )

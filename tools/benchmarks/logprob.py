@@ -81,6 +81,7 @@ class MicroBatch:
 
     def run_in_float32(self) -> torch.Tensor:
         """Compute log-probs the plain way in float32, row by row. The model stays in float32."""
+        # Fused matrices are views of the weights, which are cast next.
         self.engine.release()
         self.model.float()
         self.embeds = self.embeds.detach().float().requires_grad_()
@@ -142,6 +143,7 @@ def measure(options: Options) -> dict:
     needed, ways, logps, gradients = operations(batch.model, names, options), {}, {}, {}
     lengths = {way: batch.run_lengths(way) for way in names if way != "plain"}
     runs = {way: partial(batch.run, way) for way in names}
+    # Bound by operations, or by reading all weights once.
     floor = max(min(needed.values()) / limit, LanguageModel(batch.model).read(0) / bandwidth)
     for name, timing in common.timings_in_turns(runs, options).items():
         logps[name], gradients[name] = batch.run(name), batch.gradient()

@@ -69,6 +69,7 @@ def measure(options: Options) -> dict:
     device = w.policy.device
     with torch.profiler.profile() as profiler:
         clock = MarkingClock(device)
+        # The last of these marks is the start of the first phase.
         for _ in range(SPARE_MARKS + 1):
             clock.mark()
         profiled = w.step(clock).seconds
@@ -117,6 +118,7 @@ def split(events: list[Event], phases: dict[str, float], mark: str) -> dict[str,
         RuntimeError: the trace lacks marks, or they are not where the host's clock has seen the
             phases {name: seconds} end.
     """
+    # The last marks: one at the start, one at the end of each phase.
     marks = [i for i, (name, *_) in enumerate(events) if mark in name][-len(phases) - 1 :]
     lost = "the profiler lost events:"
     if len(marks) <= len(phases):

@@ -114,6 +114,7 @@ def random_points(shapes: Shapes, device: torch.device | str, seed: int = 0) -> 
     vlm = random_qwen(shapes, device, seed)
     with torch.device(device):
         sam = Sam2Model(Sam2Config(**shapes.sam)).eval()
+    # As in a run: the mask decoder stays in float32.
     sam.vision_encoder.to(torch.bfloat16)
     return PointModel(vlm, sam)
 

@@ -78,6 +78,7 @@ def tokenizer(
     merges = []
     for length in range(1, 5):
         for word in map("".join, itertools.product(letters, repeat=length)):
+            # Shorter words come first, until the vocabulary is full.
             if len(vocab) == num_text_tokens:
                 break
             merges.append(("Ġ" + word[:-1], word[-1]))

@@ -34,6 +34,7 @@ class LanguageModel:
         matrices = [(name, p) for name, p in layers.named_parameters() if p.ndim == 2]
         self.lora = sum(p.numel() for name, p in matrices if "lora_" in name)
         self.base = sum(p.numel() for name, p in matrices) - self.lora
+        # Numbers of weights; bf16 takes two bytes each.
         self.head = language_model.lm_head.weight.numel()
         config, size = language_model.config, layers[0].self_attn.head_dim
         # numbers of a query in all layers, bytes of a token's keys and values
@@ -100,6 +101,7 @@ class Least:
         fed = answers - 1  # (P, G) the last is never fed
         longest = fed.max(1).values  # (P,) steps in which a prompt's keys and values are read
         steps = int(longest.max())
+        # A prompt's keys once a step for all its rows, a row's own up to that step.
         slots = (longest * call.own).sum() + (fed * (fed + 1) / 2).sum()
         moved = steps * model.read(0) + model.slot * slots.item()
         each = 2 * (model.base + model.lora + model.head)
@@ -123,6 +125,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
     encode, masks = (points_operations if points else image_operations)(work)
     vision = policy.model.vlm.model.visual if points else policy.model.vision_model
     sam = policy.model.sam.vision_encoder if points else policy.model.grounding_encoder
+    # Encoders read their weights once, or compute for longer.
     frozen = sum(p.nbytes for encoder in (vision, sam) for p in encoder.parameters())
     seconds, update = {"encode": least.compute(encode, frozen)}, 0.0
     update += least.compute(0, OPTIMIZER_BYTES * sum(p.numel() for p in policy.trainable.values()))
@@ -135,6 +138,7 @@ def step_floor(work: Work, matmul: float, bandwidth: float) -> dict[str, float]:
         asks_reference = work.config.loss.kl_coef > 0
         seconds[f"reference{number}"] = least.scores(sampled) if asks_reference else 0.0
         update += least.scores(sampled, backward=True)
+        # Forward and twice that backward through the mask decoder.
         update += least.compute(3 * masks) if task.action else 0.0
     return seconds | {"update": update}
 

@@ -86,6 +86,7 @@ def handed_down(options: Options) -> list[str]:
 def launch(options: Options, count: int) -> dict:
     """Start `count` processes and return their figures."""
     runner = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count)]
+    # Else the new processes would join the group of a torchrun around this one.
     environment = {n: v for n, v in os.environ.items() if n not in ALONE} | {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "scale.json"
@@ -111,7 +112,9 @@ def measure_rank(options: Options) -> dict | None:
         clocks, warmth = w.run()
         of_ranks = process_group.gather_objects([dict(clock.seconds) for clock in clocks])
         steps = list(zip(*of_ranks))  # of each step the phases of all ranks
+        # Ranks meet in every step, so it is as long as its slowest rank.
         slowest = [max(step, key=lambda phases: sum(phases.values())) for step in steps]
+        # As many float32 numbers as DDP reduces, in one call.
         gradients = torch.cat([torch.zeros_like(p).flatten() for p in w.policy.trainable.values()])
         exchange = dist.all_reduce if dist.is_initialized() else torch.Tensor.zero_
         exchanged = common.timing(lambda: exchange(gradients), options)

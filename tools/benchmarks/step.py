@@ -35,6 +35,7 @@ def measure(options: Options) -> dict:
     """Return {"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
     others = options.alternative_rounds or options.rounds
+    # Alternatives are many times slower, so they get fewer rounds.
     as_others = replace(options, rounds=others, warmup=options.alternative_warmup)
     measured = ceilings | dict(
         shapes=options.shapes, rounds=options.rounds, alternative_rounds=others

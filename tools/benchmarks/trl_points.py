@@ -61,6 +61,7 @@ class FullPoints(ForcedPoints):
             ids = torch.cat([ids, answers.to(self.device)], dim=1)
             mask = torch.nn.functional.pad(mask, (0, answers.shape[1]), value=1)
         merge = self.preprocessing.merge
+        # (time, rows, columns) of an image in patches, of which a token joins merge x merge.
         grids = [[1, *(merge * n for n in images.grids[i])] for i in prompts.image_index]
         return dict(
             input_ids=ids,

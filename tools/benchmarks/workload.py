@@ -123,6 +123,7 @@ class ForcedPolicy(Sa2VAPolicy):
             uniforms = self.lengths.forced_uniforms(num_rows, length, uniforms)
         else:
             length = self.answer_tokens
+            # An answer with a mask has its own length, A.
             uniforms = None if uniforms is None else uniforms[:, :length]
             uniforms = self.lengths.without_end(uniforms)
         completions, texts = super().complete(images, prompts, num_generations, length, uniforms)
@@ -195,6 +196,7 @@ class Work:
                 rollout = policy.sample(batch, features, prompts, G, T, rng.uniforms(T))
                 if task.action:
                     latents = task.action.draw(rollout, rng)
+                    # Masks of random weights are empty or whole: replaced after they are computed.
                     rollout.latents = replace(latents, masks=self.masks or latents.masks)
                 end(f"rollout{number + 1}")
                 if self.scores_old:
@@ -257,6 +259,7 @@ def build(
 ) -> Work:
     """Build the work that the options describe, with `extra_flags`, on this rank."""
     config = cli.parse([*base_flags(options), *extra_flags, *options.flags])
+    # Flags that this step leaves out must have the values that it assumes.
     fixed = cli.parse(base_flags(options)).flags
     for name in FIXED.split():
         if config.flags[name] != fixed[name]:
@@ -280,6 +283,7 @@ def build(
     cells = region_cells(policy, options.prompt_length, options.num_tiles)
     batch = make_batch(policy, cells, config, options, ranks.rank)
     work = Work(config, ranks, state, ddp, batch, None, options)
+    # A region of the given size for each row, shifted so that no two are equal.
     work.masks = [
         mask_of(cells.roll(row), options.height, options.width).to(ranks.device)
         for row in range(work.num_rows)

@@ -33,6 +33,7 @@ class ForcedPoints(QwenVLPolicy):
         super().__init__(*parts)
         self.prompt_length, self.lengths, self.requests = prompt_length, lengths, []
         lengths.set_end(self.stop)
+        # Box and points lie on a grid of eighths of the image.
         s = self.preprocessing.side // 8
         positive, negative = ((2 * s, 2 * s), (3 * s, 3 * s)), ((6 * s, 2 * s),)
         answer = PointPrompt(((s, s, 5 * s, 5 * s),), positive, negative)

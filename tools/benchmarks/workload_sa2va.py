@@ -33,6 +33,7 @@ def make_batch(
     pixels = rng.integers(256, size=(options.height, options.width, 3), dtype=np.uint8)
     mask = mask_of(cells, options.height, options.width).numpy()
     sample = dict(image=Image.fromarray(pixels), mask=mask, image_id="image")
+    # Tokens of a question without its words.
     bare = len(policy.prompts.segment(WORDS[0], options.num_tiles)) - 1
     words = [options.prompt_length - bare] * size
     if options.caption_lengths:

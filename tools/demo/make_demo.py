@@ -91,6 +91,7 @@ def train_checkpoint(output_dir: Path, size: Size, args: argparse.Namespace):
     steps = dict(zip(size.warm_start, args.warm_start_steps or ()))
     for part in PARTS:
         model = warm_start / part / "final_model"
+        # Parts that were done before are only passed on to the next.
         if part in args.parts:
             began = time.perf_counter()
             if part == "unsettle":

@@ -145,8 +145,10 @@ class Report:
                 masks, *_ = answer_captions(self.policy, features, [0] * len(texts), texts, TOKENS)
                 for num_right, mask, phrase in zip(counts, masks, phrases):
                     ious = mask_iou([mask] * len(truth), list(truth), 0.0)
+                    # It lies on the object with which its IoU is largest.
                     hit = ious[index] > 0 and int(ious.argmax()) == index
                     fit = [sum(map(str.__eq__, phrase, o.attributes)) for o in scene.objects]
+                    # Objects that fit a phrase best; a listener can only guess among them.
                     best = [i for i, count in enumerate(fit) if count == max(fit)]
                     ideal = (index in best) / len(best)
                     row = (float(ious[index]), float(hit), ideal)

@@ -78,6 +78,7 @@ def unsettle(policy: "Sa2VAPolicy", data: Path, seed: int, target: float = HIT_T
 def phrases(policy: "Sa2VAPolicy", data: Path, seed: int):
     """Yield (batch, features, (B, C) hidden states at [SEG] of its captions) of some regions."""
     dataset = GraspAnyRegionDataset(data)
+    # 11: apart from the other uses of the seed.
     order = np.random.default_rng([seed, 11]).permutation(len(dataset))
     few = Subset(dataset, order[:REGIONS].tolist())
     for batch in eval_loader(few, policy.preprocessor(1), BATCH, 0, distractors=True):

@@ -119,6 +119,7 @@ def listen(
     """Return {speaker: {metric: (n,) float64}} of what the listener finds by its captions."""
     columns, start = {speaker: {} for speaker in spoken}, 0
     for policy, batch, features in batches_of("--listeners", listener, dataset, args, device):
+        # Both players read the data set in one order.
         positions = slice(start, start + len(batch))
         for speaker, of_speaker in spoken.items():
             check_same_regions(listener, batch.index, speaker, of_speaker.index[positions])

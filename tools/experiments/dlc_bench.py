@@ -230,6 +230,7 @@ def judge_captions(args: argparse.Namespace):
     args.output.parent.mkdir(parents=True, exist_ok=True)
     judge = LLMJudge(args.llm_judge_base_url, args.llm_judge_model)
     try:
+        # One list for all regions, so that their requests run together; taken apart in order.
         replies = iter(asyncio.run(ask_all(judge, sum(prompts.values(), []))))
     except NoReply as error:
         raise ValueError(f"--llm_judge_base_url {args.llm_judge_base_url}: {error}") from error

@@ -124,6 +124,7 @@ def chosen(scalar: str, train: torch.Tensor, heldout: torch.Tensor) -> dict:
     """
     values, neutral = GRIDS[scalar]
     before, means = values.index(neutral), train.mean(0).tolist()
+    # Ties go to the value nearest to doing nothing.
     best = max(range(len(values)), key=lambda k: (means[k], -abs(k - before)))
     gain, low, high = paired_difference(heldout[:, before], heldout[:, best])
     return dict(

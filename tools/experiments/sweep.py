@@ -110,12 +110,14 @@ def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) 
     line = command(arm, seed, demo, output, args.extra)
     if (output / "config.json").is_file():
         try:
+            # Behind `python -m rl_train.train`.
             config = parse(line[3:])
             check_same(output / "config.json", config, config.flags, str(output))
         except ValueError as error:
             return str(error)
         if evaluations(output)[1:]:
             return None
+        # A run that was broken off goes on from its last checkpoint.
         line.append("--resume")
     output.mkdir(parents=True, exist_ok=True)
     with (output / "log.txt").open("a") as log:
@@ -182,6 +184,7 @@ def main(argv: list[str] | None = None):
     args.gpus = visible.split(",") if args.gpu else [""]
     jobs = [(arm, demo, seed) for seed in args.seeds for demo in args.demos for arm in args.arms]
     workers = args.jobs or (len(args.gpus) if args.gpu else os.cpu_count())
+    # Threads only wait: each run is a process of its own.
     with ThreadPoolExecutor(workers) as pool:
         done = pool.map(lambda job: run(job[0], *job[1], args), enumerate(jobs))
         faults = [fault for fault in done if fault]

@@ -77,6 +77,7 @@ def zero_std(output: Path) -> dict[str, float]:
     groups = defaultdict(list)
     for line in (output / "rollouts" / "rank0.jsonl").read_text().split("\n")[:-1]:
         row = json.loads(line)
+        # Lines of a group follow each other, so G of them in turn are one.
         groups[row["task"]].append(np.nan if row["reward"] is None else row["reward"])
     size = json.loads((output / "config.json").read_text())["num_generations"]
     return {
@@ -110,6 +111,7 @@ def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
         cells = {m: interval(list(changed[arm][m].values())) for m in metrics}
         summarised["arms"][arm] = dict(num_runs=len(of_arm), zero_std=fractions, **cells)
         for control in set(against) - {arm}:
+            # Paired by (demo, seed): both runs began alike.
             pairs = [run for run in of_arm if run in runs[control]]
             if pairs:
                 summarised["against"][control][arm] = dict(num_runs=len(pairs)) | {
