@@ -73,7 +73,7 @@ def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(monkeypatch)
         found.append((1 - abs(scale - 2) / 10, 1 - noise / 4))
         return found[-1]
 
-    monkeypatch.setattr(unsettle, "found", fake)
+    monkeypatch.setattr(unsettle, "measure_masks", fake)
     monkeypatch.setattr(unsettle, "phrases", lambda *_: [])
     before = {name: p.clone() for name, p in policy.model.state_dict().items()}
     unsettle.unsettle(policy, None, seed=0, target=0.5)
@@ -86,7 +86,7 @@ def test_a_prompt_head_is_disturbed_until_a_share_of_its_masks_hits(monkeypatch)
 
 
 def test_a_prompt_head_that_never_hits_is_said(monkeypatch):
-    monkeypatch.setattr(unsettle, "found", lambda *_: (0.0, 0.1))
+    monkeypatch.setattr(unsettle, "measure_masks", lambda *_: (0.0, 0.1))
     monkeypatch.setattr(unsettle, "phrases", lambda *_: [])
     with pytest.raises(RuntimeError, match="of the masks hit, even undisturbed"):
         unsettle.unsettle(policy_of("text_hidden_fcs"), None, seed=0)
