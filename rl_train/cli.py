@@ -66,7 +66,7 @@ def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> argparse
         program.name,
         parents=[tasks_parser(program)],
         description=program.description,
-        epilog="TRL's name of a flag that means the same is taken too: docs/coming_from.md.",
+        epilog="TRL's name of a flag that means the same is taken too: docs/flags.md.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -89,7 +89,7 @@ def tasks_parser(program: EntryPoint) -> argparse.ArgumentParser:
         nargs="+",
         default=list(program.default_tasks),
         metavar="TASK",
-        help=f"of {', '.join(program.tasks)}, or module:Class of your own (docs/adding_a_task.md)",
+        help=f"of {', '.join(program.tasks)}, or module:Class of your own (docs/extending.md)",
     )
     return parser
 

@@ -8,7 +8,7 @@ As Sa2VA's own: cross-entropy of the answers and 2.0 BCE + 0.5 Dice of the masks
 on the same prompts, encoding, LoRA and weights as in reinforcement learning. With these deviations:
 cross-entropy is the mean of all answers' tokens of a step (not of each process's), masks count with
 all their pixels, a sample is one turn about one region, no dropout, and the LLM's embeddings train
-only if --trainable_modules names them. See docs/supervised.md.
+only if --trainable_modules names them. See docs/your_checkpoint_and_data.md.
 
 Evaluations, checkpoints, --resume, metrics and signals are those of `rl_train.train`.
 """

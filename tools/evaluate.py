@@ -19,9 +19,9 @@ Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg
 
-The latter measures cIoU and gIoU as Sa2VA's own evaluation does (docs/data.md): its question, up to
-12 tiles, its rounding of SAM2's mean and std. Else pixels are normalised as in training, phrases
-are asked and cleaned as there, and captions and cycles are measured too.
+The latter measures cIoU and gIoU as Sa2VA's own evaluation does (docs/evaluation.md): its question,
+up to 12 tiles, its rounding of SAM2's mean and std. Else pixels are normalised as in training,
+phrases are asked and cleaned as there, and captions and cycles are measured too.
 
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number

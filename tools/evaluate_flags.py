@@ -53,7 +53,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
         "--attributes",
         type=Path,
         help="JSON file {attribute: {value: [phrases]}}: accuracy and precision of what captions "
-        "state (docs/algorithm.md)",
+        "state (docs/evaluation.md)",
     )
     add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
     add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)

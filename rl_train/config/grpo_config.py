@@ -86,7 +86,9 @@ class DataConfig:
         free_on_resume=True,
         may_differ_by_rank=True,
     )
-    dataset: str = flag("gar", "format of --data_dir (docs/data.md)", choices=list(DATASETS))
+    dataset: str = flag(
+        "gar", "format of --data_dir (docs/your_checkpoint_and_data.md)", choices=list(DATASETS)
+    )
     subsets: list[str] = flag(
         [],
         "folders of --data_dir to read and, from the hub, to download (gar, dam; default: all), or "
@@ -133,7 +135,7 @@ class DataConfig:
     attributes: str | None = flag(
         None,
         "JSON file of the phrases that state an attribute's values; evaluations then measure the "
-        "accuracy and precision of attributes in captions (docs/algorithm.md)",
+        "accuracy and precision of attributes in captions (docs/evaluation.md)",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
@@ -145,7 +147,7 @@ class DataConfig:
     sampler: str | None = flag(
         None,
         "your function (dataset, epoch, generator) -> indices of an epoch, in place of a random "
-        "order (docs/adding_a_task.md)",
+        "order (docs/extending.md)",
         metavar="MODULE:FUNCTION",
     )
     num_workers: int = flag(
@@ -246,7 +248,7 @@ class RewardConfig:
         type=COUNT_OR_0,
     )
     reward: list[str] = flag(
-        [], "your own reward functions (docs/adding_a_task.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
+        [], "your own reward functions (docs/extending.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
     )
 
 
@@ -419,7 +421,7 @@ class RunConfig:
     metric_for_best_model: list[str] = flag(
         [],
         "metrics whose mean chooses checkpoint_best and the role that tools.export takes; default: "
-        "seg_iou and caption_meteor, for points seg_iou (docs/algorithm.md)",
+        "seg_iou and caption_meteor, for points seg_iou (docs/evaluation.md)",
         type=lambda name: name.removeprefix("eval/"),
         metavar="METRIC",
     )

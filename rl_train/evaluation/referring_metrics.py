@@ -1,7 +1,7 @@
 """Referring segmentation as Sa2VA's own evaluation of RefCOCO/+/g prompts and counts it.
 
 Its source is projects/sa2va/evaluation/sa2va_eval_refcoco.py of bytedance/Sa2VA, and dataset/RES.py
-beside it. docs/data.md says what is equal and what is not.
+beside it. docs/evaluation.md says what is equal and what is not.
 """
 
 import torch

@@ -78,7 +78,7 @@ def test_an_alias_sets_our_flag(parse, data, alias, ours):
 def test_the_document_has_all_aliases():
     """If not, replace its table by these rows."""
     rows = [f"| `--{alias}` | `--{ours}` |" for alias, ours in ALIASES]
-    document = (ROOT / "docs" / "coming_from.md").read_text()
+    document = (ROOT / "docs" / "flags.md").read_text()
     assert "\n".join(["| there | here |", "|---|---|", *rows, ""]) in document
 
 

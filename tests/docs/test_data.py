@@ -1,7 +1,4 @@
-"""docs/data.md: its ten lines work, and its reasons are those that the readers give.
-
-docs/real_run.md: how it holds out.
-"""
+"""docs/your_checkpoint_and_data.md: its Python runs, and its reasons are those of the readers."""
 
 import re
 from pathlib import Path
@@ -10,14 +7,15 @@ import numpy as np
 from PIL import Image
 
 from rl_train.data import GraspAnyRegionDataset, dam, images, rle, text
+from tools.demo.make_demo import SHIPPED_CHECKPOINT
 from tools.gar_writer import write_gar
 
-TEXT = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "your_checkpoint_and_data.md").read_text()
+ASK, TEN_LINES, HOLD_OUT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_own_data_in_ten_lines(tmp_path, monkeypatch):
-    [code] = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-    assert 0 < len([line for line in code.splitlines() if line.strip()]) <= 10
+    assert 0 < len([line for line in TEN_LINES.splitlines() if line.strip()]) <= 10
     mask = np.zeros((30, 40), dtype=np.uint8)
     mask[5:20, 8:30] = 255
     (tmp_path / "mine").mkdir()
@@ -26,7 +24,7 @@ def test_own_data_in_ten_lines(tmp_path, monkeypatch):
         Image.fromarray(mask).save(tmp_path / "mine" / f"{number}.png")
         (tmp_path / "mine" / f"{number}.txt").write_text(f"Region {number}.\n")
     monkeypatch.chdir(tmp_path)
-    exec(code, {})
+    exec(TEN_LINES, {})
     dataset = GraspAnyRegionDataset("my_regions")
     assert [dataset[i]["caption"] for i in range(len(dataset))] == ["Region 0.", "Region 1."]
     assert (
@@ -36,8 +34,6 @@ def test_own_data_in_ten_lines(tmp_path, monkeypatch):
 
 
 def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
-    recipe = (Path(__file__).parents[2] / "docs" / "real_run.md").read_text()
-    [code] = re.findall(r"```python\n(.*?find_shards.*?)```", recipe, re.DOTALL)
     mask = np.arange(12).reshape(3, 4) > 5
     rows = [
         dict(
@@ -47,7 +43,7 @@ def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
     ]
     write_gar(rows, tmp_path / "data" / "gar", rows_per_shard=600)
     monkeypatch.chdir(tmp_path)
-    exec(code, {})
+    exec(HOLD_OUT, {})
     captions = [
         [sample["caption"] for sample in map(dataset.__getitem__, range(len(dataset)))]
         for dataset in map(GraspAnyRegionDataset, ("data/train", "data/heldout"))
@@ -76,3 +72,12 @@ def test_reasons_are_named():
         "no region",
     ):
         assert f'"{reason}"' in TEXT
+
+
+def test_a_model_is_asked(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "outputs" / "demo"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint").symlink_to(SHIPPED_CHECKPOINT)
+    monkeypatch.chdir(tmp_path)
+    exec(ASK, {})
+    assert "[SEG]" in capsys.readouterr().out

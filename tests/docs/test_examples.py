@@ -1,4 +1,4 @@
-"""docs/examples: what docs/adding_a_task.md shows for users to write themselves, run."""
+"""docs/examples: what docs/extending.md shows for users to write themselves, run."""
 
 import pytest
 import torch

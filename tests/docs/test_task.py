@@ -1,4 +1,4 @@
-"""docs/adding_a_task.md: its class, saved as the page says, trains, and its reward function too."""
+"""docs/extending.md: its class, saved as the page says, trains, and its reward function too."""
 
 import re
 
@@ -10,9 +10,7 @@ one_core = pytest.fixture(autouse=True)(unmeasured)
 # The demo's captions are all of eight words and end alike; sampled this hot they differ in both.
 VARIED = dict(temperature=2.0, num_generations=4)
 
-BLOCKS = re.findall(
-    r"```(\w+)\n(.*?)```", (ROOT / "docs" / "adding_a_task.md").read_text(), re.DOTALL
-)
+BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +19,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     (kind, task), (shell, _), (_, reward) = BLOCKS
     assert (kind, shell) == ("python", "bash")
-    (folder / "brief.py").write_text(task)
+    (folder / "overlap.py").write_text(task)
     (folder / "my_rewards.py").write_text(reward)
     return folder
 
@@ -32,34 +30,41 @@ def importable(folder, monkeypatch):
 
 
 def command() -> dict[str, str]:
-    """The flags of the page's command that are not of the run's folders."""
-    words = BLOCKS[1][1].split()
-    return {
-        name.removeprefix("--"): value
-        for name, value in zip(words, words[1:])
-        if name in ("--tasks", "--brief_words")
-    }
+    """The flags of the page's command that trains, but those of folders and of the run's length."""
+    [words] = [
+        line.split() for line in BLOCKS[1][1].replace("\\\n", "").splitlines() if "--tasks" in line
+    ]
+    words = [word for word in words[words.index("--tasks") :] if not word.startswith("--no-")]
+    page = {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2])}
+    own = ("model_path", "data_dir", "output_dir", "max_steps", "num_workers")
+    return {name: value for name, value in page.items() if name not in own}
 
 
-def test_the_page_trains_two_steps(data, tmp_path):
-    run(data, tmp_path / "run", **command(), **VARIED, save_steps=1, max_steps=2)
+def test_the_page_trains_by_its_own_flags(data, tmp_path):
+    """Its rewards differ in every step, at the page's temperature and lengths."""
+    run(data, tmp_path / "run", **command(), save_steps=1, max_steps=2, latent_std=None)
     lines = rollouts(tmp_path / "run")
-    assert {line["task"] for line in lines} == {"brief"} and {line["step"] for line in lines} == {
-        0,
-        1,
-    }
+    assert {line["task"] for line in lines} == {"overlap"}
+    assert {line["step"] for line in lines} == {0, 1}
     for line in lines:
-        words = len(line["completion"].split())
-        assert line["reward"] == pytest.approx(min(1, 8 / words) if words else 0, abs=1e-6)
-    assert any(line["reward"] < 1 for line in lines if line["step"] == 1)
+        said, true = (
+            {word for word in re.findall(r"\w+", line[text].lower()) if len(word) >= 3}
+            for text in ("completion", "caption")
+        )
+        assert line["reward"] == pytest.approx(len(said & true) / len(said | true), abs=1e-6)
+    differing = [
+        len({line["reward"] for line in lines[start : start + 8]}) > 1
+        for start in range(0, len(lines), 8)
+    ]
+    assert sum(differing) > len(differing) / 2
     before, after = (weights(tmp_path / "run", step) for step in (1, 2))
     assert {name.split(".")[0] for name in after} == {"language_model", "mlp1"}
     assert any((before[name] != after[name]).any() for name in after)
 
 
 def test_its_flags_are_checked(data, tmp_path, capsys):
-    output = complaint_of(capsys, flags(data, tmp_path / "run", **command(), brief_weight=-1))
-    assert "--brief_weight" in output and "at least 0" in output
+    output = complaint_of(capsys, flags(data, tmp_path / "run", **command(), overlap_weight=-1))
+    assert "--overlap_weight" in output and "at least 0" in output
 
 
 def test_the_reward_functions_are_added_and_logged(data, tmp_path):

@@ -113,10 +113,11 @@ def test_a_project_by_default(data, tmp_path):
 
 
 def test_the_document_names_curves_that_are(whole):
-    """Each curve beside which docs/coming_from.md gives the names of others."""
+    """Each curve beside which docs/your_checkpoint_and_data.md gives the names of others."""
     there = set(events(whole).Tags()["scalars"]) | {"loop1/judge"}  # which needs one
     there |= {"eval/caption_words"}  # not among the measures of `unmeasured`
-    curves = (ROOT / "docs" / "coming_from.md").read_text().split("## Curves")[1].split("\n## ")[0]
+    page = (ROOT / "docs" / "your_checkpoint_and_data.md").read_text()
+    curves = page.split("### Curves")[1].split("\n### ")[0]
     names = re.findall(r"^\| `([^`]+)`", curves, re.MULTILINE)
     assert len(names) > 20
     for name in names:

@@ -177,7 +177,7 @@ def test_none_and_nan_are_not_scored():
 
 
 def test_an_answer_that_was_cut_can_be_punished():
-    """The function of docs/adding_a_task.md; also by what an answer's tokens cost."""
+    """The function of docs/extending.md; also by what an answer's tokens cost."""
     rollout = SimpleNamespace(
         texts=["a red cup", "a red"],
         stopped=torch.tensor([True, False]),

@@ -10,7 +10,7 @@
 The folder is that of the data set nvidia/DLC-Bench: annotations.json (COCO), images/, qa.json and
 class_names.json. The captions are {annotation id: text}, as those of other programs may be. Scores,
 prompts and the reading of replies: tools/experiments/dlc_questions.py; what differs from the
-original: docs/comparing.md.
+original: docs/evaluation.md.
 
 The judge is asked every question, at temperature 0. If it stops answering, so does the program,
 with a sentence, and nothing is written. A reply that means none of the choices leaves its region

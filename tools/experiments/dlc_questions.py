@@ -2,7 +2,7 @@
 
 Strings in, numbers out. What is here does what evaluation/eval_model_outputs.py of
 NVlabs/describe-anything (arXiv 2504.16072) does, written anew; its prompts are the judge's input
-and therefore word for word (Apache-2.0). See docs/comparing.md for what was compared with it.
+and therefore word for word (Apache-2.0). See docs/evaluation.md for what was compared with it.
 
 `qa.json` holds {annotation id: [question, ..]}, a question being {"question": str, "choices":
 [[text, points], ..], "type": "positive" or "negative"}; `class_names.json` {annotation id: name}.
