@@ -47,9 +47,8 @@ class ScoredRollout:
     reference: ReferenceScores | None  # None if --kl_coef is 0
     nan_watcher: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
     scaled_reward: torch.Tensor | None = None  # (N,) source of the advantages, if not `reward`
-    mask_truncated_completions: bool = (
-        False  # whether answers cut at the length limit leave the loss
-    )
+    # Whether answers cut at the length limit leave the loss
+    mask_truncated_completions: bool = False
     # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
     first_logp: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
 

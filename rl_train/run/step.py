@@ -1,4 +1,4 @@
-"""What a training step collects between its batches and its update.
+"""Record of a training step: the rollouts and metrics between its batches and its update.
 
 Letters: B samples of a batch, N rows of a rollout, G generations.
 """
