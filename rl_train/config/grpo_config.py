@@ -248,7 +248,15 @@ class RewardConfig:
         type=COUNT_OR_0,
     )
     reward: list[str] = flag(
-        [], "your own reward functions (docs/extending.md)", metavar="MODULE:FUNCTION[=WEIGHT]"
+        [],
+        "your own reward functions (docs/extending.md), added to every task's; an argument "
+        "`task` of a function is told which it is (loop1, loop2, ..)",
+        metavar="MODULE:FUNCTION[=WEIGHT]",
+    )
+    reward_only: bool = flag(
+        False,
+        "let the functions of --reward replace the tasks' own components, which are only logged",
+        needs="reward",
     )
 
 

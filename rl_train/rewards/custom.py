@@ -4,8 +4,11 @@
         return [min(len(text.split()) / 20, 1.0) for text in completions]
 
 A function receives the columns of `add_user_rewards` that its parameters name, or all of them if it
-takes **kwargs. It returns one number per completion, or None where it has none to give: a list, a
-tuple, a tensor or an array of one dimension. An exception in it ends the run with its traceback.
+takes **kwargs. One of them, `task`, is the name of the task that the completions answer (loop1,
+loop2, ..), so that one function can reward both loops differently.
+
+It returns one number per completion, or None where it has none to give: a list, a tuple, a tensor
+or an array of one dimension. An exception in it ends the run with its traceback.
 """
 
 import inspect
@@ -137,7 +140,8 @@ def add_user_rewards(
     (the true ones), image_ids, masks (the predicted ones), targets (the true ones), stopped (bool:
     the answer was not cut at --max_completion_length), num_tokens (int: of the answer, its end
     among them), and the further `columns`. Masks and targets are (H, W) bool. The tasks of the
-    project pass mask_confidence (float: mean sigmoid inside the predicted mask, 0 if it is empty).
+    project pass task (one str: the task's name, with which its metrics begin) and mask_confidence
+    (float: mean sigmoid inside the predicted mask, 0 if it is empty).
 
     Raises:
         BadReward: as `UserReward`, or two components have one name.

@@ -113,6 +113,9 @@ def build(config: Config, ranks: RankInfo) -> Run:
     policy, roles = build_model(config, ranks)
     context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
+    if config.reward.reward_only:
+        for task in tasks:
+            task.weights = context.user_weights
     mixture = MixtureSampler(train_set, config.run.seed) if config.data.data_mixture else None
     sampler = build_sampler(config, train_set, mixture, ranks)
     steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)

@@ -119,6 +119,7 @@ def with_measurements(
     rewards = {name: values.cpu() for name, values in rewards.items()}
     if batch.others is not None:
         rewards["on_target"] = on_target(masks, batch.masks, batch.others)
+    columns = dict(task=task.name) | columns
     rewards = add_user_rewards(
         rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
     )

@@ -155,6 +155,7 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     seen = reward.function.__globals__["seen"]
     names = set("completions prompts captions replies masks targets image_ids".split())
     names |= {"stopped", "num_tokens", "mask_confidence"}
+    assert seen.pop("task") == "loop2"
     assert all((c > 0.5) == m.any() for c, m in zip(seen["mask_confidence"], outcome.masks))
     assert set(seen) == names and all(len(values) == 8 for values in seen.values())
     assert seen["replies"] == outcome.replies and seen["completions"] == rollout.texts

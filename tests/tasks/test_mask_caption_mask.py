@@ -120,6 +120,7 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     seen = reward.function.__globals__["seen"]
     names = set("completions prompts captions masks targets image_ids stopped num_tokens".split())
     names.add("mask_confidence")
+    assert seen.pop("task") == "loop1"
     assert all((sure > 0.5) == mask.any() for sure, mask in zip(seen["mask_confidence"], masks))
     assert set(seen) == names and all(len(values) == 8 for values in seen.values())
     assert seen["captions"] == captions and seen["completions"] == rollout.texts
