@@ -29,16 +29,18 @@ from rl_train.distributed.process_group import (
     print0,
     sync_gradients,
 )
-from rl_train.evaluation.bootstrap import before_after_table
 from rl_train.evaluation.evaluate import TRAIN_BATCHES_PER_EVAL_BATCH, EvalSpec, Evaluator
+from rl_train.evaluation.table import before_after_table
 from rl_train.export.merge import export
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics
 from rl_train.loggers.tensorboard import RunLogger
+from rl_train.loggers.text_log import TextLog
 from rl_train.loss import MicroBatchLoss, score_rollout
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
+from rl_train.run.messages import next_commands
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.step import Step
 from rl_train.run.step_callback import StepCallback
@@ -125,6 +127,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         measure=state.tasks[0].measure,
     )
     with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
+        logger.overview([task.name for task in state.tasks])
         evaluator = Evaluator(
             spec, config.run, run.ranks, run.flags, signals, config.samples_answers
         )
@@ -147,14 +150,16 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
                 evaluator(state, logger)
         if signals.agreed:
             raise Interrupted(f"{signals.agreed}, in an evaluation of step {state.step}")
+    output_dir = Path(config.run.output_dir)
+    last = output_dir / f"checkpoint_step_{run.max_steps}"
     if config.run.merge_at_end and run.ranks.is_main:
-        output_dir = Path(config.run.output_dir)
-        last = output_dir / f"checkpoint_step_{run.max_steps}"
         final = output_dir / save_load.FINAL_MODEL
         role = export(last, final, config.run.merge_at_end)
-        print0(f"{final}: {role} of {last}, merged")
+        print0(f"final model: {final} (the {role} of {last.name}, merged into its base)")
     print0(before_after_table(evaluator.values[0], evaluator.values[run.max_steps]))
-    print0(f"curves and pictures: tensorboard --logdir {config.run.output_dir}/tensorboard")
+    if sentence := end_step.summary():
+        print0(sentence)
+    print0(next_commands(config, last))
     gather_objects(None)  # torchrun may end the first rank, which exports, when others leave
 
 
@@ -164,10 +169,10 @@ def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop
     config = cli.parse_together(argv, program)
     signals, reporter = SignalHandler(ranks.is_main), ErrorReporter(config, ranks)
     try:
-        with reporter, signals.listening():
+        with TextLog() as text_log, reporter, signals.listening():
             with process_group.fail_together():
                 run = build(config, ranks)
-                claim_output_dir(run)
+                claim_output_dir(run, text_log)
             reporter.run = run
             reporting_dead_workers(config.data.num_workers, train_and_evaluate, run, signals, loop)
     finally:

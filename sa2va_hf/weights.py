@@ -11,7 +11,6 @@ from torch import nn
 
 from .checkpoint_keys import native_tensor, original_shapes
 
-INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16", "F64")
 EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
@@ -69,7 +68,7 @@ def find_keys(folder: Path) -> dict[str, Path]:
     Raises:
         ValueError: no checkpoint there, or an index or file that is missing or damaged; names it.
     """
-    index = folder / INDEX
+    index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -85,7 +84,9 @@ def find_keys(folder: Path) -> dict[str, Path]:
             "export it first (python -m tools.export)"
         )
     else:
-        raise ValueError(f"{folder} holds neither model.safetensors nor {INDEX}")
+        raise ValueError(
+            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
+        )
     files = {}
     for name in names:
         if not (folder / name).is_file():

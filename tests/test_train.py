@@ -26,7 +26,7 @@ one_core = pytest.fixture(autouse=True)(on_one_core)
 
 LOOP = (
     "loss policy_loss kl_div reward_mean reward_std frac_zero_std entropy clip_frac "
-    "completion_length truncated_frac empty_frac unscored_frac sampler_gap sampler_gap_mean "
+    "completion_length truncated_frac empty_frac sampler_gap sampler_gap_mean "
     "sampler_k3 iou repeats_frac digits_frac whole_mask_frac"
 ).split()
 LOOP2 = (
@@ -50,7 +50,6 @@ TAGS = (
     }
     | {
         "perf/rollout_tokens_per_second",
-        "data/damaged",
         "teacher/distance_to_reference",
         "teacher/distance_to_policy",
         "teacher/decay",
@@ -89,16 +88,20 @@ def test_every_documented_curve_is_there(two_steps):
 
 def test_pictures_of_both_loops(two_steps):
     log = events(two_steps)
-    assert set(log.Tags()["images"]) == {
-        f"loop{loop}/rollout_{row}" for loop in (1, 2) for row in range(3)
-    }
-    for tag in log.Tags()["images"]:
+    of_rollouts = {f"loop{loop}/rollout_{row}" for loop in (1, 2) for row in range(3)}
+    of_evaluations = {f"eval/sample_{number}" for number in range(1, 5)}
+    assert set(log.Tags()["images"]) == of_rollouts | of_evaluations
+    for tag in of_rollouts:
         (picture,) = log.Images(tag)
         assert (
             picture.step == 2
             and picture.width > 300
             and picture.encoded_image_string.startswith(b"\x89PNG")
         )
+    for tag in of_evaluations:  # the same samples at every evaluation
+        assert [picture.step for picture in log.Images(tag)] == [0, 2]
+        assert {picture.width for picture in log.Images(tag)} == {3 * 240 + 2 * 8}
+    assert "custom_scalars__config__" in log.Tags()["tensors"]
 
 
 def test_total_loss_is_the_weighted_sum(data, two_steps, tmp_path):

@@ -50,8 +50,9 @@ from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.evaluation import referring_metrics
-from rl_train.evaluation.bootstrap import before_after_table, metrics_of
+from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
+from rl_train.evaluation.table import before_after_table
 from rl_train.export.load_policy import drop_trained_images, open_policy
 from rl_train.policies.base import Policy
 from rl_train.policies.sa2va import Sa2VAPolicy

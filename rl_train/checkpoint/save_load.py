@@ -31,7 +31,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rl_train.checkpoint.fingerprint import BaseFingerprint
-from rl_train.distributed.process_group import gather_objects
+from rl_train.distributed.process_group import gather_objects, print0
 from rl_train.policies.base import Policy
 from rl_train.roles import Roles
 from rl_train.utils.io import DamagedFile, fsync, read_json, wrap_write_errors, write_json
@@ -168,6 +168,7 @@ def write(
         if metrics:
             evaluation = dict(step=state.step, score=metrics["score"], metrics=metrics)
             write_json(folder / "eval.json", evaluation, indent=2)
+    print0(f"saved {target}")
 
 
 def remove_oldest(output_dir: str | Path, total_limit: int):

@@ -409,6 +409,13 @@ class RunConfig:
         type=COUNT_OR_0,
         free_on_resume=True,
     )
+    logging_steps: int = flag(
+        10,
+        "number of steps between printed lines of metrics, which are means over these steps",
+        type=COUNT,
+        free_on_resume=True,
+        out_of_model_card=True,
+    )
     resume: str | None = flag(
         None,
         "continue from this checkpoint folder, without a value from the latest; auto: from the "

@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -26,6 +26,7 @@ EXIT_BAD_INPUT = 2  # exit status of a run that ended with one; argparse's too
 
 Value = TypeVar("Value")
 _closed: list[dist.ProcessGroup] = []  # groups that were left, see `close`
+_print_listeners: list[Callable[[str], None]] = []  # see `also_printed_to`
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,18 @@ def print0(text: str):
     """Print on the first rank, without breaking a progress bar."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         tqdm.write(text)
+        for listener in _print_listeners:
+            listener(text)
+
+
+@contextlib.contextmanager
+def also_printed_to(listener: Callable[[str], None]) -> Iterator[None]:
+    """Context in which `listener` is called with each text that `print0` prints."""
+    _print_listeners.append(listener)
+    try:
+        yield
+    finally:
+        _print_listeners.remove(listener)
 
 
 def gather_objects(value: Value) -> list[Value]:

@@ -86,18 +86,3 @@ def paired_difference(before: torch.Tensor, after: torch.Tensor) -> tuple[float,
         statistic=lambda pairs: statistic(pairs[..., 1]) - statistic(pairs[..., 0]),
     )
     return float(statistic(after)) - float(statistic(before)), *interval
-
-
-def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
-    """Format metrics before and after, and the paired differences with their 95 % intervals."""
-    title = f"held out, n = {len(next(iter(after.values())))}"
-    lines = [f"{title:20s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"]
-    means_before, means_after = means(before), means(after)
-    for metric in [metric for metric in means_before if metric in means_after]:
-        start, end = means_before[metric], means_after[metric]
-        line = f"{metric:20s} {start:8.4f} {end:8.4f} {end - start:+8.4f}"
-        if metric not in cycle_metrics.WITHOUT_INTERVAL:
-            _, low, high = paired_difference(rows_of(before, metric), rows_of(after, metric))
-            line += f"   [{low:+.4f}, {high:+.4f}]"
-        lines.append(line)
-    return "\n".join(lines)

@@ -24,31 +24,35 @@ from rl_train.utils.io import UserFault
 from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import ImageFeatures
 
-# What is reported. "True caption" is the dataset's, "caption" the model's greedy one of the region.
-METRICS = {
-    "cycle_iou": "region -> caption -> mask', IoU with the region",
-    "cycle_on_target": "same: mask' lies on the region, on no other of the image (--distractors)",
-    "best_of_G_cycle_iou": "same, the best of G sampled captions (--best_of)",
-    "by_logp_cycle_iou": "same, the likeliest of them (mean log-prob)",
-    "sampled_cycle_iou": "same, their mean",
-    "cycle_meteor": "true caption -> mask -> caption', METEOR",
-    "seg_iou": "mask of the true caption: mean IoU (gIoU)",
-    "seg_ciou": "same: summed intersections / summed unions (cIoU)",
-    "seg_p50": "same: fraction with IoU >= 0.5",
-    "seg_on_target": "same: it lies on the region, on no other of the image (--distractors)",
-    "caption_meteor": "caption of the region, METEOR",
-    "best_of_G_meteor": "same, the best of G sampled captions: an oracle (--best_of)",
-    "by_cycle_meteor": "same, the one of them of the highest cycle IoU",
-    "by_logp_meteor": "same, the likeliest of them",
-    "sampled_meteor": "same, their mean",
-    "caption_cider": "same, CIDEr-D (0 to 10)",
+# What is reported, by the loop that trains it. "True caption" is the dataset's, "caption" the
+# model's greedy one of the region. Each text stands alone: a table may leave rows out.
+LOOP1_METRICS = {
+    "cycle_iou": "IoU of a region with the mask of its caption",
+    "cycle_on_target": "masks of captions that lie on the region, on no other (--distractors)",
+    "best_of_G_cycle_iou": "cycle_iou of the best of G sampled captions (--best_of)",
+    "by_logp_cycle_iou": "cycle_iou of the likeliest of G sampled captions (mean log-prob)",
+    "sampled_cycle_iou": "mean cycle_iou of G sampled captions",
+    "caption_meteor": "METEOR of the caption with the true caption",
+    "best_of_G_meteor": "caption_meteor of the best of G sampled captions: an oracle (--best_of)",
+    "by_cycle_meteor": "caption_meteor of the one of G sampled captions with the best cycle_iou",
+    "by_logp_meteor": "caption_meteor of the likeliest of G sampled captions",
+    "sampled_meteor": "mean caption_meteor of G sampled captions",
+    "caption_cider": "CIDEr-D of the caption (0 to 10)",
     "caption_distinct": "different captions / regions",
-    "caption_words": "guard: words of the caption",
-    "caption_repeats": "guard: captions that say three words twice",
-    "caption_digits": "guard: captions with a digit, as coordinates have",
-    "mask_whole": f"guard: masks of more than {WHOLE:.0%} of the image",
-    "no_seg": "guard: true captions answered without [SEG]",
+    "caption_words": "words of a caption",
+    "caption_repeats": "captions that say three words twice (a sign of reward hacking)",
+    "caption_digits": "captions with a digit, as coordinates have (a sign of reward hacking)",
 }
+LOOP2_METRICS = {
+    "seg_iou": "IoU of a true caption's mask with its region, mean over regions (gIoU)",
+    "seg_ciou": "summed intersections / summed unions of these masks and regions (cIoU)",
+    "seg_p50": "true captions whose mask has an IoU of at least 0.5",
+    "seg_on_target": "true captions whose mask lies on the region, on no other (--distractors)",
+    "cycle_meteor": "METEOR of a true caption with the caption of its mask",
+    "mask_whole": f"masks of more than {WHOLE:.0%} of the image (a sign of reward hacking)",
+    "no_seg": "true captions answered without [SEG], so without a mask",
+}
+METRICS = LOOP1_METRICS | LOOP2_METRICS
 # Their mean decides which checkpoint, and which of its roles, is the best: both compare with the
 # data set's own masks and captions. Cycle metrics are what the rewards raise, also if captioner and
 # segmenter agree on a language that nobody else understands.
@@ -63,9 +67,9 @@ ATTRIBUTE_COLUMNS = {
     "stated": ("said", "known"),
 }
 ATTRIBUTE_METRICS = {
-    "accuracy": "captions that state the true {}, of all whose true one states one",
-    "precision": "same, of those that state any {}",
-    "stated": "captions that state any {}",
+    "accuracy": "captions that state the true {0}, of all whose true caption states a {0}",
+    "precision": "captions that state the true {0}, of those that state any {0}",
+    "stated": "captions that state any {0}, of all whose true caption states one",
 }
 # A resample of the captions has fewer different ones, so a bootstrap would be biased.
 WITHOUT_INTERVAL = ("caption_distinct",)

@@ -13,7 +13,13 @@ from rl_train.checkpoint import save_load
 from rl_train.config.grpo_config import RunConfig
 from rl_train.data.base import RegionDataset
 from rl_train.data.loader import eval_loader
-from rl_train.distributed.process_group import RankInfo, gather_objects, raise_on_any_rank
+from rl_train.data.rle import RLE
+from rl_train.distributed.process_group import (
+    RankInfo,
+    gather_objects,
+    print0,
+    raise_on_any_rank,
+)
 from rl_train.evaluation.bootstrap import bootstrap, means, rows_of
 from rl_train.evaluation.cycle_metrics import (
     WITHOUT_INTERVAL,
@@ -22,7 +28,8 @@ from rl_train.evaluation.cycle_metrics import (
     measure_texts,
     selection_score,
 )
-from rl_train.loggers.tensorboard import RunLogger
+from rl_train.evaluation.table import main_figures
+from rl_train.loggers.tensorboard import NUM_EVAL_PICTURES, RunLogger
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards.attributes import AttributePhrases
 from rl_train.roles import Roles
@@ -64,6 +71,10 @@ class EvalResult:
     references: list[str]  # true captions
     captions: list[str]  # of the regions
     num_damaged: int  # stand-ins among them, for samples that did not decode or fit
+    # Of each in the data set; of the stand-in, for a damaged one
+    index: list[int] = field(default_factory=list)
+    # The model's, see `small_mask`; empty if `measure` has no column "mask"
+    masks: list[RLE] = field(default_factory=list)
 
 
 @torch.no_grad()
@@ -97,7 +108,9 @@ def evaluate(
         world_size=ranks.world_size,
         distractors=spec.distractors,
     )
-    for batch in tqdm(loader, desc="evaluation", leave=False, disable=not ranks.is_main):
+    # disable=None: no bar where the output is no terminal
+    hidden = None if ranks.is_main else True
+    for batch in tqdm(loader, desc="evaluation", leave=False, disable=hidden):
         features = None
         for name in names:
             with roles.use(name) if roles else nullcontext():
@@ -182,6 +195,12 @@ class Evaluator:
         policy, *teacher = results.values()
         self.values[step] = policy.values
         metrics = [means(result.values) for result in results.values()]
+        when = f"after step {step}" if step else "before training"
+        num_samples = len(policy.image_ids)
+        print0(f"evaluation {when}, {num_samples} samples: {main_figures(metrics[0])}")
+        if teacher:
+            print0(f"evaluation {when}, the teacher: {main_figures(metrics[1])}")
+        self._render(step, policy, log)
         log.scalars({f"eval/{name}": value for name, value in metrics[0].items()}, step)
         if state.roles.has_teacher:  # at step 0 it is the base too
             log.scalars({f"eval_ema/{name}": value for name, value in metrics[-1].items()}, step)
@@ -198,6 +217,17 @@ class Evaluator:
         if self.ranks.is_main:  # last: the file says that the evaluation is done
             write_json(self._file(step), record(policy, self.flags, *teacher))
 
+    def _render(self, step: int, result: EvalResult, log: RunLogger):
+        """Log pictures of the first samples, the same ones at every evaluation."""
+        for number, mask in enumerate(result.masks[:NUM_EVAL_PICTURES] if log.writer else ()):
+            sample = self.spec.dataset[result.index[number]]
+            lines = [
+                f"answer of the model: {result.captions[number]}",
+                f"true caption: {result.references[number]}",
+                f"image; true mask; mask of the model, IoU {result.values['seg_iou'][number]:.2f}",
+            ]
+            log.evaluated_sample(step, number + 1, sample, mask, lines)
+
 
 def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
     """Join the batches of all R ranks; rank r measured samples r, r + R, .."""
@@ -207,11 +237,12 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
             column = merged.setdefault(name, [None] * len(spec.dataset))
             column[rank::world_size] = [value for batch in batches for value in batch[name]]
     image_ids, references, captions = map(merged.pop, ("image_id", "reference", "caption"))
-    num_damaged = sum(index != i for i, index in enumerate(merged.pop("index")))
+    index, masks = merged.pop("index"), merged.pop("mask", [])
+    num_damaged = sum(position != i for i, position in enumerate(index))
     values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
     if spec.measure is None:
         values |= measure_texts(references, captions, spec.attribute_phrases)
-    return EvalResult(values, image_ids, references, captions, num_damaged)
+    return EvalResult(values, image_ids, references, captions, num_damaged, index, masks)
 
 
 def record(result: EvalResult, flags: dict[str, object], teacher: EvalResult | None = None) -> dict:
@@ -219,7 +250,13 @@ def record(result: EvalResult, flags: dict[str, object], teacher: EvalResult | N
 
     Those of the teacher, on the same samples, are under "teacher".
     """
-    policy = dict(flags=flags, num_samples=len(result.image_ids)) | vars(result) | summary(result)
+    policy = dict(
+        flags=flags,
+        num_samples=len(result.image_ids),
+        image_ids=result.image_ids,
+        references=result.references,
+        num_damaged=result.num_damaged,
+    ) | summary(result)
     return policy | (dict(teacher=summary(teacher)) if teacher else {})
 
 

@@ -21,18 +21,18 @@ from rl_train.tasks.base import mask_columns
 # What is reported beside seg_iou, seg_ciou, seg_p50 and mask_whole, as `cycle_metrics` has them.
 METRICS = {
     "best_of_G_seg_iou": "seg_iou of the best of G sampled answers: an oracle (--best_of)",
-    "by_logp_seg_iou": "same, of the likeliest of them (mean log-prob)",
-    "sampled_seg_iou": "same, their mean",
+    "by_logp_seg_iou": "seg_iou of the likeliest of G sampled answers (mean log-prob)",
+    "sampled_seg_iou": "mean seg_iou of G sampled answers",
     "parsable": "answers that could be read",
-    "seg_iou_without": "mean IoU of the same answers without their negative points",
-    "gain_negative": "what these add: seg_iou - seg_iou_without",
-    "seg_iou_swapped": "the same answers with as many negative points of others of their batch",
+    "seg_iou_without": "seg_iou of the same answers without their negative points",
+    "gain_negative": "seg_iou - seg_iou_without: what the negative points add",
+    "seg_iou_swapped": "seg_iou of the same answers with negative points of other answers",
     "gain_over_swapped": "seg_iou - seg_iou_swapped",
-    "seg_iou_random": "the same answers with as many random points outside of their boxes",
+    "seg_iou_random": "seg_iou of the same answers with random negative points outside their boxes",
     "gain_over_random": "seg_iou - seg_iou_random",
     "points_in_target": "positive points that lie in the target",
-    "neg_in_target": "negative points that do",
-    "neg_in_confused": "negative points where SAM2 draws too much of the target's box and depth",
+    "neg_in_target": "negative points that lie in the target",
+    "neg_in_confused": "negative points where SAM2 draws too much, prompted by the target",
     "num_negative": "negative points of an answer",
 }
 METRIC_COLUMNS = {

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData, metadata_load
 from rl_train.checkpoint.save_load import read_state
 from rl_train.config.flags import flags_with
 from rl_train.config.sft_config import ALL_PARTS
-from rl_train.evaluation.bootstrap import before_after_table
+from rl_train.evaluation.table import before_after_table
 from rl_train.policies.registry import FAMILIES, family_of
 from rl_train.utils.io import read_json
 

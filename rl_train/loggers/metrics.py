@@ -56,9 +56,11 @@ class StepMetrics:
             completion_length=rollout.valid.sum(),
             truncated_frac=(~rollout.stopped).sum(),
             empty_frac=sum(not text for text in rollout.texts),
-            unscored_frac=scored.reward.isnan().sum(),
             whole_mask_frac=sum(map(is_whole, outcome.masks)),
         )
+        context = scored.task.context
+        if context.judge or context.user_rewards:  # others give every row a reward
+            row_totals["unscored_frac"] = scored.reward.isnan().sum()
         if outcome.unparsed:
             row_totals["unparsed_frac"] = torch.stack(list(outcome.unparsed.values())).any(0).sum()
             row_totals |= {f"unparsed/{reason}": r.sum() for reason, r in outcome.unparsed.items()}

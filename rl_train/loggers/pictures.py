@@ -1,6 +1,7 @@
-"""Pictures of a rollout's rows for people to look at."""
+"""Pictures of rollouts and of evaluated samples for people to look at."""
 
 import textwrap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,10 +10,14 @@ from PIL import Image, ImageDraw
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 
-REGION, PREDICTED = (255, 196, 0), (255, 0, 200)  # colours of the target and of a model's mask
+REGION, PREDICTED = (255, 196, 0), (255, 0, 200)  # contours of the target and of a model's mask
 BOX, POSITIVE, NEGATIVE = (0, 120, 255), (0, 190, 0), (230, 0, 0)  # colours of a mask's prompt
 RADIUS = 4  # of a point, in pixels
 PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one panel, in pixels, at most
+GAP = 8  # between panels, in pixels
+CONTOUR = 2  # width in pixels
+OUTSIDE = 0.4  # brightness that is left of the pixels outside a mask
+CHARACTERS_OF_PANEL = 33  # in a line of text
 
 
 def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.ndarray:
@@ -24,22 +29,50 @@ def rollout_picture(image: Image.Image, scored: ScoredRollout, row: int) -> np.n
         image: image of the row's sample, in any size and shape; it gets the mask's shape.
     """
     batch, i = scored.rollout.batch, row // scored.rollout.num_generations
-    height, width = batch.sizes[i]
-    scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
-    image = image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
+    image = fit_panel(image, batch.sizes[i])
     prompt = scored.outcome.point_prompts[row] if scored.outcome.point_prompts else None
     lines = [f"answer: {scored.rollout.texts[row]}", f"true caption: {batch.captions[i]}"]
     if scored.outcome.replies:
         lines.append(f"teacher's reply: {scored.outcome.replies[row]}")
     lines.append(f"reward {scored.reward[row]:.3f}  advantage {scored.advantages[row]:+.2f}")
-    lines = [part for line in lines for part in textwrap.wrap(line, width=66)]
-    size = (2 * PICTURE_WIDTH + 8, image.height + 18 * len(lines) + 8)
-    canvas = Image.new("RGB", size, "white")
-    canvas.paste(overlay(image, batch.masks[i], REGION, prompt))
-    canvas.paste(
-        overlay(image, scored.outcome.masks[row], PREDICTED, prompt), (PICTURE_WIDTH + 8, 0)
-    )
-    below = (4, image.height + 4)
+    target = overlay(image, batch.masks[i], REGION, prompt)
+    predicted = overlay(image, scored.outcome.masks[row], PREDICTED, prompt)
+    return side_by_side([target, predicted], lines)
+
+
+def evaluation_picture(
+    image: Image.Image,
+    target: torch.Tensor,
+    prediction: torch.Tensor,
+    lines: Sequence[str],
+) -> np.ndarray:
+    """Return (H, W, 3) uint8: the image, the target (yellow), the model's mask (magenta), text.
+
+    Args:
+        target: (H, W) bool; the image gets its shape.
+        prediction: (h, w) bool, of any resolution.
+    """
+    image = fit_panel(image, tuple(target.shape))
+    masks = [overlay(image, target, REGION), overlay(image, prediction, PREDICTED)]
+    return side_by_side([image, *masks], lines)
+
+
+def fit_panel(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize an image to the shape of a mask's `size` (H, W), as large as a panel allows."""
+    height, width = size
+    scale = min(PICTURE_WIDTH / width, PICTURE_HEIGHT / height)
+    return image.resize((max(round(width * scale), 1), max(round(height * scale), 1)))
+
+
+def side_by_side(panels: Sequence[Image.Image], lines: Sequence[str]) -> np.ndarray:
+    """Return (H, W, 3) uint8: panels of one height from left to right, lines of text below."""
+    characters = CHARACTERS_OF_PANEL * len(panels)
+    lines = [part for line in lines for part in textwrap.wrap(line, width=characters)]
+    width = len(panels) * (PICTURE_WIDTH + GAP) - GAP
+    canvas = Image.new("RGB", (width, panels[0].height + 18 * len(lines) + GAP), "white")
+    for number, panel in enumerate(panels):
+        canvas.paste(panel, (number * (PICTURE_WIDTH + GAP), 0))
+    below = (4, panels[0].height + 4)
     ImageDraw.Draw(canvas).multiline_text(below, "\n".join(lines), fill="black", font_size=14)
     return np.array(canvas)
 
@@ -50,10 +83,20 @@ def overlay(
     color: tuple[int, int, int],
     prompt: PointPrompt | None = None,
 ) -> Image.Image:
-    """Tint the pixels of a mask (H, W) bool, and draw a prompt in the mask's pixels, if any."""
-    stencil = Image.fromarray(mask.cpu().numpy()).resize(image.size, Image.NEAREST)
-    tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.3)
-    panel = Image.composite(tinted, image, stencil)
+    """Draw a mask (h, w) bool on an image, and a prompt in the mask's pixels, if any.
+
+    The mask keeps the image's colours and what is outside of it is darkened, so that it is seen
+    on a background of any colour. Its contour has a dark rim.
+    """
+    inside = np.array(Image.fromarray(mask.cpu().numpy()).resize(image.size, Image.NEAREST))
+    pixels = np.array(image.convert("RGB"))  # (H, W, 3)
+    pixels[~inside] = (OUTSIDE * pixels[~inside]).astype(np.uint8)
+    inner = inside
+    for _ in range(CONTOUR):
+        inner = shrunk(inner)
+    pixels[grown(inside) & ~inside] = 0
+    pixels[inside & ~inner] = color
+    panel = Image.fromarray(pixels)
     if prompt:
         draw = ImageDraw.Draw(panel)
         prompt = prompt.scaled(image.width / mask.shape[1], image.height / mask.shape[0])
@@ -63,3 +106,19 @@ def overlay(
             for point in points:
                 draw.circle(point, RADIUS, fill=fill, outline="white")
     return panel
+
+
+def neighbours(mask: np.ndarray) -> list[np.ndarray]:
+    """Return a mask (H, W) bool shifted by one pixel up, down, left and right, False beyond it."""
+    padded = np.pad(mask, 1)
+    return [padded[2:, 1:-1], padded[:-2, 1:-1], padded[1:-1, 2:], padded[1:-1, :-2]]
+
+
+def shrunk(mask: np.ndarray) -> np.ndarray:
+    """Return a mask (H, W) bool without the pixels that touch what is outside of it."""
+    return np.logical_and.reduce([mask, *neighbours(mask)])
+
+
+def grown(mask: np.ndarray) -> np.ndarray:
+    """Return a mask (H, W) bool with the pixels that touch it."""
+    return np.logical_or.reduce([mask, *neighbours(mask)])

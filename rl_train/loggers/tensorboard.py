@@ -2,22 +2,23 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils.tensorboard import SummaryWriter
 
-from rl_train.data.rle import encode_mask
+from rl_train.data.rle import RLE, decode_mask, small_mask
 from rl_train.distributed.process_group import RankInfo
 from rl_train.grpo import group_std
-from rl_train.loggers.pictures import rollout_picture
+from rl_train.loggers.pictures import evaluation_picture, rollout_picture
 from rl_train.loss import ScoredRollout
 from rl_train.policies.base import Policy
 from rl_train.rollout import RewardOutput
 from rl_train.utils.io import DamagedFile, wrap_write_errors
 
-MASK_SIDE = 256  # of a mask in the rollouts, in pixels, at most
+NUM_EVAL_PICTURES = 4  # evaluated samples that are drawn at every evaluation, always the same
 
 
 class RunLogger:
@@ -98,6 +99,33 @@ class RunLogger:
                 with wrap_write_errors(self.folder):
                     self.writer.add_image(name, picture, step, dataformats="HWC")
 
+    def evaluated_sample(
+        self,
+        step: int,
+        number: int,
+        sample: dict[str, Any],
+        prediction: RLE,
+        lines: Sequence[str],
+    ):
+        """Log the picture of an evaluated sample.
+
+        Args:
+            number: of the sample in the evaluation split; each has a picture of its own.
+            sample: as a `RegionDataset` reads it.
+            prediction: the model's mask, see `small_mask`.
+        """
+        if self.writer and step >= self.start:
+            masks = (torch.from_numpy(sample["mask"]), torch.from_numpy(decode_mask(prediction)))
+            picture = evaluation_picture(sample["image"], *masks, lines)
+            with wrap_write_errors(self.folder):
+                self.writer.add_image(f"eval/sample_{number}", picture, step, dataformats="HWC")
+
+    def overview(self, tasks: Sequence[str]):
+        """Write the layout of TensorBoard's page "Custom scalars": what to look at first."""
+        if self.writer:
+            with wrap_write_errors(self.folder):
+                self.writer.add_custom_scalars(overview_layout(tasks))
+
     def close(self):
         """Write the rest."""
         if self.writer:
@@ -105,6 +133,29 @@ class RunLogger:
                 self.writer.close()
         with wrap_write_errors(self.jsonl.name):  # tries again what a full disk has refused
             self.jsonl.close()
+
+
+def overview_layout(tasks: Sequence[str]) -> dict[str, dict[str, list]]:
+    """Return {page: {chart: ["Multiline", its tags as regular expressions]}}."""
+
+    def chart(*tags: str) -> list:
+        return ["Multiline", [f"^{tag}$" for tag in tags]]
+
+    def of_tasks(metric: str) -> list:
+        return chart(*[f"{task}/{metric}" for task in tasks])
+
+    return {
+        "overview": {
+            "rewards": of_tasks("reward_mean"),
+            "evaluation: IoU of masks": chart("eval/cycle_iou", "eval/seg_iou"),
+            "evaluation: METEOR of captions": chart("eval/cycle_meteor", "eval/caption_meteor"),
+            "losses": chart("total_loss", *[f"{task}/loss" for task in tasks]),
+            "KL to the reference": of_tasks("kl_div"),
+            "groups whose rewards are all equal": of_tasks("frac_zero_std"),
+            "learning rate": chart("learning_rate"),
+            "seconds per step": chart("perf/step_seconds"),
+        }
+    }
 
 
 def end_of_lines_before(start: int, file: Path) -> int:
@@ -144,14 +195,3 @@ def _masks(outcome: RewardOutput, row: int) -> dict:
         if prompt.negative:
             fields["mask_without_negatives"] = small_mask(outcome.masks_without_negatives[row])
     return fields | ({"mask": small_mask(outcome.masks[row])} if outcome.masks else {})
-
-
-def small_mask(mask: torch.Tensor) -> dict:
-    """Return COCO's compressed run lengths, {"size": [h, w], "counts": str}, of a mask (H, W) bool.
-
-    Its longer side is MASK_SIDE pixels at most; a smaller mask keeps its size.
-    """
-    scale = min(MASK_SIDE / max(mask.shape), 1.0)
-    size = [max(round(n * scale), 1) for n in mask.shape]
-    small = F.interpolate(mask.to(torch.uint8)[None, None], size, mode="nearest-exact")[0, 0]
-    return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())

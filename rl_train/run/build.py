@@ -15,6 +15,7 @@ from rl_train.cli import check_output_dir, check_same
 from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
 from rl_train.data import DamagedSamples
 from rl_train.data.base import RegionDataset
+from rl_train.data.distractors import whole
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mixture import MixtureSampler
 from rl_train.data.registry import readers
@@ -22,6 +23,7 @@ from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.phases import PhaseRecorder
+from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
@@ -34,13 +36,14 @@ from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.rollout import Batch, Preprocessor
+from rl_train.run import messages
 from rl_train.run.consistency import (
     check_same_on_all_ranks,
     check_same_start,
     check_same_weights,
     digest,
 )
-from rl_train.run.memory_check import GIB, standing_memory
+from rl_train.run.memory_check import standing_memory
 from rl_train.run.schedules import cosine_schedule, follow_new_length
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
@@ -96,6 +99,8 @@ class Run:
 
 def build(config: Config, ranks: RankInfo) -> Run:
     """Build a run. Raises ValueError, naming the flag or file that is wrong."""
+    print0(messages.machine(ranks))
+    print_warning(messages.unused_gpu(ranks))
     config = replace(config, policy=download_models(config.policy))
     flags = config.flags | dict(world_size=ranks.world_size)
     if ranks.is_main:
@@ -185,6 +190,7 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
 
 def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, DamagedSamples]:
     """Open (training regions, evaluation regions, count of damaged samples); print the reports."""
+    print0(f"reading {config.data_dir}")
     open_train, open_eval = readers(config)
     train_set, eval_set, damaged = split_dataset(
         open_train,
@@ -198,14 +204,20 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
     )
     reports = damaged.report.get("of_each", {config.dataset: damaged.report})
     for name, report in reports.items():
-        label = name if config.data_mixture else f"--data_dir {config.data_dir}"
-        print0(f"{label}: {report}")
+        label = name if config.data_mixture else config.data_dir
+        print0(messages.data_report(f"training data, {label}", report))
+    if config.eval_data_dir:
+        report = whole(eval_set)[0].report()
+        print0(messages.data_report(f"evaluation data, {config.eval_data_dir}", report))
+    print0(f"samples: {len(train_set):,d} to train on, {len(eval_set):,d} to evaluate")
     return train_set, eval_set, damaged
 
 
 def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
     families = {name: task.family for name, task in config.task_classes.items()}
+    family = FAMILIES[family_of(config.policy.model_path)]
+    print0(f"model: {family.name} of {config.policy.model_path}, {config.policy.dtype}")
     policy = build_policy(
         config.policy,
         families,
@@ -219,13 +231,16 @@ def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     if config.run.merge_at_end == "teacher" and not roles.has_teacher:
         raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
     counts = parameter_counts(policy.model, policy.group_of)
-    count_of_parts = ", ".join(f"{part} {count:,d}" for part, count in sorted(counts.items()))
-    num_trained = sum(parameter.numel() for parameter in policy.trainable.values())
-    print0(f"parameters: {num_trained:,d} of {counts.total():,d} train: {count_of_parts}")
-    sizes = standing_memory(policy, roles.copies).items()
-    gib_of_parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sizes)
-    print0(f"memory before activations, GiB: {gib_of_parts}")
+    print0(messages.parameters(counts))
+    print_warning(messages.large_on_cpu(counts.total(), ranks))
+    print0(messages.memory(standing_memory(policy, roles.copies), ranks))
     return policy, roles
+
+
+def print_warning(sentence: str | None):
+    """Print a warning, if there is one."""
+    if sentence:
+        print0(sentence)
 
 
 def trainable_groups(config: Config) -> list[str]:
@@ -381,8 +396,8 @@ def build_ablation(
     return AblationReward(config.ablation_reward, seed, caption)
 
 
-def claim_output_dir(run: Run):
-    """Lock the output folder, which holds this run from now on.
+def claim_output_dir(run: Run, text_log: TextLog):
+    """Lock the output folder, which holds this run from now on, and open its text log there.
 
     It comes last, so that bad input uses up no folder.
     """
@@ -396,4 +411,5 @@ def claim_output_dir(run: Run):
         if (project := run.config.run.wandb) is not None:
             start_wandb(folder, project, run.flags)
         write_json(folder / "config.json", run.flags, indent=2)
+        text_log.open(folder)
     process_group.gather_objects(None)  # nobody goes on if the folder has been taken

@@ -1,5 +1,6 @@
 """End of a training step: schedule, metrics, rollout files, evaluation, checkpoint, signals."""
 
+import time
 from collections import Counter
 
 from tqdm import tqdm
@@ -12,6 +13,7 @@ from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout, check_finite_log_probs
 from rl_train.rewards.judge import failure_sentence
 from rl_train.run.build import Run
+from rl_train.run.messages import NO_SIGNAL, mean_values, no_group_has_signal, step_line
 from rl_train.run.signals import Interrupted, SignalHandler
 
 
@@ -26,11 +28,14 @@ class StepCallback:
         self.run, self.logger, self.evaluator, self.signals = run, logger, evaluator, signals
         self.first_step = run.state.step
         self.learning_rate = run.state.scheduler.get_last_lr()[0]  # of the step in progress
+        self.num_without_signal = 0  # steps since `first_step` in which no group's rewards differ
+        self.unlogged: list[dict[str, float]] = []  # metrics of the steps since the last line
+        self.unlogged_seconds, self.step_began = 0.0, time.perf_counter()
         self.progress = tqdm(
             total=run.max_steps,
             initial=self.first_step,
             desc="training",
-            disable=not run.ranks.is_main,
+            disable=None if run.ranks.is_main else True,  # None: no bar where there is no terminal
         )
 
     def __call__(
@@ -72,6 +77,7 @@ class StepCallback:
             raise Interrupted(f"{signals.agreed}, after step {state.step}")
         self.learning_rate = state.scheduler.get_last_lr()[0]
         self.run.phases.begin_step()
+        self.step_began = time.perf_counter()  # evaluations and checkpoints are in no step's time
 
     def report(
         self,
@@ -96,13 +102,11 @@ class StepCallback:
         values |= timer.metrics(sum(m.num_tokens for m in all_metrics))
         for name in run.damaged.add(name for m in all_metrics for name in m.damaged):
             print0(f"left out, another sample in its place: {name}")
-        values["data/damaged"] = len(run.damaged.names)
+        if run.damaged.names:
+            values["data/damaged"] = len(run.damaged.names)
         values |= state.roles.drift()
         self.logger.scalars(values, state.step)
-        names = [task.name for task in state.tasks]
-        shown = "reward_mean" if scored else "loss"
-        self.progress.set_postfix({name: values.get(f"{name}/{shown}") for name in names})
-        self.progress.update()
+        self.show(state, scored, values)
         if run.judge:
             failed = sum(m.mean_totals[failed_frac] for m in all_metrics)
             num_judged = sum(m.mean_counts[failed_frac] for m in all_metrics)
@@ -111,3 +115,38 @@ class StepCallback:
                 print0(f"step {state.step}: {failure_sentence(failed, num_judged, reasons)}")
             run.judge_failures.add(failed, num_judged)
         run.damaged.check()
+
+    def show(
+        self, state: save_load.RunState, scored: list[ScoredRollout], values: dict[str, float]
+    ):
+        """Advance the bar; print a line each --logging_steps, and a step without a signal."""
+        components = {task.name: [] for task in state.tasks}  # {task: names of its rewards}
+        for scored_rollout in scored:
+            components[scored_rollout.task.name] = list(scored_rollout.outcome.rewards)
+        words = {"reward": "reward_mean"} if scored else {"loss": "loss"}
+        figures = [
+            f"{task} {word} {values[f'{task}/{metric}']:.3f}"
+            for task in components
+            for word, metric in words.items()
+            if f"{task}/{metric}" in values
+        ]
+        self.progress.set_postfix_str(", ".join(figures))
+        self.progress.update()
+        self.unlogged.append(values)
+        self.unlogged_seconds += time.perf_counter() - self.step_began
+        if state.step % self.run.config.run.logging_steps == 0 or state.step == self.run.max_steps:
+            means = mean_values(self.unlogged) | dict(learning_rate=values["learning_rate"])
+            seconds = self.unlogged_seconds / len(self.unlogged)
+            print0(step_line(state.step, self.run.max_steps, means, components, seconds))
+            self.unlogged, self.unlogged_seconds = [], 0.0
+        if no_group_has_signal(values, components):
+            self.num_without_signal += 1
+            if self.num_without_signal == 1:
+                print0(f"step {state.step}: {NO_SIGNAL}")
+
+    def summary(self) -> str | None:
+        """Return a sentence on the steps in which no group's rewards differed; None without any."""
+        if not self.num_without_signal:
+            return None
+        num_steps = self.run.state.step - self.first_step
+        return f"{self.num_without_signal} of {num_steps} steps changed no weight: {NO_SIGNAL}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rl_train.evaluation import bootstrap as statistics
-from rl_train.evaluation.bootstrap import before_after_table, bootstrap, paired_difference, rows_of
+from rl_train.evaluation.bootstrap import bootstrap, paired_difference
 
 
 def test_bootstrap_of_a_known_case():
@@ -53,25 +53,3 @@ def test_paired_difference_is_narrower_than_its_parts():
         torch.tensor([[10.0, 20.0]] * 4), torch.tensor([[15.0, 20.0]] * 4)
     )
     assert (change, low, high) == (0.25, 0.25, 0.25)
-
-
-def test_table_has_the_difference_and_its_interval():
-    values = {name: torch.zeros(3) for name in ("cycle_iou", "seg_intersection")} | {
-        "seg_union": torch.ones(3),
-        "seg_iou": torch.zeros(3),
-    }
-    lines = before_after_table(
-        values, values | {"cycle_iou": torch.full((3,), 0.5), "mask_whole": torch.ones(3)}
-    ).split("\n")
-    assert [line.split()[0] for line in lines] == [
-        "held",
-        "cycle_iou",
-        "seg_iou",
-        "seg_ciou",
-        "seg_p50",
-    ]
-    assert lines[1].split() == ["cycle_iou", "0.0000", "0.5000", "+0.5000", "[+0.5000,", "+0.5000]"]
-    assert rows_of(values, "seg_ciou").tolist() == [[0, 1]] * 3
-    distinct = values | {"caption_distinct": torch.tensor([1.0, 0, 0])}
-    lines = before_after_table(distinct, values | {"caption_distinct": torch.ones(3)}).split("\n")
-    assert lines[-1].split() == ["caption_distinct", "0.3333", "1.0000", "+0.6667"]

@@ -137,7 +137,9 @@ def test_measures_of_all_captions_together():
         caption_distinct=0.75, color_accuracy=0.5, color_precision=1, color_stated=0.5
     )
     assert list(metrics_of(values)) == list(metrics)
-    assert metrics_of(values)["color_stated"] == "captions that state any color"
+    assert metrics_of(values)["color_stated"] == (
+        "captions that state any color, of all whose true caption states one"
+    )
 
 
 def test_the_best_of_sampled_captions_by_hand(monkeypatch):

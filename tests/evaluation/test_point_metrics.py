@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from rl_train.evaluation.bootstrap import before_after_table, bootstrap, means, metrics_of, rows_of
+from rl_train.evaluation.bootstrap import bootstrap, means, metrics_of, rows_of
 from rl_train.evaluation.cycle_metrics import selection_score
 from rl_train.evaluation.point_metrics import METRICS, random_negatives, swapped_negatives
+from rl_train.evaluation.table import before_after_table
 from rl_train.points.parser import PointPrompt
 
 BOX, P = (2.0, 2.0, 6.0, 8.0), (4.0, 5.0)
@@ -67,5 +68,5 @@ def test_metrics_and_the_paired_interval_of_what_negatives_add():
     assert set(metrics_of(values)) - set(METRICS) == {"seg_iou", "seg_p50"}
     assert selection_score(dict(seg_iou=0.4, gain_negative=0.1)) == 0.4
     lines = before_after_table(values, values).splitlines()
-    assert lines[0].startswith("held out, n = 200")
+    assert lines[0] == "evaluation split, n = 200: before and after"
     assert [line.split()[0] for line in lines].count("gain_negative") == 1

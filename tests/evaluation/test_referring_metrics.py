@@ -214,7 +214,7 @@ def test_answers_without_seg_are_empty_masks(model, batch, images, monkeypatch):
     area = [int(mask.sum()) for mask in batch.masks]
     assert found["seg_iou"] == [0, 1, 0, 0] and found["no_seg"] == [True, False, False, False]
     assert found["seg_intersection"] == [0, area[1], 0, 0] and found["seg_union"] == area
-    words = ("image_id", "reference", "caption", "index")
+    words = ("image_id", "reference", "caption", "index", "mask")
     columns = {n: torch.tensor(v).double() for n, v in found.items() if n not in words}
     metrics = means(columns)
     assert metrics["seg_ciou"] == pytest.approx(area[1] / sum(area))

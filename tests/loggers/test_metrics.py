@@ -15,7 +15,9 @@ from rl_train.loss import ScoredRollout
 from rl_train.rewards.custom import BadReward
 from rl_train.rollout import Batch, RewardOutput, Rollout
 
-TASK = SimpleNamespace(name="loop1", action=None)
+CONTEXT = SimpleNamespace(judge=None, user_rewards=())
+JUDGED = SimpleNamespace(judge="a judge", user_rewards=())
+TASK = SimpleNamespace(name="loop1", action=None, context=JUDGED)
 WEIGHTS = {"loop1": 1.0}
 
 
@@ -90,6 +92,14 @@ def test_rewards_by_hand():
     assert points["loop1/frac_zero_std"] == pytest.approx(2 / 3)
 
 
+def test_rows_are_always_scored_without_a_judge_and_user_rewards():
+    task = SimpleNamespace(name="loop1", action=None, context=CONTEXT)
+    assert "loop1/unscored_frac" not in curves_of(tally_of(work_of(["a"] * 2, [0, 1], task=task)))
+    task.context = SimpleNamespace(judge=None, user_rewards=("one",))
+    points = curves_of(tally_of(work_of(["a"] * 2, [0, 1], task=task)))
+    assert points["loop1/unscored_frac"] == 0
+
+
 def test_no_reward_at_all_is_no_reward_of_zero():
     """A step in which the judge was down leaves no point on the reward's curve."""
     missing = torch.full((4,), torch.nan)
@@ -105,7 +115,7 @@ def test_a_step_that_learnt_nothing_has_no_curves_of_the_update():
 
 def test_an_action_adds_its_curves():
     drawn = SimpleNamespace(metrics=lambda rollout, outcome: dict(mask_spread=(0.6, 2)))
-    task = SimpleNamespace(name="loop2", action=drawn)
+    task = SimpleNamespace(name="loop2", action=drawn, context=CONTEXT)
     tally = tally_of(*[work_of(["a"] * 4, [0.0, 1, 2, 3], task=task) for _ in range(2)])
     assert curves_of(tally, weights={"loop2": 1.0})["loop2/mask_spread"] == pytest.approx(0.3)
 

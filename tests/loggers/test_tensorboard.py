@@ -9,17 +9,20 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.data.rle import decode_mask
+from rl_train.data.rle import decode_mask, small_mask
 from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.pictures import (
     BOX,
+    CONTOUR,
     NEGATIVE,
+    OUTSIDE,
     POSITIVE,
     PREDICTED,
     REGION,
+    evaluation_picture,
     rollout_picture,
 )
-from rl_train.loggers.tensorboard import RunLogger, small_mask
+from rl_train.loggers.tensorboard import RunLogger, overview_layout
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 from rl_train.rollout import Batch, RewardOutput, Rollout
@@ -43,19 +46,22 @@ def test_a_picture_of_any_shape(loop, width, height, drawn_width, drawn_height):
     rollout = Rollout(batch, None, None, ["a mug"], 1, *[None] * 5)
     outcome = RewardOutput({}, [~region], ["a cup"] if loop == 2 else [])
     work = ScoredRollout(None, rollout, outcome, torch.ones(1), torch.ones(1), None)
-    picture = rollout_picture(Image.new("RGB", (1024, 1024)), work, 0)
+    picture = rollout_picture(Image.new("RGB", (1024, 1024), (200, 200, 200)), work, 0)
     lines = loop + 2
     assert picture.dtype == np.uint8
     assert picture.shape == (drawn_height + 18 * lines + 8, 488, 3)
-    tinted = (0.3 * np.array(REGION)).astype(np.uint8)  # on black
     left, right = picture[:drawn_height, :248], picture[:drawn_height, 248:]
-    assert (left[:, :drawn_width] == tinted).all() and (left[:, drawn_width:] == 255).all()
-    assert (right[:, :drawn_width] == 0).all()
+    inner = left[CONTOUR:, CONTOUR:][
+        : drawn_height - 2 * CONTOUR, : max(drawn_width - 2 * CONTOUR, 0)
+    ]
+    assert (left[0, :drawn_width] == REGION).all() and (inner == 200).all()
+    assert (left[:, drawn_width:] == 255).all()
+    assert (right[:, :drawn_width] == int(200 * OUTSIDE)).all()
     assert not (picture == PREDICTED).all(-1).any()
 
 
 def test_an_answer_s_box_and_points_are_drawn():
-    """Of a mask of 20 x 10 (W, H), drawn at 240 x 120, on black: both panels."""
+    """Of a mask of 20 x 10 (W, H), drawn at 240 x 120, on grey: both panels."""
     region = torch.zeros(10, 20, dtype=torch.bool)
     found, without = region.clone(), torch.ones_like(region)
     found[:5] = True
@@ -65,18 +71,41 @@ def test_an_answer_s_box_and_points_are_drawn():
     drawn = dict(point_prompts=[answer, None], masks_without_negatives=[without, region])
     outcome = RewardOutput({}, [found, region], **drawn)
     work = ScoredRollout(None, rollout, outcome, torch.ones(2), torch.ones(2), None)
-    picture = rollout_picture(Image.new("RGB", (64, 64)), work, 0)
+    grey = Image.new("RGB", (64, 64), (200, 200, 200))
+    picture = rollout_picture(grey, work, 0)
     assert picture.shape[1] == 2 * 248 - 8
     for left in (0, 248):  # (x, y) in a picture = 12 times that in the mask
         assert tuple(picture[7 * 12, left + 5 * 12]) == POSITIVE
         assert tuple(picture[8 * 12, left + 15 * 12]) == NEGATIVE
         assert tuple(picture[2 * 12, left + 7 * 12]) == BOX
-    tinted = tuple((0.3 * np.array(PREDICTED)).astype(np.uint8))
-    for left, at_top, below in ((0, 0, 0), (248, tinted, 0)):
+    outside = int(200 * OUTSIDE)
+    for left, at_top, below in ((0, outside, outside), (248, 200, outside)):
         assert (picture[10, left + 200] == at_top).all()
         assert (picture[110, left + 200] == below).all()
-    refused = rollout_picture(Image.new("RGB", (64, 64)), work, 1)
-    assert (refused[:120, :240] == 0).all() and refused.shape == picture.shape
+    refused = rollout_picture(grey, work, 1)
+    assert (refused[:120, :240] == outside).all() and refused.shape == picture.shape
+
+
+@pytest.mark.parametrize("color", [PREDICTED, (147, 60, 180), (0, 0, 0), (255, 255, 255)])
+def test_a_mask_is_seen_on_any_color(color):
+    """Inside is the image's own colour; contour, rim or outside differ from it."""
+    target = torch.zeros(60, 60, dtype=torch.bool)
+    target[20:40, 20:40] = True
+    image = Image.new("RGB", (60, 60), color)
+    picture = evaluation_picture(image, target, target, ["a square"]).astype(int)
+    assert picture.shape == (240 + 18 + 8, 3 * 240 + 2 * 8, 3)
+    assert (picture[:240, :240] == color).all()  # the image alone
+    for left, contour in ((248, REGION), (496, PREDICTED)):
+        panel = picture[:240, left : left + 240]
+        assert (panel[120, 120] == color).all()  # inside
+        assert (panel[70, 120] == (np.array(color) * OUTSIDE).astype(int)).all()
+        assert (panel[81, 120] == contour).all() and (panel[79, 120] == 0).all()  # contour, rim
+
+
+def test_the_overview_names_curves_that_exist():
+    layout = overview_layout(["loop1", "loop2"])["overview"]
+    assert layout["rewards"] == ["Multiline", ["^loop1/reward_mean$", "^loop2/reward_mean$"]]
+    assert "^eval/seg_iou$" in layout["evaluation: IoU of masks"][1]
 
 
 def test_rollouts_are_json_whatever_they_say(tmp_path):

@@ -15,6 +15,7 @@ from rl_train import cli
 from rl_train.checkpoint import save_load
 from rl_train.distributed.process_group import RankInfo
 from rl_train.export.merge import export
+from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
 from rl_train.run import build
 from tests.runs import ROOT, complaint_of, events, flags, run, unmeasured
@@ -96,7 +97,8 @@ def test_only_the_first_rank_starts_it(tmp_path, wandb):
     number = len(wandb.runs)
     config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), wandb="cycles"))
     build.claim_output_dir(
-        SimpleNamespace(config=config, ranks=RankInfo(1, 2, "cpu"), state=SimpleNamespace(step=0))
+        SimpleNamespace(config=config, ranks=RankInfo(1, 2, "cpu"), state=SimpleNamespace(step=0)),
+        TextLog(),
     )
     assert len(wandb.runs) == number and not list(tmp_path.iterdir())
 
