@@ -11,6 +11,7 @@ from torch import nn
 
 from .checkpoint_keys import native_tensor, original_shapes
 
+INDEX = "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16", "F64")
 EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
@@ -68,7 +69,7 @@ def find_keys(folder: Path) -> dict[str, Path]:
     Raises:
         ValueError: no checkpoint there, or an index or file that is missing or damaged; names it.
     """
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -84,9 +85,7 @@ def find_keys(folder: Path) -> dict[str, Path]:
             "export it first (python -m tools.export)"
         )
     else:
-        raise ValueError(
-            f"{folder} holds neither model.safetensors nor model.safetensors.index.json"
-        )
+        raise ValueError(f"{folder} holds neither model.safetensors nor {INDEX}")
     files = {}
     for name in names:
         if not (folder / name).is_file():

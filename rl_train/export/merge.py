@@ -1,5 +1,6 @@
 """A checkpoint merged into its base: the folder that `tools.export` and --merge_at_end write."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -48,11 +49,24 @@ def export(
     with replacing(output) as unfinished:
         write_card(unfinished, folder, base, role)
         policy.save_merged(unfinished, dtype)
-        # All but weights and configuration, such as the tokenizer.
-        for file in base.iterdir():
-            if file.is_file() and not file.name.endswith(NOT_COPIED) and file.name != "config.json":
-                shutil.copyfile(file, unfinished / COPIED_AS.get(file.name, file.name))
+        copy_other_files(base, unfinished, dtype)
     return role
+
+
+def copy_other_files(base: Path, output: Path, dtype: torch.dtype | None):
+    """Copy all but the weights byte for byte, so that whatever reads the base reads the output.
+
+    If the weights have been written in another `dtype` than config.json names, its two keys for
+    that are changed, and nothing else.
+    """
+    for file in base.iterdir():
+        if file.is_file() and not file.name.endswith(NOT_COPIED):
+            shutil.copyfile(file, output / COPIED_AS.get(file.name, file.name))
+    config, name = read_json(base / "config.json"), str(dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
+    if dtype and keys:
+        text = json.dumps(config | dict.fromkeys(keys, name), indent=2, ensure_ascii=False)
+        (output / "config.json").write_text(text + "\n")
 
 
 def preferred_role(folder: Path) -> str:

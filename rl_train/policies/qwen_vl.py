@@ -31,6 +31,7 @@ from rl_train.policies.qwen_vl_model import (
     image_preprocessing,
     load_qwen,
     load_sam,
+    save_qwen,
 )
 from rl_train.rollout import Batch
 from rl_train.utils.nan_check import NanWatcher
@@ -106,13 +107,14 @@ class QwenVLPolicy(Policy):
         )
 
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
-        """Write Qwen2.5-VL with the LoRA merged in, in `dtype` or that of its own folder.
+        """Write Qwen2.5-VL's weights with the LoRA merged in, in `dtype` or that of its own folder.
 
-        Transformers loads the folder as a published one. It holds no SAM2. The policy is used up.
+        The folder holds no SAM2. The policy is used up.
         """
         self.engine.release()  # the engine's fused weights cannot be merged and saved
         vlm = self.peft.merge_and_unload()
-        vlm.to(dtype or stored_dtype(Path(vlm.name_or_path))).save_pretrained(folder)
+        base = Path(vlm.name_or_path)
+        save_qwen(vlm, base, folder, dtype or stored_dtype(base))
 
     def preprocessor(
         self, max_new_tokens: int, max_prompt_length: int | None = None

@@ -1,9 +1,13 @@
 """Qwen2.5-VL and SAM2 from their folders, by transformers' own classes and strictly."""
 
+import re
+import shutil
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import (
     PreTrainedConfig,
@@ -16,7 +20,7 @@ from transformers import (
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
 from rl_train.utils.io import read_json
-from sa2va_hf.weights import find_keys
+from sa2va_hf.weights import INDEX, find_keys
 
 # SAM2 has one such matrix. transformers keeps two copies; a file may hold only one of them.
 SHARED_EMBEDDINGS = ("prompt_encoder.shared_embedding", "shared_image_embedding")
@@ -50,6 +54,39 @@ def load_qwen(
 ) -> Qwen2_5_VLForConditionalGeneration:
     """Load Qwen2.5-VL from a folder in its published layout. Raises ValueError: see `_load`."""
     return _load("--model_path", Qwen2_5_VLForConditionalGeneration, path, dtype)
+
+
+def module_key(key: str) -> str:
+    """Return the name that a tensor of a weight file has in transformers' module.
+
+    Published files have `visual.` and `model.`, for which the module has `model.visual.` and
+    `model.language_model.`; files with the module's names exist too.
+    """
+    if key.startswith("visual."):
+        return f"model.{key}"
+    return re.sub(r"^model\.(?!visual\.|language_model\.)", "model.language_model.", key)
+
+
+def save_qwen(
+    model: Qwen2_5_VLForConditionalGeneration, base: Path, folder: Path, dtype: torch.dtype
+):
+    """Write a model's weights in `dtype`, under the keys and in the files that `base` has.
+
+    transformers' `save_pretrained` would write config.json too, in a form that older versions
+    misread.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state, keys_of_file = model.state_dict(), defaultdict(list)
+    for key, file in find_keys(base).items():
+        keys_of_file[file.name].append(key)
+    for name, keys in keys_of_file.items():
+        # A copy, because a file that holds tied weights holds two.
+        tensors = {key: state[module_key(key)].to("cpu", dtype, copy=True) for key in keys}
+        tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+        shutil.copymode(base / "config.json", folder / name)  # safetensors makes 0600
+    if (base / INDEX).is_file():
+        shutil.copyfile(base / INDEX, folder / INDEX)
 
 
 def load_sam(path: str | Path, dtype: torch.dtype = torch.float32) -> Sam2Model:
@@ -97,15 +134,23 @@ def _load(
 def image_preprocessing(path: str | Path, config: PolicyConfig) -> ImagePreprocessing:
     """Read a checkpoint's image preprocessing, limited by --image_size and --max_image_tokens.
 
-    Raises ValueError if --image_size is not one of its sizes.
+    It stands in preprocessor_config.json or, as transformers 5 writes it, in processor_config.json.
+
+    Raises ValueError if the folder holds neither, or --image_size is not one of its sizes.
     """
+    files = [Path(path) / name for name in ("processor_config.json", "preprocessor_config.json")]
+    if not any(file.is_file() for file in files):
+        raise ValueError(
+            f"--model_path {path}: holds neither preprocessor_config.json nor "
+            "processor_config.json, which say how images are prepared: copy it from the base"
+        )
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
     min_pixels, max_pixels = processor.size["shortest_edge"], processor.size["longest_edge"]
     side, token_side = config.image_size, processor.patch_size * processor.merge_size
     if side % token_side or side and not min_pixels <= side**2 <= max_pixels:
         raise ValueError(
             f"--image_size {side}: must be 0 or a multiple of {token_side}, whose square is from "
-            f"{min_pixels} to {max_pixels}, as preprocessor_config.json in {path} says"
+            f"{min_pixels} to {max_pixels}, as the image processor in {path} says"
         )
     return ImagePreprocessing(
         patch=processor.patch_size,
