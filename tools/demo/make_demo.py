@@ -7,14 +7,14 @@
     python -m tools.demo.make_demo --size mid --workers 8 --output_dir outputs/mid \
         --train_checkpoint
 
-Everything is drawn by code from --seed, which also begins the checkpoint. That, in the original
-layout, is trained by `rl_train.sft` from random weights, so that there is something to learn of
-either loop, and no shortcut: its captions are of one kind and length and take each value for
-another in three to six of ten cases (`tools.demo.mistakes`), though it can tell them apart; its
-masks are decided, but `text_hidden_fcs`, through which [SEG] prompts SAM2, is disturbed, so that
-three or four of ten lie on a wrong object (`tools.demo.unsettle`). It answers with one wording of
-Sa2VA's five, so that in loop 2 nothing but the sampled mask can differ. `tools.demo.report` shows
-it.
+Everything is drawn by code from --seed, which also begins the checkpoint. The checkpoint, in the
+original layout, is trained by `rl_train.sft` from random weights. Its mistakes are put in by hand,
+so that the rewards of both loops have room: its captions have one form and length and swap the
+words of some pairs (`tools.demo.mistakes`); noise on `text_hidden_fcs`, through which [SEG] prompts
+SAM2, moves three or four of ten masks to a wrong object (`tools.demo.unsettle`). Cheaper causes
+than reading the picture mend both (docs/results.md): the demo shows the loops working, not
+learning. It answers with one wording of Sa2VA's five, so that in loop 2 only the sampled mask can
+differ.
 """
 
 import argparse

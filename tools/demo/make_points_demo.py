@@ -6,9 +6,10 @@
 
 Everything is drawn by code from --seed. The models that ship are copied; --train_checkpoint trains
 others from random weights (`tools.demo.points_warm_start`, `tools.demo.points_drawing`), minutes on
-a GPU and hours on a CPU. What is left to learn is where a negative point helps: SAM2 takes one
-point in a member for its whole clump, and gives the member for a second one in a neighbour;
-Qwen2.5-VL points at the member, and puts its negative point there in a fifth of its answers.
+a GPU and hours on a CPU. SAM2 takes one point in a member for its whole clump, and gives the member
+for a negative one in a neighbour. Qwen2.5-VL points at the member; its sampled negative points are
+missing, at the middle of the image, or (a fifth) in a neighbour. A reward that moves this habit
+gains as much as the mask's IoU (docs/points.md).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Report what the demo leaves to learn about each attribute.
+"""Report what the demo's captions and masks get wrong, by attribute.
 
     python -m tools.demo.report --checkpoint outputs/demo/checkpoint [--output F.json]
     python -m tools.demo.report --checkpoint outputs/mid/checkpoint --size mid --device cuda

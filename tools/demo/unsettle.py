@@ -1,6 +1,6 @@
 """The end of the demo's warm start: a disturbed prompt head, and masks decided all the same.
 
-What loop 2 has to learn is then which object a phrase means, and not where a mask ends.
+Masks end where objects end, and a third of them lie on a wrong object.
 
     python -m rl_train.sft --tasks tools.demo.unsettle:Decided --distractors ..
 """

@@ -1,7 +1,7 @@
 """Measure what one scalar gains without training: the masks' threshold or the prompt's scale.
 
 Each is chosen on training regions, by the mean IoU of the true captions' masks, and applied to
-held-out ones. What loop 2 gains beyond that it has learnt of its images.
+held-out ones. It is one of the cheap causes that a gain of loop 2 must exceed (docs/results.md).
 
     python -m tools.experiments.scalar_baseline --model_path D/checkpoint --data_dir D/train \
         --eval_data_dir D/heldout --dtype float32 --output scalar.json
