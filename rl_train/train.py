@@ -77,7 +77,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             for iteration in range(optim.num_iterations):
                 for part in step.micro_batches(optim.micro_batch_size):
                     with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()
-                        # Log-probs with gradient, by a full forward from features and prompts.
+                        # Log-probs with gradient, by a full forward: `Policy.score`.
                         loss, part.statistics = ddp(part)
                         loss.backward()
                 clip_gradients(state, step.metrics, optim.max_grad_norm)

@@ -24,7 +24,7 @@ class ImageFeatures:
     tiles: list[int]  # tiles of each image
     sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
     sizes: list[tuple[int, int]]  # (H, W) of each image
-    grids: torch.Tensor  # (B, g, g) bool cells of each sample's region, on the CPU
+    prompt_masks: torch.Tensor  # (B, g, g) bool cells of each region, on the CPU
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Prompts:
 
     ids: list[list[int]]  # ragged
     image_index: list[int]  # index of each prompt's image
-    grids: list[torch.Tensor] | None  # (1, g, g) bool region of each, on the CPU, or None
+    prompt_masks: list[torch.Tensor] | None  # (1, g, g) bool region of each, on the CPU
 
     def __len__(self):
         return len(self.ids)
@@ -42,13 +42,13 @@ class Prompts:
         return self.select([p for p in range(len(self)) for _ in range(n)])
 
     def select(self, rows: Iterable[int]) -> "Prompts":
-        grids = None if self.grids is None else [self.grids[r] for r in rows]
-        return Prompts([self.ids[r] for r in rows], [self.image_index[r] for r in rows], grids)
+        masks = None if self.prompt_masks is None else [self.prompt_masks[r] for r in rows]
+        return Prompts([self.ids[r] for r in rows], [self.image_index[r] for r in rows], masks)
 
     def followed_by(self, answers: list[list[int]]) -> "Prompts":
         """Return the prompts, each followed by the ids of an answer."""
         ids = [ids + answer for ids, answer in zip(self.ids, answers, strict=True)]
-        return Prompts(ids, self.image_index, self.grids)
+        return Prompts(ids, self.image_index, self.prompt_masks)
 
     def distinct(self) -> tuple["Prompts", list[int]]:
         """Return the prompts without consecutive repeats, and each prompt's index among them."""
@@ -61,7 +61,10 @@ class Prompts:
             self.ids[row] == self.ids[row - 1]
             and self.image_index[row] == self.image_index[row - 1]
         )
-        return alike and (self.grids is None or torch.equal(self.grids[row], self.grids[row - 1]))
+        return alike and (
+            self.prompt_masks is None
+            or torch.equal(self.prompt_masks[row], self.prompt_masks[row - 1])
+        )
 
 
 def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,11 +98,11 @@ def embed(
     features = model.mlp1(features).split([images.tiles[i] for i in used])
     of_image = dict(zip(used, features))
     flags = None
-    if prompts.grids is not None:  # regions refer to an image's last tile
+    if prompts.prompt_masks is not None:  # regions refer to an image's last tile
         tiles = [images.tiles[i] for i in prompts.image_index]
         flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
     features = torch.cat([of_image[i] for i in prompts.image_index])
-    return model.embed(ids, features, prompts.grids, flags), mask
+    return model.embed(ids, features, prompts.prompt_masks, flags), mask
 
 
 def _check_length(model, ids: list[int], num_tokens: int):

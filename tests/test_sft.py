@@ -37,7 +37,7 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
         wording = SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))]
         answer = SEGMENT_ANSWERS[rng.integers(len(SEGMENT_ANSWERS))]
         said = batch.captions[k].lower().removesuffix(".")
-        grid = batch.inputs.grids[k]
+        grid = batch.inputs.prompt_masks[k]
         asked = dict(
             captions=(DESCRIBE, [int(grid.sum())], batch.captions[k]),
             masks=(wording.replace("{x}", said), None, answer),

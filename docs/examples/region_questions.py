@@ -42,7 +42,7 @@ class RegionQuestions(Task):
         return [QUESTIONS[index % len(QUESTIONS)] for index in batch.index]
 
     def prompts(self, batch, features) -> Prompts:
-        build, grids = self.context.policy.prompts, features.grids
+        build, grids = self.context.policy.prompts, features.prompt_masks
         ids = [
             build.ids(question, tiles, [int(grid.sum())])
             for question, tiles, grid in zip(self.questions(batch), features.tiles, grids)

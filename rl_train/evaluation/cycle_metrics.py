@@ -185,7 +185,10 @@ def sample_captions(
     Returns:
         N captions, and their cycle IoU and mean log-probs, both (B, G).
     """
-    G, prompts = num_generations, policy.describe_prompts(images, range(len(batch)), images.grids)
+    G, prompts = (
+        num_generations,
+        policy.describe_prompts(images, range(len(batch)), images.prompt_masks),
+    )
     uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
     completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]

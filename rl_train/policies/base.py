@@ -114,6 +114,9 @@ class Policy(Protocol):
     ) -> ScoreOutput:
         """Score n rows' sampled tokens by a full forward: .logp (n, T) with gradient and .entropy.
 
+        The forward sees the image features, which stand in for pixel_values where no vision encoder
+        trains, and the prompts with their prompt masks (Sa2VA's regions).
+
         Neighbouring rows of one prompt share its forward. `entropy_gradient`: keep the gradient of
         the entropy too.
         """

@@ -168,15 +168,17 @@ class Sa2VAPolicy(Policy):
             vision = self.model.vision_features(normalise_tiles(tiles))
             pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
             sam = self.model.sam_features(pixels)
-        return ImageFeatures(vision, list(map(len, inputs.tiles)), sam, batch.sizes, inputs.grids)
+        return ImageFeatures(
+            vision, list(map(len, inputs.tiles)), sam, batch.sizes, inputs.prompt_masks
+        )
 
     def describe_prompts(
-        self, images: ImageFeatures, image: Sequence[int], grids: Sequence[torch.Tensor]
+        self, images: ImageFeatures, image: Sequence[int], prompt_masks: Sequence[torch.Tensor]
     ) -> Prompts:
-        """Return prompts that ask for a caption of region grids[p] (g, g) bool of image[p]."""
-        pairs = zip(image, grids)
+        """Return prompts that ask for a caption of prompt_masks[p] (g, g) bool in image[p]."""
+        pairs = zip(image, prompt_masks)
         ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
-        return Prompts(ids, list(image), [grid[None] for grid in grids])
+        return Prompts(ids, list(image), [mask[None] for mask in prompt_masks])
 
     def segment_prompts(
         self,

@@ -17,7 +17,7 @@ class BatchInputs:
 
     tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each, a quarter of float32
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
-    grids: torch.Tensor  # (B, g, g) bool region cells
+    prompt_masks: torch.Tensor  # (B, g, g) bool cells of each region
 
 
 @dataclass

@@ -47,7 +47,7 @@ class MaskCaptionMask(Task):
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
         policy = self.context.policy
-        return policy.describe_prompts(images, list(range(len(batch))), list(images.grids))
+        return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"iou": (N,)} of region and mask by the teacher, at the image's own size.

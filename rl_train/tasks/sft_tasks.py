@@ -81,7 +81,7 @@ class RegionCaptions(SFTTask):
         self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
     ) -> tuple[Prompts, list[list[int]]]:
         policy = self.context.policy
-        prompts = policy.describe_prompts(features, range(len(batch)), features.grids)
+        prompts = policy.describe_prompts(features, range(len(batch)), features.prompt_masks)
         return prompts, [policy.prompts.answer(caption) for caption in batch.captions]
 
 

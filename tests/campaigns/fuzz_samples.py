@@ -169,12 +169,14 @@ class Fuzz:
         assert 1 <= len(tiles) <= processor.max_tiles + (processor.max_tiles > 1), where
         assert tiles.shape[1:] == (3, side, side) and tiles.dtype == torch.uint8, where
         assert batch.inputs.sam_pixels.shape == (1, 3, sam, sam), where
-        assert batch.inputs.grids.shape == (1, grid, grid) and batch.inputs.grids.any(), where
+        assert (
+            batch.inputs.prompt_masks.shape == (1, grid, grid) and batch.inputs.prompt_masks.any()
+        ), where
 
     def check_prompts(self, batch, caption: str, where):
         """As many image tokens as the model is fed, and no other special token than without it."""
         prompts, tiles = self.policy.prompts, len(batch.inputs.tiles[0])
-        cells, image = int(batch.inputs.grids.sum()), tiles * prompts.tokens_per_tile
+        cells, image = int(batch.inputs.prompt_masks.sum()), tiles * prompts.tokens_per_tile
         found = prompts.segment(phrase(caption), tiles)
         special = prompts.tokenizer.added_tokens_decoder
         added = lambda ids: [i for i in ids if i in special]  # noqa: E731

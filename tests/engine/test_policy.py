@@ -30,7 +30,9 @@ def test_what_is_sampled_is_what_is_scored(model, images, batch, way, task):
     """Both loops, ragged prompts of one image or another: log-probs and [SEG] embeddings."""
     image = [0, 0, 1]
     if task == "describe":
-        prompts = model.describe_prompts(images, image, [batch.inputs.grids[i] for i in (0, 2, 1)])
+        prompts = model.describe_prompts(
+            images, image, [batch.inputs.prompt_masks[i] for i in (0, 2, 1)]
+        )
     else:
         captions = ["A cross.", *batch.captions[:2]]  # those of scenes are of one length
         prompts = model.segment_prompts(images, image, captions)
@@ -89,7 +91,7 @@ def test_what_prompts_have_in_common_ends_with_their_image(model, images):
 
 def test_rows_of_other_prompts(model, images, batch):
     """Prompts that differ in image or region alone are not one; rows need not be together."""
-    grids = [batch.inputs.grids[i] for i in (0, 0, 1, 0)]
+    grids = [batch.inputs.prompt_masks[i] for i in (0, 0, 1, 0)]
     grids[1] = grids[1].flip(0)
     prompts = model.describe_prompts(images, [0, 0, 1, 0], grids)
     assert prompts.ids[0] == prompts.ids[1] and prompts.distinct()[1] == [0, 1, 2, 3]

@@ -166,7 +166,7 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
     masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
     monkeypatch.setattr(cycle_metrics, "segment_sampled", lambda p, i, rows, texts, n: masks)
     monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
-    images = SimpleNamespace(grids=["g", "h"])
+    images = SimpleNamespace(prompt_masks=["g", "h"])
     found = cycle_metrics.measure_samples(policy, batch, images, 6, 2)
     assert found["best_of_G_cycle_iou"] == pytest.approx([1, 0.4])
     assert found["sampled_cycle_iou"] == pytest.approx([0.75, 0.2])

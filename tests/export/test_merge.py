@@ -50,13 +50,13 @@ def trained(data, tmp_path_factory):
 def outputs(model, batch, policy):
     """Logits of a description prompt with image and region; mask logits of a fixed embedding."""
     inputs = batch.inputs
-    prompts = policy.describe_prompts(policy.encode(batch), [0, 1], list(inputs.grids[:2]))
+    prompts = policy.describe_prompts(policy.encode(batch), [0, 1], list(inputs.prompt_masks[:2]))
     ids = torch.tensor(prompts.ids[0])[None]
     logits = model(
         ids,
         torch.ones_like(ids),
         pixel_values=normalise_tiles(inputs.tiles[0]),
-        prompt_masks=[inputs.grids[:1]],
+        prompt_masks=[inputs.prompt_masks[:1]],
         vp_overall_mask=torch.tensor([True]),
     ).logits
     hidden = torch.ones(1, model.config.llm.hidden_size)

@@ -25,7 +25,7 @@ from tools.demo.make_demo import SHIPPED_CHECKPOINT
 def prompts(model, images, batch):
     """Three regions of different size: ragged prompts."""
     image = [0, 1, 3]
-    prompts = model.describe_prompts(images, image, [batch.inputs.grids[i] for i in image])
+    prompts = model.describe_prompts(images, image, [batch.inputs.prompt_masks[i] for i in image])
     assert len({len(ids) for ids in prompts.ids}) == 3
     return prompts
 
@@ -91,8 +91,8 @@ def test_the_image_matters(model, images, prompts, answers, batch):
 
 def test_the_region_matters(model, images, prompts, answers):
     """The same number of cells elsewhere: the same prompt ids, other log-probs."""
-    moved = replace(prompts, grids=[grid.flip(1).flip(2) for grid in prompts.grids])
-    assert not torch.equal(moved.grids[0], prompts.grids[0])
+    moved = replace(prompts, prompt_masks=[grid.flip(1).flip(2) for grid in prompts.prompt_masks])
+    assert not torch.equal(moved.prompt_masks[0], prompts.prompt_masks[0])
     difference = (
         score(model, images, prompts, answers).logp - score(model, images, moved, answers).logp
     )[answers[1]]
@@ -147,7 +147,7 @@ def test_score_is_the_models_own_forward(model, images, prompts, answers, batch)
             full,
             torch.ones_like(full),
             normalise_tiles(batch.inputs.tiles[1]),
-            [prompts.grids[1]],
+            [prompts.prompt_masks[1]],
             torch.tensor([True]),
         )
     expected = grpo.token_logps_from_logits(out.logits[:, len(prompts.ids[1]) - 1 : -1], ids, 1.0)
@@ -200,9 +200,11 @@ def test_seg_tokens_that_were_fed(model):
 
 @pytest.mark.parametrize("change", [1, -1])
 def test_region_cells_must_fit_the_prompt(model, images, prompts, answers, change):
-    grid = prompts.grids[0].clone().flatten()
+    grid = prompts.prompt_masks[0].clone().flatten()
     grid[(~grid if change > 0 else grid).nonzero()[0]] = change > 0
-    wrong = replace(prompts, grids=[grid.view_as(prompts.grids[0]), *prompts.grids[1:]])
+    wrong = replace(
+        prompts, prompt_masks=[grid.view_as(prompts.prompt_masks[0]), *prompts.prompt_masks[1:]]
+    )
     with pytest.raises(ValueError, match=re.escape(IMG_CONTEXT_TOKEN)):
         score(model, images, wrong, answers)
 
@@ -252,7 +254,7 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
     mask[101:104, 65:68] = True
     wide = scenes[2]  # 320 x 240, which is tiled where a square is not
     batch = prepare([scenes[0] | dict(mask=mask), wide], model.processor)
-    assert batch.inputs.grids.flatten(1).sum(1)[0] == 1
+    assert batch.inputs.prompt_masks.flatten(1).sum(1)[0] == 1
     images = model.encode(batch)
     seen, embed = [], model.embed
 
@@ -271,8 +273,8 @@ def test_teacher_sees_the_policys_tiles_and_region(policy, prepare, scenes, monk
         and teachers.ids == own.ids
         and teachers.image_index == own.image_index
     )
-    assert all(map(torch.equal, teachers.grids, own.grids))
-    for ids, grid, tiles in zip(own.ids, own.grids, images.tiles):
+    assert all(map(torch.equal, teachers.prompt_masks, own.prompt_masks))
+    for ids, grid, tiles in zip(own.ids, own.prompt_masks, images.tiles):
         assert ids.count(model.model.img_context_id) == 64 * tiles + int(grid.sum()) and grid.any()
     assert images.tiles == [len(tiles) for tiles in batch.inputs.tiles] and (
         max(images.tiles) > 1

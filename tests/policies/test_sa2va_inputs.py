@@ -41,7 +41,7 @@ def assert_holds(batch, dataset, processor):
         tiles = normalise_tiles(batch.inputs.tiles[k])
         assert torch.equal(tiles, processor.tiles(sample["image"]))
         assert torch.equal(batch.inputs.sam_pixels[k], processor.sam_image(sample["image"]))
-        assert torch.equal(batch.inputs.grids[k], processor.region_grid(sample["mask"]))
+        assert torch.equal(batch.inputs.prompt_masks[k], processor.region_grid(sample["mask"]))
         assert batch.masks[k].numpy().tolist() == sample["mask"].tolist()
 
 
@@ -52,7 +52,10 @@ def test_batches_hold_what_the_processor_makes(dataset, inputs_of, max_tiles, nu
     for batch in eval_loader(dataset, inputs, 3, num_workers):
         assert_holds(batch, dataset, inputs.processor)
         assert batch.inputs.sam_pixels.dtype == torch.uint8
-        assert batch.inputs.grids.dtype == torch.bool and batch.inputs.grids.any((1, 2)).all()
+        assert (
+            batch.inputs.prompt_masks.dtype == torch.bool
+            and batch.inputs.prompt_masks.any((1, 2)).all()
+        )
 
 
 def test_batches_that_are_kept_are_not_overwritten(dataset, inputs_of):

@@ -105,7 +105,7 @@ def test_descriptions_are_greedy_answers_in_any_company(model, images, batch, mo
     image, masks = [0, 1, 1, 2, 3], [batch.masks[i] for i in (0, 1, 1, 2, 3)]
     masks[2] = masks[2] & False
     once = describe(model, images, image, masks, STEPS)
-    grids = [images.grids[i] for i in (0, 1, 2, 3)]
+    grids = [images.prompt_masks[i] for i in (0, 1, 2, 3)]
     prompts = model.describe_prompts(images, [0, 1, 2, 3], grids)
     said = model.complete(images, prompts, 1, STEPS)[1]
     assert once == [said[0], said[1], "", said[2], said[3]] and all(said)
@@ -217,7 +217,7 @@ def test_features_of_part_of_a_batch_are_those_of_the_whole(model, images, batch
             batch.inputs,
             tiles=batch.inputs.tiles[:1],
             sam_pixels=batch.inputs.sam_pixels[:1],
-            grids=batch.inputs.grids[:1],
+            prompt_masks=batch.inputs.prompt_masks[:1],
         ),
     )
     mask = segment(model, model.encode(alone), [0], batch.captions[:1])[0]

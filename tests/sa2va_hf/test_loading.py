@@ -176,7 +176,7 @@ def test_generate_continues_prompts_with_images(model, batch, policy):
     """As `predict_forward` of the original calls it, for one prompt with a region, and several."""
     built = policy()
     images = built.encode(batch)
-    tiles, grids = normalise_tiles(batch.inputs.tiles[0]), list(batch.inputs.grids[:2])
+    tiles, grids = normalise_tiles(batch.inputs.tiles[0]), list(batch.inputs.prompt_masks[:2])
     prompts = built.describe_prompts(images, [0, 1], [grid[None] for grid in grids])
     _, texts = built.complete(images, prompts, 1, 6)
     config = GenerationConfig(max_new_tokens=6, do_sample=False, pad_token_id=0)

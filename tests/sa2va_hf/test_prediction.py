@@ -68,7 +68,7 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
 def test_captions_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode(batch)
     captions = describe(built, images, [0, 1, 2, 3], batch.masks, 24)
-    for scene, caption, grid in zip(scenes, captions, batch.inputs.grids):
+    for scene, caption, grid in zip(scenes, captions, batch.inputs.prompt_masks):
         # Of whole cells, where both grid rules agree.
         whole = np.kron(grid.numpy(), np.ones((32, 32))).astype(bool)
         result = predict(
@@ -123,7 +123,7 @@ def test_ids_come_from_the_models_folder_or_by_hand(batch, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.int64])
 def test_region_masks_of_any_dtype(built, batch, dtype):
     images = built.encode(batch)
-    prompts = built.describe_prompts(images, [0], list(batch.inputs.grids[:1]))
+    prompts = built.describe_prompts(images, [0], list(batch.inputs.prompt_masks[:1]))
     ids, features = (
         torch.tensor(prompts.ids),
         built.model.extract_feature(normalise_tiles(batch.inputs.tiles[0])),
@@ -132,7 +132,9 @@ def test_region_masks_of_any_dtype(built, batch, dtype):
     def embed(masks):
         return built.model.embed(ids, features, [masks], torch.tensor([True]))
 
-    assert torch.equal(embed(batch.inputs.grids[:1].to(dtype)), embed(batch.inputs.grids[:1]))
+    assert torch.equal(
+        embed(batch.inputs.prompt_masks[:1].to(dtype)), embed(batch.inputs.prompt_masks[:1])
+    )
 
 
 def test_text_alone_and_past_text(built, force):

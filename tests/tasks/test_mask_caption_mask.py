@@ -146,4 +146,4 @@ def test_its_prompts_are_about_the_regions(model, batch):
     features = model.encode(batch)
     prompts = task_of(model, 1).prompts(batch, features)
     assert prompts.image_index == [0, 1, 2, 3]
-    assert equal(prompts.grids, [grid[None] for grid in batch.inputs.grids])
+    assert equal(prompts.prompt_masks, [grid[None] for grid in batch.inputs.prompt_masks])

@@ -117,7 +117,7 @@ class ForcedPolicy(Sa2VAPolicy):
         max_new_tokens: int,
         uniforms: torch.Tensor | None = None,
     ):
-        describes, length = prompts.grids is not None, max_new_tokens
+        describes, length = prompts.prompt_masks is not None, max_new_tokens
         if describes:
             num_rows = len(prompts) * num_generations
             uniforms = self.lengths.forced_uniforms(num_rows, length, uniforms)

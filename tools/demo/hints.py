@@ -92,7 +92,10 @@ class HintedCaptions(RegionCaptions):
     def loss_terms(
         self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
     ):
-        policy, grids = self.context.policy, features.grids.to(features.vision.device)  # (B, g, g)
+        policy, grids = (
+            self.context.policy,
+            features.prompt_masks.to(features.vision.device),
+        )  # (B, g, g)
         with policy.autocast():
             tokens = policy.model.mlp1(features.vision)  # one tile of each image
         cells = tokens.transpose(1, 2).unflatten(2, grids.shape[1:])
