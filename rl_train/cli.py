@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rl_train.checkpoint.record import find_in_the_way
 from rl_train.config.flags import add_flags, parse_all, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
 from rl_train.data.registry import eval_entry, readers
@@ -191,10 +192,17 @@ def check_output_dir(config: Config, flags: dict[str, Any]):
         check_same(file, config, flags, f"--output_dir {folder}")
     elif resume == "latest":
         raise ValueError(f"--resume: {file} does not exist, there is no run to continue")
-    elif any((folder / "rollouts").glob("rank*.jsonl")):
+    else:
+        check_nothing_in_the_way(config)
+
+
+def check_nothing_in_the_way(config: Config):
+    """Raise ValueError if a new run would write over something in --output_dir."""
+    folder = Path(config.run.output_dir)
+    if name := find_in_the_way(folder, with_checkpoints=config.run.resume != "auto"):
         raise ValueError(
-            f"--output_dir {folder} holds rollouts/ of a run whose config.json is gone: name "
-            "another folder, or move them away"
+            f"--output_dir {folder} holds {name} and no config.json of a run: name another folder, "
+            "or move it away"
         )
 
 

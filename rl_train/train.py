@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from rl_train import cli
 from rl_train.checkpoint import save_load
+from rl_train.checkpoint.record import FINAL_MODEL
 from rl_train.data.loader import batch_loader
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
@@ -126,7 +127,9 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         attribute_phrases=run.attribute_phrases,
         measure=state.tasks[0].measure,
     )
-    with closing(RunLogger(config.run.output_dir, run.ranks, state.step)) as logger:
+    with closing(
+        RunLogger(config.run.output_dir, run.ranks, state.step, run.num_rollout_files)
+    ) as logger:
         logger.overview([task.name for task in state.tasks])
         evaluator = Evaluator(
             spec, config.run, run.ranks, run.flags, signals, config.samples_answers
@@ -153,7 +156,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     output_dir = Path(config.run.output_dir)
     last = output_dir / f"checkpoint_step_{run.max_steps}"
     if config.run.merge_at_end and run.ranks.is_main:
-        final = output_dir / save_load.FINAL_MODEL
+        final = output_dir / FINAL_MODEL
         role = export(last, final, config.run.merge_at_end)
         print0(f"final model: {final} (the {role} of {last.name}, merged into its base)")
     print0(before_after_table(evaluator.values[0], evaluator.values[run.max_steps]))

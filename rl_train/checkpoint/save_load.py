@@ -6,20 +6,21 @@ checkpoint_step_N/
     ema.safetensors          the teacher's, if a task has one
     training_state.pt        optimizer, scheduler, step, tasks, counters, RNG of each rank
     config.json              the run's flags
+    data.json                facts of the data that it was trained and measured on
 checkpoint_best/             the same of the step with the best score on the evaluation split, and
     eval.json                its step, its score and its metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 
 final_model/                 with --merge_at_end: the last one merged into the base (`export`)
 
-A folder of one of these names is whole: it is written as .NAME.unfinished and renamed.
-.NAME.replaced is the earlier folder of that name while another takes its place.
+A folder of one of these names is whole: it is written as .NAME.RUN.K.unfinished and renamed. RUN is
+the run's id and K a number. .NAME.RUN.K.replaced is the earlier folder of that name while another
+takes its place. Folders that the run's `RunRecord` does not name are not the run's, and stay.
 """
 
 import pickle
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,15 +32,32 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.stateful import Stateful
 
 from rl_train.checkpoint.fingerprint import BaseFingerprint
+from rl_train.checkpoint.record import (
+    BEST_CHECKPOINT,
+    CHECKPOINT_NAME,
+    RECORD,
+    Data,
+    RunRecord,
+    read_record,
+)
 from rl_train.distributed.process_group import gather_objects, print0
 from rl_train.policies.base import Policy
 from rl_train.roles import Roles
-from rl_train.utils.io import DamagedFile, fsync, read_json, wrap_write_errors, write_json
+from rl_train.utils.io import (
+    CannotWrite,
+    DamagedFile,
+    fsync,
+    read_json,
+    remove_folder,
+    warn,
+    wrap_write_errors,
+    write_json,
+)
 
-CHECKPOINT_NAME = re.compile(r"checkpoint_step_(\d+)$")
-BEST_CHECKPOINT = "checkpoint_best"
-FINAL_MODEL = "final_model"  # written by --merge_at_end from the last checkpoint
 WEIGHT_FILES = dict(policy="trainables.safetensors", teacher="ema.safetensors")  # {role: file}
+DATA_FILE = "data.json"
+STATE_KEYS = {"step", "optimizer", "scheduler", "tasks", "counters", "rng"}  # training_state.pt
+OTHER_CHECKPOINT = "--resume with the folder of an earlier checkpoint, and another --output_dir"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"  # suffixes that only `replacing` gives
 
 
@@ -51,6 +69,7 @@ class RunState:
         step: number of steps done.
         counters: {name: state that counts over many steps}.
         base_fingerprint: the frozen model under the weights.
+        data: facts of the data, which data.json of a checkpoint holds.
     """
 
     policy: Policy
@@ -61,6 +80,7 @@ class RunState:
     step: int = 0
     counters: dict[str, Stateful] = field(default_factory=dict)
     base_fingerprint: BaseFingerprint | None = None
+    data: Data = field(default_factory=dict)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return {role: {name: weight}} of the policy and, if there is one, of the teacher."""
@@ -88,6 +108,10 @@ class RunState:
         for group in state["optimizer"]["param_groups"]:
             group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
         self.optimizer.load_state_dict(state["optimizer"])
+        for parameter, moments in self.optimizer.state.items():
+            for name in ("exp_avg", "exp_avg_sq"):
+                if moments[name].shape != parameter.shape:
+                    raise ValueError(f"{name} of {tuple(moments[name].shape)}")
         self.scheduler.load_state_dict(state["scheduler"])
         self.step = state["step"]
         for task in self.tasks:
@@ -99,13 +123,14 @@ class RunState:
 
 def step_of(folder: Path) -> int:
     """Return the number of steps after which a checkpoint was written."""
-    return int(CHECKPOINT_NAME.search(folder.name)[1])
+    return int(CHECKPOINT_NAME.fullmatch(folder.name)[1])
 
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the complete checkpoints in order of their steps."""
     folders = Path(output_dir).glob("checkpoint_step_*")
-    return sorted((f for f in folders if CHECKPOINT_NAME.search(f.name)), key=step_of)
+    checkpoints = [f for f in folders if CHECKPOINT_NAME.fullmatch(f.name) and f.is_dir()]
+    return sorted(checkpoints, key=step_of)
 
 
 def resume_hint(output_dir: str | Path) -> str:
@@ -136,7 +161,8 @@ def save_if_best(
     is_main: bool,
 ):
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
-    if metrics["score"] > gather_objects(best_score(output_dir) if is_main else None)[0]:
+    best = best_score(output_dir, state.data) if is_main else None
+    if metrics["score"] > gather_objects(best)[0]:
         write(Path(output_dir) / BEST_CHECKPOINT, state, flags, is_main, metrics)
 
 
@@ -165,6 +191,8 @@ def write(
         with (folder / "training_state.pt").open("wb") as file:  # for the error of a full disk
             torch.save(state.state_dict() | dict(rng=rng), file)
         write_json(folder / "config.json", flags, indent=2)
+        if state.data:
+            write_json(folder / DATA_FILE, state.data, indent=2)
         if metrics:
             evaluation = dict(step=state.step, score=metrics["score"], metrics=metrics)
             write_json(folder / "eval.json", evaluation, indent=2)
@@ -172,14 +200,28 @@ def write(
 
 
 def remove_oldest(output_dir: str | Path, total_limit: int):
-    """Remove the oldest checkpoints beyond `total_limit` (0: none)."""
-    for old in list_checkpoints(output_dir)[:-total_limit] if total_limit else ():
-        with wrap_write_errors(old):  # half removed it must not look whole
-            shutil.rmtree(old.rename(_beside(old, UNFINISHED)))
+    """Remove the oldest of the run's checkpoints beyond `total_limit` (0: none).
+
+    What cannot be removed is named in a warning.
+    """
+    output = Path(output_dir)
+    record = read_record(output)
+    if not total_limit or record is None:
+        return
+    checkpoints = [f for f in list_checkpoints(output) if f.name in record.folders]
+    for old in checkpoints[:-total_limit]:
+        try:
+            unfinished = old.rename(_beside(old, record.run_id, UNFINISHED))
+        except OSError as error:
+            warn(f"{old} cannot be removed now ({error}); a later checkpoint tries again")
+            continue
+        remove_folder(unfinished)  # half removed it must not look whole
+        record.folders.remove(old.name)
+        record.write(output)
 
 
 def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):
-    """Remove leftovers of a kill in the output folder of a run that begins at step `start`.
+    """Remove what a kill left unfinished in the output folder of a run that begins at step `start`.
 
     Raises ValueError if it holds a later checkpoint, which the next --resume would take for this
     run's.
@@ -190,23 +232,50 @@ def clean_output_dir(output_dir: str | Path, start: int, total_limit: int):
             f"--resume: goes on from step {start}, and --output_dir {output} holds "
             f"{checkpoints[-1].name}: give another --output_dir"
         )
-    for leftover in [*output.glob(f".*{UNFINISHED}"), *output.glob(f".*{REPLACED}")]:
-        recover(output / leftover.stem[1:])
+    record = read_record(output)
+    if record is None:
+        return
+    recover(output, record.run_id)
+    there = [name for name in record.folders if (output / name).is_dir()]
+    if there != record.folders:  # a kill before such a folder was whole, or after its removal
+        record.folders = there
+        record.write(output)
     remove_oldest(output, total_limit)
 
 
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(f".{target.name}{suffix}")
+def _beside(target: Path, run_id: str, suffix: str) -> Path:
+    """Return a name for an unfinished or replaced folder that nothing has yet."""
+    numbers = [int(path.suffixes[-2][1:]) for path in _leftovers(target, run_id)]
+    number = max(numbers, default=-1) + 1
+    return target.with_name(f".{target.name}.{run_id}.{number}{suffix}")
 
 
-def recover(target: Path):
-    """Remove or restore a folder's leftovers after a kill in `replacing` or `remove_oldest`."""
-    unfinished, replaced = _beside(target, UNFINISHED), _beside(target, REPLACED)
-    with wrap_write_errors(target):
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        for leftover in filter(Path.exists, (unfinished, replaced)):
-            shutil.rmtree(leftover)
+def _leftovers(target: Path, run_id: str, suffix: str = "") -> list[Path]:
+    """Return the run's unfinished and replaced folders of the name `target`, the newest last."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.{run_id}\.([0-9]+)({UNFINISHED}|{REPLACED})")
+    found = [path for path in target.parent.glob(".*") if name.fullmatch(path.name)]
+    found.sort(key=lambda path: int(name.fullmatch(path.name)[1]))
+    return [path for path in found if path.name.endswith(suffix)]
+
+
+def recover(output: Path, run_id: str, names: Iterable[str] | None = None):
+    """Restore and remove what a kill in `replacing` or `remove_oldest` left behind.
+
+    Args:
+        names: of the folders concerned; None for all.
+    """
+    if names is None:
+        leftover = re.compile(rf"\.(.+)\.{run_id}\.[0-9]+({UNFINISHED}|{REPLACED})")
+        matches = [leftover.fullmatch(path.name) for path in output.glob(".*")]
+        names = {match[1] for match in matches if match}
+    for name in names:
+        target = output / name
+        replaced = _leftovers(target, run_id, REPLACED)
+        if replaced and not target.exists():  # only the newest is whole: a kill came between
+            with wrap_write_errors(target):
+                replaced[-1].rename(target)
+        for path in _leftovers(target, run_id):
+            remove_folder(path)
 
 
 @contextmanager
@@ -214,10 +283,22 @@ def replacing(target: Path) -> Iterator[Path]:
     """Yield a new folder that takes the name `target` when the context ends, complete.
 
     All files get the mode of any new file: safetensors makes its own 0600. Raises CannotWrite,
-    after which `target` is what it was.
+    after which `target` is what it was. It is also raised if `target` holds anything and is not in
+    the record of the run in whose output folder it lies.
     """
-    recover(target)
-    folder = _beside(target, UNFINISHED)
+    output = target.parent
+    record = read_record(output) or RunRecord()
+    if target.name not in record.folders:
+        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+            raise CannotWrite(
+                f"{target} cannot be written: it is there, and this run did not make it; move it "
+                "away"
+            )
+        if (output / RECORD).is_file():
+            record.folders.append(target.name)
+            record.write(output)
+    recover(output, record.run_id, [target.name])
+    folder = _beside(target, record.run_id, UNFINISHED)
     with wrap_write_errors(target):
         folder.mkdir()  # without parents: an output folder that was removed stays away
         yield folder
@@ -226,10 +307,11 @@ def replacing(target: Path) -> Iterator[Path]:
             path.chmod(mode if path.is_dir() else mode & 0o666)
             fsync(path)
         if target.exists():
-            target.rename(_beside(target, REPLACED))  # removing it at once would take longer
+            # Removing it at once would take longer.
+            target.rename(_beside(target, record.run_id, REPLACED))
         folder.rename(target)
-        fsync(target.parent)
-    recover(target)
+        fsync(output)
+    recover(output, record.run_id, [target.name])
 
 
 def find_resume_checkpoint(resume: str | None, output_dir: str | Path) -> Path | None:
@@ -247,9 +329,15 @@ def read_state(folder: str | Path) -> dict:
     """Return the content of training_state.pt. Raises DamagedFile."""
     file = Path(folder) / "training_state.pt"
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
+    if not isinstance(state, dict) or STATE_KEYS - state.keys():
+        holds = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state)
+        raise DamagedFile(
+            file, f"it holds {holds:.200} and not the state of a run; {OTHER_CHECKPOINT}"
+        )
+    return state
 
 
 def open_weights(path: Path) -> safe_open:
@@ -296,12 +384,31 @@ def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
     for role, weights in state.weights().items():
         load_weights(folder, weights, WEIGHT_FILES[role], state.base_fingerprint)
     saved = read_state(folder)
-    state.load_state_dict(saved)
-    if rank < len(saved["rng"]):  # of a run of fewer ranks; no step depends on it
-        torch.set_rng_state(saved["rng"][rank])
+    try:
+        state.load_state_dict(saved)
+        if rank < len(saved["rng"]):  # of a run of fewer ranks; no step depends on it
+            torch.set_rng_state(saved["rng"][rank])
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        reason = f"it does not fit this run ({error!r:.200}); {OTHER_CHECKPOINT}"
+        raise DamagedFile(folder / "training_state.pt", reason) from error
 
 
-def best_score(output_dir: str | Path) -> float:
-    """Return the score of checkpoint_best, or minus infinity. Raises DamagedFile."""
+def best_score(output_dir: str | Path, data: Data | None = None) -> float:
+    """Return the score of checkpoint_best, or minus infinity. Raises DamagedFile.
+
+    A score that was measured on other regions than those of `data` counts as none.
+    """
     folder = Path(output_dir) / BEST_CHECKPOINT
-    return read_json(folder / "eval.json")["score"] if folder.exists() else float("-inf")
+    if not folder.exists():
+        return float("-inf")
+    score = read_json(folder / "eval.json")["score"]
+    measured_on = read_data(folder)
+    if data and measured_on and measured_on["evaluation"] != data["evaluation"]:
+        return float("-inf")
+    return score
+
+
+def read_data(checkpoint: Path) -> Data:
+    """Return the facts of a checkpoint's data; none if an earlier version wrote it."""
+    file = checkpoint / DATA_FILE
+    return read_json(file) if file.is_file() else {}

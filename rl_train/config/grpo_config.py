@@ -427,6 +427,13 @@ class RunConfig:
         may_differ_by_rank=True,
         out_of_model_card=True,
     )
+    allow_changed_data: bool = flag(
+        False,
+        "let a resumed run go on with other training or evaluation data than before",
+        needs="resume",
+        free_on_resume=True,
+        out_of_model_card=True,
+    )
     eval_steps: int = flag(
         100,
         "number of steps between evaluations; 0: only before and after",

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -28,10 +29,12 @@ class RegionDataset(Protocol):
     Attributes:
         image_keys: (n,) int64 key of each sample's image; all copies of an image share it.
         coco_ids: (n,) int64 `coco_id` of each sample's image.
+        content_keys: (n, 2) int64 keys of each sample's caption and of its mask.
     """
 
     image_keys: np.ndarray
     coco_ids: np.ndarray
+    content_keys: np.ndarray
 
     def __len__(self) -> int: ...
 
@@ -43,6 +46,9 @@ class RegionDataset(Protocol):
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         """Read the mask of sample i at `size` (H, W), see `read_mask`."""
+
+    def encoded_image(self, i: int) -> Encoded:
+        """Read the image of sample i as its file holds it. Raises one of DAMAGED."""
 
     def report(self) -> Report:
         """Return {"kept", "rows", "skipped": {reason: regions}, "resized_masks"}."""
@@ -75,7 +81,8 @@ class Reader:
         self._num_rows, self._num_resized = 0, 0
         self._skipped = Counter()  # {reason: regions, or rows without any}
         self._samples: Sequence[Region | str | tuple[int, int, int]] = []
-        self._keys: list[tuple[int, int]] = []  # key and COCO id of each sample's image
+        # Key and COCO id of each sample's image, keys of its caption and its mask.
+        self._keys: list[tuple[int, int, int, int]] = []
 
     def _add(
         self,
@@ -104,12 +111,13 @@ class Reader:
             return
         self._num_resized += resized
         self._samples.append(sample)
-        self._keys.append((key, coco))
+        self._keys.append((key, coco, content_key(caption), content_key(rle)))
 
     def _finish(self, data_dir: str | Path):
         """Set the keys of the samples. Raises ValueError if there is no sample."""
-        keys = np.array(self._keys, dtype=np.int64).reshape(-1, 2)  # (n, 2)
-        self.image_keys, self.coco_ids = keys.T.copy()
+        keys = np.array(self._keys, dtype=np.int64).reshape(-1, 4)  # (n, 4)
+        self.image_keys, self.coco_ids = keys[:, :2].T.copy()
+        self.content_keys = keys[:, 2:].copy()
         del self._keys
         if not len(self):
             raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
@@ -129,6 +137,9 @@ class Reader:
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         return read_mask(self._region(i).rle, size, self.image_id(i))
+
+    def encoded_image(self, i: int) -> Encoded:
+        return self._region(i).read()
 
     def report(self) -> Report:
         """Return the counts of what opening read and kept, by name."""
@@ -175,6 +186,12 @@ def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarr
     if not mask.any():
         raise DamagedSample(image_id, LOST_MASK)
     return mask
+
+
+def content_key(content: str | RLE | None) -> int:
+    """Hash a caption, or a mask as its file holds it, to 64 bits."""
+    data = repr(content).encode(errors="backslashreplace")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def number_images(keys: np.ndarray) -> np.ndarray:

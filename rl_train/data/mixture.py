@@ -10,6 +10,7 @@ from torch.utils.data import Subset
 
 from rl_train.data.base import RegionDataset
 from rl_train.data.distractors import whole
+from rl_train.data.images import Encoded
 
 
 class MixtureDataset:
@@ -21,8 +22,8 @@ class MixtureDataset:
         datasets: by name; weights: how often each is sampled, see `MixtureSampler`.
 
     Attributes:
-        sources: (n,) the number of each sample's data set; image_keys, coco_ids: (n,) as in
-            `RegionDataset`.
+        sources: (n,) the number of each sample's data set; image_keys, coco_ids, content_keys: as
+            in `RegionDataset`.
     """
 
     def __init__(self, datasets: dict[str, RegionDataset], weights: list[float]):
@@ -31,6 +32,7 @@ class MixtureDataset:
         self.ends, self.sources = np.cumsum(sizes), np.repeat(np.arange(len(sizes)), sizes)
         self.image_keys = np.concatenate([dataset.image_keys for dataset in datasets.values()])
         self.coco_ids = np.concatenate([dataset.coco_ids for dataset in datasets.values()])
+        self.content_keys = np.concatenate([dataset.content_keys for dataset in datasets.values()])
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -58,6 +60,10 @@ class MixtureDataset:
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         _, dataset, local = self._locate(i)
         return dataset.mask(local, size)
+
+    def encoded_image(self, i: int) -> Encoded:
+        _, dataset, local = self._locate(i)
+        return dataset.encoded_image(local)
 
     def _locate(self, i: int) -> tuple[str, RegionDataset, int]:
         """Return (name, data set, index in it) of sample i."""

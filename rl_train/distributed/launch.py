@@ -67,7 +67,10 @@ def main():
     os.environ.setdefault(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(int(COLLECTIVE_TIMEOUT.total_seconds()))
     )
-    signal.signal(signal.SIGUSR1, lambda *_: signal.raise_signal(signal.SIGTERM))  # not torchrun's
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU):  # torchrun has no handler
+        signal.signal(number, lambda *_: signal.raise_signal(signal.SIGTERM))
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, which torchrun would undo
+        options.append("--signals_to_handle=SIGTERM,SIGINT,SIGQUIT")
     agent = LocalElasticAgent
     agent._monitor_workers = restart_unless_bad_input(agent._monitor_workers)
     try:

@@ -5,6 +5,8 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +14,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # DDP imports it; with a group its defaults would hold it
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -27,6 +30,8 @@ EXIT_BAD_INPUT = 2  # exit status of a run that ended with one; argparse's too
 Value = TypeVar("Value")
 _closed: list[dist.ProcessGroup] = []  # groups that were left, see `close`
 _print_listeners: list[Callable[[str], None]] = []  # see `also_printed_to`
+_ddp_modules: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+JOIN_SECONDS = 10  # that `close` waits for threads of the group
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,35 @@ def end_with_launcher():
 
 
 def close():
-    """Leave the process group.
+    """Leave the process group, and end gloo's native threads.
 
-    The group object is kept until Python ends. Otherwise DDP's reducer would free it last and could
-    deadlock: it holds the GIL while it joins a gloo thread that waits for the GIL.
+    Such a thread frees the tensors of a collective shortly after the collective is over, and needs
+    the GIL for it. If Python has begun to exit by then, the process is aborted.
+
+    Freeing the group joins its threads. Python's own object of it gives the GIL up meanwhile; DDP's
+    reducer does not, and would deadlock as the last owner. So reducers go first, and a group that
+    is held elsewhere, as by an error's traceback, is kept until Python ends.
     """
-    if dist.is_initialized():
-        _closed.append(dist.group.WORLD)
+    if not dist.is_initialized():
+        return
+    group = dist.group.WORLD
+    if dist.get_backend(group) != "gloo":
+        _closed.append(group)
         dist.destroy_process_group()
+        return
+    for module in _ddp_modules:
+        for owner in ("reducer", "logger", "process_group"):
+            module.__dict__.pop(owner, None)
+    last_owner = [group._get_backend(torch.device("cpu"))]
+    dist.destroy_process_group()
+    held_elsewhere = weakref.ref(group)
+    del group
+    if held_elsewhere() is not None:
+        _closed.append(held_elsewhere())
+    # In a thread: a collective that waits for a rank that hangs would hold this one up.
+    joining = threading.Thread(target=last_owner.clear, daemon=True)
+    joining.start()
+    joining.join(JOIN_SECONDS)
 
 
 def print0(text: str):
@@ -137,7 +163,8 @@ def fail_together():
         if isinstance(error, RankError) or not dist.is_initialized():
             raise
         if isinstance(error, SystemExit):
-            error = error.__context__ or "the command line is wrong"  # argparse has said it
+            # argparse has said what is wrong; without it a function of the user has exited.
+            error = error.__context__ or f"it exited with {error.code!r}"
         gather_objects(RankError(str(error)))  # the sentence alone can always be pickled
 
 
@@ -196,7 +223,9 @@ def distributed_data_parallel(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module in DistributedDataParallel; alone, the module itself."""
     if not dist.is_initialized():
         return module
-    return DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(module, broadcast_buffers=False, gradient_as_bucket_view=True)
+    _ddp_modules.add(ddp)
+    return ddp
 
 
 def sync_gradients(ddp: torch.nn.Module, last: bool) -> contextlib.AbstractContextManager:

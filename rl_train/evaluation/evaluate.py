@@ -1,9 +1,11 @@
 """Evaluation: n samples, in their order, measured by all ranks together."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Subset
@@ -35,7 +37,7 @@ from rl_train.rewards.attributes import AttributePhrases
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from rl_train.run.signals import SignalHandler
-from rl_train.utils.io import write_json
+from rl_train.utils.io import DamagedFile, read_json, write_json
 
 # An evaluation has one answer a prompt and no gradient, so its batches can be larger.
 TRAIN_BATCHES_PER_EVAL_BATCH = 2
@@ -158,8 +160,19 @@ class Evaluator:
     def measure_base(self, state: save_load.RunState, log: RunLogger):
         """Measure the run's initial weights: the base, to which a fresh LoRA adds nothing.
 
-        These are the reference's; without one the policy's, which has not moved yet.
+        These are the reference's; without one the policy's, which has not moved yet. A run that goes
+        on from a checkpoint reads what it has measured then, if that was of the same samples, base
+        and settings; curves and pictures of it are there.
         """
+        file, measured = self._file(0), None
+        if self.ranks.is_main and state.step:
+            measured = self._read(file, self._settings(state))
+        if values := gather_objects(measured)[0]:
+            self.values[0] = values
+            if self.eval_steps:  # shows whether --metric_for_best_model is measured
+                selection_score(means(values), self.metric_for_best_model)
+            print0(f"evaluation before training, from {file}: {main_figures(means(values))}")
+            return
         role = "reference" if "reference" in state.roles.copies else "policy"
         self._measure(0, state, (role,), log)
 
@@ -182,6 +195,31 @@ class Evaluator:
 
     def _file(self, step: int) -> Path:
         return self.folder / "evaluation" / f"step_{step}.json"
+
+    def _settings(self, state: save_load.RunState) -> dict[str, Any]:
+        """Return what an evaluation depends on beside the weights and the flags of the run.
+
+        Flags that a resume may not change are the same in all evaluations of a run.
+        """
+        return dict(
+            samples=state.data.get("evaluation"),
+            base=state.base_fingerprint.digest if state.base_fingerprint else None,
+            attributes=self.spec.attribute_phrases,
+            distractors=self.spec.distractors,
+        )
+
+    def _read(self, file: Path, settings: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        """Return the columns in an evaluation's file, None if there are none of these settings."""
+        if not file.is_file():
+            return None
+        try:
+            evaluation = read_json(file)
+        except DamagedFile:  # by the user; it is measured again
+            return None
+        if evaluation.get("settings") != json.loads(json.dumps(settings)):
+            return None
+        columns = evaluation["values"].items()
+        return {name: torch.tensor(column, dtype=torch.float64) for name, column in columns}
 
     def _measure(
         self, step: int, state: save_load.RunState, names: tuple[str, ...], log: RunLogger
@@ -215,7 +253,8 @@ class Evaluator:
                 best = scores[0] | {"teacher": role for role in scores[1:]}
                 save_load.save_if_best(self.folder, state, self.flags, best, self.ranks.is_main)
         if self.ranks.is_main:  # last: the file says that the evaluation is done
-            write_json(self._file(step), record(policy, self.flags, *teacher))
+            evaluation = record(policy, self.flags, *teacher)
+            write_json(self._file(step), dict(settings=self._settings(state)) | evaluation)
 
     def _render(self, step: int, result: EvalResult, log: RunLogger):
         """Log pictures of the first samples, the same ones at every evaluation."""

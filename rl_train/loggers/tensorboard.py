@@ -30,17 +30,20 @@ class RunLogger:
         start: steps that are done. TensorBoard shows no later point that a killed run left, and
             later lines are cut from the rollouts. DamagedFile is raised, and the file stays as it
             is, if a line cannot be read.
+        num_files: of rollouts that are this run's: of its ranks, and of more ranks that it once
+            had; files beyond that are the user's. Default: one a rank.
     """
 
-    def __init__(self, output_dir: str | Path, ranks: RankInfo, start: int):
+    def __init__(
+        self, output_dir: str | Path, ranks: RankInfo, start: int, num_files: int | None = None
+    ):
         folder, self.start = Path(output_dir) / "rollouts", start
         self.folder, self.writer = Path(output_dir) / "tensorboard", None
         with wrap_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for file in folder.glob("rank*.jsonl"):
-                writer_rank = file.stem.removeprefix("rank")
-                # Also of a run on more ranks; a name without a number is a file of the user.
-                if writer_rank.isdecimal() and int(writer_rank) % ranks.world_size == ranks.rank:
+            for number in range(ranks.rank, num_files or ranks.world_size, ranks.world_size):
+                file = folder / f"rank{number}.jsonl"
+                if file.is_file():
                     os.truncate(file, end_of_lines_before(start, file))
             self.jsonl = (folder / f"rank{ranks.rank}.jsonl").open("ab")
         if ranks.is_main:

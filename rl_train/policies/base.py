@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
 from rl_train.data.errors import DamagedSample
+from rl_train.data.text import MARKER
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
 from rl_train.rollout import Batch, Preprocessor, Rollout
 from rl_train.utils.nan_check import NanWatcher
@@ -169,8 +170,13 @@ def check_caption(
             f"caption of {len(sample['caption'])} characters: {num_tokens} text tokens exceed the "
             f"{max_tokens} that --max_prompt_length and the model's context allow",
         )
-    # {id: token}
-    special_tokens = tokenizer.added_tokens_decoder
+    added_tokens = tokenizer.added_tokens_decoder
+    # A word that somebody added to the vocabulary is text like any other.
+    special_tokens = {
+        i: token
+        for i, token in added_tokens.items()
+        if token.special or MARKER.fullmatch(token.content)
+    }
     for text in texts:
         for i in tokenizer.encode(text, add_special_tokens=False):
             if i in special_tokens:

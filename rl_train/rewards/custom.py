@@ -42,6 +42,8 @@ def load_named(flag: str, spec: str, noun: str, is_valid: Callable) -> Callable:
         loaded = pkgutil.resolve_name(spec)
     except (ValueError, ImportError, AttributeError) as error:
         raise ValueError(f"{flag} {spec}: {error}") from error
+    except SystemExit as error:
+        raise ValueError(f"{flag} {spec}: its module calls sys.exit when imported") from error
     if not is_valid(loaded):
         raise ValueError(f"{flag} {spec}: must be module:{noun}, such as my_module:my_{noun}")
     return loaded
@@ -93,7 +95,9 @@ class UserReward:
         parameters = inspect.signature(self.function).parameters
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
             columns = {name: column for name, column in columns.items() if name in parameters}
-        values = self.function(completions=completions, **columns)
+        # Lists of the function's own: what it does to them reaches nothing else.
+        columns = {name: list(column) for name, column in columns.items()}
+        values = self.function(completions=list(completions), **columns)
         if isinstance(values, (torch.Tensor, np.ndarray)):
             values = values.tolist()
         is_list = isinstance(values, (list, tuple)) and len(values) == len(completions)

@@ -11,10 +11,12 @@ from torch.utils.data import Subset
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.fingerprint import fingerprint_of
-from rl_train.cli import check_output_dir, check_same
+from rl_train.checkpoint.record import Data, RunRecord, adopt, read_record
+from rl_train.cli import check_nothing_in_the_way, check_output_dir, check_same
 from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
 from rl_train.data import DamagedSamples
 from rl_train.data.base import RegionDataset
+from rl_train.data.digest import data_facts, digest
 from rl_train.data.distractors import whole
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mixture import MixtureSampler
@@ -38,10 +40,10 @@ from rl_train.roles import COPIES, Roles, half_life_decay
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run import messages
 from rl_train.run.consistency import (
+    check_same_data,
     check_same_on_all_ranks,
     check_same_start,
     check_same_weights,
-    digest,
 )
 from rl_train.run.memory_check import standing_memory
 from rl_train.run.schedules import cosine_schedule, follow_new_length
@@ -71,6 +73,7 @@ class Run:
     max_steps: int
     phases: PhaseRecorder
     lock: TextIO | None = None  # on the output folder, from `claim_output_dir` on
+    num_rollout_files: int = 1  # of its ranks and those of its earlier sessions
     attribute_phrases: AttributePhrases = field(default_factory=dict)  # of --attributes
 
     def teacher_decay(self, iteration: int) -> float:
@@ -105,6 +108,9 @@ def build(config: Config, ranks: RankInfo) -> Run:
     flags = config.flags | dict(world_size=ranks.world_size)
     if ranks.is_main:
         check_output_dir(config, flags)
+    has_begun = (Path(config.run.output_dir) / "config.json").is_file()
+    if not process_group.gather_objects(has_begun)[0] and not ranks.is_main:
+        check_nothing_in_the_way(config)  # on a disk of this machine
     resume = save_load.find_resume_checkpoint(config.run.resume, config.run.output_dir)
     require_wordnet()
     attribute_phrases = load_attributes(config.data.attributes) if config.data.attributes else {}
@@ -113,8 +119,11 @@ def build(config: Config, ranks: RankInfo) -> Run:
     judge = build_judge(config.reward, config.run.seed)
     torch.manual_seed(config.run.seed)
     train_set, eval_set, damaged = open_data(config.data)
+    data = dict(training=data_facts(train_set), evaluation=data_facts(eval_set))
     # No rank goes on before the output folder is known to be free.
-    check_same_start(config, resume, ranks, training=train_set, heldout=eval_set)
+    check_same_start(config, resume, ranks, data)
+    if resume or has_begun:
+        check_data_of_run(config, resume, data)
     policy, roles = build_model(config, ranks)
     context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
@@ -130,6 +139,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     judge_failures = FailureWindow(config.reward.max_judge_failures)
     state = build_state(config, policy, roles, tasks, max_steps)
     state.counters = dict(judge_failures=judge_failures, damaged=damaged)
+    state.data = data
     preprocessor = policy.preprocessor(max_tokens, config.data.max_prompt_length)
     if resume:
         load_state(resume, state, config, flags, ranks)
@@ -159,6 +169,18 @@ def build(config: Config, ranks: RankInfo) -> Run:
         phases=PhaseRecorder(ranks.device),
         attribute_phrases=attribute_phrases,
     )
+
+
+def check_data_of_run(config: Config, resume: Path | None, data: Data):
+    """Raise ValueError if a resumed run has other data; see `check_same_data`.
+
+    It is compared with the checkpoint's, or without one with what the output folder says.
+    """
+    if resume:
+        check_same_data(config, save_load.read_data(resume), data, resume)
+    else:
+        record = read_record(Path(config.run.output_dir)) or RunRecord()
+        check_same_data(config, record.data, data, config.run.output_dir)
 
 
 def download_models(config: PolicyConfig) -> PolicyConfig:
@@ -401,15 +423,34 @@ def claim_output_dir(run: Run, text_log: TextLog):
 
     It comes last, so that bad input uses up no folder.
     """
-    folder = Path(run.config.run.output_dir)
+    folder, record = Path(run.config.run.output_dir), RunRecord()
     if run.ranks.is_main:
         check_output_dir(run.config, run.flags)  # again: another run may have begun meanwhile
         with wrap_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         run.lock = lock(folder)
+        record = write_record(folder, run)
         save_load.clean_output_dir(folder, run.state.step, run.config.run.save_total_limit)
         if (project := run.config.run.wandb) is not None:
             start_wandb(folder, project, run.flags)
-        write_json(folder / "config.json", run.flags, indent=2)
+        write_json(folder / "config.json", run.flags, indent=2)  # last: the folder holds a run
         text_log.open(folder)
-    process_group.gather_objects(None)  # nobody goes on if the folder has been taken
+    # Nobody goes on if the folder has been taken.
+    run.num_rollout_files = process_group.gather_objects(record.num_ranks)[0]
+
+
+def write_record(folder: Path, run: Run) -> RunRecord:
+    """Write the record of the output folder anew; what it says of earlier sessions stays."""
+    record = read_record(folder)
+    if record is None and (folder / "config.json").is_file():
+        record = adopt(folder)
+        if record.folders:
+            print0(
+                f"{folder} is of an earlier version: {', '.join(record.folders)} are taken for "
+                "this run's own"
+            )
+    record = record or RunRecord()
+    record.num_ranks = max(record.num_ranks, run.ranks.world_size)
+    record.data = run.state.data
+    record.write(folder)
+    return record

@@ -4,20 +4,14 @@ Each rank reads its own folders. If these differ, ranks would train different mo
 their gradients without an error.
 """
 
-import hashlib
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from rl_train.checkpoint.fingerprint import fingerprint_of
+from rl_train.checkpoint.record import Data
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.grpo_config import Config
-from rl_train.data import DamagedSample
-from rl_train.data.base import RegionDataset
-from rl_train.distributed.process_group import RankInfo, gather_objects
-
-NUM_SAMPLES = 32  # of a data set, evenly spread, that are compared in full
+from rl_train.data.digest import changes, digest
+from rl_train.distributed.process_group import RankInfo, gather_objects, print0
 
 
 def check_same_on_all_ranks(facts: dict[str, str | int | float | list | None]):
@@ -36,10 +30,12 @@ def check_same_on_all_ranks(facts: dict[str, str | int | float | list | None]):
             )
 
 
-def check_same_start(
-    config: Config, resume: Path | None, ranks: RankInfo, **datasets: RegionDataset
-):
-    """Compare flags, the checkpoint to resume from, the base model's weights and the data sets."""
+def check_same_start(config: Config, resume: Path | None, ranks: RankInfo, data: Data):
+    """Compare flags, the checkpoint to resume from, the base model's weights and the data sets.
+
+    Args:
+        data: facts of this rank's samples.
+    """
     if ranks.world_size == 1:
         return
     machine_flags = config.flags_with("may_differ_by_rank")
@@ -47,7 +43,8 @@ def check_same_start(
     facts["the checkpoint to resume from"] = resume.name if resume else "none"
     folders = filter(None, (config.policy.model_path, config.policy.sam_path))
     facts["weights of --model_path and --sam_path"] = fingerprint_of(*folders).digest
-    facts |= {f"samples of the {name} data": sample_digest(d) for name, d in datasets.items()}
+    for name, of_samples in data.items():
+        facts |= {f"{fact} of the {name} data": value for fact, value in of_samples.items()}
     check_same_on_all_ranks(facts)
 
 
@@ -62,25 +59,45 @@ def check_same_weights(state: RunState, ranks: RankInfo):
     check_same_on_all_ranks(facts)
 
 
-def digest(chunks: Iterable[bytes]) -> str:
-    """Return twelve hexadecimal digits that depend on every bit of the chunks."""
-    sha256 = hashlib.sha256()
-    for chunk in chunks:
-        sha256.update(chunk)
-    return sha256.hexdigest()[:12]
+def changed_data(config: Config, before: Data, now: Data) -> str | None:
+    """Return a sentence part that names the flag of data that differ from a run's, or None."""
+    train_flag = f"--data_dir {config.data.data_dir}"
+    if config.data.data_mixture:
+        train_flag += " or --data_mixture"
+    training, evaluation = (changes(before[part], now[part]) for part in ("training", "evaluation"))
+    if config.data.eval_data_dir is None and evaluation:
+        training = f"{training or 'trained on the same samples'}; evaluation split: {evaluation}"
+        return (
+            f"{train_flag}: not the data that the run was trained and measured on: {training}, so "
+            "an image that was trained on may now be measured"
+        )
+    sentences = []
+    if training:
+        sentences.append(f"{train_flag}: not the data that the run was trained on: {training}")
+    if evaluation:
+        flag = f"--eval_data_dir {config.data.eval_data_dir}"
+        sentences.append(f"{flag}: not the regions that the run was measured on: {evaluation}")
+    return "; ".join(sentences) or None
 
 
-def sample_digest(dataset: RegionDataset) -> str:
-    """Return the number of a data set's samples and a digest of some of them."""
-    return f"{len(dataset)} ({digest(_sample_bytes(dataset))})"
+def check_same_data(config: Config, before: Data, now: Data, place: str | Path):
+    """Raise ValueError, naming the flag, if a resumed run has other data than before.
 
+    With --allow_changed_data a line says so instead. A run of an earlier version did not keep what
+    its data were.
 
-def _sample_bytes(dataset: RegionDataset) -> Iterator[bytes]:
-    for i in np.linspace(0, len(dataset) - 1, min(NUM_SAMPLES, len(dataset))).astype(int).tolist():
-        try:
-            sample = dataset[i]
-        except DamagedSample as damaged:  # `Batches` puts another in its place
-            yield str(damaged).encode()
-            continue
-        yield repr((sample["image_id"], sample["caption"])).encode()
-        yield sample["image"].tobytes() + np.packbits(sample["mask"]).tobytes()
+    Args:
+        before: facts in `place`, a checkpoint or an output folder.
+    """
+    if not before:
+        print0(f"{place} does not say on which data it was trained: nothing is compared")
+        return
+    if not (sentence := changed_data(config, before, now)):
+        return
+    if not config.run.allow_changed_data:
+        raise ValueError(
+            f"{sentence}. Give the former data, or accept these with --allow_changed_data"
+        )
+    print0(f"{sentence}. Accepted by --allow_changed_data")
+    if before["evaluation"] != now["evaluation"]:
+        print0("new scores are not compared with those of former regions: checkpoint_best is anew")

@@ -4,6 +4,7 @@ Faults of the program itself keep their traceback.
 """
 
 import sys
+import traceback
 from pathlib import Path
 from types import TracebackType
 
@@ -33,8 +34,10 @@ class ErrorReporter:
         self,
         error_type: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        _: TracebackType | None,
     ):
+        if isinstance(error, SystemExit):
+            raise SystemExit(f"rl_train: {exit_sentence(error)}") from error
         if isinstance(error, Interrupted):
             print0(f"rl_train: stopped by {error}; {resume_hint(self.config.run.output_dir)}")
             raise SystemExit(EXIT_INTERRUPTED) from error
@@ -64,6 +67,16 @@ class ErrorReporter:
         if isinstance(error, UserFault):
             return f"rl_train: {str(error).splitlines()[-1]}"  # a worker's has its traceback above
         return None
+
+
+def exit_sentence(error: SystemExit) -> str:
+    """Return where code has asked Python to exit: a run ends at its last step alone."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = [frame for frame in frames if not frame.filename.endswith("_sitebuiltins.py")][-1]
+    return (
+        f"{place.filename}, line {place.lineno}, in {place.name}: sys.exit({error.code!r}) would "
+        "end an unfinished run as if it were done; raise an exception there, or return a value"
+    )
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

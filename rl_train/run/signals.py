@@ -1,7 +1,8 @@
 """Signals that ask a run to stop: it ends its step, writes a checkpoint and exits with status 75.
 
-A cluster sends SIGTERM or SIGUSR1 before it takes a machine, a terminal SIGINT (Ctrl-C). A signal
-may reach one rank only; ranks tell each other in what they gather anyway, at the end of a step.
+A cluster sends SIGTERM, SIGUSR1 or SIGUSR2 before it takes a machine, and SIGXCPU when its time is
+used up. A terminal sends SIGINT (Ctrl-C), and SIGHUP when it is closed. A signal may reach one rank
+only; ranks tell each other in what they gather anyway, at the end of a step.
 """
 
 import os
@@ -11,7 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, run me again with --resume
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+    signal.SIGHUP,
+)
 
 
 class Interrupted(BaseException):
@@ -35,8 +43,15 @@ class SignalHandler:
 
     @contextmanager
     def listening(self) -> Iterator["SignalHandler"]:
-        """Record signals instead of ending the process, while the context is open."""
-        handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        """Record signals instead of ending the process, while the context is open.
+
+        SIGHUP stays ignored if it was so at the start, as `nohup` has it.
+        """
+        handlers = {
+            number: signal.signal(number, self._receive)
+            for number in SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+        }
         try:
             yield self
         finally:
@@ -53,6 +68,8 @@ class SignalHandler:
 
     def _receive(self, number: int, _):
         name = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            mute_closed_terminal()
         if self.immediate:
             raise Interrupted(f"{name} before the first step")
         if self.received:
@@ -64,6 +81,20 @@ class SignalHandler:
             message += "; a second Ctrl-C ends at once"
         if self.is_main:
             os.write(2, f"{message}\n".encode())  # past stdout's buffer, which may be busy
+
+
+def mute_closed_terminal():
+    """Send stdout and stderr to nowhere if their terminal is closed.
+
+    A progress bar would otherwise end the run by an error before its checkpoint is written.
+    """
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"\n")
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
 
 
 def ignore_signals_in_worker(_: int):

@@ -21,7 +21,7 @@ def stop(number, _):
     os.write(1, b"stopped\\n")
     os._exit(75)
 if way == "stopped":
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
 if way == "orphaned":
     from rl_train.distributed.process_group import end_with_launcher
@@ -100,7 +100,17 @@ def test_a_crashed_run_is_started_again(start):
     assert attempts(ranks) == ["rank0.0", "rank0.1", "rank1.0", "rank1.1"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+        signal.SIGHUP,
+    ],
+)
 def test_a_run_that_a_signal_stops_is_not_started_again(start, number):
     """And the rank that needs longer is not cut off."""
     launcher, output, ranks = start("stopped", "--max_restarts", "2")
@@ -109,6 +119,18 @@ def test_a_run_that_a_signal_stops_is_not_started_again(start, number):
     assert wait_for_exit(launcher) == 75
     assert attempts(ranks) == ["rank0.0", "rank1.0"]
     assert output.read_text().count("stopped\n") == 2
+
+
+def test_a_launcher_under_nohup_stays(start):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    launcher, output, ranks = start("stopped")
+    signal.signal(signal.SIGHUP, before)
+    wait_for(lambda: len(attempts(ranks)) == 2)
+    os.kill(launcher, signal.SIGHUP)
+    time.sleep(1)
+    assert os.waitpid(launcher, os.WNOHANG) == (0, 0) and output.read_text() == ""
+    os.kill(launcher, signal.SIGTERM)
+    assert wait_for_exit(launcher) == 75
 
 
 def test_the_status_is_that_of_the_rank_that_failed_first(start):

@@ -1,6 +1,7 @@
 """A signal ends the step, writes a checkpoint and leaves with status 75; --resume loses nothing."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from rl_train.run import build
 from rl_train.run.signals import EXIT_INTERRUPTED, SignalHandler, ignore_signals_in_worker
 from tests.campaigns import kill_campaign
 from tests.campaigns.kill_campaign import RUN, differences
-from tests.ranks import fork
+from tests.ranks import fork, wait_for_exit
 from tests.runs import ENVIRONMENT, ROOT, run, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -63,6 +64,9 @@ def stopped(data, output, monkeypatch, capsys, *how, **changes) -> str:
         # of step 2, whose checkpoint has no measures then, as the last has none
         (signal.SIGUSR1, evaluate, "measure", 2, 2, "SIGUSR1, after step 2"),
         (signal.SIGINT, train, "clip_gradients", 4, 4, "SIGINT, after step 4"),
+        (signal.SIGUSR2, train, "clip_gradients", 1, 1, "SIGUSR2, after step 1"),
+        (signal.SIGXCPU, train, "clip_gradients", 2, 2, "SIGXCPU, after step 2"),
+        (signal.SIGHUP, train, "clip_gradients", 3, 3, "SIGHUP, after step 3"),
     ],
 )
 def test_a_signal_leaves_a_checkpoint_from_which_nothing_is_lost(
@@ -100,6 +104,40 @@ def test_a_signal_while_the_model_is_read_ends_at_once(data, tmp_path, monkeypat
         f"{tmp_path / 'run'} holds no checkpoint yet, --resume auto begins anew"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_nohup_keeps_a_run_alive():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        handler = SignalHandler()
+        with handler.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert handler.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_is_closed_leaves_the_run_its_step():
+    """Its output then goes nowhere; a progress bar would end the run by an error."""
+    script = (
+        "import os, sys, time\nfrom rl_train.run.signals import SignalHandler\n"
+        "handler = SignalHandler()\nhandler.immediate = False\n"
+        "with handler.listening():\n"
+        "    print('ready', flush=True)\n"
+        "    while not handler.received:\n        time.sleep(0.01)\n"
+        "    print('step', flush=True)\n    print('bar', file=sys.stderr, flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "-c", script], ENVIRONMENT)
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 1000)
+    os.close(terminal)  # the kernel sends SIGHUP
+    assert wait_for_exit(child, 60) == 7
 
 
 def test_any_rank_s_signal_is_every_rank_s():
@@ -152,7 +190,8 @@ def test_a_worker_leaves_signals_to_the_trainer():
         batches = iter(pid_loader(num_workers=1))
         pid = next(batches)
         assert pid != os.getpid()
-        for name in ("INT", "TERM", "USR1"):  # not by the trainer, which may end its workers
+        # Not by the trainer, which may end its workers.
+        for name in ("INT", "TERM", "USR1", "USR2", "XCPU", "HUP"):
             subprocess.run(["bash", "-c", f"kill -{name} {pid}"], check=True, timeout=60)
         assert list(batches) == [pid] * 49
 
