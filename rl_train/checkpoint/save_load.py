@@ -409,6 +409,12 @@ def best_score(output_dir: str | Path, data: Data | None = None) -> float:
 
 
 def read_data(checkpoint: Path) -> Data:
-    """Return the facts of a checkpoint's data; none if an earlier version wrote it."""
+    """Return the facts of a checkpoint's data; none if an earlier version wrote it.
+
+    Raises DamagedFile.
+    """
     file = checkpoint / DATA_FILE
-    return read_json(file) if file.is_file() else {}
+    data = read_json(file) if file.is_file() else {}
+    if data and not all(isinstance(data.get(name), dict) for name in ("training", "evaluation")):
+        raise DamagedFile(file, "it does not hold the facts of training and evaluation data")
+    return data

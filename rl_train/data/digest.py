@@ -57,11 +57,11 @@ def _images(dataset: RegionDataset, indices: np.ndarray) -> Iterator[bytes]:
 def changes(before: Facts, now: Facts) -> str:
     """Return what differs between the facts of two data sets in words; "" if nothing does."""
     numbers = [
-        f"{name} {before[name]} -> {now[name]}"
+        f"{name} {before.get(name)} -> {now[name]}"
         for name in ("rows", "images")
-        if before[name] != now[name]
+        if before.get(name) != now[name]
     ]
-    others = [name for name in ("pictures", "captions", "masks") if before[name] != now[name]]
+    others = [name for name in ("pictures", "captions", "masks") if before.get(name) != now[name]]
     if not numbers and others:
         numbers = [f"{now['rows']} rows as before, but other {' and '.join(others)}"]
     return ", ".join(numbers)

@@ -115,7 +115,7 @@ def test_rollouts_with_odd_line_separators_survive_a_resume(tmp_path, separator)
     lines = [f'{{"step": {step}, "completion": "a{separator}b"}}\n' for step in range(3)]
     for rank in range(4):
         (tmp_path / "rollouts" / f"rank{rank}.jsonl").write_text("".join(lines))
-    RunLogger(tmp_path, RankInfo(1, 2, torch.device("cpu")), start=2).close()
+    RunLogger(tmp_path, RankInfo(1, 2, torch.device("cpu")), start=2, num_files=4).close()
     for rank in range(4):
         assert (tmp_path / "rollouts" / f"rank{rank}.jsonl").read_text() == "".join(
             lines[:2] if rank % 2 else lines

@@ -1,8 +1,12 @@
 """What cannot be written ends a run with one sentence, and its last checkpoint is whole."""
 
+import errno
+import fcntl
+import os
 import re
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -11,9 +15,11 @@ import pytest
 
 from rl_train import train
 from rl_train.checkpoint import save_load
+from rl_train.checkpoint.record import RECORD, RunRecord, read_record
 from rl_train.data import GraspAnyRegionDataset
 from rl_train.data.errors import DamagedSample, DamagedSamples
 from rl_train.rewards.judge import FailureWindow, JudgeFailed
+from rl_train.utils import io
 from rl_train.utils.io import CannotWrite, lock, wrap_write_errors, write_json
 from tests.campaigns.kill_campaign import RUN, differences
 from tests.runs import ENVIRONMENT, ROOT, complaint_of, curve, flags, run, unmeasured
@@ -133,19 +139,94 @@ def test_a_resume_from_an_earlier_checkpoint_takes_another_folder(data, tmp_path
 @pytest.mark.parametrize(
     "left, expected",
     [
-        ([".checkpoint_best.unfinished", ".checkpoint_best.replaced"], ["checkpoint_best"]),
-        (["checkpoint_best", ".checkpoint_best.replaced"], ["checkpoint_best"]),
-        ([".checkpoint_step_3.unfinished", "checkpoint_step_2"], ["checkpoint_step_2"]),
+        (
+            [".checkpoint_best.ID.1.unfinished", ".checkpoint_best.ID.0.replaced"],
+            ["checkpoint_best"],
+        ),
+        (["checkpoint_best", ".checkpoint_best.ID.0.replaced"], ["checkpoint_best"]),
+        ([".checkpoint_step_3.ID.0.unfinished", "checkpoint_step_2"], ["checkpoint_step_2"]),
         (["checkpoint_step_1", "checkpoint_step_2"], ["checkpoint_step_2"]),
-        (["checkpoint_best.old"], ["checkpoint_best.old"]),  # the user's
+        # the user's
+        (["checkpoint_best.old"], ["checkpoint_best.old"]),
         (["checkpoint_mine.tmp"], ["checkpoint_mine.tmp"]),
+        ([".checkpoint_best.unfinished"], [".checkpoint_best.unfinished"]),
+        ([".checkpoint_best.replaced"], [".checkpoint_best.replaced"]),
+        ([".checkpoint_best.0badcafe.0.replaced"], [".checkpoint_best.0badcafe.0.replaced"]),
+        (["checkpoint_step_0", "checkpoint_step_2"], ["checkpoint_step_0", "checkpoint_step_2"]),
+        (["checkpoint_step_abc"], ["checkpoint_step_abc"]),
     ],
 )
 def test_what_a_kill_left_half_done_is_ended(tmp_path, left, expected):
+    """Of the run's own; checkpoint_step_0 is none of them."""
+    own = ["checkpoint_step_1", "checkpoint_step_2", "checkpoint_step_3", "checkpoint_best"]
+    record = RunRecord(folders=own)
+    record.write(tmp_path)
     for name in left:
-        (tmp_path / name / "adapter").mkdir(parents=True)
+        (tmp_path / name.replace("ID", record.run_id) / "adapter").mkdir(parents=True)
     save_load.clean_output_dir(tmp_path, 2, total_limit=1)
-    assert [p.name for p in tmp_path.iterdir()] == expected
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != RECORD) == expected
+    assert set(read_record(tmp_path).folders) == set(expected) & set(own)
+
+
+@pytest.mark.parametrize("number", [errno.ENOTEMPTY, errno.EBUSY])
+def test_a_removal_that_fails_is_a_warning(data, whole, tmp_path, monkeypatch, capsys, number):
+    """As on a network disk while somebody reads a file; the next resume removes it."""
+
+    def fails(folder):
+        raise OSError(number, os.strerror(number), str(folder))
+
+    output = tmp_path / "run"
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "rmtree", fails)
+        run(data, output, **RUN | dict(save_steps=1))
+        run(data, output, resume="", **RUN)
+    said = capsys.readouterr().err
+    assert f"{os.strerror(number)}: '{output}/.checkpoint_step_1." in said
+    assert "the next --resume removes it" in said
+    left = [path for path in output.iterdir() if path.name.endswith((".unfinished", ".replaced"))]
+    assert len(left) >= 3
+    run(data, output, resume="", **RUN)
+    assert differences(whole, output) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_a_warning(tmp_path, monkeypatch, capsys, number):
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(io, "_warned", set())
+    monkeypatch.setattr(fcntl, "lockf", fails)
+    for _ in range(2):
+        lock(tmp_path).close()
+    said = capsys.readouterr().err
+    assert said.count(f"--output_dir {tmp_path} has no locks ({os.strerror(number)})") == 1
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_disk_whose_folders_cannot_be_synced_is_a_warning(tmp_path, monkeypatch, capsys, number):
+    real = os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(io, "_warned", set())
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_json(tmp_path / "a.json", [1])
+    with save_load.replacing(tmp_path / "folder") as folder:
+        (folder / "file").write_text("new")
+    assert (tmp_path / "folder" / "file").read_text() == "new"
+    assert capsys.readouterr().err.count(f"(fsync: {os.strerror(number)})") == 1
+
+
+def test_another_fault_of_a_disk_still_ends_a_run(tmp_path, monkeypatch):
+    def fails(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(CannotWrite, match="a.json cannot be written: .*Input/output error"):
+        write_json(tmp_path / "a.json", [1])
 
 
 def test_the_judge_s_window_survives_a_resume():

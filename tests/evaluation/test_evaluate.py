@@ -8,6 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_train.checkpoint import save_load
+from rl_train.checkpoint.record import RECORD, RunRecord, read_record
 from rl_train.checkpoint.save_load import RunState
 from rl_train.distributed.process_group import RankInfo
 from rl_train.evaluation import cycle_metrics, evaluate
@@ -191,7 +192,7 @@ def test_the_limit_leaves_it_and_latest_passes_it_over(three_steps):
         {file.name for file in (three_steps / name).iterdir()}
         for name in ("checkpoint_best", "checkpoint_step_3")
     )
-    assert best == last | {"eval.json"}
+    assert best == last | {"eval.json"} and "data.json" in last
     assert save_load.find_resume_checkpoint("latest", three_steps).name == "checkpoint_step_3"
     assert (
         save_load.find_resume_checkpoint(str(three_steps / "checkpoint_best"), three_steps).name
@@ -206,9 +207,10 @@ def keep(policy, tmp_path):
     optimizer = torch.optim.AdamW(model.trainable.values())
     schedule = cosine_schedule(optimizer, 1, 0)
     state = RunState(model, Roles(model.trainable), [], optimizer, schedule)
+    RunRecord().write(tmp_path)
 
-    def save(step, score):
-        state.step = step
+    def save(step, score, data=None):
+        state.step, state.data = step, data or {}
         save_load.save_if_best(tmp_path, state, {}, dict(cycle_iou=score, score=score), True)
 
     return save
@@ -229,7 +231,7 @@ def test_only_a_better_score_replaces_it(keep, tmp_path):
             == json.loads((best / "eval.json").read_text())["step"]
             == expected
         )
-    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint_best"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [RECORD, "checkpoint_best"]
 
 
 def test_a_kill_while_writing_leaves_the_old_one(keep, tmp_path, monkeypatch):
@@ -239,13 +241,23 @@ def test_a_kill_while_writing_leaves_the_old_one(keep, tmp_path, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             keep(2, 0.6)
     assert save_load.read_state(tmp_path / "checkpoint_best")["step"] == 1
-    (tmp_path / ".checkpoint_best.replaced" / "adapter").mkdir(
-        parents=True
-    )  # and a kill while the old one was removed
+    # and a kill while the old one was removed
+    replaced = f".checkpoint_best.{read_record(tmp_path).run_id}.0.replaced"
+    (tmp_path / replaced / "adapter").mkdir(parents=True)
     keep(3, 0.7)
-    assert save_load.read_state(tmp_path / "checkpoint_best")["step"] == 3 and [
-        p.name for p in tmp_path.iterdir()
-    ] == ["checkpoint_best"]
+    assert save_load.read_state(tmp_path / "checkpoint_best")["step"] == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == [RECORD, "checkpoint_best"]
+
+
+def test_a_score_of_other_regions_is_not_compared(keep, tmp_path):
+    keep(1, 0.9, dict(training={}, evaluation=dict(rows=1)))
+    keep(2, 0.8, dict(training={}, evaluation=dict(rows=1)))
+    assert save_load.read_state(tmp_path / "checkpoint_best")["step"] == 1
+    keep(3, 0.1, dict(training={}, evaluation=dict(rows=2)))
+    assert save_load.read_state(tmp_path / "checkpoint_best")["step"] == 3
+    assert json.loads((tmp_path / "checkpoint_best" / "data.json").read_text()) == dict(
+        training={}, evaluation=dict(rows=2)
+    )
 
 
 def test_what_best_by_names_decides(tmp_path, monkeypatch):
@@ -256,7 +268,8 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
         2: [[0.3, 0.4, 0.1], [0.1, 0.1, 0.1]],
     }  # of each role: segmentation IoU, METEOR, hits
     roles = SimpleNamespace(has_teacher=True, copies=dict(reference={}))
-    state, kept = SimpleNamespace(roles=roles, step=0, policy=None), []
+    state = SimpleNamespace(roles=roles, step=0, policy=None, data={}, base_fingerprint=None)
+    spec, kept = SimpleNamespace(attribute_phrases={}, distractors=False), []
     log = SimpleNamespace(scalars=lambda points, step: None, writer=None)
 
     def measured(policy, heldout, ranks, names, *_):
@@ -278,7 +291,7 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
         config = SimpleNamespace(
             output_dir=tmp_path, eval_steps=eval_steps, metric_for_best_model=metric_for_best_model
         )
-        evaluator = evaluate.Evaluator(None, config, ALONE, {}, None)
+        evaluator = evaluate.Evaluator(spec, config, ALONE, {}, None)
         for state.step in made:
             evaluator.measure_base(state, log) if state.step == 0 else evaluator(state, log)
         return [round(v, 6) for found in kept for v in (found["score"], found["teacher"]["score"])]

@@ -85,7 +85,9 @@ def test_rollouts_without_their_run_are_not_written_over(tmp_path):
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "rank0.jsonl").write_text("{}\n")
     config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), resume=None))
-    with pytest.raises(ValueError, match="--output_dir .* holds rollouts/ of a run whose config"):
+    with pytest.raises(
+        ValueError, match="--output_dir .* holds rollouts/rank0.jsonl and no config.json of a run"
+    ):
         check_output_dir(config, {})
 
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 
 from rl_train import cli
 from rl_train.checkpoint import save_load
+from rl_train.checkpoint.record import FINAL_MODEL, RECORD, RunRecord, read_record
 from rl_train.distributed.process_group import RankInfo
 from rl_train.export.merge import export
 from rl_train.loggers.text_log import TextLog
@@ -73,8 +73,8 @@ def resumed(data, whole, tmp_path_factory, wandb):
     """The run as a kill in its last export leaves it, gone on from its first step."""
     output = shutil.copytree(whole, tmp_path_factory.mktemp("resumed") / "run")
     shutil.rmtree(output / "checkpoint_step_2")
-    final = output / save_load.FINAL_MODEL
-    final.rename(save_load._beside(final, save_load.UNFINISHED))
+    final, run_id = output / FINAL_MODEL, read_record(output).run_id
+    final.rename(save_load._beside(final, run_id, save_load.UNFINISHED))
     return run(data, output, resume="", **RUN)
 
 
@@ -131,7 +131,7 @@ def test_the_document_names_curves_that_are(whole):
 
 def test_the_last_checkpoint_is_exported(whole, tmp_path):
     """As tools.export does it."""
-    final = whole / save_load.FINAL_MODEL
+    final = whole / FINAL_MODEL
     export(whole / "checkpoint_step_2", tmp_path / "exported", "teacher")
     files = {file.name: file.read_bytes() for file in final.iterdir()}
     assert files == {file.name: file.read_bytes() for file in (tmp_path / "exported").iterdir()}
@@ -140,15 +140,14 @@ def test_the_last_checkpoint_is_exported(whole, tmp_path):
 
 
 def test_after_a_resume_too(whole, resumed):
-    first, second = (
-        load_file(at / save_load.FINAL_MODEL / "model.safetensors") for at in (whole, resumed)
-    )
+    first, second = (load_file(at / FINAL_MODEL / "model.safetensors") for at in (whole, resumed))
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not list(resumed.glob(f"*{save_load.UNFINISHED}*"))
 
 
 def test_what_is_there_stays_until_another_is_whole(tmp_path):
-    final = tmp_path / save_load.FINAL_MODEL
+    final = tmp_path / FINAL_MODEL
+    RunRecord(folders=[FINAL_MODEL]).write(tmp_path)
     final.mkdir()
     (final / "file").write_text("old")
     with pytest.raises(KeyError):
@@ -159,7 +158,7 @@ def test_what_is_there_stays_until_another_is_whole(tmp_path):
     with save_load.replacing(final) as folder:
         (folder / "file").write_text("new")
     assert (final / "file").read_text() == "new"
-    assert Counter(file.name for file in tmp_path.rglob("*")) == {"final_model": 1, "file": 1}
+    assert sorted(file.name for file in tmp_path.rglob("*")) == [RECORD, "file", "final_model"]
 
 
 TASK = """

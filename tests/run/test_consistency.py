@@ -9,10 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from rl_train import train
-from rl_train.data import DamagedSample
+from rl_train.data.digest import digest
 from rl_train.distributed import process_group
 from rl_train.run import consistency
-from rl_train.run.consistency import digest, sample_digest
 from tests.ranks import forked
 from tests.runs import CHECKPOINT, REGIONS, flags, run, unmeasured
 from tools.demo.make_demo import TRAIN, write_split
@@ -117,24 +116,15 @@ def test_data_and_models_that_differ(refusal, data, tmp_path):
         opened.seek(-1, os.SEEK_END)
         opened.write(bytes([last ^ 1]))
     sentence = refusal({}, dict(data_dir=tmp_path / "other", model_path=model))
-    assert f"samples of the training data: {REGIONS} (" in sentence
-    assert "samples of the heldout data" not in sentence
+    assert f"rows of the training data: {REGIONS} on rank 0; " in sentence
+    assert "captions of the training data: " in sentence
+    assert "of the evaluation data" not in sentence
     assert "weights of --model_path and --sam_path: " in sentence
 
 
 def test_a_digest_depends_on_every_bit():
     values = [[], [b"a"], [b"b"], [b"a", b"b"], [b"b", b"a"]]
     assert len({digest(value) for value in values}) == len(values)
-
-
-def test_a_damaged_sample_is_compared_by_its_reason():
-    class Damaged(list):
-        def __getitem__(self, i):
-            raise DamagedSample(str(i), "damaged")
-
-    assert sample_digest(Damaged([0])).startswith("1 (") and sample_digest(
-        Damaged([0])
-    ) != sample_digest(Damaged([0, 0]))
 
 
 def test_alone_nobody_has_to_agree():
