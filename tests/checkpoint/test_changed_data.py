@@ -12,7 +12,7 @@ from rl_train.checkpoint import save_load
 from rl_train.checkpoint.record import RECORD
 from rl_train.evaluation import evaluate
 from rl_train.utils.io import read_json, write_json
-from tests.runs import draw_data, flags, run, unmeasured
+from tests.runs import draw_data, run, unmeasured
 from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
