@@ -56,6 +56,35 @@ def test_a_function_of_the_users_own_that_returns_no_rewards_ends_the_run_with_a
         run(data, tmp_path / "broken", reward="users:broken")
 
 
+@pytest.mark.parametrize(
+    "way, line",
+    [("sys.exit(0)", 4), ("sys.exit()", 4), ("exit(0)", 4), ("raise SystemExit('done')", 4)],
+)
+def test_a_function_of_the_users_own_that_exits_is_a_crash(data, tmp_path, monkeypatch, way, line):
+    """Not the end of a finished run, which is status 0."""
+    module = tmp_path / f"leaving{abs(hash(way))}.py"
+    module.write_text(f"import sys\n\ndef leave(completions, **kwargs):\n    {way}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path / "run", reward=f"{module.stem}:leave")
+    sentence = stopped.value.code
+    assert isinstance(sentence, str) and "\n" not in sentence  # printed, with status 2
+    assert sentence.startswith(f"rl_train: {module}, line {line}, in leave: sys.exit(")
+    assert "would end an unfinished run as if it were done" in sentence
+
+
+def test_a_module_that_exits_when_imported_is_named(data, tmp_path, monkeypatch, capsys):
+    (tmp_path / "exits.py").write_text("import sys\n\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="--reward exits:f: its module calls sys.exit") as stopped:
+        run(data, tmp_path / "run", reward="exits:f")
+    assert stopped.value.code
+    with pytest.raises(SystemExit) as stopped:
+        run(data, tmp_path / "run", tasks="exits:Task")
+    assert stopped.value.code == 2
+    assert "--tasks exits:Task: its module calls sys.exit" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("loop", ["loop1", "loop2"])
 def test_a_loss_that_is_not_finite_stops_before_the_weights_move(data, tmp_path, monkeypatch, loop):
     built = parts_of(monkeypatch)

@@ -99,6 +99,49 @@ def test_a_damaged_line_of_rollouts_is_named(data, whole, tmp_path, monkeypatch)
     assert file.read_bytes() == spoilt
 
 
+WRONG_STATES = {
+    "a list": lambda state: [1, 2],
+    "weights": lambda state: {"weight": torch.zeros(2)},
+    "no counters": lambda state: {k: v for k, v in state.items() if k != "counters"},
+    "an optimizer of other groups": lambda state: (
+        state | dict(optimizer=dict(state=state["optimizer"]["state"], param_groups=[]))
+    ),
+    "an optimizer without groups": lambda state: state | dict(optimizer={}),
+    "moments of another shape": lambda state: (
+        state
+        | dict(
+            optimizer=state["optimizer"]
+            | dict(
+                state={
+                    i: moments | dict(exp_avg=torch.zeros(1))
+                    for i, moments in state["optimizer"]["state"].items()
+                }
+            )
+        )
+    ),
+    "a schedule that is none": lambda state: state | dict(scheduler=None),
+    "no state of a task": lambda state: state | dict(tasks={}),
+    "counters of others": lambda state: state | dict(counters=dict(other=1)),
+    "random numbers that are none": lambda state: state | dict(rng=[torch.zeros(3)]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_STATES)
+def test_a_state_of_something_else_is_named(data, whole, tmp_path, case):
+    """It loads, and does not fit."""
+    output = shutil.copytree(whole, tmp_path / "run")
+    file = output / "checkpoint_step_4" / "training_state.pt"
+    torch.save(WRONG_STATES[case](torch.load(file, weights_only=True)), file)
+    with pytest.raises(SystemExit) as stopped:
+        run(data, output, resume="", **RUN)
+    sentence = str(stopped.value)
+    assert sentence.startswith(f"rl_train: {file} is missing or damaged: it ")
+    assert sentence.endswith(
+        "; --resume with the folder of an earlier checkpoint, and another --output_dir"
+    )
+    assert "\n" not in sentence
+
+
 @pytest.mark.parametrize("content", [b"", b"hello", bytes(1000), b"PK\x03\x04" + bytes(1000)])
 def test_a_state_that_is_none(tmp_path, content):
     (tmp_path / "training_state.pt").write_bytes(content)

@@ -1,6 +1,7 @@
 """Two processes compute what one computes on the joined batch, and stop together."""
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -269,6 +270,49 @@ class Passing(torch.nn.Module):
 
     def forward(self, x, last):
         return self.layer(x)
+
+
+def gloo_threads() -> list[str]:
+    """Names of this process's threads that belong to gloo."""
+    names = [file.read_text().strip() for file in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+def test_the_group_s_threads_end_with_it(tmp_path):
+    """One that frees a tensor while Python exits would abort the process."""
+
+    def job(ranks):
+        ddp = distributed_data_parallel(torch.nn.Linear(4, 4))
+        for _ in range(3):
+            ddp(torch.ones(2, 4)).sum().backward()
+            process_group.gather_objects(ranks.rank)
+        assert gloo_threads()
+        process_group.close()
+        assert not gloo_threads(), gloo_threads()
+        assert ddp.module.weight.grad is not None  # the module outlives the group
+
+    assert [status for status, _ in two_of(tmp_path, job)] == [0, 0]
+
+
+def test_a_group_that_an_error_holds_is_kept(tmp_path):
+    """Its threads then live on, and nothing waits for them."""
+
+    def job(ranks):
+        process_group.gather_objects(None)
+        held = dist.group.WORLD
+        process_group.close()
+        assert held in process_group._closed and gloo_threads()
+
+    assert [status for status, _ in two_of(tmp_path, job)] == [0, 0]
+
+
+def test_a_run_of_two_ranks_leaves_no_thread(data, tmp_path):
+    def job():
+        run(data, tmp_path / "run", batch_size=1, max_steps=1)
+        assert not gloo_threads(), gloo_threads()
+
+    ended = forked(tmp_path, job, job)
+    assert [status for status, _ in ended] == [0, 0], ended
 
 
 def test_a_module_of_ddp_may_outlive_its_group(tmp_path):

@@ -117,7 +117,9 @@ def test_what_fits_no_prompt_is_refused(points, changes, fault):
     sample = samples([(30, 30)])[0] | dict(caption="a" * 10)
     inputs = points.preprocessor(8, max_prompt_length=10)
     inputs.tokenizer = tiny_tokenizer()
-    inputs.tokenizer.add_tokens(["<loc1>"])  # Qwen's own are cleaned away
+    inputs.tokenizer.add_tokens(["<loc1>"], special_tokens=True)  # Qwen's own are cleaned away
+    inputs.tokenizer.add_tokens(["zebra"])  # a word that somebody added is text
+    inputs.check(sample | dict(caption="a zebra"))
     inputs.check(sample)
     with pytest.raises(DamagedSample, match=fault):
         inputs.check(sample | changes)

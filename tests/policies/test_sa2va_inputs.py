@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import AddedToken
 
 from rl_train.data import DamagedSample, GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler, batch_loader, eval_loader
@@ -106,11 +107,18 @@ def test_a_token_that_cleaning_does_not_know_is_refused(inputs_of, monkeypatch):
     inputs = inputs_of(1)
     for caption, place in (("a red", -1), ("Red", 0)):  # "Red" stands in no prompt
         token = inputs.prompts.tokenizer.encode(caption)[place]
-        tokens = inputs.prompts.tokenizer.added_tokens_decoder | {token: "<new>"}
+        known = inputs.prompts.tokenizer.added_tokens_decoder
         tokenizer = type(inputs.prompts.tokenizer)
+        # Special, or one of the markers that the model's prompts are made of.
+        for new in (AddedToken("<new>", special=True), AddedToken("<IMG_CONTEXT>", special=False)):
+            tokens = known | {token: new}
+            monkeypatch.setattr(tokenizer, "added_tokens_decoder", property(lambda _: tokens))
+            with pytest.raises(DamagedSample, match=f"^id: caption with the special token {new}$"):
+                inputs.check(dict(image_id="id", caption=caption))
+            monkeypatch.undo()
+        tokens = known | {token: AddedToken("red", special=False)}  # a word is text
         monkeypatch.setattr(tokenizer, "added_tokens_decoder", property(lambda _: tokens))
-        with pytest.raises(DamagedSample, match="^id: caption with the special token <new>$"):
-            inputs.check(dict(image_id="id", caption=caption))
+        inputs.check(dict(image_id="id", caption=caption))
         monkeypatch.undo()
 
 

@@ -43,6 +43,11 @@ def old(completions, captions):
 
 def loss(completions, **kwargs):
     return [0.0]
+
+def clears(completions, captions, **kwargs):
+    completions.clear()
+    captions.clear()
+    return list(completions)
 """
 
 
@@ -55,6 +60,14 @@ def module(tmp_path, monkeypatch):
         "def one(completions, **kwargs):\n    return [1] * len(completions)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_function_that_clears_its_lists_is_named_and_clears_nothing_else():
+    texts, captions = ["a", "b"], ["c", "d"]
+    sentence = r"^--reward user_rewards:clears: returned \[\] for 2 completions, not a list with"
+    with pytest.raises(BadReward, match=sentence):
+        UserReward.parse("user_rewards:clears")(texts, captions=captions)
+    assert texts == ["a", "b"] and captions == ["c", "d"]
 
 
 def test_function_is_called_as_trl_calls_it():
