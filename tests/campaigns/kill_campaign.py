@@ -3,10 +3,12 @@
     python -m tests.campaigns.kill_campaign --kills 100            # one process
     # two by gloo, of which one is killed
     python -m tests.campaigns.kill_campaign --kills 20 --ranks 2
-    # SIGTERM, SIGINT, SIGUSR1 to one rank
+    # signals that ask a run to stop, to one rank
     python -m tests.campaigns.kill_campaign --kills 0 --stops 20
     # a disk that is full (root: mounts tmpfs)
     python -m tests.campaigns.kill_campaign --kills 0 --full 20
+    # in pieces: what is done stands in the file, and a second call goes on
+    python -m tests.campaigns.kill_campaign --kills 60 --state kills.json --minutes 5
 
 Every trial is compared with the run that nobody disturbed: weights, EMA, optimizer, best
 checkpoint, rollouts, every TensorBoard point and picture, the list of files. So that a trial costs
@@ -363,6 +365,21 @@ class Campaign:
     def kills(self) -> int:
         return sum(self.moments.values())
 
+    def read(self, file: Path):
+        """Go on from what earlier calls with the same file have done."""
+        if file.exists():
+            done = json.loads(file.read_text())
+            assert done["ranks"] == self.ranks, f"{file} is of --ranks {done['ranks']}"
+            self.moments, self.stopped = Counter(done["kills"]), Counter(done["stops"])
+            self.failures, self.slowest = done["failures"], done["slowest_seconds"]
+        # Other moments than those of the earlier calls.
+        self.random.seed(f"{self.kills} {self.stopped.total()} {self.random.random()}")
+
+    def write(self, file: Path):
+        done = dict(ranks=self.ranks, kills=self.moments, stops=self.stopped)
+        done |= dict(failures=self.failures, slowest_seconds=self.slowest)
+        file.write_text(json.dumps(done, indent=2) + "\n")
+
 
 def main(argv=None):
     parser = argparse.ArgumentParser()
@@ -371,23 +388,36 @@ def main(argv=None):
     parser.add_argument("--stops", type=int, default=0)
     parser.add_argument("--full", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--state", type=Path, help="file of what is done, to go on from")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, in this call")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as root:
         campaign = Campaign(Path(root), args.ranks, args.seed)
         print(f"a run: {campaign.seconds:.1f} s, {campaign.operations} file operations", flush=True)
-        while campaign.kills < args.kills // 2:
-            campaign.trial(campaign.random.randint(1, campaign.operations), torn=campaign.kills % 2)
-            print(campaign.kills, dict(campaign.moments), len(campaign.failures), flush=True)
-        while campaign.kills < args.kills:
-            campaign.trial()
-            print(campaign.kills, dict(campaign.moments), len(campaign.failures), flush=True)
-        for _ in range(args.stops):
+        if args.state:
+            campaign.read(args.state)
+        until = time.monotonic() + 60 * args.minutes
+
+        def goes_on(is_left: bool) -> bool:
+            print(campaign.kills, dict(campaign.moments), dict(campaign.stopped), flush=True)
+            print(f"{len(campaign.failures)} differ", flush=True)
+            if args.state:
+                campaign.write(args.state)
+            return is_left and time.monotonic() < until
+
+        while goes_on(campaign.kills < args.kills):
+            # By turns at a file operation, half of them torn, and at a random moment.
+            if campaign.kills % 2:
+                campaign.trial()
+            else:
+                operation = campaign.random.randint(1, campaign.operations)
+                campaign.trial(operation, torn=campaign.random.random() < 0.5)
+        while goes_on(campaign.stopped.total() < args.stops):
             campaign.stop()
-            print(dict(campaign.stopped), len(campaign.failures), flush=True)
         for _ in range(args.full):
             campaign.full()
-            print(dict(campaign.stopped), len(campaign.failures), flush=True)
+            goes_on(True)
     print(f"kills by moment: {dict(campaign.moments)}; ranks ended within {campaign.slowest:.1f} s")
     print(f"stops: {dict(campaign.stopped)}")
     raise SystemExit("\n".join(campaign.failures) or None)
