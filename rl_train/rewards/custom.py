@@ -96,7 +96,10 @@ class UserReward:
         if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters.values()):
             columns = {name: column for name, column in columns.items() if name in parameters}
         # Lists of the function's own: what it does to them reaches nothing else.
-        columns = {name: list(column) for name, column in columns.items()}
+        columns = {
+            name: list(column) if isinstance(column, list) else column
+            for name, column in columns.items()
+        }
         values = self.function(completions=list(completions), **columns)
         if isinstance(values, (torch.Tensor, np.ndarray)):
             values = values.tolist()

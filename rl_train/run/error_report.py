@@ -72,7 +72,7 @@ class ErrorReporter:
 def exit_sentence(error: SystemExit) -> str:
     """Return where code has asked Python to exit: a run ends at its last step alone."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = [frame for frame in frames if not frame.filename.endswith("_sitebuiltins.py")][-1]
+    place = [frame for frame in frames if "_sitebuiltins" not in frame.filename][-1]
     return (
         f"{place.filename}, line {place.lineno}, in {place.name}: sys.exit({error.code!r}) would "
         "end an unfinished run as if it were done; raise an exception there, or return a value"

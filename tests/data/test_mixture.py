@@ -21,6 +21,7 @@ class Numbers:
     def __init__(self, first, count):
         self.image_keys = np.arange(first, first + count)
         self.coco_ids = -self.image_keys
+        self.content_keys = np.stack([self.image_keys, self.coco_ids], 1)
 
     def __len__(self):
         return len(self.image_keys)

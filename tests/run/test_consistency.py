@@ -13,7 +13,7 @@ from rl_train.data.digest import digest
 from rl_train.distributed import process_group
 from rl_train.run import consistency
 from tests.ranks import forked
-from tests.runs import CHECKPOINT, REGIONS, flags, run, unmeasured
+from tests.runs import CHECKPOINT, flags, run, unmeasured
 from tools.demo.make_demo import TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -116,7 +116,7 @@ def test_data_and_models_that_differ(refusal, data, tmp_path):
         opened.seek(-1, os.SEEK_END)
         opened.write(bytes([last ^ 1]))
     sentence = refusal({}, dict(data_dir=tmp_path / "other", model_path=model))
-    assert f"rows of the training data: {REGIONS} on rank 0; " in sentence
+    assert "pictures of the training data: " in sentence
     assert "captions of the training data: " in sentence
     assert "of the evaluation data" not in sentence
     assert "weights of --model_path and --sam_path: " in sentence
