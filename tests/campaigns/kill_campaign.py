@@ -161,7 +161,7 @@ def fork_run(data: Path, output: Path, board: Board, ranks: list[dict], operatio
                     if operation:
                         die_at(operation, output, board, torn)
                 size = dict(batch_size=RUN["batch_size"] // len(ranks))
-                train.main(flags(data, output, **RUN | size | resume))
+                train.main(flags(data, output, **RUN | size | resume), loop=train.train)
                 status = 0
             except SystemExit as end:
                 print(end.code)
