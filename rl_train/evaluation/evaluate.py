@@ -160,9 +160,9 @@ class Evaluator:
     def measure_base(self, state: save_load.RunState, log: RunLogger):
         """Measure the run's initial weights: the base, to which a fresh LoRA adds nothing.
 
-        These are the reference's; without one the policy's, which has not moved yet. A run that goes
-        on from a checkpoint reads what it has measured then, if that was of the same samples, base
-        and settings; curves and pictures of it are there.
+        These are the reference's; without one the policy's, which has not moved yet. A run that
+        goes on from a checkpoint reads what it measured at its start, if that was of the same
+        samples, base and settings.
         """
         file, measured = self._file(0), None
         if self.ranks.is_main and state.step:

@@ -130,6 +130,7 @@ IN_THE_WAY = [
     "checkpoint_step_2/training_state.pt",
     "final_model/config.json",
     "wandb.json",
+    "train.log",
 ]
 
 
