@@ -333,7 +333,8 @@ def read_state(folder: str | Path) -> dict:
     except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
         raise DamagedFile(file, f"torch.load cannot read it ({type(error).__name__})") from error
     if not isinstance(state, dict) or STATE_KEYS - state.keys():
-        holds = ", ".join(sorted(map(str, state))) if isinstance(state, dict) else type(state)
+        is_dict = isinstance(state, dict)
+        holds = ", ".join(sorted(map(str, state))) if is_dict else f"a {type(state).__name__}"
         raise DamagedFile(
             file, f"it holds {holds:.200} and not the state of a run; {OTHER_CHECKPOINT}"
         )
