@@ -36,7 +36,7 @@ def write_gar(
 
     Args:
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
-            list of str).
+            list of str). With "image_bytes" that file is stored as it is, in place of "image".
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
@@ -72,7 +72,8 @@ def _records(rows, image_format: str):
     image = data = None
     for row in rows:
         if row["image"] is not image:
-            image, data = row["image"], encode_image(row["image"], image_format)
+            image = row["image"]
+            data = row.get("image_bytes") or encode_image(image, image_format)
         yield _record(row, data)
 
 

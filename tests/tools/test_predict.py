@@ -1,0 +1,97 @@
+"""tools/predict.py: an answer about a picture, by the model's own predict_forward."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sa2va_hf import Sa2VAModel
+from sa2va_hf.tokenizer import load_tokenizer
+from tests.runs import CHECKPOINT, run, unmeasured
+from tools import predict
+from tools.demo.make_points_demo import SHIPPED as POINTS
+
+one_core = pytest.fixture(autouse=True)(unmeasured)
+
+
+@pytest.fixture
+def picture(tmp_path, scenes):
+    """(file of an image, file of a region in it, the region's caption)"""
+    sample = scenes[0]
+    files = tmp_path / "image.png", tmp_path / "region.png"
+    sample["image"].save(files[0])
+    Image.fromarray(sample["mask"]).save(files[1])
+    return *files, sample["caption"]
+
+
+def answer(capsys, *argv) -> list[str]:
+    """The lines that are printed."""
+    predict.main([str(word) for word in argv])
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_mask_is_drawn(picture, tmp_path, capsys):
+    image, _, caption = picture
+    text, output = (
+        f"Please segment {caption.lower()[:-1]} in this image.",
+        tmp_path / "new" / "o.png",
+    )
+    argv = ("--model_path", CHECKPOINT, "--image", image, "--text", text, "--output", output)
+    said, mask, written = answer(capsys, *argv)
+    model = Sa2VAModel.from_pretrained(CHECKPOINT)
+    expected = model.predict_forward(
+        image=Image.open(image), text=f"<image>\n{text}", tokenizer=load_tokenizer(CHECKPOINT)
+    )
+    (drawn,) = expected["prediction_masks"]
+    assert f"{said}<|end|>" == expected["prediction"] and "[SEG]" in said
+    assert mask == f"mask 1: {drawn.sum():,d} of {drawn.size:,d} pixels"
+    changed = np.asarray(Image.open(output)) != np.asarray(Image.open(image))
+    assert np.array_equal(changed.any(-1), drawn[0]) and str(output) in written
+
+
+def test_a_region_is_described(picture, capsys):
+    image, region, _ = picture
+    said, no_mask = answer(capsys, "--model_path", CHECKPOINT, "--image", image, "--region", region)
+    assert len(said.split()) > 3 and "[SEG]" not in said and "<|end|>" not in said
+    assert no_mask == "the answer has no mask"
+
+
+def test_a_checkpoint_of_a_run(picture, data, tmp_path, capsys):
+    image, region, _ = picture
+    output = run(data, tmp_path / "run", max_steps=1, learning_rate=1e-9)
+    argv = ("--image", image, "--region", region, "--role", "teacher")
+    capsys.readouterr()
+    trained = answer(capsys, "--model_path", output / "checkpoint_step_1", *argv)
+    base = answer(capsys, "--model_path", CHECKPOINT, *argv[:-2])
+    assert [line for line in trained if line in base] == base
+
+
+def test_points(picture, tmp_path, capsys):
+    """The shipped tiny models of points answer with box, points and a mask, or say why not."""
+    image, _, caption = picture
+    models = ("--model_path", POINTS / "qwen", "--sam_path", POINTS / "sam", "--image_size", 96)
+    argv = (*models, "--answer_style", "points", "--image", image, "--text", caption)
+    said = answer(capsys, *argv, "--output", tmp_path / "o.png")
+    assert said[-1].endswith("masks of the answer") and (tmp_path / "o.png").is_file()
+    assert said[-2].startswith(("mask 1", "the answer has no mask"))
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (dict(text=None), "--text: needed, unless --region"),
+        (dict(image="nothing.png"), "--image nothing.png is no picture"),
+        (dict(model_path="/nowhere"), "--model_path /nowhere: no such folder"),
+        (dict(region="small.png"), "--region small.png: is 5 x 4 pixels, and --image"),
+        (dict(region="black.png"), "--region black.png: is black everywhere"),
+        (dict(output="o.xyz"), "--output o.xyz: needs the ending of a picture"),
+    ],
+)
+def test_bad_input(picture, tmp_path, monkeypatch, flags, sentence):
+    monkeypatch.chdir(tmp_path)
+    Image.new("L", (5, 4), 255).save("small.png")
+    Image.new("L", Image.open(picture[0]).size).save("black.png")
+    flags = dict(model_path=CHECKPOINT, image=picture[0], text="a") | flags
+    argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    with pytest.raises(SystemExit, match=sentence) as ended:
+        predict.main(argv)
+    assert "\n" not in ended.value.code
