@@ -45,8 +45,8 @@ if [ -n "${VENV-${VIRTUAL_ENV:-.venv}}" ]; then
     CHECK="from importlib.util import find_spec; raise SystemExit(not all(map(find_spec, '$NEEDED'.split())))"
     if ! "$VENV/bin/python" -c "$CHECK" 2>/dev/null; then
         check_venv
-        echo "installing into $VENV"
-        "$VENV/bin/python" -m pip install -q -e ".[test]" -c constraints.txt
+        echo "installing PyTorch, transformers and the other requirements into $VENV: about 2 GB (more with CUDA), some minutes"
+        "$VENV/bin/python" -m pip install -e ".[test]" -c constraints.txt
     fi
     PYTHON=$VENV/bin/python
 else

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from PIL import Image, ImageDraw
+from tqdm import tqdm
 
 from tools.demo.scenes import COLORS as PAINTS
 
@@ -117,7 +118,8 @@ def inside(rng: np.random.Generator, mask: np.ndarray, number: int, margin: int 
 
 def rows(seed: int, split: int, num_scenes: int):
     """Yield rows for `gar_writer.write_gar`: one for each member of each scene."""
-    for index in range(num_scenes):
+    # disable=None: no bar where the output is no terminal
+    for index in tqdm(range(num_scenes), desc="scenes", leave=False, disable=None):
         scene = make_scene(seed, split, index)
         for member in scene.members:
             yield dict(
