@@ -67,6 +67,7 @@ def constant_value(before: torch.Tensor, after: torch.Tensor) -> float | None:
     """
     rows = torch.cat([before, after])
     numerators, denominators = (rows, torch.ones_like(rows)) if rows.ndim == 1 else rows.unbind(1)
+    # The only value that all samples can have: that of their sums.
     value = (numerators.sum() / denominators.sum()).item()
     is_constant = torch.equal(numerators, value * denominators)
     return value if is_constant and (value in (0, 1) or len(before) > 1) else None

@@ -18,10 +18,8 @@ class StepMetrics:
 
     def __init__(self):
         self.mean_totals, self.mean_counts, self.maxima = Counter(), Counter(), {}
-        self.update_sums, self.updates = (
-            Counter(),
-            0,
-        )  # over micro-batches; number of optimizer steps
+        self.update_sums = Counter()  # over micro-batches
+        self.updates = 0  # optimizer steps
         self.pending = []  # (metric, its statistic) of micro-batches that a GPU may still compute
         self.rewards: dict[str, list[float]] = {}  # {task: reward of every row}
         self.num_tokens, self.damaged = 0, []  # sampled; names of samples that were replaced
@@ -41,12 +39,8 @@ class StepMetrics:
 
     def add_rollout(self, scored: ScoredRollout):
         """Count a rollout's tokens, unparsed answers, rewards and signs of reward hacking."""
-        rollout, outcome, task, rows = (
-            scored.rollout,
-            scored.outcome,
-            scored.task.name,
-            len(scored.reward),
-        )
+        rollout, outcome = scored.rollout, scored.outcome
+        task, rows = scored.task.name, len(scored.reward)
         self.num_tokens += int(rollout.valid.sum())
         self.damaged += rollout.batch.damaged
         self.rewards.setdefault(task, []).extend(scored.reward.tolist())
@@ -109,6 +103,7 @@ class StepMetrics:
 
 def to_floats(values: list[torch.Tensor | float]) -> list[float]:
     """Convert tensors () and numbers to floats, with one transfer from the GPU."""
+    # Reading each tensor would wait for the GPU each time.
     on_gpu = [isinstance(v, torch.Tensor) and v.device.type != "cpu" for v in values]
     tensors = [value.double() for value, gpu in zip(values, on_gpu) if gpu]
     fetched = iter(torch.stack(tensors).tolist() if tensors else ())
@@ -125,6 +120,7 @@ def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[
         for name, value in rank.maxima.items():
             metrics[name] = max(metrics.get(name, value), value)
     updates = sum(rank.updates for rank in ranks)
+    # Micro-batches of a rank add up to its part; a step's loss is the mean over ranks.
     metrics |= {name: total / updates for name, total in sums.items()}
     metrics |= {name: totals[name] / counts[name] for name in totals if counts[name]}
     for task in ranks[0].rewards:
@@ -133,6 +129,7 @@ def reduce_metrics(ranks: list[StepMetrics], weights: dict[str, float]) -> dict[
         if len(scored):  # else no reward was obtained, which is not a reward of 0
             metrics[f"{task}/reward_mean"] = scored.mean().item()
             metrics[f"{task}/reward_std"] = scored.std().item() if len(scored) > 1 else 0.0
+    # A component is logged as TASK/NAME; apart until now, so that no other metric is overwritten.
     for name in [name for name in metrics if "/reward/" in name]:
         plain = name.replace("/reward/", "/")
         if plain in metrics:
@@ -180,6 +177,7 @@ class PhaseTimer:
         """Return {phase: seconds}."""
         seconds = Counter()
         if self.gpu:
+            # The last event: all others are before it.
             self.ends[-1][1].synchronize()
         for (_, start), (phase, end) in zip(self.ends, self.ends[1:]):
             seconds[phase] += start.elapsed_time(end) / 1e3 if self.gpu else end - start

@@ -31,6 +31,7 @@ class PhaseRecorder:
         self.inside_call = False  # of a watched function
 
     def begin_step(self):
+        """Begin a step in the phase "encode", with a timer of its own."""
         self.phase, self.timer = "encode", PhaseTimer(self.device)
 
     def end_step(self) -> PhaseTimer:

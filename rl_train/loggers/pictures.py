@@ -91,6 +91,7 @@ def overlay(
     inside = np.array(Image.fromarray(mask.cpu().numpy()).resize(image.size, Image.NEAREST))
     pixels = np.array(image.convert("RGB"))  # (H, W, 3)
     pixels[~inside] = (OUTSIDE * pixels[~inside]).astype(np.uint8)
+    # The contour lies inside the mask, its dark rim outside.
     inner = inside
     for _ in range(CONTOUR):
         inner = shrunk(inner)

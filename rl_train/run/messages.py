@@ -1,4 +1,4 @@
-"""What a run prints: its machine, model and data at the start, a line of a step, what to run next.
+"""Texts that a run prints: machine, model and data, a line of a step, what to run next.
 
 Functions return the text; `print0` prints it and writes it to train.log.
 """
@@ -126,6 +126,7 @@ def step_line(
         seconds: of a step.
     """
     parts = [f"step {step}/{max_steps}"]
+    # Without a signal no update is made, and there is no loss.
     if "total_loss" in values:
         parts.append(f"loss {number(values['total_loss'])}")
     else:

@@ -19,8 +19,10 @@ def cosine_schedule(
     num_warmup = math.ceil(num_updates * warmup_ratio)
 
     def factor(step: int) -> float:
+        """Return the fraction of the base rate at a step."""
         update = step * updates_per_step
         if update < num_warmup:
+            # Above 0 at the first update, so that it is not lost.
             return (update + 1) / (num_warmup + 1)
         progress = min((update - num_warmup) / max(num_updates - num_warmup, 1), 1.0)
         return 0.5 * (1 + math.cos(math.pi * progress))

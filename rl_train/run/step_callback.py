@@ -44,12 +44,20 @@ class StepCallback:
         scored: list[ScoredRollout],
         metrics: StepMetrics,
     ):
+        """End the step in progress.
+
+        Raises:
+            Interrupted: a signal reached any rank; after a checkpoint.
+            FloatingPointError: the newest weights are spoilt; before a checkpoint.
+            UserFault: the judge or the data failed too often.
+        """
         timer = self.run.phases.end_step()
         run_config = self.run.config.run
         num_iterations = self.run.config.optim.num_iterations
         metrics.same_on_ranks["learning_rate"] = self.learning_rate
         if state.roles.has_teacher:
             metrics.same_on_ranks["teacher/decay"] = self.run.teacher_decay(num_iterations - 1)
+        # Before it `state.step` is the step in progress, from now on the steps that are done.
         state.step += 1
         if state.step == self.first_step + 1 and timer.peaks:
             peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in timer.peaks.items())
@@ -57,6 +65,7 @@ class StepCallback:
         self.report(state, scored, metrics, timer)
         is_last, signals = state.step == self.run.max_steps, self.signals
         if is_last or self.evaluator.due(state.step):
+            # Of an accumulated step the last batch is shown.
             for scored_rollout in scored[-len(state.tasks) :]:
                 self.logger.pictures(state.step, scored_rollout, state.policy)
             if not signals.agreed:
@@ -96,6 +105,7 @@ class StepCallback:
             num_asked, metrics.judge_reasons = run.judge.take_failures()
             metrics.add_mean(failed_frac, metrics.judge_reasons.total(), num_asked)
         metrics.interrupt = self.signals.received
+        # Signals travel with the metrics, so they need no collective of their own.
         all_metrics = gather_objects(metrics)
         self.signals.agree([m.interrupt for m in all_metrics])
         values = reduce_metrics(all_metrics, {task.name: task.weight for task in state.tasks})
@@ -139,6 +149,7 @@ class StepCallback:
             seconds = self.unlogged_seconds / len(self.unlogged)
             print0(step_line(state.step, self.run.max_steps, means, components, seconds))
             self.unlogged, self.unlogged_seconds = [], 0.0
+        # Told once: later steps count, and the summary says how many.
         if no_group_has_signal(values, components):
             self.num_without_signal += 1
             if self.num_without_signal == 1:
