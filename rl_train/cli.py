@@ -23,11 +23,8 @@ from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils import hub
 from rl_train.utils.io import check_writable, lock, read_json
 
-PROMPTS_PER_STEP_FACTORS = (
-    "batch_size",
-    "gradient_accumulation_steps",
-    "world_size",
-)  # fixed product
+# Flags whose product stays the same at a resume: a step's samples depend on it.
+PROMPTS_PER_STEP_FACTORS = ("batch_size", "gradient_accumulation_steps", "world_size")
 
 
 @dataclass(frozen=True)
@@ -130,11 +127,13 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
                 f"--resume {args.resume}: a restart would begin there again, --max_restarts needs "
                 "--resume auto"
             )
+    # Code reads every config, also those whose flags a program does not have.
     defaults = CONFIG_CLASSES.keys() - program.configs.keys()
     configs = {name: CONFIG_CLASSES[name]() for name in defaults}
     configs |= {name: read_flags(args, config) for name, config in program.configs.items()}
     chosen = {name: tasks[name] for name in args.tasks}
     options = {name: read_flags(args, task.Options) for name, task in chosen.items()}
+    # A task of weight 0 is left out: it would only cost time.
     active = {name: option for name, option in options.items() if option.weight > 0}
     config = Config(
         **configs,

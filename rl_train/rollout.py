@@ -35,7 +35,7 @@ class Batch:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """(H, W) of each image."""
+        """Size (H, W) of each image."""
         return [tuple(mask.shape) for mask in self.masks]
 
 

@@ -37,6 +37,7 @@ class RunRecord:
     data: Data = field(default_factory=dict)
 
     def write(self, output_dir: Path):
+        """Write the record into an output folder. Raises CannotWrite."""
         write_json(output_dir / RECORD, asdict(self), indent=2)
 
 

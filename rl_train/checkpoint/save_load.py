@@ -90,6 +90,7 @@ class RunState:
     def check_finite(self):
         """Raise FloatingPointError, on all ranks alike, if a weight is NaN or infinite."""
         for role, weights in self.weights().items():
+            # One transfer from the GPU a role.
             finite = torch.stack([weight.isfinite().all() for weight in weights.values()]).tolist()
             if names := [name for name, ok in zip(weights, finite) if not ok]:
                 raise FloatingPointError(f"not finite: {role}: {', '.join(names[:5])}")
@@ -105,6 +106,11 @@ class RunState:
         )
 
     def load_state_dict(self, state: dict):
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError, KeyError: it is of other weights or tasks.
+        """
         for group in state["optimizer"]["param_groups"]:
             group["fused"] = self.optimizer.defaults["fused"]  # this machine's, not the writer's
         self.optimizer.load_state_dict(state["optimizer"])
@@ -162,6 +168,7 @@ def save_if_best(
 ):
     """Write checkpoint_best if metrics["score"] is above that of the one there, if any."""
     best = best_score(output_dir, state.data) if is_main else None
+    # Rank 0 alone has the file; all must decide alike, as `write` is a collective.
     if metrics["score"] > gather_objects(best)[0]:
         write(Path(output_dir) / BEST_CHECKPOINT, state, flags, is_main, metrics)
 

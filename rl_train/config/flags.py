@@ -67,6 +67,7 @@ def number(
     """Return a type for argparse: finite numbers that pass `test`, which `must_be` describes."""
 
     def parse(text: str) -> float:
+        """Return the number of a word. Raises ArgumentTypeError for another one."""
         value = number_type(text)
         if not (math.isfinite(value) and test(value)):
             raise argparse.ArgumentTypeError(f"{text}: must be {must_be}")
@@ -90,7 +91,7 @@ FRACTION_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 
 
 def flags_with(attribute: str, configs: Iterable[type]) -> dict[str, Any]:
-    """{flag: value} of the config classes' flags that declare `attribute`, in order."""
+    """Return {flag: value} of the config classes' flags that declare `attribute`, in order."""
     fields = [field for config in configs for field in dataclasses.fields(config)]
     return {flag_name(field): value for field in fields if (value := field.metadata[attribute])}
 
@@ -121,9 +122,8 @@ def _argparse_options(field: dataclasses.Field) -> dict[str, Any]:
     default = field.default_factory() if is_list else field.default
     if value_type is bool:
         options = dict(action=argparse.BooleanOptionalAction if default else "store_true")
-    elif (
-        value_type is tuple or value_type == list[str]
-    ):  # of words, if the declaration names no other type
+    elif value_type is tuple or value_type == list[str]:
+        # Of words, if the declaration names no other type.
         options = dict(nargs="+", type=str)
     else:
         options = dict(type=number(value_type) if value_type in (int, float) else value_type)

@@ -493,7 +493,7 @@ class Config:
         return "num_generations" in self.flags
 
     def flags_with(self, attribute: str) -> dict[str, Any]:
-        """{flag: value} of the flags that declare a value of `attribute`, an argument of `flag`."""
+        """Return {flag: value} of the flags that declare `attribute`, an argument of `flag`."""
         return flags_with(attribute, self.declared_in)
 
 

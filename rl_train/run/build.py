@@ -112,11 +112,13 @@ def build(config: Config, ranks: RankInfo) -> Run:
     if not process_group.gather_objects(has_begun)[0] and not ranks.is_main:
         check_nothing_in_the_way(config)  # on a disk of this machine
     resume = save_load.find_resume_checkpoint(config.run.resume, config.run.output_dir)
+    # Now, not after the first rollout.
     require_wordnet()
     attribute_phrases = load_attributes(config.data.attributes) if config.data.attributes else {}
     max_tokens = config.rollout.max_completion_length
     user_rewards = build_rewards(config.reward, max_tokens)
     judge = build_judge(config.reward, config.run.seed)
+    # Of the fresh LoRA's weights; rollouts have random numbers of their own.
     torch.manual_seed(config.run.seed)
     train_set, eval_set, damaged = open_data(config.data)
     data = dict(training=data_facts(train_set), evaluation=data_facts(eval_set))
@@ -151,6 +153,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     ablation = build_ablation(config.reward, config.run.seed, train_set, preprocessor)
     if ablation:
         state.tasks = [
+            # A default argument binds the number now, not at the call.
             AblatedTask(task, ablation, lambda number=number: (state.step, number))
             for number, task in enumerate(tasks)
         ]
