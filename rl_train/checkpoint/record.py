@@ -22,7 +22,7 @@ Data = dict[str, dict[str, int | str]]
 
 @dataclass
 class RunRecord:
-    """What a run has written.
+    """Record of the files that a run has written.
 
     Attributes:
         run_id: part of the names of its unfinished folders.
