@@ -20,8 +20,8 @@ from rl_train.distributed.process_group import (
     only_local_rank0,
 )
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
-from rl_train.utils import hub
 from rl_train.utils.io import check_writable, lock, read_json
+from sa2va_hf import hub
 
 # Flags whose product stays the same at a resume: a step's samples depend on it.
 PROMPTS_PER_STEP_FACTORS = ("batch_size", "gradient_accumulation_steps", "world_size")

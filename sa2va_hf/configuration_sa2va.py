@@ -89,12 +89,7 @@ class Sa2VAConfig:
 
     def __init__(self, **raw: Any):
         self.raw = {**_DEFAULTS, **copy.deepcopy(raw)}
-        for key in ("vision_config", "llm_config"):
-            if not isinstance(self.raw.get(key), dict):
-                raise ValueError(
-                    f"config.json: '{key}' is missing; this is not a Sa2VA (sa2va_chat) "
-                    "configuration"
-                )
+        self._check_family()
         self.vision_raw = {**_VISION_DEFAULTS, **self.raw["vision_config"]}
         self._check()
         self.template = self.raw["template"].replace("-", "_")
@@ -110,6 +105,23 @@ class Sa2VAConfig:
         )
         self.sam2 = self._sam2()
 
+    def _check_family(self):
+        """Raise ValueError if the file is of another kind of model than an InternVL's Sa2VA."""
+        if (model_type := self.raw["model_type"]) != "sa2va_chat":
+            raise ValueError(
+                f"config.json: model_type is {model_type!r}; only 'sa2va_chat', Sa2VA's, is "
+                "supported"
+            )
+        for key in ("vision_config", "llm_config"):
+            if not isinstance(self.raw.get(key), dict):
+                parts = [name for name in self.raw if name.endswith("_config")]
+                raise ValueError(
+                    f"config.json: '{key}' is missing; a Sa2VA that is made of InternVL has "
+                    "vision_config and llm_config, and this file has "
+                    f"{' and '.join(parts) or 'neither'} (Sa2VA of Qwen2.5-VL and Qwen3-VL is not "
+                    "supported)"
+                )
+
     def _check(self):
         llms = self.raw["llm_config"].get("architectures") or ["missing"]
         if llms[0] not in SUPPORTED_LLMS:
@@ -119,9 +131,7 @@ class Sa2VAConfig:
                 "whose LLM is Qwen2.5)"
             )
         # What the modules here compute; another value would give other numbers without an error.
-        expected = dict(
-            model_type="sa2va_chat", ps_version="v2", select_layer=-1, downsample_ratio=0.5
-        )
+        expected = dict(ps_version="v2", select_layer=-1, downsample_ratio=0.5)
         for key, value in expected.items():
             if self.raw[key] != value:
                 raise ValueError(

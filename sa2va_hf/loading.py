@@ -7,7 +7,10 @@ import torch
 from safetensors import safe_open
 
 from .configuration_sa2va import Sa2VAConfig
+from .hub import model_folder
 from .weights import find_keys
+
+CALL = "Sa2VAModel.from_pretrained:"  # with which a sentence about its folder begins
 
 # They choose how a model is read or which kernel computes it; True and False give the same model.
 MEANINGLESS = (
@@ -48,14 +51,16 @@ def resolve(
         raise ValueError(f"Sa2VAModel.from_pretrained does not support {', '.join(wrong)}{remedy}")
     if ignored := sorted(name for name in others if name in MEANINGLESS):
         logging.getLogger(__name__).warning("from_pretrained ignores %s", ", ".join(ignored))
+    device = _single_device(_either("device", device, "device_map", device_map))
     dtype = _either("dtype", dtype, "torch_dtype", torch_dtype) or torch.float32
     if dtype == "auto":
-        dtype = Sa2VAConfig.from_pretrained(path).dtype_name or stored_dtype(Path(path))
+        folder = model_folder(CALL, path)
+        dtype = Sa2VAConfig.from_pretrained(folder).dtype_name or stored_dtype(folder)
     # A name as transformers writes it: "bfloat16" or "torch.bfloat16".
     named = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype):
         raise ValueError(f"Sa2VAModel.from_pretrained: dtype {dtype!r} is none of torch's")
-    return named, _single_device(_either("device", device, "device_map", device_map))
+    return named, device
 
 
 def _either(name, value, other, other_value):

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
+from .hub import model_folder
 from .mask_decoder import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, generate, predict_forward
 from .processing_sa2va import normalise_sam_pixels
@@ -281,6 +282,7 @@ class Sa2VAModel(nn.Module):
         """Load the model in the folder `path`: `blank`, then `load_weights`; see there.
 
         Args:
+            path: a folder, or a name on the hub, from which it is downloaded into the hub's cache.
             dtype, torch_dtype: of the weights; default float32, "auto" what config.json says, else
                 the files. device, device_map: one device; default the CPU.
             others: what else transformers knows and means the same model, such as
@@ -290,6 +292,7 @@ class Sa2VAModel(nn.Module):
             ValueError: also one of `others` that would change the model, such as `load_in_8bit`.
         """
         dtype, device = loading.resolve(path, dtype, device, torch_dtype, device_map, others)
+        path = model_folder(loading.CALL, path)
         model = cls.blank(path, dtype)
         model.load_weights(path)
         return model.to(device)

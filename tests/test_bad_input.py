@@ -34,7 +34,8 @@ def complaint(data, tmp_path, capsys):
 
 def test_folder_without_a_model(complaint, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert str(tmp_path / "empty" / "config.json") in complaint(model_path=tmp_path / "empty")
+    sentence = complaint(model_path=tmp_path / "empty")
+    assert f"--model_path {tmp_path / 'empty'}: holds no config.json" in sentence
 
 
 def test_attributes_of_another_form(complaint, tmp_path):

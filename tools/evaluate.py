@@ -53,7 +53,7 @@ from rl_train.evaluation import referring_metrics
 from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
 from rl_train.evaluation.table import before_after_table
-from rl_train.export.load_policy import drop_trained_images, open_policy
+from rl_train.export.load_policy import drop_trained_images, find_base, open_policy
 from rl_train.policies.base import Policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
@@ -237,6 +237,7 @@ def run(args: Namespace, ranks: RankInfo):
     if args.protocol and args.dataset not in REFCOCO_NAMES:
         known = ", ".join(REFCOCO_NAMES)
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
+    find_base(args.model_path, args.checkpoint, "--model_path")  # said before data are read
     dataset = build_dataset(args)
     if args.train_eval_overlap:
         dataset = drop_trained_images(

@@ -3,7 +3,7 @@
 from glob import escape
 from pathlib import Path
 
-from rl_train.utils.hub import local_folder
+from sa2va_hf.hub import local_folder
 
 
 def resolve(data_dir: str | Path, patterns: list[str], parts: list[str] | None = None) -> Path:

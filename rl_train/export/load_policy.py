@@ -16,8 +16,8 @@ from rl_train.distributed.process_group import print0
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import groups_of
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
-from rl_train.utils.hub import model_folder
 from rl_train.utils.io import read_json
+from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 # Flags of a run that its checkpoints' weights depend on.
 ARCHITECTURE = ("lora_r", "lora_alpha", "sam_path", "image_size", "max_image_tokens")
@@ -44,17 +44,9 @@ def open_policy(
     Raises:
         ValueError: there is no such policy, or it is of another family; names the flag.
     """
-    base = folder
-    if (folder / "training_state.pt").is_file():
-        if checkpoint_folder:
-            raise ValueError(
-                f"{flag} {folder} is itself a checkpoint: --checkpoint {checkpoint_folder} is one "
-                "too many"
-            )
-        checkpoint_folder, base = folder, read_json(folder / "config.json")["model_path"]
-    base = model_folder(flag, base)
-    if family and family_of(base) != family:
-        raise ValueError(f"{flag} {folder}: its family is {family_of(base)}, not {family}")
+    base, checkpoint_folder = find_base(folder, checkpoint_folder, flag, family)
+    if config.get("sam_path"):
+        config["sam_path"] = str(model_folder("--sam_path", config["sam_path"]))
     if checkpoint_folder:
         return load_policy(checkpoint_folder, role, base, device, max_new_tokens, **config)
     if role == "teacher":
@@ -62,6 +54,27 @@ def open_policy(
     # A fresh LoRA adds nothing, so its rank is the cheapest.
     config = PolicyConfig(model_path=str(base), lora_r=1, gradient_checkpointing=False, **config)
     return build_policy(config, {}, FAMILIES[family_of(base)].rl_patterns, max_new_tokens, device)
+
+
+def find_base(
+    folder: Path, checkpoint_folder: Path | None, flag: str, family: str | None = None
+) -> tuple[Path, Path | None]:
+    """Return (the base's local folder, the checkpoint or None) of `open_policy`'s arguments.
+
+    Only config.json files are read. Raises ValueError: see there.
+    """
+    base = folder
+    if (folder / CHECKPOINT_FILE).is_file():
+        if checkpoint_folder:
+            raise ValueError(
+                f"{flag} {folder} is itself a checkpoint: --checkpoint {checkpoint_folder} is one "
+                "too many"
+            )
+        checkpoint_folder, base = folder, read_json(folder / "config.json")["model_path"]
+    base = model_folder(flag, base)
+    if (found := family_of(base, flag)) != (family or found):
+        raise ValueError(f"{flag} {folder}: its family is {found}, not {family}")
+    return base, checkpoint_folder
 
 
 def load_policy(
@@ -86,6 +99,8 @@ def load_policy(
     base = model_folder("--model_path", base or flags["model_path"])
     # Checkpoints hold trained weights alone: their shapes follow from the run's flags.
     settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
+    if settings.get("sam_path"):
+        settings["sam_path"] = str(model_folder("--sam_path", settings["sam_path"]))
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
     weights = open_weights(folder / WEIGHT_FILES[role])
     groups = flags.get("trainable_modules") or groups_of(

@@ -11,8 +11,8 @@ from rl_train.distributed.process_group import print0
 from rl_train.evaluation.cycle_metrics import DEFAULT_METRICS_FOR_BEST, selection_score
 from rl_train.export.load_policy import load_policy
 from rl_train.export.model_card import CARD, write_card
-from rl_train.utils.hub import model_folder
 from rl_train.utils.io import read_json
+from sa2va_hf.hub import model_folder
 
 ROLES = ["auto", "policy", "teacher"]
 NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")

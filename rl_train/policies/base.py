@@ -10,6 +10,7 @@ from peft import PeftModel
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
+from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.text import MARKER
 from rl_train.engine import Completions, Engine, ScoreOutput, StopText
@@ -200,6 +201,8 @@ class ModelSpec:
     Attributes:
         name: name by which tasks ask for the family.
         model_type: value of model_type in the config.json of its folders.
+        check: check(config) raises ValueError for flags or folders of other models, by their
+            config.json alone.
         build: (config, groups, max_new_tokens, device) -> the policy.
         rl_patterns: {group: regex} of the weights that reinforcement learning may train.
         group_patterns: {group: regex} of all weights that --trainable_modules may name.
@@ -211,6 +214,7 @@ class ModelSpec:
 
     name: str
     model_type: str
+    check: Callable[[PolicyConfig], None]
     build: Callable[..., Policy]
     rl_patterns: dict[str, str]
     group_patterns: dict[str, str]

@@ -28,6 +28,7 @@ from rl_train.policies.qwen_vl_inputs import (
 from rl_train.policies.qwen_vl_model import (
     PointModel,
     TextModel,
+    check_sam,
     image_preprocessing,
     load_qwen,
     load_sam,
@@ -239,6 +240,15 @@ class QwenVLPolicy(Policy):
         )
 
 
+def check_folders(config: PolicyConfig):
+    """Raise ValueError if no SAM2 is given, or another model as one."""
+    if config.sam_path is None:
+        raise ValueError(
+            f"--model_path {config.model_path}: Qwen2.5-VL draws no mask, give a SAM2 as --sam_path"
+        )
+    check_sam(config.sam_path)
+
+
 def build_policy(
     config: PolicyConfig,
     groups: Iterable[str],
@@ -252,10 +262,6 @@ def build_policy(
             the flag.
     """
     path, dtype = config.model_path, getattr(torch, config.dtype)
-    if config.sam_path is None:
-        raise ValueError(
-            f"--model_path {path}: Qwen2.5-VL draws no mask, give a SAM2 as --sam_path"
-        )
     preprocessing = image_preprocessing(path, config)
     model = PointModel(load_qwen(path, dtype), load_sam(config.sam_path, dtype)).to(device)
     policy = QwenVLPolicy(model, load_tokenizer(path), preprocessing, config)
@@ -271,6 +277,7 @@ def build_policy(
 QWEN_VL = ModelSpec(
     name=QwenVLPolicy.family,
     model_type="qwen2_5_vl",
+    check=check_folders,
     build=build_policy,
     rl_patterns=TRAINABLE,
     group_patterns=TRAINABLE,

@@ -89,15 +89,23 @@ def save_qwen(
         shutil.copyfile(base / INDEX, folder / INDEX)
 
 
+def check_sam(path: str | Path):
+    """Raise ValueError, naming --sam_path, if the folder holds no SAM2."""
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ValueError(f"--sam_path {path}: holds no config.json, so it is no SAM2 folder")
+    model_type = read_json(file).get("model_type")
+    if model_type not in ("sam2", "sam2_video"):
+        raise ValueError(f"--sam_path {path}: config.json says model_type {model_type!r}, not sam2")
+
+
 def load_sam(path: str | Path, dtype: torch.dtype = torch.float32) -> Sam2Model:
     """Load SAM2 for single images: its image encoder in `dtype`, the rest in float32.
 
     Published folders hold the model for videos, whose memory is left out. Raises ValueError if the
     folder holds another model; see `_load`.
     """
-    model_type = read_json(Path(path) / "config.json").get("model_type")
-    if model_type not in ("sam2", "sam2_video"):
-        raise ValueError(f"--sam_path {path}: config.json says model_type {model_type!r}, not sam2")
+    check_sam(path)
     sam = _load("--sam_path", Sam2Model, path, torch.float32)
     sam.vision_encoder.to(dtype)
     return sam

@@ -14,18 +14,45 @@ from rl_train.utils.io import read_json
 FAMILIES = {family.name: family for family in (SA2VA, QWEN_VL)}
 
 
-def family_of(path: str | Path) -> str:
+def family_of(path: str | Path, flag: str = "--model_path") -> str:
     """Return the name in FAMILIES of the model in a folder; without model_type it is Sa2VA's.
 
-    Raises ValueError if config.json names another type of model, or is no JSON.
+    Raises ValueError, naming `flag`, if the folder holds no model or one of another type.
     """
-    file, model_type = Path(path) / "config.json", SA2VA.model_type
-    if file.is_file():
-        model_type = read_json(file).get("model_type", model_type)
+    folder = Path(path)
     families = {family.model_type: family.name for family in FAMILIES.values()}
+    if not (folder / "config.json").is_file():
+        names = sorted(file.name for file in folder.iterdir())
+        raise ValueError(
+            f"{flag} {folder}: holds no config.json, so it is no model folder; found "
+            f"{', '.join(names[:3]) or 'nothing'}{' ..' * (len(names) > 3)} in it"
+        )
+    model_type = read_json(folder / "config.json").get("model_type", SA2VA.model_type)
     if model_type not in families:
-        raise ValueError(f"{file} says model_type {model_type!r}; known: {', '.join(families)}")
+        advice = "; a SAM2 is given as --sam_path" * str(model_type).startswith("sam2")
+        raise ValueError(
+            f"{flag} {folder}: config.json says model_type {model_type!r}; known: "
+            f"{', '.join(families)}{advice}"
+        )
     return families[model_type]
+
+
+def check_model(config: PolicyConfig, tasks: dict[str, str]):
+    """Raise ValueError, naming the flag, if folders are not of the models that the tasks need.
+
+    Only config.json files are read, so that this is said before data are.
+
+    Args:
+        tasks: {task: the family that it needs}.
+    """
+    family = FAMILIES[family_of(config.model_path)]
+    for task, needed in tasks.items():
+        if needed != family.name:
+            raise ValueError(
+                f"--tasks {task}: asks a model of the family {needed}, and --model_path "
+                f"{config.model_path} is of {family.name}"
+            )
+    family.check(config)
 
 
 def build_policy(
@@ -44,13 +71,8 @@ def build_policy(
         ValueError: a folder is not what its flag asks for, a task needs another family, or a group
             is unknown; names the flag.
     """
+    check_model(config, tasks)
     family = FAMILIES[family_of(config.model_path)]
-    for task, needed in tasks.items():
-        if needed != family.name:
-            raise ValueError(
-                f"--tasks {task}: asks a model of the family {needed}, and --model_path "
-                f"{config.model_path} is of {family.name}"
-            )
     if unknown := set(groups) - set(family.group_patterns):
         known = ", ".join(family.group_patterns)
         raise ValueError(

@@ -318,6 +318,12 @@ def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch
     return torch.cat([compute(slice(start, start + MASKS_AT_ONCE)) for start in starts])
 
 
+def check_folders(config: PolicyConfig):
+    """Raise ValueError if --sam_path is given."""
+    if config.sam_path:
+        raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
+
+
 def build_policy(
     config: PolicyConfig,
     groups: Iterable[str],
@@ -327,10 +333,8 @@ def build_policy(
     """Build the policy that `config` names: its base, a fresh LoRA and the groups that train.
 
     Raises:
-        ValueError: --sam_path is given, or the longest prompt leaves no room for an answer.
+        ValueError: the longest prompt leaves no room for an answer.
     """
-    if config.sam_path:
-        raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
     dtype = getattr(torch, config.dtype)
     model = Sa2VAModel.from_pretrained(config.model_path, dtype=dtype, device=device)
     processor = Sa2VAProcessor(model.config, config.max_tiles)
@@ -349,6 +353,7 @@ def build_policy(
 SA2VA = ModelSpec(
     name=Sa2VAPolicy.family,
     model_type="sa2va_chat",
+    check=check_folders,
     build=build_policy,
     rl_patterns=TRAINABLE,
     group_patterns=GROUPS,

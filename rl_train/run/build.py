@@ -29,7 +29,7 @@ from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
 from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
-from rl_train.policies.registry import FAMILIES, build_policy, family_of
+from rl_train.policies.registry import FAMILIES, build_policy, check_model, family_of
 from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.ablations import AblationReward
 from rl_train.rewards.attributes import AttributePhrases, load_attributes
@@ -49,9 +49,9 @@ from rl_train.run.memory_check import standing_memory
 from rl_train.run.schedules import cosine_schedule, follow_new_length
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
-from rl_train.utils import hub
 from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json
 from rl_train.utils.rng import RowRNG
+from sa2va_hf import hub
 
 CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks at
 
@@ -105,6 +105,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     print0(messages.machine(ranks))
     print_warning(messages.unused_gpu(ranks))
     config = replace(config, policy=download_models(config.policy))
+    check_model(config.policy, families_of(config))
     flags = config.flags | dict(world_size=ranks.world_size)
     if ranks.is_main:
         check_output_dir(config, flags)
@@ -193,6 +194,11 @@ def download_models(config: PolicyConfig) -> PolicyConfig:
     return replace(config, model_path=model_path, sam_path=sam_path)
 
 
+def families_of(config: Config) -> dict[str, str]:
+    """Return {task: the family of models that it needs}."""
+    return {name: task.family for name, task in config.task_classes.items()}
+
+
 def build_rewards(config: RewardConfig, max_tokens: int) -> tuple[UserReward, ...]:
     """Load what is added to every task's reward. Raises ValueError, naming --reward."""
     rewards = tuple(map(UserReward.parse, config.reward))
@@ -240,12 +246,11 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
 
 def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
-    families = {name: task.family for name, task in config.task_classes.items()}
     family = FAMILIES[family_of(config.policy.model_path)]
     print0(f"model: {family.name} of {config.policy.model_path}, {config.policy.dtype}")
     policy = build_policy(
         config.policy,
-        families,
+        families_of(config),
         trainable_groups(config),
         config.rollout.max_completion_length,
         ranks.device,

@@ -14,10 +14,14 @@ from PIL import Image
 from rl_train.data import DescribeAnythingDataset, GraspAnyRegionDataset
 from rl_train.data.hub import resolve
 from rl_train.export.load_policy import open_policy
-from rl_train.utils.hub import model_folder
+from sa2va_hf import Sa2VAModel
+from sa2va_hf.hub import model_folder
 from tests.data.dam_splits import PNGS, region
 from tests.data.dam_splits import write as write_dam
+from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import CHECKPOINT, run, unmeasured, weights
+from tools import evaluate, export, inspect_data
+from tools.experiments import cross_play
 from tools.gar_writer import encode_mask, write_gar
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed (extra: test)")
@@ -110,11 +114,10 @@ def test_of_a_split_of_describe_anything_neither(repository):
 
 
 def test_a_model_is_fetched_without_programs_and_pickles(repository):
-    kept = ["config.json", "model.safetensors", "tokenizer.json", "merges.txt"]
+    kept = ["config.json", "model.safetensors", "tokenizer.json", "merges.txt", "README.md"]
     others = [
         "modeling_x.py",
         "pytorch_model.bin",
-        "README.md",
         "onnx/config.json",
         "a.safetensors/b",
     ]
@@ -138,6 +141,53 @@ def test_a_run_and_its_evaluation_from_a_model_on_the_hub(repository, data, tmp_
         policy = open_policy(output / "checkpoint_step_1", None, "policy", torch.device("cpu"))
         trained = weights(output, 1)
         assert all(torch.equal(p, trained[name]) for name, p in policy.trainable.items())
+
+
+def test_names_on_the_hub_wherever_a_model_is_given(repository, data, monkeypatch, capsys):
+    """By `Sa2VAModel`, tools.evaluate and an experiment."""
+    shutil.copytree(CHECKPOINT, repository.source)
+    model = Sa2VAModel.from_pretrained("owner/tiny", dtype="auto")
+    assert model.folder == repository.cache and model.dtype == torch.bfloat16
+    model.require_tokenizer()
+    how = ["--data_dir", str(data / "heldout"), "--num_samples", "2", "--dtype", "float32"]
+    how += ["--max_completion_length", "8", "--num_workers", "0"]
+    for _ in unmeasured(monkeypatch):
+        evaluate.main(["--model_path", "owner/tiny", *how])
+        assert "seg_iou" in capsys.readouterr().out
+        players = ["--speakers", "owner/tiny", "--listeners", "owner/tiny"]
+        cross_play.main([*players, *how])
+        assert "owner/tiny -> owner/tiny" in capsys.readouterr().out
+
+
+def test_a_sam2_on_the_hub_and_the_base_of_an_export(data, tmp_path, monkeypatch):
+    """Both names stay in config.json, and the export finds both again."""
+    sources = dict(qwen=write_qwen(tmp_path / "qwen"), sam=write_sam(tmp_path / "sam"))
+
+    def fetch(name, repo_type, allow_patterns, ignore_patterns):
+        return str(sources[name.removeprefix("owner/")])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    points = dict(tasks="point_segmentation", answer_style="points", image_size=56)
+    points |= dict(latent_std=None, max_completion_length=4)
+    for _ in unmeasured(monkeypatch):
+        how = dict(model_path="owner/qwen", sam_path="owner/sam", max_steps=1, **points)
+        output = run(data, tmp_path / "run", **how)
+    flags = json.loads((output / "config.json").read_text())
+    assert (flags["model_path"], flags["sam_path"]) == ("owner/qwen", "owner/sam")
+    checkpoint = output / "checkpoint_step_1"
+    words = ["--checkpoint", str(checkpoint), "--output", str(tmp_path / "new"), "--role", "policy"]
+    export.main([*words, "--model_path", "owner/qwen"])
+    config = (sources["qwen"] / "config.json").read_bytes()
+    assert (tmp_path / "new" / "config.json").read_bytes() == config
+
+
+def test_a_data_set_on_the_hub_is_inspected(tmp_path, monkeypatch, capsys):
+    write_gar([ROW], tmp_path / "snapshot")
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path / "snapshot")
+    )
+    inspect_data.main(["--data_dir", "owner/set", "--num_workers", "0"])
+    assert "1 rows" in capsys.readouterr().out
 
 
 def rows_for_datasets():

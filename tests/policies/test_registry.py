@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch) -> Path:
         QWEN_VL,
         name="tiny",
         model_type="tiny_chat",
+        check=lambda config: None,
         build=build,
         group_patterns={"head": "^head"},
         citation=ENTRY,
@@ -60,7 +61,7 @@ def test_a_new_family_is_built(folder):
 def test_sa2va_takes_no_other_sam2():
     config = PolicyConfig(model_path="M", sam_path="S")
     with pytest.raises(ValueError, match="--sam_path S: the model in --model_path has its own"):
-        SA2VA.build(config, ["lora"], 8, torch.device("cpu"))
+        SA2VA.check(config)
 
 
 def test_a_new_family_has_card_and_citations(folder, tmp_path):

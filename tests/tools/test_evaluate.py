@@ -249,7 +249,7 @@ def test_bad_input(data, base, trained, tmp_path):
     refused("--subsets", "only for gar", dataset="reasonseg", subsets="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)
-    refused("config.json", "is not a Sa2VA checkpoint folder", model_path=tmp_path)
+    refused("holds no config.json, so it is no model folder", model_path=tmp_path)
     (tmp_path / "old.json").write_text('{"means": 1}')
     refused("--before", "old.json", "image_ids", before=tmp_path / "old.json")
     (tmp_path / "old.json").write_text('{"image_ids": [], "references": [], "values": {}}')

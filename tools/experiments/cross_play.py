@@ -28,7 +28,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0, raise_on_any_rank
 from rl_train.evaluation.bootstrap import bootstrap, means, paired_difference, rows_of
 from rl_train.evaluation.cycle_metrics import measure_captions
-from rl_train.export.load_policy import open_policy
+from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va_queries import describe
 from rl_train.utils.io import check_writable
 from tools.evaluate import build_dataset
@@ -185,6 +185,8 @@ def run(args: argparse.Namespace, device: torch.device | str):
     for flag, players in (("--speakers", args.speakers), ("--listeners", args.listeners)):
         if len(set(players)) < len(players):
             raise ValueError(f"{flag} {' '.join(players)}: one of them is there twice")
+        for player in players:  # said before data are read
+            find_base(Path(player.removesuffix(TEACHER)), None, flag)
     dataset = build_dataset(args)
     spoken = {speaker: speak(speaker, dataset, args, device) for speaker in args.speakers}
     pairs = []

@@ -42,7 +42,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import bootstrap
 from rl_train.evaluation.cycle_metrics import sample_captions
-from rl_train.export.load_policy import open_policy
+from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import describe
 from rl_train.rewards import LLMJudge
@@ -176,6 +176,7 @@ def caption_all(
 def caption(args: argparse.Namespace):
     """Write the captions of a model. Raises ValueError for what is wrong in flags and files."""
     check_writable("--captions", args.captions, is_file=True)
+    find_base(args.model_path, args.checkpoint, "--model_path", Sa2VAPolicy.family)
     dataset, ranks = BenchRegions(args.data_dir), process_group.init()
     policy = open_policy(
         args.model_path,

@@ -28,7 +28,7 @@ from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import paired_difference
-from rl_train.export.load_policy import open_policy
+from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va_queries import answer_captions, row_masks
 from rl_train.rewards import mask_iou
 from rl_train.utils.io import check_writable
@@ -160,6 +160,7 @@ def table(results: dict[str, dict]) -> str:
 def run(args: argparse.Namespace, ranks: process_group.RankInfo):
     """Choose, apply, print and write; ValueError for what is wrong in the flags and files."""
     check_writable("--output", args.output, is_file=True)
+    find_base(args.model_path, None, "--model_path")  # said before data are read
     training, heldout, damaged = split_dataset(
         DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
     )

@@ -41,6 +41,7 @@ def test_the_policy_hears_itself_as_in_an_evaluation(data, model, tmp_path, monk
         return model
 
     monkeypatch.setattr(cross_play, "open_policy", open_policy)
+    monkeypatch.setattr(cross_play, "find_base", lambda *_: None)
     file = tmp_path / "new" / "cross.json"
     asked = ("--distractors", "--output", file)
     cross_play.main(flags(data, ["base", "run/checkpoint_step_2:teacher"], ["base"], *asked))
