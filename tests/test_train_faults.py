@@ -73,6 +73,15 @@ def test_a_function_of_the_users_own_that_exits_is_a_crash(data, tmp_path, monke
     assert "would end an unfinished run as if it were done" in sentence
 
 
+def test_a_sampler_that_exits_is_named_before_the_first_step(data, tmp_path, monkeypatch):
+    module = tmp_path / "leaving_sampler.py"
+    module.write_text("import sys\n\ndef order(*_):\n    sys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match=f"^rl_train: {module}, line 4, in order: sys.exit"):
+        run(data, tmp_path / "run", sampler="leaving_sampler:order")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_module_that_exits_when_imported_is_named(data, tmp_path, monkeypatch, capsys):
     (tmp_path / "exits.py").write_text("import sys\n\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -111,7 +111,9 @@ class Reader:
             return
         self._num_resized += resized
         self._samples.append(sample)
-        self._keys.append((key, coco, content_key(caption), content_key(rle)))
+        # All that a reader knows of the target counts as the mask, but not the sample's name.
+        target = replace(sample, read=None, image_id="") if isinstance(sample, Region) else ""
+        self._keys.append((key, coco, content_key(caption), content_key(f"{rle!r} {target!r}")))
 
     def _finish(self, data_dir: str | Path):
         """Set the keys of the samples. Raises ValueError if there is no sample."""
@@ -188,9 +190,9 @@ def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarr
     return mask
 
 
-def content_key(content: str | RLE | None) -> int:
-    """Hash a caption, or a mask as its file holds it, to 64 bits."""
-    data = repr(content).encode(errors="backslashreplace")
+def content_key(content: str) -> int:
+    """Hash a caption, or what describes a mask, to 64 bits."""
+    data = content.encode(errors="backslashreplace")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 

@@ -71,8 +71,9 @@ class SegZeroDataset(Reader):
             not isinstance(name, str) or not name or Path(name).name != name
         ):  # it would lead out of the folder
             return None
-        image = check_read(lambda: map_file(self._masks / f"{name}.png"))
-        return whole_mask(image[0])
+        size, key = check_read(lambda: map_file(self._masks / f"{name}.png"))
+        mask = whole_mask(size)
+        return mask and mask | dict(file_key=key)  # tells another mask of this size
 
     def _region(self, i: int) -> Region:
         region = self._samples[i]

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from torch.utils.data import Subset
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import GraspAnyRegionDataset, SegZeroDataset
 from rl_train.data.digest import NUM_WHOLE_IMAGES, changes, data_facts
 from rl_train.data.images import image_key
 from rl_train.data.mixture import MixtureDataset
+from tests.data.test_segzero import GREY
+from tests.data.test_segzero import write as write_segzero
 
 
 class Regions:
@@ -72,6 +74,27 @@ def test_a_change_in_the_middle_of_an_image_is_seen_in_some_images():
     image = bytes(1500) + b"x" + bytes(1499)
     assert changes(before, data_facts(regions(images={0: image}, **many)))
     assert not changes(before, data_facts(regions(images={1: image}, **many)))
+
+
+def test_every_caption_and_mask_counts():
+    """Also of samples between those whose images are read whole."""
+    many = dict(count=4 * NUM_WHOLE_IMAGES)
+    before = data_facts(regions(**many))
+    for i in range(8):
+        said = changes(before, data_facts(regions(captions={i: "other"}, **many)))
+        assert said == f"{4 * NUM_WHOLE_IMAGES} rows as before, but other captions"
+        said = changes(before, data_facts(regions(masks={i: "other"}, **many)))
+        assert said == f"{4 * NUM_WHOLE_IMAGES} rows as before, but other masks"
+
+
+def test_another_mask_file_of_the_same_size_counts(tmp_path):
+    rows, other = [("7", "the cup"), ("8", "the dog")], 255 - GREY
+    facts = [
+        data_facts(SegZeroDataset(write_segzero(tmp_path / name, rows, {"7": GREY, "8": mask})))
+        for name, mask in (("one", GREY), ("same", GREY), ("other", other))
+    ]
+    assert facts[0] == facts[1]
+    assert changes(facts[0], facts[2]) == "2 rows as before, but other masks"
 
 
 def test_a_moved_folder_has_the_same_facts(data, tmp_path):
