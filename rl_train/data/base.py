@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rl_train.data.errors import BadData, DamagedSample, Report
+from rl_train.data.errors import NUM_PLACES, BadData, DamagedSample, Report, describe_skipped
 from rl_train.data.images import DAMAGED, NOT_COCO, Encoded, ImageCheck, decode_image
 from rl_train.data.rle import (
     BAD_MASK,
@@ -51,7 +51,10 @@ class RegionDataset(Protocol):
         """Read the image of sample i as its file holds it. Raises one of DAMAGED."""
 
     def report(self) -> Report:
-        """Return {"kept", "rows", "skipped": {reason: regions}, "resized_masks"}."""
+        """Return {"kept", "rows", "skipped": {reason: regions}, "resized_masks"}.
+
+        If any are skipped, also {"first_skipped": {reason: places of the first ones}}.
+        """
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Reader:
     def __init__(self):
         self._num_rows, self._num_resized = 0, 0
         self._skipped = Counter()  # {reason: regions, or rows without any}
+        self._first_skipped: dict[str, list[str]] = {}  # {reason: places of the first of them}
         self._samples: Sequence[Region | str | tuple[int, int, int]] = []
         # Key and COCO id of each sample's image, keys of its caption and its mask.
         self._keys: list[tuple[int, int, int, int]] = []
@@ -108,6 +112,8 @@ class Reader:
             reason, resized = check_mask(rle, size[::-1])
         if reason:
             self._skipped[reason] += 1
+            if self._skipped[reason] <= NUM_PLACES:
+                self._first_skipped.setdefault(reason, []).append(self._place(sample))
             return
         self._num_resized += resized
         self._samples.append(sample)
@@ -122,10 +128,18 @@ class Reader:
         self.content_keys = keys[:, 2:].copy()
         del self._keys
         if not len(self):
-            raise ValueError(f"--data_dir {data_dir} holds no usable region: {self.report()}")
+            reasons = describe_skipped(self.report()) or "there is none"
+            raise ValueError(
+                f"--data_dir {data_dir} holds no usable region: {reasons}; every region needs an "
+                "image, a mask that is not empty and a caption"
+            )
 
     def image_id(self, i: int) -> str:
         return self._samples[i].image_id
+
+    def _place(self, sample: Region | str | tuple[int, int, int]) -> str:
+        """Return where a sample stands, for a message: its file and row, or else its id."""
+        return sample.image_id
 
     def _region(self, i: int) -> Region:
         """Return sample i without its image. Raises DamagedSample or BadData."""
@@ -145,11 +159,13 @@ class Reader:
 
     def report(self) -> Report:
         """Return the counts of what opening read and kept, by name."""
+        places = dict(first_skipped=self._first_skipped) if self._skipped else {}
         return dict(
             kept=len(self),
             rows=self._num_rows,
             skipped=dict(self._skipped),
             resized_masks=self._num_resized,  # of the kept, of another size than their image
+            **places,
         )
 
 

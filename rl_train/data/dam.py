@@ -65,6 +65,9 @@ class DescribeAnythingDataset(Reader):
     def image_id(self, i: int) -> str:
         return json.loads(self._samples[i].as_py())[0]
 
+    def _place(self, sample: str) -> str:
+        return json.loads(sample)[0]
+
     def _region(self, i: int) -> Region:
         _, caption, rle, location = json.loads(self._samples[i].as_py())
         return Region(lambda: self._read(location), rle, caption)

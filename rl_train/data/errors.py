@@ -11,8 +11,10 @@ import pyarrow as pa
 
 from rl_train.utils.io import UserFault
 
-# {"kept", "rows", "resized_masks": counts; "skipped": {reason: regions}} of a data set
-Report = dict[str, int | dict[str, int]]
+# {"kept", "rows", "resized_masks": counts; "skipped": {reason: regions}; "first_skipped": {reason:
+# where the first of them stand}} of a data set
+Report = dict[str, int | dict[str, int] | dict[str, list[str]]]
+NUM_PLACES = 3  # that are named for each reason
 # What the libraries raise that read a file of other contents than they expect.
 UNREADABLE = (
     OSError,
@@ -60,6 +62,18 @@ def reading(path: Path, contents: str) -> Iterator[None]:
         raise BadData(f"{path} is not a readable {contents}: {error!r}") from error
 
 
+def describe_skipped(report: Report, num_damaged: int = 0) -> str:
+    """Return the reasons why regions are bad, their counts and where the first of them stand."""
+    # A sum of counters leaves out what is 0.
+    reasons = Counter(report["skipped"]) + Counter({"damaged when decoded": num_damaged})
+    words = []
+    for reason, count in reasons.most_common():
+        places = report.get("first_skipped", {}).get(reason, [])[:NUM_PLACES]
+        more = ", .." if count > len(places) else ""
+        words.append(f"{reason}: {count}" + (f" ({', '.join(places)}{more})" if places else ""))
+    return ", ".join(words)
+
+
 def check_bad_fraction(report: Report, num_damaged: int, limit: float, where: str = ""):
     """Raise BadData, with the counts by reason, if more than the fraction `limit` of a set is bad.
 
@@ -69,14 +83,12 @@ def check_bad_fraction(report: Report, num_damaged: int, limit: float, where: st
         where: begins the error's sentence.
     """
     total = report["kept"] + sum(report["skipped"].values())
-    # A sum of counters leaves out what is 0.
-    reasons = Counter(report["skipped"]) + Counter({"damaged when decoded": num_damaged})
-    bad = reasons.total()
+    bad = sum(report["skipped"].values()) + num_damaged
     if bad > limit * total:
-        words = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
         raise BadData(
             f"{where}{bad} of {total} regions ({bad / total:.1%}) are bad, more than "
-            f"--max_bad_fraction {limit:g}: {words}"
+            f"--max_bad_fraction {limit:g}: {describe_skipped(report, num_damaged)}; mend them, or "
+            "raise the flag to skip them"
         )
 
 

@@ -55,6 +55,10 @@ class GraspAnyRegionDataset(Reader):
         suffix = "" if region == SINGLE_REGION else f"-{region}"
         return f"{self._parts[shard]}/{self._shards[shard].path.stem}/{row}{suffix}"
 
+    def _place(self, sample: tuple[int, int, int]) -> str:
+        shard, row, _ = sample
+        return f"{self._shards[shard].path.relative_to(self._root)} row {row}"
+
     def _region(self, i: int) -> Region:
         number, row, region = self._samples[i].tolist()
         shard = self._shards[number]

@@ -3,7 +3,7 @@
 Letters: K data sets of n_k samples, n in all; P prompts a step.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 from torch.utils.data import Subset
@@ -41,11 +41,16 @@ class MixtureDataset:
         """Return the sums of the data sets' counts, and in "of_each" those of each by its name."""
         of_each = {name: dataset.report() for name, dataset in self.datasets.items()}
         reports = list(of_each.values())
+        first_skipped = defaultdict(list)
+        for name, report in of_each.items():
+            for reason, places in report.get("first_skipped", {}).items():
+                first_skipped[reason] += [f"{name}: {place}" for place in places]
         return dict(
             kept=sum(report["kept"] for report in reports),
             rows=sum(report["rows"] for report in reports),
             skipped=dict(sum((Counter(report["skipped"]) for report in reports), Counter())),
             resized_masks=sum(report["resized_masks"] for report in reports),
+            first_skipped=dict(first_skipped),
             of_each=of_each,
         )
 

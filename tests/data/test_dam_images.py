@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from rl_train.data import DATASETS, DescribeAnythingDataset
 from tests.campaigns.messy_cases import Bomb
+from tests.data.counts import counts
 from tests.data.dam_splits import IMAGES, PNGS, add, region, samples, write
 
 
@@ -55,7 +56,7 @@ def test_members_that_are_no_files_are_no_images_and_nothing_is_unpickled(tmp_pa
         add(tar, "folder", type=tarfile.DIRTYPE)
     dataset = DescribeAnythingDataset(tmp_path)
     assert samples(dataset) == [("SAV/a/0", "A cup.")]
-    assert dataset.report() == {
+    assert counts(dataset) == {
         "rows": 4,
         "kept": 1,
         "skipped": {"no image": 3},

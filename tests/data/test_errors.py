@@ -22,11 +22,11 @@ def test_above_the_limit_names_flag_and_counts():
     with pytest.raises(
         ValueError,
         match=r"^2 of 100 regions \(2.0%\) are bad, more than --max_bad_fraction 0.01: "
-        r"no image: 1, bad mask RLE: 1$",
+        r"no image: 1, bad mask RLE: 1; mend them, or raise the flag to skip them$",
     ):
         check_bad_fraction(REPORT, 0, 0.01)
     with pytest.raises(
         ValueError,
-        match=r"^5 of 100 .* 0.04: damaged when decoded: 3, no image: 1, bad mask RLE: 1$",
+        match=r"^5 of 100 .* 0.04: damaged when decoded: 3, no image: 1, bad mask RLE: 1; mend",
     ):
         check_bad_fraction(REPORT, 3, 0.04)

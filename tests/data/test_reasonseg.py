@@ -11,6 +11,7 @@ from PIL import Image
 from rl_train.data import DamagedSample, ReasonSegDataset
 from rl_train.data.reasonseg import read_images
 from rl_train.data.text import BLANK
+from tests.data.counts import counts
 from tools.gar_writer import encode_image
 
 W, H = 20, 12
@@ -37,7 +38,7 @@ def test_rows_are_read_from_all_files(tmp_path):
     write(tmp_path / "data", [row(9, "other", ~MASK)], "test-00001-of-00002.parquet")
     dataset = ReasonSegDataset(tmp_path)
     assert len(dataset) == 4 and len(set(dataset.image_keys)) == 4
-    assert dataset.report() == dict(kept=4, rows=4, skipped={}, resized_masks=0)
+    assert counts(dataset) == dict(kept=4, rows=4, skipped={}, resized_masks=0)
     for k in (3, 0, 2, 1):
         sample = dataset[k]
         assert sample["caption"] == (f"text {k}" if k < 3 else "other")
@@ -53,7 +54,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
     rows = [row(), row(text=" "), row(mask=None), row(mask=[]), row(mask=RAGGED), row(image=cut)]
     rows += [row(mask=np.zeros_like(MASK)), row(mask=np.ones((H // 2, W // 2), dtype=bool))]
     dataset = ReasonSegDataset(write(tmp_path, rows))
-    assert dataset.report() == dict(
+    assert counts(dataset) == dict(
         kept=2,
         rows=8,
         skipped={

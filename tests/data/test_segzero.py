@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, SegZeroDataset
+from tests.data.counts import counts
 from tests.data.test_refcoco import BOX, MASK, PHRASES, image_name, ref, write_image
 from tests.data.test_refcoco import write as write_refcoco
 from tools.gar_writer import encode_image
@@ -49,7 +50,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
     rows = [("1", "a"), ("2", "b"), ("../1", "c"), ("3", " "), ("4", "e"), ("5", "f")]
     masks = {"1": GREY, "3": GREY, "4": GREY[:7], "5": np.zeros_like(GREY)}
     dataset = SegZeroDataset(write(tmp_path, rows, masks))
-    assert dataset.report() == dict(
+    assert counts(dataset) == dict(
         kept=3,
         rows=6,
         skipped={"no mask": 2, "blank caption": 1},

@@ -10,6 +10,7 @@ from PIL import Image
 
 from rl_train.data import DATASETS, DamagedSample
 from tests.campaigns import messy_data
+from tests.data.counts import counts
 from tools import inspect_data
 from tools.inspect_data import REGION, contact_sheet, outlined
 
@@ -40,7 +41,7 @@ def test_a_reader_reports_what_was_planted(planted, name):
             )
         except DamagedSample as error:
             damaged[error.reason] += 1
-    assert dataset.report() | {"damaged": damaged} == expected[name]
+    assert counts(dataset) | {"damaged": damaged} == expected[name]
     assert len(expected[name]["skipped"]) >= 6 and len(damaged) == 2
 
 
