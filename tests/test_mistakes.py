@@ -91,7 +91,7 @@ def test_too_few_samples(said):
 
 def test_an_existing_folder(said, data, tmp_path, monkeypatch):
     for _ in unmeasured(monkeypatch):
-        run(data, tmp_path / "run", max_steps=1, merge_at_end="none")
+        run(data, tmp_path / "run", max_steps=1)
     sentence = said()
     assert f"--output_dir {tmp_path / 'run'}" in sentence and "--resume" in sentence
 
@@ -108,14 +108,6 @@ def no_wordnet(monkeypatch, tmp_path):
 
 def test_no_wordnet(said, no_wordnet):
     assert "run `python -m tools.fetch_wordnet`" in said()
-
-
-def test_a_checkpoint_folder_as_a_model(said, data, tmp_path, monkeypatch):
-    """It is taken, or answered with the command that exports it."""
-    for _ in unmeasured(monkeypatch):
-        run(data, tmp_path / "first", max_steps=1, merge_at_end="none")
-    checkpoint = tmp_path / "first" / "checkpoint_step_1"
-    assert "tools.export" in said(model_path=checkpoint)
 
 
 def test_an_old_python(tmp_path):

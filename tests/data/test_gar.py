@@ -133,7 +133,7 @@ def test_unusable_rows_are_skipped_and_counted(tmp_path, reason):
 def test_a_set_without_a_usable_region_is_refused(tmp_path):
     with pytest.raises(
         ValueError,
-        match=r"--data_dir .* no usable region: blank caption: 1 \(Part1/data-00000-of-00001.arrow row 0\)",
+        match=r"--data_dir .* no usable region: blank caption: 1 \(Part1/data-.*row 0\)",
     ):
         read(tmp_path, row(conversations=turns(("gpt", ""))))
 
