@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_train.utils.io import DamagedFile, read_json, write_json
 
-RECORD = ".rl_train.json"
+RECORD = ".rl_train_record.json"
 CHECKPOINT_NAME = re.compile(r"checkpoint_step_(0|[1-9][0-9]*)")
 BEST_CHECKPOINT = "checkpoint_best"
 FINAL_MODEL = "final_model"  # written at the end of a run from the last checkpoint
