@@ -55,6 +55,7 @@ class ReasonSegDataset(Reader):
         file = pq.ParquetFile(path)
         check_columns(file.schema_arrow, path, COLUMNS)
         for group in range(file.num_row_groups):
+            # Row group by row group, as a file may exceed the memory.
             table = file.read_row_group(group, columns=["text", "mask"])
             for row, (text, mask) in enumerate(zip(table["text"].to_pylist(), table["mask"])):
                 read, rle = partial(self._read, path, group, row), encode_rows(mask)

@@ -60,7 +60,7 @@ class PointPrompt:
 
 
 class AnswerParseError(ValueError):
-    """A text is no valid answer; the message is one of REASONS."""
+    """Error of a text that is no valid answer; the message is one of REASONS."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,7 @@ class AnswerFormat:
 
         Answers of segzero have one box and two points, of visionreasoner a box for each point.
         """
+        # Whole numbers without ".0", as published answers have them.
         prompt = prompt.map(lambda values: tuple(int(v) if v == int(v) else v for v in values))
         negatives = {NEGATIVES: prompt.negative} if self.with_negatives else {}
         if self.style == "segzero":
@@ -167,6 +168,7 @@ class AnswerFormat:
             pairs = zip(prompt.boxes, prompt.positive, strict=True)
             content = [dict(zip(KEYS["visionreasoner"], pair)) for pair in pairs]
             if content:
+                # The points of a whole answer stand in its first object.
                 content[0] |= negatives
         else:
             box = {"bbox": prompt.boxes[0]} if prompt.boxes else {}

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL as a policy that answers boxes and points, from which SAM2 draws masks.
+"""Qwen2.5-VL as a policy that answers boxes and points, from which SAM2 predicts masks.
 
 Only a LoRA on the language model trains. So an image is encoded once for all rows, tasks and roles.
 
@@ -90,6 +90,7 @@ class QwenVLPolicy(Policy):
         self.model, self.tokenizer, self.preprocessing = model, tokenizer, preprocessing
         vlm = model.vlm
         self.context = vlm.config.text_config.max_position_embeddings  # tokens
+        # An answer ends where the chat template's turn does.
         self.stop = StopText(tokenizer, STOP_TEXTS, vlm.config.text_config.vocab_size)
         self.base_dtype = vlm.lm_head.weight.dtype
         self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
@@ -131,6 +132,7 @@ class QwenVLPolicy(Policy):
         )
 
     def encode_text(self, text: str) -> list[int]:
+        """Return the ids of a text, in which special tokens are encoded as such."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     @torch.no_grad()
@@ -141,6 +143,7 @@ class QwenVLPolicy(Policy):
         seen_sizes = [tuple(image.shape[1:]) for image in pixels]
         p, unit = preprocessing.patch, preprocessing.factor
         patch_grids = torch.tensor([(1, h // p, w // p) for h, w in seen_sizes])
+        # All images in one call: (patches of all, ..) -> (tokens, C) of each.
         vision = self.model.vlm.get_image_features(values, patch_grids.to(self.device))
         sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         grids = [(h // unit, w // unit) for h, w in seen_sizes]
@@ -185,14 +188,16 @@ class QwenVLPolicy(Policy):
         merge, is_image = self.preprocessing.merge, ids == self.image_token
         grids = [images.grids[i] for i in prompts.image_index]
         grids = torch.tensor([(1, rows * merge, columns * merge) for rows, columns in grids])
+        # Positions on three axes (time, height, width), as the model was trained: (3, P, L).
         positions, _ = self.model.vlm.model.get_rope_index(
             ids, is_image.int(), image_grid_thw=grids, attention_mask=mask
         )
+        # Found on the CPU, so that nothing waits for the GPU.
         slots = is_image.flatten().nonzero()[:, 0]
         ids, slots = (to_device(t, self.device) for t in (ids, slots))
         embeds = self.model.vlm.get_input_embeddings()(ids)
         vision = torch.cat([images.vision[i] for i in prompts.image_index]).to(embeds.dtype)
-        embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)
+        embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)  # (P, L, C)
         return embeds, mask, positions
 
     @torch.no_grad()

@@ -18,9 +18,8 @@ from rl_train.policies.base import check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
 
 MAX_ASPECT = 200  # of an image's longer side to its shorter one
-QUESTION_TOKENS = (
-    512  # text tokens of a prompt beside the phrase: the chat template and the question
-)
+# Text tokens of a prompt beside the phrase: the chat template and the question.
+QUESTION_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,7 @@ class QwenPreprocessor:
     @property
     def max_phrase_tokens(self) -> int:
         """Largest number of text tokens of a phrase."""
+        # By the largest image, so that a sample is judged by its phrase alone.
         fits = self.context - self.preprocessing.max_tokens - QUESTION_TOKENS - self.max_new_tokens
         return min(fits, self.max_prompt_length or fits)
 
@@ -114,6 +114,7 @@ def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Te
     device, p, m = pixels.device, preprocessing.patch, preprocessing.merge
     mean = torch.tensor(preprocessing.mean, device=device).view(3, 1, 1)
     std = torch.tensor(preprocessing.std, device=device).view(3, 1, 1)
+    # A product with 1 / 255 rounds as the image processor does, a division would not.
     values = (pixels.float() * (1 / 255) - mean) / std
     rows, columns = (side // preprocessing.factor for side in pixels.shape[1:])
     values = values.view(3, rows, m, p, columns, m, p)

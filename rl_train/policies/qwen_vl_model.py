@@ -129,6 +129,7 @@ def _load(
         ignore_mismatched_sizes=True,  # reported below, together with the other faults
     )
     copies = {f"{name}.positional_embedding" for name in SHARED_EMBEDDINGS}
+    # The one matrix of a file stands for both copies.
     if len(absent := info["missing_keys"] & copies) == 1:
         model.get_buffer(*absent).copy_(model.get_buffer(*copies - absent))
         info["missing_keys"] -= absent

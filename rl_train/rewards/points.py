@@ -108,15 +108,17 @@ def deepest_point(mask: Tensor) -> Point:
 
     By the largest square around it that lies in the mask; of several the middle one, row by row.
     """
+    # A summed-area table: four look-ups count the mask's pixels in any square.
     sums = torch.nn.functional.pad(mask.long().cumsum(0).cumsum(1), (1, 0, 1, 0))  # (H+1, W+1)
 
     def centres(radius: int) -> Tensor:
-        """(n, 2) pixels (y, x) around which a square of this radius fits."""
+        """Return pixels (n, 2) as (y, x) around which a square of this radius fits."""
         side = 2 * radius + 1
         filled = sums[side:, side:] - sums[:-side, side:] - sums[side:, :-side]
         return (filled + sums[:-side, :-side] == side**2).nonzero() + radius
 
     fits, beyond = 0, (min(mask.shape) + 1) // 2
+    # Bisection: where a square fits, so does every smaller one.
     while fits + 1 < beyond:
         middle = (fits + beyond) // 2
         fits, beyond = (middle, beyond) if len(centres(middle)) else (fits, middle)
@@ -131,11 +133,11 @@ def deepest_points(mask: Tensor) -> tuple[Point, Point]:
     The first is repeated if the square covers the whole mask.
     """
     x, y = first = deepest_point(mask)
+    # A border of one pixel, so that there is an outside.
     outside = ~torch.nn.functional.pad(mask, (1, 1, 1, 1))
     rows, columns = outside.nonzero().T - 1
-    radius = torch.maximum(
-        (rows - y).abs(), (columns - x).abs()
-    ).min()  # to the first pixel outside
+    # Distance to the first pixel outside, in the maximum norm.
+    radius = torch.maximum((rows - y).abs(), (columns - x).abs()).min()
     height, width = mask.shape
     far_y = (torch.arange(height, device=mask.device) - y).abs() >= radius
     far_x = (torch.arange(width, device=mask.device) - x).abs() >= radius
