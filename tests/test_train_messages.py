@@ -26,7 +26,7 @@ def test_a_run_says_what_it_does(data, tmp_path, capsys):
         r"device: CPU, 1 thread; 1 process",
         r"training data, .*/train: 117 regions of 117 rows; none skipped",
         r"evaluation data, .*/heldout: 24 regions of 24 rows; none skipped",
-        r"model: sa2va of .*/checkpoint, float32",
+        r"model: family sa2va, .*/checkpoint, frozen weights in float32",
         r"trainable parameters: [\d,]+ of [\d,]+ \(\d+\.\d\d%\): lora .*",
         r"memory expected per process, without activations: .* MiB \(frozen base .*\)",
         r"evaluation before training, 4 samples: cycle_iou 0\.\d{4}, .*",

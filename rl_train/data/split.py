@@ -48,9 +48,9 @@ def split_dataset(
         keys, eval_keys = picture_keys(dataset, eval_set)
         shared = np.isin(keys, eval_keys)  # (n,)
         log(
-            f"{len(np.unique(keys[shared]))} images are both trained on and held out, of "
-            f"{len(np.unique(keys))} and {len(np.unique(eval_keys))}: {shared.sum()} of "
-            f"{len(dataset)} training regions"
+            f"images: {len(np.unique(keys)):,d} to train on, {len(np.unique(eval_keys)):,d} to "
+            f"evaluate on, {len(np.unique(keys[shared])):,d} in both ({shared.sum():,d} of "
+            f"{len(dataset):,d} training regions)"
             + (f" (--train_eval_overlap {train_eval_overlap})" if shared.any() else "")
         )
         if shared.any() and train_eval_overlap == "refuse":
@@ -94,8 +94,8 @@ def split_off_eval(
     untrained = np.flatnonzero(position >= first_eval)
     evaluation = np.sort(untrained[sample_regions(images[untrained], eval_samples)])
     log(
-        f"held out: {len(evaluation)} regions of {len(np.unique(images[evaluation]))} images; "
-        f"trained on: {len(training)} of {len(np.unique(images[training]))} others"
+        f"images: {len(np.unique(images[training])):,d} to train on, "
+        f"{len(np.unique(images[evaluation])):,d} others to evaluate on"
     )
     return Subset(dataset, training.tolist()), Subset(dataset, evaluation.tolist())
 

@@ -247,7 +247,10 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
 def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:
     """Load the policy, choose what trains, copy it for the other roles; print the sizes."""
     family = FAMILIES[family_of(config.policy.model_path)]
-    print0(f"model: {family.name} of {config.policy.model_path}, {config.policy.dtype}")
+    print0(
+        f"model: family {family.name}, {config.policy.model_path}, frozen weights in "
+        f"{config.policy.dtype}"
+    )
     policy = build_policy(
         config.policy,
         families_of(config),

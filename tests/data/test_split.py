@@ -179,12 +179,12 @@ def test_shared_images_are_kept_in_training_and_counted(data, sharing):
     how = (GraspAnyRegionDataset, data / "train", sharing, 4, 0)
     training, _, _ = split_dataset(*how, "keep", log=said.append)
     assert len(training) == REGIONS and said == [
-        f"5 images are both trained on and held out, of 20 and 5: {SHARED} of {REGIONS} training "
-        "regions (--train_eval_overlap keep)"
+        f"images: 20 to train on, 5 to evaluate on, 5 in both ({SHARED} of {REGIONS} training "
+        "regions) (--train_eval_overlap keep)"
     ]
     split_dataset(GraspAnyRegionDataset, data / "train", data / "heldout", 4, 0, log=said.append)
     assert said[1] == (
-        f"0 images are both trained on and held out, of 20 and 4: 0 of {REGIONS} training regions"
+        f"images: 20 to train on, 4 to evaluate on, 0 in both (0 of {REGIONS} training regions)"
     )
 
 
