@@ -1,6 +1,7 @@
 """LoRA and the choice of trainable weights, for every model family."""
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable
 
@@ -25,7 +26,9 @@ def attach_lora(
         target_modules=targets,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(language_model, config)
+    with warnings.catch_warnings():  # peft reads an attribute by a name that transformers gives up
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(language_model, config)
 
 
 def groups_of(names: Iterable[str], patterns: dict[str, str]) -> list[str]:
