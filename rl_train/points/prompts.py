@@ -2,8 +2,9 @@
 
 Seg-Zero's and VisionReasoner's are to the letter, where nothing is added: their sentences follow
 each other without a blank, and Seg-Zero's example has single quotes, which are no JSON. Those for
-negative points are of Segzero_plus. The image stands directly before the question, as in both
-evaluations (VisionReasoner's training had a line break between).
+negative points are of Segzero_plus, whose own style shows letters for numbers. The image stands
+directly before the question, as in both evaluations (VisionReasoner's training had a line break
+between).
 """
 
 import re
@@ -43,6 +44,9 @@ _QUESTIONS = {
     "negative points in confusing background regions, all in JSON format."
     f"{_END}",
 }
+_QUESTIONS |= {
+    ("segzero_plus", negative): _QUESTIONS["segzero", negative] for negative in (False, True)
+}
 _FRAME_SENTENCES = {
     "pixels": "",
     "unit": "All coordinates should be normalized to [0, 1].",
@@ -58,10 +62,24 @@ _EXAMPLES = {
 }
 
 
-def point_question(caption: str, answer_format: AnswerFormat) -> str:
-    """Return the question for the object of `caption`, in lower case without final stops."""
+_SEGZERO_PLUS_EXAMPLE = (
+    '{"bbox": [x1, y1, x2, y2], "points": [[x1, y1], [x2, y2]]',
+    ', "negative_points": [[x1, y1]]',
+    "}",
+)
+
+
+def point_question(caption: str, answer_format: AnswerFormat, stripped: str = ".") -> str:
+    """Return the question for the object of `caption`, as the style's training asks it.
+
+    The caption is in lower case, without the characters `stripped` at both ends. Segzero_plus asks
+    it as it is.
+    """
+    text = clean_caption(caption)
+    if answer_format.style != "segzero_plus":
+        text = clean_caption(caption.lower()).strip(stripped)
     return _QUESTIONS[answer_format.style, answer_format.with_negatives].format(
-        x=clean_caption(caption.lower()).strip("."),
+        x=text,
         if_any=", if any," * (answer_format.negative_points == "optional"),
         coordinate_scale=_FRAME_SENTENCES[answer_format.coordinate_scale],
         example=example_answer(answer_format),
@@ -70,6 +88,9 @@ def point_question(caption: str, answer_format: AnswerFormat) -> str:
 
 def example_answer(answer_format: AnswerFormat) -> str:
     """Return the example of an answer that the question shows."""
+    if answer_format.style == "segzero_plus":
+        start, negatives, end = _SEGZERO_PLUS_EXAMPLE
+        return start + negatives * answer_format.with_negatives + end
     example = _EXAMPLES[answer_format.style]
     if COORDINATE_SCALES[answer_format.coordinate_scale]:
         example = answer_format.in_frame(example, _EXAMPLE_SIZE, _EXAMPLE_SIZE)

@@ -37,28 +37,17 @@ def sam_features(sam: Sam2Model, pixels: torch.Tensor) -> list[torch.Tensor]:
 def split_by_box(prompt: PointPrompt) -> list[PointPrompt]:
     """Return prompts of at most one box, whose masks' union is the mask of `prompt`.
 
-    Duplicates count once: to SAM2 a repeated point is another prompt. With several boxes, a
-    positive point belongs to the nearest one, at distance 0 inside it, and then to the one whose
-    centre is nearest. Negative points belong to all. Without box and positive point the list is
-    empty.
+    Duplicates count once: to SAM2 a repeated point is another prompt. Of several boxes each has the
+    positive point at its own position, as in the answer's list; negative points belong to all.
+    Without box and positive point the list is empty.
     """
-    boxes, positive, negative = (
-        tuple(dict.fromkeys(group)) for group in (prompt.boxes, prompt.positive, prompt.negative)
-    )
-    if len(boxes) < 2:
-        return [PointPrompt(boxes, positive, negative)] if boxes or positive else []
-
-    def distance(box: Box, x: float, y: float) -> tuple[float, float]:
-        """Squared distances from a box, 0 inside it, and from its centre."""
-        x1, y1, x2, y2 = box
-        dx, dy = max(x1 - x, 0.0, x - x2), max(y1 - y, 0.0, y - y2)
-        return dx**2 + dy**2, (x - (x1 + x2) / 2) ** 2 + (y - (y1 + y2) / 2) ** 2
-
-    nearest = [min(boxes, key=lambda box: distance(box, *point)) for point in positive]
-    return [
-        PointPrompt((box,), tuple(p for p, b in zip(positive, nearest) if b == box), negative)
-        for box in boxes
-    ]
+    negative = tuple(dict.fromkeys(prompt.negative))
+    if len(prompt.boxes) == len(prompt.positive) > 1:
+        pairs = dict.fromkeys(zip(prompt.boxes, prompt.positive))
+        return [PointPrompt((box,), (point,), negative) for box, point in pairs]
+    boxes, positive = tuple(dict.fromkeys(prompt.boxes)), tuple(dict.fromkeys(prompt.positive))
+    assert len(boxes) < 2, f"{len(boxes)} boxes have {len(positive)} points, not one each"
+    return [PointPrompt(boxes, positive, negative)] if boxes or positive else []
 
 
 @torch.no_grad()
@@ -101,14 +90,42 @@ def point_masks(
     counts, masks, confidences = list(map(len, groups)), ([], []), ([], [])
     for column, all_logits in enumerate((final, first)):
         for logits, i in zip(all_logits.split(counts), image):  # (m, S/4, S/4) of one prompt
-            mask = torch.zeros(sizes[i], dtype=torch.bool, device=logits.device)
-            # One by one, since masks at native size are large.
-            for box_logits in logits[:, None, None]:
-                mask |= F.interpolate(box_logits, sizes[i], mode="bilinear")[0, 0] > 0
-            masks[column].append(mask)
+            masks[column].append(union_of_masks(logits, sizes[i]))
             confidence = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
             confidences[column].append(float(confidence))
     return *masks, list(zip(*confidences))
+
+
+@torch.no_grad()
+def best_masks(
+    sam: Sam2Model,
+    features: list[torch.Tensor],
+    sizes: list[tuple[int, int]],
+    image: list[int],
+    groups: list[list[PointPrompt]],
+) -> list[torch.Tensor]:
+    """Return the unions (H, W) bool of SAM2's masks of groups[k], prompts in image[k].
+
+    Of each prompt SAM2 predicts three masks, of which the one with the best score counts, as in
+    the published evaluations of Seg-Zero and VisionReasoner.
+
+    Args:
+        features: `sam_features`; sizes: (H, W) of the B original images.
+    """
+    image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
+    single = [prompt for group in groups for prompt in group]  # M
+    logits = decode(sam, features, sizes, image_of_each, single, best_of_three=True)
+    counts = list(map(len, groups))
+    return [union_of_masks(part, sizes[i]) for part, i in zip(logits.split(counts), image)]
+
+
+def union_of_masks(logits: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    """Return the union (H, W) bool, at `size`, of m masks by their logits (m, S/4, S/4)."""
+    mask = torch.zeros(size, dtype=torch.bool, device=logits.device)
+    # One by one, since masks at native size are large.
+    for box_logits in logits[:, None, None]:
+        mask |= F.interpolate(box_logits, size, mode="bilinear")[0, 0] > 0
+    return mask
 
 
 def decode(
@@ -118,6 +135,7 @@ def decode(
     image: list[int],
     prompts: list[PointPrompt],
     previous: torch.Tensor | None = None,
+    best_of_three: bool = False,
 ) -> torch.Tensor:
     """Return mask logits (M, S/4, S/4) float32 of prompts[m] in image[m], one mask each.
 
@@ -126,6 +144,8 @@ def decode(
 
     Args:
         previous: (M, S/4, S/4) logits that go in with the points, or None.
+        best_of_three: take the best by score of the three masks that SAM2 predicts for an ambiguous
+            prompt, in place of its single mask.
     """
     logits = features[0].new_zeros(len(prompts), *features[0].shape[-2:], dtype=torch.float32)
     equal_shapes = defaultdict(list)
@@ -141,6 +161,7 @@ def decode(
                 [sizes[image[m]] for m in rows],
                 [prompts[m] for m in rows],
                 None if previous is None else previous[rows, None],  # (m, 1, S/4, S/4)
+                best_of_three,
             )
     return logits
 
@@ -151,6 +172,7 @@ def _decode_equal_shapes(
     sizes: list[tuple[int, int]],
     prompts: list[PointPrompt],
     dense: torch.Tensor | None,
+    best_of_three: bool,
 ) -> torch.Tensor:
     """Decode m prompts that all have a box or none, and equally many points; see `decode`.
 
@@ -173,12 +195,13 @@ def _decode_equal_shapes(
     )
     positions = sam.get_image_wide_positional_embeddings()
     *fine, coarse = features
-    masks, *_ = sam.mask_decoder(
+    masks, scores, *_ = sam.mask_decoder(
         image_embeddings=coarse,
         image_positional_embeddings=positions.expand(len(prompts), -1, -1, -1),
         sparse_prompt_embeddings=sparse,
         dense_prompt_embeddings=dense,
-        multimask_output=False,
+        multimask_output=best_of_three,
         high_resolution_features=fine,
     )
-    return masks[:, 0, 0].float()
+    best = scores[:, 0].argmax(-1)  # (m,); 0 of a single mask
+    return masks[torch.arange(len(masks), device=best.device), 0, best].float()

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from rl_train.points import parser
-from rl_train.points.parser import AnswerFormat, AnswerParseError, PointPrompt
+from rl_train.points.parser import AnswerFormat, AnswerParseError, ParsedAnswer, PointPrompt
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed (extra: test)")
 from hypothesis import given, settings  # noqa: E402
@@ -53,8 +53,8 @@ NINE = {
     ),
     "none, where they are optional": (tagged(SEGZERO % ""), TWO),
     "broken JSON": (tagged((SEGZERO % "")[:-1]), parser.NO_JSON),
-    "no tag": (SEGZERO % "", parser.NO_ANSWER),
-    "out of range": (with_negatives("[[841, 1]]"), parser.OUTSIDE),
+    "no tag": (SEGZERO % "", TWO),
+    "out of range": (with_negatives("[[883, 1]]"), parser.OUTSIDE),
     "without a box": (tagged('{"points_1": [1, 2], "points_2": [3, 4]}'), parser.WRONG_KEYS),
 }
 TABLE = NINE | {
@@ -86,9 +86,19 @@ TABLE = NINE | {
     ),
     "a point of three numbers": (with_negatives("[[1, 2, 3]]"), parser.NO_NUMBERS),
     "a box of three numbers": (tagged((SEGZERO % "").replace(", 210]", "]")), parser.NO_NUMBERS),
-    "x1 > x2": (tagged((SEGZERO % "").replace("[10, 20", "[201, 20")), parser.SWAPPED),
-    "y1 > y2": (tagged((SEGZERO % "").replace("[10, 20", "[10, 211")), parser.SWAPPED),
-    "below 0": (with_negatives("[[-0.5, 1]]"), parser.OUTSIDE),
+    "x1 > x2": (
+        tagged((SEGZERO % "").replace("[10, 20", "[201, 20")),
+        PointPrompt(((200, 20, 201, 210),), (P1, P2)),
+    ),
+    "y1 > y2": (
+        tagged((SEGZERO % "").replace("[10, 20", "[10, 211")),
+        PointPrompt(((10, 210, 200, 211),), (P1, P2)),
+    ),
+    "a pixel beyond the frame": (
+        with_negatives("[[841, -0.5]]"),
+        PointPrompt((BOX,), (P1, P2), ((840, 0),)),
+    ),
+    "far below 0": (with_negatives("[[-43, 1]]"), parser.OUTSIDE),
     "on the border": (
         with_negatives("[[840, 0]]"),
         PointPrompt((BOX,), (P1, P2), ((840, 0),)),
@@ -99,7 +109,13 @@ TABLE = NINE | {
         TWO,
     ),
     "two answers": (tagged(SEGZERO % "") + tagged(SEGZERO % "", False), parser.TWO_ANSWERS),
-    "truncated": (tagged(SEGZERO % "")[:-9], parser.NO_ANSWER),
+    "without its end": (tagged(SEGZERO % "")[:-9], TWO),
+    "truncated": (tagged(SEGZERO % "")[:-12], parser.NO_JSON),
+    "thoughts without end": ("<think>so " + SEGZERO % "", parser.NO_ANSWER),
+    "in a code fence": (tagged("```json\n" + SEGZERO % "" + "\n```"), TWO),
+    "in a code fence without tags": (f"Here:\n```\n{SEGZERO % ''}\n```", TWO),
+    "words around it": (tagged("The box is " + SEGZERO % "" + "."), TWO),
+    "an object in a list": (tagged(f"[{SEGZERO % ''}]"), TWO),
     "empty": ("", parser.NO_ANSWER),
     "nothing in the tags": (tagged(""), parser.NO_JSON),
     "no object": (tagged("[]"), parser.WRONG_KEYS),
@@ -147,6 +163,18 @@ OTHER_STYLES = {
         tagged('[{"bbox_2d": [1, 2, 3, 4]}]'),
         parser.WRONG_KEYS,
     ),
+    "no object, without tags": ("visionreasoner", "[]", PointPrompt()),
+    "an object without tags": (
+        "visionreasoner",
+        f"As [1] says: [{ITEM}]",
+        PointPrompt((BOX,), (P1,)),
+    ),
+    "an empty point": ("visionreasoner", tagged('{"point_2d": []}'), parser.WRONG_KEYS),
+    "the same point of two boxes": (
+        "visionreasoner",
+        tagged(f'[{ITEM}, {ITEM}, {{"bbox_2d": [0, 0, 40, 200], "point_2d": [30, 110]}}]'),
+        PointPrompt((BOX, (0, 0, 40, 200)), (P1, P1)),
+    ),
     "bare points": ("points", '{"points": [[1, 2], [3, 4]]}', PointPrompt((), ((1, 2), (3, 4)))),
     "bare points and a box": (
         "points",
@@ -155,6 +183,12 @@ OTHER_STYLES = {
     ),
     "nothing at all": ("points", '{"points": []}', parser.WRONG_KEYS),
     "words before": ("points", 'It is {"points": [[1, 2]]}', parser.NO_JSON),
+    "words behind": ("points", '{"points": [[1, 2]]} it is', parser.NO_JSON),
+    "bare points in a code fence": (
+        "points",
+        '```json\n{"points": [[1, 2]]}\n```',
+        PointPrompt((), ((1, 2),)),
+    ),
 }
 
 
@@ -168,7 +202,61 @@ def test_limits_are_of_each_axis():
     text = '{"points": [[%s, %s]]}'
     assert read(text % (20, 10), "points", limits=(20, 10)).positive == ((20.0, 10.0),)
     assert read(text % (10, 11), "points", limits=(20, 10)) == parser.OUTSIDE
-    assert read(text % (0.5, 1.01), "points", limits=(1, 1)) == parser.OUTSIDE
+    assert read(text % (0.5, 1.06), "points", limits=(1, 1)) == parser.OUTSIDE
+    assert read(text % (0.5, 1.01), "points", limits=(1, 1)).positive == ((0.5, 1.0),)
+
+
+# (what is said, what is put right, whether the form is still the published one)
+REPAIRED = {
+    "as published": (tagged(SEGZERO % ""), ()),
+    "841": (tagged((SEGZERO % "").replace("35", "841")), (parser.CLIPPED,)),
+    "corners": (tagged((SEGZERO % "").replace("[10, 20", "[201, 20")), (parser.SWAPPED,)),
+    "tags": (SEGZERO % "", (parser.NO_TAGS,)),
+    "fence": (tagged(f"```json\n{SEGZERO % ''}\n```"), (parser.CODE_FENCE,)),
+    "words": (tagged(f"So: {SEGZERO % ''}!"), (parser.TEXT_AROUND,)),
+    "all": (
+        "Well ```" + (SEGZERO % "").replace("[10, 20", "[860, 20") + "```",
+        (parser.NO_TAGS, parser.TEXT_AROUND, parser.CLIPPED, parser.SWAPPED),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_repairs_are_told(name):
+    text, repairs = REPAIRED[name]
+    parsed = AnswerFormat("segzero").parse_in_pixels(text, (840, 840), (840, 840))
+    assert parsed.prompt and parsed.reason == "" and parsed.repairs == repairs
+
+
+# Segzero_plus's own nine cases, in its keys and its frame.
+PLUS = '{"bbox": [0.1, 0.2, 0.5, 0.6], "points": [[0.2, 0.3], [0.4, 0.5]]%s}'
+PLUS_BOX, PLUS_POINTS = ((0.1, 0.2, 0.5, 0.6),), ((0.2, 0.3), (0.4, 0.5))
+PLUS_NINE = {
+    "with thoughts": (
+        tagged(PLUS % (NEG % "[[0.7, 0.8]]")),
+        PointPrompt(PLUS_BOX, PLUS_POINTS, ((0.7, 0.8),)),
+    ),
+    "without thoughts": (
+        tagged(PLUS % (NEG % "[[0.7, 0.8]]"), think=False),
+        PointPrompt(PLUS_BOX, PLUS_POINTS, ((0.7, 0.8),)),
+    ),
+    "several negatives": (
+        tagged(PLUS % (NEG % "[[0.7, 0.8], [0, 1]]")),
+        PointPrompt(PLUS_BOX, PLUS_POINTS, ((0.7, 0.8), (0.0, 1.0))),
+    ),
+    "none, where they are required": (tagged(PLUS % ""), parser.NO_NEGATIVE),
+    "an empty list of them": (tagged(PLUS % (NEG % "[]")), parser.NO_NEGATIVE),
+    "broken JSON": (tagged((PLUS % "")[:-1]), parser.NO_JSON),
+    "out of range": (tagged(PLUS % (NEG % "[[1.5, 0.2]]")), parser.OUTSIDE),
+    "no point": (tagged('{"bbox": [0, 0, 1, 1], "points": []}'), parser.WRONG_KEYS),
+    "without a box": (tagged('{"points": [[0.1, 0.1]]}'), parser.WRONG_KEYS),
+}
+
+
+@pytest.mark.parametrize("name", PLUS_NINE)
+def test_the_normalised_answers_of_the_earlier_points_system(name):
+    text, expected = PLUS_NINE[name]
+    assert read(text, "segzero_plus", "required", limits=(1, 1)) == expected
 
 
 def test_coordinates_are_read_in_the_checkpoint_s_frame():
@@ -178,12 +266,11 @@ def test_coordinates_are_read_in_the_checkpoint_s_frame():
         pixels=(280, 70), unit=(0.5, 0.25), thousand=(500, 250)
     ).items():
         form = AnswerFormat("points", coordinate_scale=coordinate_scale)
-        assert form.parse_in_pixels(text % right, seen, size) == (
-            PointPrompt(positive=((20.0, 5.0),)),
-            "",
-        )
-        assert form.parse_in_pixels(text % (1001, 1), seen, size) == (None, parser.OUTSIDE)
-    assert form.parse_in_pixels("", seen, size) == (None, parser.NO_JSON)
+        parsed = form.parse_in_pixels(text % right, seen, size)
+        assert parsed == ParsedAnswer(PointPrompt(positive=((20.0, 5.0),)))
+        outside = form.parse_in_pixels(text % (1051, 1), seen, size)
+        assert outside == ParsedAnswer(None, parser.OUTSIDE)
+    assert form.parse_in_pixels("", seen, size) == ParsedAnswer(None, parser.NO_JSON)
 
 
 def test_scaled_is_into_another_frame():
@@ -227,12 +314,21 @@ visionreasoner = st.builds(
     pairs,
     points,
 )
+segzero_plus = st.builds(
+    PointPrompt,
+    box.map(lambda b: (b,)),
+    st.lists(point, unique=True, min_size=1, max_size=4),
+    points,
+)
 bare = st.builds(PointPrompt, one_box, st.lists(point, unique=True, min_size=1, max_size=3), points)
 stated = st.one_of(
     *(
         st.tuples(st.just(style), answer)
         for style, answer in dict(
-            segzero=segzero, visionreasoner=visionreasoner, points=bare
+            segzero=segzero,
+            visionreasoner=visionreasoner,
+            segzero_plus=segzero_plus,
+            points=bare,
         ).items()
     )
 )

@@ -70,3 +70,27 @@ def test_a_phrase_cannot_hold_the_tokens_of_a_turn():
         "A cup<|im_end|> <|image_pad|>of tea...", AnswerFormat("points", "optional")
     )
     assert text == 'Please find "a cup of tea" with points and negative points.'
+
+
+def test_segzero_plus_to_the_letter():
+    form = AnswerFormat("segzero_plus", "required", "unit")
+    assert point_question("The Red Cup.", form) == (
+        "Please find 'The Red Cup.' with bbox, points, and negative points.Compare the difference "
+        "between objects and find the most closely matched one.Identify confusing background "
+        "regions that should be excluded using negative points.Output the thinking process in "
+        "<think> </think> and final answer in <answer> </answer> tags.Output the one bbox, points "
+        "of two largest inscribed circles inside the interested object, and negative points in "
+        "confusing background regions, all in JSON format.All coordinates should be normalized to "
+        "[0, 1].i.e., <think> thinking process here </think><answer>"
+        '{"bbox": [x1, y1, x2, y2], "points": [[x1, y1], [x2, y2]], "negative_points": [[x1, y1]]}'
+        "</answer>"
+    )
+    assert '"points": [[x1, y1], [x2, y2]]}</answer>' in point_question(
+        "a", AnswerFormat("segzero_plus", "off", "unit")
+    )
+
+
+def test_the_published_evaluation_strips_more_than_the_training():
+    form = AnswerFormat("visionreasoner")
+    assert 'find "what is it?" with' in point_question("What is it?", form)
+    assert 'find "what is it" with' in point_question('"What is it?!"', form, stripped='."?!')

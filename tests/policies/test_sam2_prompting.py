@@ -6,7 +6,13 @@ import torch
 from rl_train.data.loader import Batches
 from rl_train.points.parser import PointPrompt
 from rl_train.policies import sam2_prompting
-from rl_train.policies.sam2_prompting import decode, point_masks, sam_features, split_by_box
+from rl_train.policies.sam2_prompting import (
+    best_masks,
+    decode,
+    point_masks,
+    sam_features,
+    split_by_box,
+)
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from tests.policies.tiny_points import SAM_SIDE, samples
 
@@ -46,23 +52,27 @@ def split(pairs):
     return [image for image, _ in rows], [prompt for _, prompt in rows]
 
 
-@torch.no_grad()
 def by_hand(model, pixels, image, answer, before=None):
     """(S/4, S/4) logits by transformers' own forward of image and prompt."""
+    return forward_by_hand(model, pixels, image, answer, before).pred_masks[0, 0, 0]
+
+
+@torch.no_grad()
+def forward_by_hand(model, pixels, image, answer, before=None, multimask_output=False):
+    """transformers' own output for an image and a prompt."""
     height, width = SIZES[image]
     scale = torch.tensor([SAM_SIDE / width, SAM_SIDE / height])
     points = torch.tensor([*answer.positive, *answer.negative]).view(-1, 2) * scale
     labels = [1] * len(answer.positive) + [0] * len(answer.negative)
     boxes = torch.tensor(answer.boxes).view(-1, 4) * scale.repeat(2)
     how = dict(input_points=points[None, None], input_labels=torch.tensor([[labels]]))
-    out = model(
+    return model(
         pixel_values=normalise_sam_pixels(pixels[image : image + 1]),
         input_boxes=boxes[None] if len(boxes) else None,
         input_masks=before,
-        multimask_output=False,
+        multimask_output=multimask_output,
         **(how if labels else {}),
     )
-    return out.pred_masks[0, 0, 0]
 
 
 def test_as_sam_called_by_hand(model, pixels, features):
@@ -140,20 +150,49 @@ def test_the_label_matters(model, features):
     assert (yes - no).abs().max() > 1e-2
 
 
-def test_boxes_are_united_and_take_the_points_in_them(model, features):
-    answer = PointPrompt((BOX, OTHER), (P, (86.0, 12.0), (95.0, 57.0), (42.0, 30.0)), (R,))
+def test_boxes_are_united_and_each_has_its_own_point(model, features):
+    """The first point lies in the other box too, nearer to its centre; the pairs stay."""
+    far = (42.0, 30.0)
+    answer = PointPrompt((BOX, OTHER, BOX), (far, (95.0, 57.0), far), (R,))
     found = split_by_box(answer)
     assert found == [
-        PointPrompt(
-            (BOX,), (P, (42.0, 30.0)), (R,)
-        ),  # (42, 30) lies in both; this centre is nearer
-        PointPrompt((OTHER,), ((86.0, 12.0), (95.0, 57.0)), (R,)),
+        PointPrompt((BOX,), (far,), (R,)),
+        PointPrompt((OTHER,), ((95.0, 57.0),), (R,)),
     ]
     both = point_masks(model, features, SIZES, [0], [answer])[0][0]
     with torch.no_grad():
         each = decode(model, features, SIZES, [0, 0], found)
     native = torch.nn.functional.interpolate(each[None], SIZES[0], mode="bilinear")[0] > 0
     assert torch.equal(both, native.any(0)) and native[0].any() and native[1].any()
+    with pytest.raises(AssertionError, match="2 boxes have 1 points"):
+        split_by_box(PointPrompt((BOX, OTHER), (far,)))
+
+
+def test_the_best_of_three_masks_as_by_hand(model, pixels, features, monkeypatch):
+    """Each prompt's mask of the best score; no other prompt of an image takes part in it."""
+    groups = [[PointPrompt((BOX,), (P,)), PointPrompt((OTHER,), (Q,))], [], [PointPrompt((), (R,))]]
+    image, expected, singles = [0, 1, 1], [], []
+    for i, group in zip(image, groups):
+        union = torch.zeros(SIZES[i], dtype=torch.bool)
+        for prompt in group:
+            out = forward_by_hand(model, pixels, i, prompt, multimask_output=True)
+            best = int(out.iou_scores[0, 0].argmax())
+            logits = out.pred_masks[:, 0, best : best + 1]
+            size = dict(size=SIZES[i], mode="bilinear")
+            union |= torch.nn.functional.interpolate(logits, **size)[0, 0] > 0
+            singles.append((best, out.iou_scores[0, 0].tolist()))
+        expected.append(union)
+    found = best_masks(model, features, SIZES, image, groups)
+    for mask, union in zip(found, expected, strict=True):
+        assert (mask != union).float().mean() < 1e-3
+    assert not found[1].any() and all(len(scores) == 3 for _, scores in singles)
+    assert {best for best, _ in singles} != {0}  # the first one is not always the best
+    # Unless its mask is stable SAM2 chooses among the three anyway, as its config says.
+    monkeypatch.setattr(model.mask_decoder, "dynamic_multimask_via_stability", False)
+    with torch.no_grad():
+        single = decode(model, features, SIZES, [0, 0], groups[0])
+        of_three = decode(model, features, SIZES, [0, 0], groups[0], best_of_three=True)
+    assert (single - of_three).abs().max() > 1e-2
 
 
 def test_an_answer_of_nothing_draws_nothing(model, features):

@@ -290,7 +290,7 @@ class PointingStart:
         counts |= dict.fromkeys(("other_clump", "background"), 0)
         for scene, k, row, start in zip(scenes, chosen, rows, starts):
             text = self.tokenizer.decode(row[start:]).split("<|im_end|>")[0]
-            point_prompt, _ = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE))
+            point_prompt = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE)).prompt
             if point_prompt is None:
                 continue
             counts["parsable"] += 1

@@ -82,7 +82,7 @@ def test_answers_of_the_warm_start_point_at_the_member_and_help_as_often_as_said
     for k in range(len(scene.members)):
         for _ in range(600):
             text = pointing.answer(scene, k, True, SLOPPY, rng)
-            said, _ = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE))
+            said = form(True).parse_in_pixels(text, (SEEN, SEEN), (SIDE, SIDE)).prompt
             assert [where(scene, point) for point in said.positive] == [1 + k]
             at = where(scene, said.negative[0]) if said.negative else "none"
             kinds["neighbour" if at in [1 + m for m in scene.neighbours(k)] else at] += 1
