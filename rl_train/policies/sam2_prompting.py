@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Sam2Model
 
-from rl_train.points.parser import Box, PointPrompt
+from rl_train.points.parser import PointPrompt
 from rl_train.rewards.iou import mask_confidence
 from sa2va_hf.mask_decoder import decoder_features
 from sa2va_hf.prediction import MASKS_AT_ONCE
