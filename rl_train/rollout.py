@@ -29,9 +29,17 @@ class Batch:
     inputs: Any  # made by the policy's `Preprocessor.collate`; only that policy reads it
     # (K, H, W) bool masks of the K other regions of each image, with --distractors
     others: list[torch.Tensor] | None = None
+    # Boxes and points of each sample as its data set states them, see `points.published`; None of
+    # data sets of masks alone
+    solutions: list[str | None] | None = None
 
     def __len__(self):
         return len(self.index)
+
+    @property
+    def has_masks(self) -> bool:
+        """False of data sets of boxes and points, in which all masks are empty."""
+        return any(mask.any() for mask in self.masks)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -42,7 +50,8 @@ class Batch:
 class Preprocessor(Protocol):
     """Preprocessing of samples into a model's inputs; its copies run in the loader's workers.
 
-    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id).
+    A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id), with
+    "stored_image", the image as its file holds it, where `image` has another shape, and "solution".
     """
 
     def check(self, sample: dict[str, Any]):
@@ -105,6 +114,8 @@ class RewardOutput:
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
     # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
     unparsed: dict[str, torch.Tensor] = field(default_factory=dict)
+    # {repair: (N,) bool} of those that could be parsed only with it
+    repaired: dict[str, torch.Tensor] = field(default_factory=dict)
     # The prompt of each mask (None of an unparsed answer), and the mask without its negative points
     point_prompts: list[PointPrompt | None] = field(default_factory=list)
     masks_without_negatives: list[torch.Tensor] = field(default_factory=list)

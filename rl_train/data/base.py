@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from PIL import Image
 
 from rl_train.data.errors import NUM_PLACES, BadData, DamagedSample, Report, describe_skipped
 from rl_train.data.images import DAMAGED, NOT_COCO, Encoded, ImageCheck, decode_image
@@ -30,11 +31,14 @@ class RegionDataset(Protocol):
         image_keys: (n,) int64 key of each sample's image; all copies of an image share it.
         coco_ids: (n,) int64 `coco_id` of each sample's image.
         content_keys: (n, 2) int64 keys of each sample's caption and of its mask.
+        has_masks: False of a data set of boxes and points, whose samples' masks are empty and which
+            have a "solution" (`points.published.parse_solution`) in their place.
     """
 
     image_keys: np.ndarray
     coco_ids: np.ndarray
     content_keys: np.ndarray
+    has_masks: bool
 
     def __len__(self) -> int: ...
 
@@ -79,6 +83,8 @@ class Reader:
     A reader whose samples are too many for a list of `Region` keeps another form of them, and has
     `_region` and `image_id` of its own.
     """
+
+    has_masks = True
 
     def __init__(self):
         self._num_rows, self._num_resized = 0, 0
@@ -178,12 +184,7 @@ def read_sample(region: Region, image_id: str) -> dict:
     Raises:
         DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
     """
-    try:
-        image = decode_image(region.read())
-    except BadData:  # of the file, not of this sample
-        raise
-    except DAMAGED as error:
-        raise DamagedSample(image_id, "damaged image") from error
+    image = read_image(region, image_id)
     return dict(
         image=image,
         mask=read_mask(region.rle, mask_size(image.height, image.width), image_id),
@@ -191,6 +192,16 @@ def read_sample(region: Region, image_id: str) -> dict:
         category=region.category,
         image_id=image_id,
     )
+
+
+def read_image(region: Region, image_id: str) -> Image.Image:
+    """Return the decoded image, RGB. Raises DamagedSample if it does not decode."""
+    try:
+        return decode_image(region.read())
+    except BadData:  # of the file, not of this sample
+        raise
+    except DAMAGED as error:
+        raise DamagedSample(image_id, "damaged image") from error
 
 
 def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarray:

@@ -50,6 +50,8 @@ class Batches(Dataset):
             damaged=sum(damaged, []),
             inputs=self.preprocessor.collate([self.preprocessor.prepare(s) for s in samples]),
         )
+        if any("solution" in sample for sample in samples):
+            batch.solutions = [sample.get("solution") for sample in samples]
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.others = pack([torch.from_numpy(masks) for masks in distractors])

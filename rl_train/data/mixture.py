@@ -22,8 +22,11 @@ class MixtureDataset:
         datasets: by name; weights: how often each is sampled, see `MixtureSampler`.
 
     Attributes:
-        sources: (n,) the number of each sample's data set; image_keys, coco_ids, content_keys: as
-            in `RegionDataset`.
+        sources: (n,) the number of each sample's data set; image_keys, coco_ids, content_keys,
+            has_masks: as in `RegionDataset`.
+
+    Raises:
+        ValueError: some data sets have masks and others none; names --data_mixture.
     """
 
     def __init__(self, datasets: dict[str, RegionDataset], weights: list[float]):
@@ -33,6 +36,13 @@ class MixtureDataset:
         self.image_keys = np.concatenate([dataset.image_keys for dataset in datasets.values()])
         self.coco_ids = np.concatenate([dataset.coco_ids for dataset in datasets.values()])
         self.content_keys = np.concatenate([dataset.content_keys for dataset in datasets.values()])
+        without_masks = [name for name, dataset in datasets.items() if not dataset.has_masks]
+        self.has_masks = not without_masks
+        if 0 < len(without_masks) < len(datasets):
+            raise ValueError(
+                f"--data_mixture: {', '.join(without_masks)} has boxes and points without masks, "
+                "the others have masks, and one run cannot reward both"
+            )
 
     def __len__(self) -> int:
         return int(self.ends[-1])

@@ -6,7 +6,7 @@ hub's masks hold them as target, so that published numbers of this family, and t
 compare with each other and not with the original's.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rl_train.data.arrow import IMAGE, check_columns, natural
+from rl_train.data.arrow import IMAGE, check_columns
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import reading
+from rl_train.data.hub import resolve
 from rl_train.data.images import Encoded, check_read, read_cell
+from rl_train.data.parquet import find_parquet, read_images
 from rl_train.data.rle import DAMAGED_RLE, RLE, encode_mask
 
 COLUMNS = {"image": IMAGE, "text": pa.string(), "mask": pa.list_(pa.list_(pa.bool_()))}
@@ -30,7 +32,7 @@ class ReasonSegDataset(Reader):
     The set does not tell which images of COCO these are.
 
     Args:
-        data_dir: folder of files.
+        data_dir: folder of files, or a hub name, see `resolve`.
 
     Raises:
         ValueError: no such folder, no file or usable row; names an unreadable file or its column.
@@ -39,8 +41,8 @@ class ReasonSegDataset(Reader):
 
     def __init__(self, data_dir: str | Path):
         super().__init__()
-        self._root = Path(data_dir)
-        files = sorted(self._root.glob("**/*.parquet"), key=lambda path: natural(str(path)))
+        self._root = resolve(data_dir, ["*.parquet"])
+        files = find_parquet(self._root)
         if not files:
             raise ValueError(f"--data_dir {data_dir} holds no *.parquet, at any depth")
         read_images.cache_clear()  # of files that may have been written anew
@@ -66,12 +68,6 @@ class ReasonSegDataset(Reader):
 
     def _read(self, path: Path, group: int, row: int) -> Encoded:
         return read_cell(read_images(path, group)[row].as_py(), path.parent, self._root)
-
-
-@lru_cache(maxsize=1)
-def read_images(path: Path, group: int) -> pa.ChunkedArray:
-    """Read the images of a row group; the last one is cached, as samples are read in order."""
-    return pq.ParquetFile(path).read_row_group(group, columns=["image"])["image"]
 
 
 def encode_rows(cell: pa.ListScalar) -> RLE | None:

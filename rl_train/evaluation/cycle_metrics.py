@@ -56,7 +56,7 @@ METRICS = LOOP1_METRICS | LOOP2_METRICS
 # Their mean decides which checkpoint, and which of its roles, is the best: both compare with the
 # data set's own masks and captions. Cycle metrics are what the rewards raise, also if captioner and
 # segmenter agree on a language that nobody else understands.
-DEFAULT_METRICS_FOR_BEST = ("seg_iou", "caption_meteor")
+DEFAULT_METRICS_FOR_BEST = ("seg_iou", "caption_meteor", "matched_box_iou")
 # Columns of the metrics that have another name than their column: one, or numerator and denominator
 # of a ratio of sums.
 METRIC_COLUMNS = {"seg_ciou": ("seg_intersection", "seg_union"), "seg_p50": ("seg_iou",)}

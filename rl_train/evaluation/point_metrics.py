@@ -14,7 +14,8 @@ from rl_train.points.parser import Point, PointPrompt
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rewards import mask_iou
 from rl_train.rewards.hacking_signals import is_whole
-from rl_train.rewards.points import fraction_inside, reference_prompt
+from rl_train.rewards.points import fraction_inside, num_in_boxes, reference_prompt
+from rl_train.rewards.published_points import matched_box_iou
 from rl_train.rollout import Batch
 from rl_train.tasks.base import mask_columns
 
@@ -34,11 +35,14 @@ METRICS = {
     "neg_in_target": "negative points that lie in the target",
     "neg_in_confused": "negative points where SAM2 draws too much, prompted by the target",
     "num_negative": "negative points of an answer",
+    "matched_box_iou": "IoU of boxes, best assignment, over the larger number (data without masks)",
+    "points_in_boxes": "positive points that lie in a true box (the same)",
 }
 METRIC_COLUMNS = {
     "points_in_target": ("positive_in_target", "num_positive"),
     "neg_in_target": ("negative_in_target", "num_negative"),
     "neg_in_confused": ("negative_in_confused", "num_negative"),
+    "points_in_boxes": ("positive_in_boxes", "num_positive"),
 }
 NUM_CANDIDATES = 64  # random points; those outside of an answer's boxes are taken first
 
@@ -87,6 +91,33 @@ def measure(
         negative_in_target=[num_inside(t, a.negative) for t, a in zip(targets, prompts)],
         negative_in_confused=[num_inside(c, a.negative) for c, a in zip(confused, prompts)],
         caption=texts,
+    )
+
+
+def measure_boxes(
+    batch: Batch,
+    texts: list[str],
+    answers: list[PointPrompt | None],
+    true_prompts: list[PointPrompt],
+) -> dict[str, list]:
+    """Measure the answers about samples with boxes and no masks: {column: B values}.
+
+    Args:
+        texts: the model's answers; answers: prompts parsed from them, None where that failed.
+        true_prompts: true boxes and points, in the same pixels.
+    """
+    prompts = [answer or PointPrompt() for answer in answers]
+    pairs = list(zip(prompts, true_prompts, strict=True))
+    return dict(
+        matched_box_iou=[matched_box_iou(p.boxes, t.boxes) for p, t in pairs],
+        positive_in_boxes=[num_in_boxes(p.positive, t.boxes) for p, t in pairs],
+        parsable=[answer is not None for answer in answers],
+        num_positive=[len(p.positive) for p in prompts],
+        num_negative=[len(p.negative) for p in prompts],
+        caption=texts,
+        image_id=batch.image_ids,
+        reference=batch.captions,
+        index=batch.index,
     )
 
 

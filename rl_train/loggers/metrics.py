@@ -58,6 +58,7 @@ class StepMetrics:
         if outcome.unparsed:
             row_totals["unparsed_frac"] = torch.stack(list(outcome.unparsed.values())).any(0).sum()
             row_totals |= {f"unparsed/{reason}": r.sum() for reason, r in outcome.unparsed.items()}
+            row_totals |= {f"repaired/{repair}": r.sum() for repair, r in outcome.repaired.items()}
         else:  # answers of a fixed format always have digits and repeat their keys
             captions = outcome.replies or rollout.texts
             row_totals["repeats_frac"] = sum(map(repeats, captions))

@@ -34,6 +34,7 @@ class ImagePreprocessing:
     mean: tuple[float, float, float]  # of the three colours, in [0, 1]
     std: tuple[float, float, float]
     frames: int = 2  # equal frames of which a still image consists
+    resampling: Image.Resampling = Image.Resampling.BICUBIC  # as Qwen2.5-VL's own processor
 
     @property
     def factor(self) -> int:
@@ -93,11 +94,17 @@ class QwenPreprocessor:
         check_caption(sample, self.tokenizer, num_tokens, self.max_phrase_tokens, texts=[text])
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pixels (3, H', W') for Qwen2.5-VL and (3, S, S) for SAM2, uint8, of one sample."""
+        """Return pixels (3, H', W') for Qwen2.5-VL and (3, S, S) for SAM2, uint8, of one sample.
+
+        An image that was stored square is resized once where a square is asked for: SAM2 always
+        takes one. So both see it as if it had never been another shape.
+        """
         image = to_rgb(sample["image"])
         height, width = self.preprocessing.resized(image.height, image.width)
-        resized = image.resize((width, height), Image.Resampling.BICUBIC)
-        sam_image = image.resize((self.sam_size, self.sam_size), Image.Resampling.BILINEAR)
+        square = to_rgb(sample.get("stored_image", image))
+        source = square if self.preprocessing.side else image
+        resized = source.resize((width, height), self.preprocessing.resampling)
+        sam_image = square.resize((self.sam_size, self.sam_size), Image.Resampling.BILINEAR)
         return planes(resized), planes(sam_image)
 
     def collate(self, prepared: list[tuple[torch.Tensor, torch.Tensor]]) -> PointInputs:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rl_train.points.parser import Box, Point, PointPrompt
 from rl_train.rewards.iou import mask_iou
+from rl_train.rewards.published_points import matched_box_iou
 
 ABSTAINS = 0.5  # of the term for negative points, between all of them harmful and all useful
 
@@ -67,6 +68,48 @@ def point_rewards(
         num_positive=torch.tensor([float(len(p.positive)) for p in prompts]),
         num_negative=torch.tensor([float(len(p.negative)) for p in prompts]),
     )
+
+
+def box_rewards(
+    answers: Sequence[PointPrompt | None],
+    well_formed: Sequence[bool],
+    true_prompts: Sequence[PointPrompt],
+) -> dict[str, Tensor]:
+    """Return {component: (N,)} of N answers about samples with boxes and points and no mask.
+
+    "format" as in `point_rewards`; measured are the "matched_box_iou", the fraction of the positive
+    "points_in_boxes" (NaN without any), "num_positive" and "num_negative".
+
+    Args:
+        answers: None = unparsed; true_prompts: true boxes and points, in the same pixels.
+        well_formed: see `AnswerFormat.is_well_formed`.
+    """
+    prompts = [answer or PointPrompt() for answer in answers]
+    parsed = torch.tensor([answer is not None for answer in answers])
+    pairs = list(zip(prompts, true_prompts, strict=True))
+    return dict(
+        format=0.5 * (parsed.float() + (parsed & torch.tensor(well_formed))),
+        matched_box_iou=torch.tensor([matched_box_iou(p.boxes, t.boxes) for p, t in pairs]),
+        points_in_boxes=torch.tensor(
+            [
+                num_in_boxes(p.positive, t.boxes) / len(p.positive) if p.positive else float("nan")
+                for p, t in pairs
+            ]
+        ),
+        num_positive=torch.tensor([float(len(p.positive)) for p in prompts]),
+        num_negative=torch.tensor([float(len(p.negative)) for p in prompts]),
+    )
+
+
+def num_in_boxes(points: Sequence[Point], boxes: Sequence[Box]) -> int:
+    """Count the points that lie in one of the boxes."""
+    return sum(any(x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in boxes) for x, y in points)
+
+
+def prompt_of_mask(target: Tensor, num_points: int) -> PointPrompt:
+    """Return box and deepest point, or two of them, of a mask (H, W) that is not empty."""
+    points = (deepest_point(target),) if num_points == 1 else deepest_points(target)
+    return PointPrompt((bounding_box(target),), points)
 
 
 def negative_term(in_confused: Tensor, in_target: Tensor, empty: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 
 from rl_train.points.parser import Box, JsonValue, Point, PointPrompt
 from rl_train.points.published import is_numbers, load_answer
@@ -253,3 +254,12 @@ REWARD_SETS: dict[str, tuple[Rewards, tuple[str, ...]]] = {
         ("thinking_format", "segmentation_format", *PAIR_REWARDS, "non_repeat"),
     ),
 }
+
+
+def published_rewards(
+    reward_set: str, texts: Sequence[str], solutions: Sequence[PointPrompt], scales: Sequence[Scale]
+) -> dict[str, torch.Tensor]:
+    """Return {component: (N,)} of N answers by the rewards of a name in REWARD_SETS."""
+    rewards_of, components = REWARD_SETS[reward_set]
+    rows = [rewards_of(*row) for row in zip(texts, solutions, scales, strict=True)]
+    return {name: torch.tensor([row[name] for row in rows]) for name in components}

@@ -122,13 +122,14 @@ def build(config: Config, ranks: RankInfo) -> Run:
     # Of the fresh LoRA's weights; rollouts have random numbers of their own.
     torch.manual_seed(config.run.seed)
     train_set, eval_set, damaged = open_data(config.data)
+    has_masks = check_masks(config, train_set, eval_set)
     data = dict(training=data_facts(train_set), evaluation=data_facts(eval_set))
     # No rank goes on before the output folder is known to be free.
     check_same_start(config, resume, ranks, data)
     if resume or has_begun:
         check_data_of_run(config, resume, data)
     policy, roles = build_model(config, ranks)
-    context = TaskContext(policy, roles, max_tokens, judge, user_rewards)
+    context = TaskContext(policy, roles, max_tokens, judge, user_rewards, has_masks)
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     if config.reward.reward_only:
         for task in tasks:
@@ -242,6 +243,24 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
         print0(messages.data_report(f"evaluation data, {config.eval_data_dir}", report))
     print0(f"samples: {len(train_set):,d} to train on, {len(eval_set):,d} to evaluate")
     return train_set, eval_set, damaged
+
+
+def check_masks(config: Config, train_set: RegionDataset, eval_set: RegionDataset) -> bool:
+    """Return whether the training samples have masks; without, boxes and points are the target.
+
+    Raises ValueError, naming the flag, if a task or a flag needs masks that the data do not have.
+    """
+    folders = {"--data_dir": train_set, "--eval_data_dir": eval_set}
+    has_masks = {flag: whole(dataset)[0].has_masks for flag, dataset in folders.items()}
+    need_masks = [name for name, task in config.task_classes.items() if not task.takes_boxes]
+    for flag in [flag for flag in folders if not has_masks[flag]]:
+        if need_masks or config.data.distractors:
+            needs = f"--tasks {need_masks[0]}" if need_masks else "--distractors"
+            raise ValueError(
+                f"{flag}: its samples have boxes and points and no masks (a folder masks of one "
+                f"{{id}}.png for each row), which {needs} needs"
+            )
+    return has_masks["--data_dir"]
 
 
 def build_model(config: Config, ranks: RankInfo) -> tuple[Policy, Roles]:

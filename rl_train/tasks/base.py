@@ -62,6 +62,7 @@ class TaskContext:
     max_reply_tokens: int  # longest reply of the teacher
     judge: LLMJudge | None = None  # if --use_llm_judge
     user_rewards: tuple[UserReward, ...] = ()  # of --reward
+    has_masks: bool = True  # whether the training samples have masks, not only boxes and points
 
     @property
     def user_weights(self) -> dict[str, float]:
@@ -83,6 +84,7 @@ class Task(Protocol):
     weight: float  # of its loss
     weights: dict[str, float]  # of the reward components that count; others are logged only
     action: LatentAction | None = None  # sampled beside the text
+    takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
     asks_reference: bool = False  # the same of the reference, in supervised training
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;

@@ -16,14 +16,20 @@ from rl_train.points.parser import (
     COORDINATE_SCALES,
     NEGATIVE_POINTS,
     REASONS,
+    REPAIRS,
+    STYLE_SCALES,
     STYLES,
+    UNTIDY,
     AnswerFormat,
+    ParsedAnswer,
     PointPrompt,
 )
 from rl_train.points.prompts import point_question
+from rl_train.points.published import FRAME, parse_solution
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rewards import mask_iou
-from rl_train.rewards.points import point_rewards
+from rl_train.rewards.points import box_rewards, point_rewards, prompt_of_mask
+from rl_train.rewards.published_points import REWARD_SETS, published_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
 from rl_train.utils.rng import RowRNG
@@ -40,15 +46,17 @@ class AnswerOptions:
     answer_style: str = flag(
         "segzero",
         "how the checkpoint answers: segzero = a box and two points; visionreasoner = a list "
-        "of boxes with a point each; points = points as bare JSON, without thoughts",
+        "of boxes with a point each; segzero_plus = a box and a list of points, in [0, 1]; points "
+        "= points as bare JSON, without thoughts",
         choices=STYLES,
     )
     negative_points: str = flag(
         "optional", "asked for beside these, under a key of their own", choices=NEGATIVE_POINTS
     )
-    coordinates: str = flag(
-        "pixels",
-        "of its answers: of the image as it sees it (Qwen2.5-VL), in [0, 1] or 0..1000 (Qwen3-VL)",
+    coordinates: str | None = flag(
+        None,
+        "of its answers: pixels of the image as it sees it (Qwen2.5-VL), unit = in [0, 1], or "
+        "thousand = 0..1000 (Qwen3-VL); default: unit for segzero_plus, else pixels",
         choices=list(COORDINATE_SCALES),
     )
     max_points: int = flag(
@@ -77,8 +85,12 @@ class PointTask(Task):
         self.options, self.context, self.weight = options, context, options.weight
         if options.max_points < MIN_POINTS:
             raise ValueError(f"--max_points {options.max_points}: must be at least {MIN_POINTS}")
+        style = options.answer_style
         self.format = AnswerFormat(
-            options.answer_style, options.negative_points, options.coordinates, options.max_points
+            style,
+            options.negative_points,
+            options.coordinates or STYLE_SCALES.get(style, "pixels"),
+            options.max_points,
         )
 
     def prompts(self, batch: Batch, features: QwenImageFeatures) -> Prompts:
@@ -88,17 +100,36 @@ class PointTask(Task):
 
     def parse(
         self, texts: list[str], features: QwenImageFeatures, image: list[int]
-    ) -> tuple[list[PointPrompt | None], list[str]]:
-        """Return (answers parsed from texts[p] about image[p], reasons why not).
-
-        Answers are in pixels of the images' masks, None if unparsed; the reason of a parsed one is
-        "".
-        """
-        parsed = [
+    ) -> list[ParsedAnswer]:
+        """Return the answers parsed from texts[p] about image[p], in pixels of its mask."""
+        return [
             self.format.parse_in_pixels(text, features.seen_sizes[i], features.sizes[i])
             for text, i in zip(texts, image)
         ]
-        return [answer for answer, _ in parsed], [reason for _, reason in parsed]
+
+    def solutions(self, batch: Batch) -> list[PointPrompt]:
+        """Return the true boxes and points of each sample, in pixels of a frame of FRAME.
+
+        They are those that the data set states; of a sample without any those of its mask, as the
+        published sets were made of masks.
+        """
+        num_points = 2 if self.format.style == "segzero" else 1
+        found = []
+        for i, size in enumerate(batch.sizes):
+            if batch.solutions and batch.solutions[i]:
+                found.append(parse_solution(batch.solutions[i]))
+                continue
+            prompt = prompt_of_mask(batch.masks[i].to(self.context.policy.device), num_points)
+            prompt = prompt.scaled(FRAME / size[1], FRAME / size[0])
+            found.append(prompt.map(lambda values: tuple(float(int(v + 0.5)) for v in values)))
+        return found
+
+    def solutions_in_pixels(self, batch: Batch) -> list[PointPrompt]:
+        """Return `solutions` in pixels of the original images."""
+        return [
+            solution.scaled(width / FRAME, height / FRAME)
+            for solution, (height, width) in zip(self.solutions(batch), batch.sizes)
+        ]
 
     def confused_regions(
         self, policy: QwenVLPolicy, features: QwenImageFeatures, targets: list[torch.Tensor]
@@ -116,7 +147,12 @@ class PointTask(Task):
     ) -> dict[str, list]:
         """Return {column: B values} of greedy answers; see `point_metrics.measure`."""
         _, texts = policy.complete(features, self.prompts(batch, features), 1, max_new_tokens)
-        answers, _ = self.parse(texts, features, list(range(len(batch))))
+        parsed = self.parse(texts, features, list(range(len(batch))))
+        answers = [answer.prompt for answer in parsed]
+        if not batch.has_masks:
+            return point_metrics.measure_boxes(
+                batch, texts, answers, self.solutions_in_pixels(batch)
+            )
         return point_metrics.measure(
             policy, batch, features, texts, answers, self.options.sam_passes
         )
@@ -130,11 +166,13 @@ class PointTask(Task):
         num_generations: int,
     ) -> dict[str, list]:
         """Return {column: B values} of G sampled answers; see `cycle_metrics.measure_samples`."""
+        if not batch.has_masks:
+            raise ValueError("--best_of: needs masks, and these samples have boxes and points")
         G, prompts = num_generations, self.prompts(batch, features)
         uniforms = RowRNG(0, 0, 0, batch.index, G).uniforms(max_new_tokens)
         completions, texts = policy.complete(features, prompts, G, max_new_tokens, uniforms)
         image = [i for i in range(len(batch)) for _ in range(G)]  # (N,)
-        answers, _ = self.parse(texts, features, image)
+        answers = [answer.prompt for answer in self.parse(texts, features, image)]
         masks, *_ = segment_points(policy, features, image, answers, self.options.sam_passes)
         targets = [batch.masks[i].to(policy.device) for i in image]
         iou = mask_iou(masks, targets, 1.0).cpu().view(-1, G)  # (B, G)
@@ -146,10 +184,18 @@ class PointTask(Task):
 
 
 class PointSegmentation(PointTask):
-    """Task of the second system, with the IoU of the mask that an answer prompts as its reward."""
+    """Task of the second system: rewards of an answer's mask, or of its boxes and points alone."""
+
+    takes_boxes = True
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
+        reward_set: str = flag(
+            "mask",
+            "mask = IoU of SAM2's mask, with --format_weight; segzero, visionreasoner = the "
+            "published rewards of boxes and points, which need no masks",
+            choices=["mask", *REWARD_SETS],
+        )
         hide_negatives: bool = flag(
             False, "from SAM2 in training (a control: nothing can be learnt of them)"
         )
@@ -157,6 +203,7 @@ class PointSegmentation(PointTask):
             0.1,
             "of the reward for an answer that can be read, half of it for tags",
             type=WEIGHT,
+            aliases=("lambda_format",),
         )
         negative_weight: float = flag(
             0.0,
@@ -170,48 +217,103 @@ class PointSegmentation(PointTask):
         if options.negative_points == "off" and (options.negative_weight or options.hide_negatives):
             flag_name = "negative_weight" if options.negative_weight else "hide_negatives"
             raise ValueError(f"--{flag_name}: --negative_points off asks for none")
+        is_published = options.reward_set in REWARD_SETS
+        if is_published and options.reward_set != options.answer_style:
+            raise ValueError(
+                f"--reward_set {options.reward_set}: is made for --answer_style "
+                f"{options.reward_set}, not {options.answer_style}"
+            )
+        if not context.has_masks and not is_published:
+            raise ValueError(
+                "--reward_set mask: these samples have boxes and points and no masks; take one of "
+                f"{', '.join(REWARD_SETS)}"
+            )
+        if not context.has_masks and options.negative_weight:
+            raise ValueError("--negative_weight: needs masks, and these samples have none")
         negatives = {"negatives": options.negative_weight} if options.negative_weight else {}
         weights = {"iou": 1.0, "format": options.format_weight}
+        if is_published:
+            weights = dict.fromkeys(REWARD_SETS[options.reward_set][1], 1.0)
         self.weights = weights | negatives | context.user_weights
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.
 
         An answer that cannot be read has an empty mask and 0 in all components that count. The
-        region that SAM2 confuses with the target follows from the target alone. See
-        `with_measurements` for "on_target" and the user's rewards, which see the masks and the
-        parsed answers as `answers`.
+        region that SAM2 confuses with the target follows from the target alone. Samples without
+        masks have `box_rewards`. --reward_set adds the published rewards, of the texts.
+        See `with_measurements` for "on_target" and the user's rewards, which see the masks, the
+        parsed answers as `answers` and the data set's own `solution`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
         image = rollout.prompts.image_index
-        answers, reasons = self.parse(rollout.texts, features, image)
+        parsed = self.parse(rollout.texts, features, image)
+        answers = [answer.prompt for answer in parsed]
         # confidences: (with, without) the negative points of each row
         masks, without, confidences = segment_points(
             policy, features, image, answers, self.options.sam_passes
         )
         if self.options.hide_negatives:
             masks = without
-        # What SAM2 confuses depends on the target alone: once a sample, not once a row.
+        well_formed = [
+            self.format.is_well_formed(text) and not set(answer.repairs) & set(UNTIDY)
+            for text, answer in zip(rollout.texts, parsed)
+        ]
         targets = [mask.to(policy.device) for mask in batch.masks]  # B
-        confused = rollout.of_rows(self.confused_regions(policy, features, targets))
-        targets = rollout.of_rows(targets)  # N
-        well_formed = [self.format.is_well_formed(text) for text in rollout.texts]
+        if batch.has_masks:
+            confused = rollout.of_rows(self.confused_regions(policy, features, targets))
+            targets = rollout.of_rows(targets)  # N
+            rewards = point_rewards(answers, well_formed, masks, without, targets, confused)
+        else:
+            targets = rollout.of_rows(targets)  # N, empty
+            true_prompts = rollout.of_rows(self.solutions_in_pixels(batch))
+            rewards = box_rewards(answers, well_formed, true_prompts)
+        if self.options.reward_set in REWARD_SETS:
+            rewards |= self.published_rewards(rollout)
         captions = rollout.of_rows(batch.captions)
         rewards = with_measurements(
             self,
             rollout,
-            point_rewards(answers, well_formed, masks, without, targets, confused),
+            rewards,
             [point_question(caption, self.format) for caption in captions],
             masks,
             targets,
             answers=answers,
             mask_confidence=[pair[self.options.hide_negatives] for pair in confidences],
+            solution=rollout.of_rows(batch.solutions or [None] * len(batch)),
         )
-        unparsed = {name: torch.tensor([name == reason for reason in reasons]) for name in REASONS}
+        reasons, repairs = [p.reason for p in parsed], [p.repairs for p in parsed]
         return RewardOutput(
             rewards,
             masks,
-            unparsed=unparsed,
+            unparsed={name: torch.tensor([name == r for r in reasons]) for name in REASONS},
+            repaired={name: torch.tensor([name in r for r in repairs]) for name in REPAIRS},
             point_prompts=answers,
             masks_without_negatives=without,
+        )
+
+    def published_rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
+        """Return {component: (N,)} of --reward_set.
+
+        Raises ValueError if a solution has other numbers of boxes and points than the rewards take.
+        """
+        batch, reward_set, solutions = rollout.batch, self.options.reward_set, []
+        for solution, image_id in zip(self.solutions(batch), batch.image_ids):
+            num_boxes, num_points = len(solution.boxes), len(solution.positive)
+            if reward_set == "segzero" and (num_boxes, num_points) != (1, 2):
+                raise ValueError(
+                    f"--reward_set segzero: the solution of {image_id} has {num_boxes} boxes and "
+                    f"{num_points} points, not one and two; take --reward_set visionreasoner"
+                )
+            # Seg-Zero's solution has two points of its one box: the first counts.
+            if reward_set == "visionreasoner":
+                solution = PointPrompt(solution.boxes, solution.positive[:num_boxes])
+            solutions.append(solution)
+        limits = map(self.format.limits, rollout.features.seen_sizes)
+        scales = [(FRAME / width, FRAME / height) for width, height in limits]
+        return published_rewards(
+            reward_set,
+            rollout.texts,
+            rollout.of_rows(solutions),
+            [scales[i] for i in rollout.prompts.image_index],
         )

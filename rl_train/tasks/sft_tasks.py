@@ -134,8 +134,11 @@ class ReferringSegmentation(SFTTask):
 class PointAnswers(PointTask, SFTTask):
     """Image and caption -> box and points, in the format that `point_segmentation` asks for.
 
-    Negative points lie in the region that SAM2 confuses with the target.
+    Negative points lie in the region that SAM2 confuses with the target. Of samples without masks
+    the data set's own boxes and points are taught, and no negative ones.
     """
+
+    takes_boxes = True
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
@@ -148,10 +151,14 @@ class PointAnswers(PointTask, SFTTask):
         self, batch: Batch, features: QwenImageFeatures, rngs: list[np.random.Generator]
     ) -> tuple[Prompts, list[list[int]]]:
         policy, answers = self.context.policy, []
-        targets = [mask.to(policy.device) for mask in batch.masks]
-        confused = self.confused_regions(policy, features, targets)
-        for i, size in enumerate(features.sizes):
-            answer = true_answer(self.format, targets[i], confused[i])
+        if batch.has_masks:
+            targets = [mask.to(policy.device) for mask in batch.masks]
+            confused = self.confused_regions(policy, features, targets)
+            truths = [true_answer(self.format, *pair) for pair in zip(targets, confused)]
+        else:
+            truths = self.solutions_in_pixels(batch)
+        for i, (answer, size) in enumerate(zip(truths, features.sizes, strict=True)):
+            self._check(answer, batch.image_ids[i])
             # In the coordinates that the model sees and answers in.
             in_frame = self.format.in_frame(answer, features.seen_sizes[i], size)
             answers.append(
@@ -161,6 +168,21 @@ class PointAnswers(PointTask, SFTTask):
             )
         return self.prompts(batch, features), answers
 
+    def _check(self, answer: PointPrompt, image_id: str):
+        """Raise ValueError if --answer_style cannot say an answer."""
+        num_boxes, num_points = len(answer.boxes), len(answer.positive)
+        fits = dict(
+            segzero=(num_boxes, num_points) == (1, 2),
+            visionreasoner=num_boxes == num_points,
+            segzero_plus=num_boxes == 1,
+            points=num_boxes <= 1,
+        )
+        if not fits[self.format.style]:
+            raise ValueError(
+                f"--answer_style {self.format.style}: cannot say the solution of {image_id}, "
+                f"{num_boxes} boxes and {num_points} points"
+            )
+
 
 def true_answer(
     answer_format: AnswerFormat, target: torch.Tensor, confused: torch.Tensor
@@ -168,11 +190,11 @@ def true_answer(
     """Return the reference answer of a target (H, W) bool, in its own pixels.
 
     Box and positive points are as the format's checkpoints give them: two deepest points for
-    "segzero", else one; no box for "points". One negative point lies in the region confused with
-    the target (H, W), if that is at least CONFUSED of the target's area.
+    "segzero" and "segzero_plus", else one; no box for "points". One negative point lies in the
+    region confused with the target (H, W), if that is at least CONFUSED of the target's area.
     """
     box, positive = (bounding_box(target),), (deepest_point(target),)
-    if answer_format.style == "segzero":
+    if answer_format.style in ("segzero", "segzero_plus"):
         positive = deepest_points(target)
     elif answer_format.style == "points":
         box = ()

@@ -22,6 +22,7 @@ class Numbers:
         self.image_keys = np.arange(first, first + count)
         self.coco_ids = -self.image_keys
         self.content_keys = np.stack([self.image_keys, self.coco_ids], 1)
+        self.has_masks = True
 
     def __len__(self):
         return len(self.image_keys)
@@ -145,3 +146,12 @@ def test_a_run_on_two_folders(data, tmp_path, monkeypatch, capsys):
     assert names.count("gar.2") == 3 * names.count("gar") > 0
     files = [f / "checkpoint_step_2" / "trainables.safetensors" for f in (whole, resumed)]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_data_with_and_without_masks_are_not_mixed():
+    first, second = Numbers(3), Numbers(3)
+    second.has_masks = False
+    with pytest.raises(ValueError, match="--data_mixture: b has boxes and points without masks"):
+        MixtureDataset(dict(a=first, b=second), [1.0, 1.0])
+    first.has_masks = False
+    assert not MixtureDataset(dict(a=first, b=second), [1.0, 1.0]).has_masks

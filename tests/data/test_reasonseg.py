@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from rl_train.data import DamagedSample, ReasonSegDataset
-from rl_train.data.reasonseg import read_images
+from rl_train.data.parquet import read_images
 from rl_train.data.text import BLANK
 from tests.data.counts import counts
 from tools.gar_writer import encode_image
@@ -70,7 +70,7 @@ def test_unusable_rows_are_counted_by_reason(tmp_path):
 
 
 def test_files_that_are_none_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"--data_dir .*absent holds no \*.parquet"):
+    with pytest.raises(ValueError, match=r"--data_dir .*absent: no such folder"):
         ReasonSegDataset(tmp_path / "absent")
     with pytest.raises(ValueError, match=r"holds no \*.parquet"):
         ReasonSegDataset(tmp_path)

@@ -170,7 +170,8 @@ def points_operations(work: Work) -> tuple[int, int]:
     images = [row // work.config.rollout.num_generations for row in range(work.num_rows)]
     with FlopCounterMode(display=False) as encoding:
         features = policy.encode(work.batch)
-    answers, _ = task.parse([policy.forced_text] * len(images), features, images)
+    parsed = task.parse([policy.forced_text] * len(images), features, images)
+    answers = [answer.prompt for answer in parsed]
     with FlopCounterMode(display=False) as decoding:
         policy.point_masks(features, images, answers, task.options.sam_passes)
     return encoding.get_total_flops(), decoding.get_total_flops()
