@@ -1,5 +1,7 @@
 """Supervised training: its loss against the encoding rule by hand, and through the entry point."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,15 @@ from rl_train.data.loader import Batches
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.registry import build_policy
 from rl_train.rewards.points import deepest_points
+from rl_train.rollout import Batch
 from rl_train.run.error_report import remedy
-from rl_train.tasks.sft_tasks import true_answer
+from rl_train.tasks.base import TaskContext
+from rl_train.tasks.sft_tasks import PointAnswers, true_answer
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.processing_sa2va import normalise_tiles
 from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
+from tests.data.parquet_rows import visionreasoner_solution
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import curve, events, on_one_core
 from tests.supervised import ALL, built, line, losses, run
@@ -65,6 +70,37 @@ def test_the_loss_is_that_of_the_encoding_rule(data, tmp_path):
     torch.testing.assert_close(statistics["masks"]["mask_loss"], mask, atol=1e-5, rtol=1e-5)
     expected = 0.5 * text["captions"] + text["masks"] + mask
     torch.testing.assert_close(loss, expected, atol=2e-5, rtol=1e-5)
+
+
+def test_boxes_and_points_of_a_published_set_are_taught(tmp_path):
+    """Samples without masks: the answer is the data set's own solution, in the model's frame."""
+    task = PointAnswers(
+        PointAnswers.Options(answer_style="visionreasoner", negative_points="off", thought="so"),
+        TaskContext(Speller(), None, 300),
+    )
+    empty = torch.zeros(60, 90, dtype=torch.bool)
+    batch = Batch([0], [empty], ["a cup"], ["i"], [], None, solutions=[visionreasoner_solution()])
+    features = SimpleNamespace(sizes=[(60, 90)], seen_sizes=[(420, 420)])
+    _, [answer] = task.examples(batch, features, [])
+    assert answer == (
+        '<think>so</think><answer>[{"bbox_2d": [50, 100, 250, 300], "point_2d": [150, 200]}, '
+        '{"bbox_2d": [300, 300, 400, 400], "point_2d": [350, 350]}]</answer><|im_end|>'
+    )
+    task.format = AnswerFormat("segzero")
+    with pytest.raises(ValueError, match="--answer_style segzero: cannot say the solution of i, 2"):
+        task.examples(batch, features, [])
+
+
+class Speller:
+    """A policy whose tokens are letters."""
+
+    device = torch.device("cpu")
+
+    def encode_text(self, text):
+        return text
+
+    def point_questions(self, features, image, questions):
+        return questions
 
 
 @pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])

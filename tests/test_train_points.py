@@ -1,5 +1,7 @@
 """Points through the real entry point: a tiny Qwen2.5-VL and SAM2, a few steps, resumed."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -7,8 +9,19 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train.export.merge import export
 from rl_train.policies.qwen_vl import QwenVLPolicy
+from tests.data.parquet_rows import row, visionreasoner_solution, write_parquet
 from tests.policies.tiny_points import write_qwen, write_sam
-from tests.runs import complaint_of, curve, events, flags, on_one_core, rollouts, run, weights
+from tests.runs import (
+    CHECKPOINT,
+    complaint_of,
+    curve,
+    events,
+    flags,
+    on_one_core,
+    rollouts,
+    run,
+    weights,
+)
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -89,6 +102,56 @@ def test_answers_that_cannot_be_read_are_counted(data, tmp_path, points):
     folder = run(data, tmp_path, **points, max_steps=1, eval_steps=0)
     assert curve(folder, "points/unparsed_frac") == {1: 1.0}
     assert {line["iou"] for line in rollouts(folder)} == {0.0}
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """Flags of a run on a set in VisionReasoner's layout, one file of Parquet without masks."""
+    folder = tmp_path_factory.mktemp("published")
+    train = write_parquet(folder / "train", [row(k, visionreasoner_solution(k)) for k in range(8)])
+    heldout = [row(k, visionreasoner_solution(k)) for k in range(20, 26)]
+    names = dict(data_dir=train, eval_data_dir=write_parquet(folder / "heldout", heldout))
+    return names | dict(dataset="segzero", answer_style="visionreasoner", sam_passes=1)
+
+
+def test_a_published_set_is_trained_on_as_published(data, tmp_path, points, published, monkeypatch):
+    """Rewards are those of its boxes and points, and what is held out is measured by boxes."""
+
+    def text(policy, ids):
+        item = dict(bbox_2d=[7, 13, 33, 40], point_2d=[20, 27 + ids[0] % 9])
+        return f"<think>so</think><answer>{json.dumps([item])}</answer>" if ids[0] % 3 else "so"
+
+    monkeypatch.setattr(QwenVLPolicy, "completion_text", text)
+    how = points | published | dict(reward_set="visionreasoner", negative_points="off")
+    folder = run(data, tmp_path / "run", **how, save_steps=1, max_steps=2, eval_steps=1)
+    lines = rollouts(folder)
+    for line in lines:
+        parts = ("thinking_format", "segmentation_format", "bbox_iou", "bbox_l1", "point_l1")
+        assert line["reward"] == pytest.approx(sum(line[p] for p in (*parts, "non_repeat")))
+        read = line["completion"] != "so"
+        assert line["bbox_l1"] == (0.5 if read else 0) and "iou" not in line  # one box of two
+    assert {line["reward"] for line in lines} >= {1.0}
+    tags = events(folder).Tags()["scalars"]
+    assert {"points/repaired/clipped", "eval/matched_box_iou", "eval/points_in_boxes"} <= set(tags)
+    assert "eval/seg_iou" not in tags and "eval/score" not in tags
+    assert (folder / "checkpoint_best").is_dir()  # chosen by matched_box_iou
+    run(data, folder, **how, save_steps=1, max_steps=2, eval_steps=1, resume="")
+
+
+def test_sets_without_masks_are_refused_where_masks_are_needed(
+    data, tmp_path, points, published, capsys
+):
+    for changes, words in (
+        (dict(), "--reward_set mask: these samples have boxes and points and no masks"),
+        (dict(distractors=""), "--data_dir: its samples have boxes and points and no masks"),
+        (
+            dict(model_path=CHECKPOINT, tasks=None, answer_style=None, sam_passes=None),
+            "which --tasks mask_caption_mask needs",
+        ),
+    ):
+        how = points | published | changes
+        assert words in complaint_of(capsys, flags(data, tmp_path / "run", **how)), words
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run
 
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg
+    python -m tools.evaluate ... --dataset reasonseg --protocol visionreasoner
 
-The latter measures cIoU and gIoU as Sa2VA's own evaluation does (docs/evaluation.md): its question,
-up to 12 tiles, its rounding of SAM2's mean and std. Else pixels are normalised as in training,
-phrases are asked and cleaned as there, and captions and cycles are measured too.
+`--protocol visionreasoner` measures gIoU and cIoU as Seg-Zero's and VisionReasoner's own
+evaluations do (docs/points.md). `--protocol sa2va` measures cIoU and gIoU as Sa2VA's own evaluation
+does (docs/evaluation.md): its question, up to 12 tiles, its rounding of SAM2's mean and std. Else
+pixels are normalised as in training, phrases are asked and cleaned as there, and captions and
+cycles are measured too.
 
 A checkpoint's base is the one that its config.json names; if that has moved, give the base as
 --model_path and the checkpoint as --checkpoint. Decoding is greedy, so two runs on the same number
@@ -33,11 +36,13 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset, Subset
 
 from rl_train.config.flags import read_flags
@@ -49,12 +54,13 @@ from rl_train.data.text import clean_caption
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
-from rl_train.evaluation import referring_metrics
+from rl_train.evaluation import published_points, referring_metrics
 from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
 from rl_train.evaluation.table import before_after_table
 from rl_train.export.load_policy import drop_trained_images, find_base, open_policy
 from rl_train.policies.base import Policy
+from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
@@ -63,6 +69,12 @@ from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.io import check_writable
 from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_run
 
+# {--protocol: data sets that it is about}
+PROTOCOL_DATASETS = {
+    "sa2va": tuple(REFCOCO_NAMES),
+    "visionreasoner": ("reasonseg", *REFCOCO_NAMES),
+}
+
 
 def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     """`EvalSpec`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
@@ -70,15 +82,7 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     Raises ValueError if a flag is of another family of models.
     """
     if args.protocol:
-        captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
-        if caption_flags := [name for name in captions if getattr(args, name)]:
-            raise ValueError(
-                f"--{caption_flags[0]}: not with --protocol {args.protocol}, of masks alone"
-            )
-        if policy.family != Sa2VAPolicy.family:
-            raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
-        policy.rounded_normalisation = True
-        return dict(measure=referring_metrics.measure)
+        return dict(measure=measure_of_protocol(policy, args))
     if policy.family == Sa2VAPolicy.family:
         return {}
     captions = ("attributes", "legacy_cleaner")
@@ -90,6 +94,37 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     context = TaskContext(policy, None, args.max_completion_length)
     task = PointSegmentation(options, context)
     return dict(measure=task.measure, measure_samples=task.measure_samples)
+
+
+def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
+    """Return `EvalSpec`'s measure of --protocol, and prepare the policy for it.
+
+    Raises ValueError if a flag or the model does not belong to it.
+    """
+    captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
+    if caption_flags := [name for name in captions if getattr(args, name)]:
+        raise ValueError(
+            f"--{caption_flags[0]}: not with --protocol {args.protocol}, of masks alone"
+        )
+    if args.protocol == "sa2va":
+        if policy.family != Sa2VAPolicy.family:
+            raise ValueError("--protocol sa2va: --model_path is of points")
+        policy.rounded_normalisation = True
+        return referring_metrics.measure
+    if policy.family != QwenVLPolicy.family:
+        raise ValueError(f"--protocol {args.protocol}: --model_path does not answer with points")
+    for name, value in published_points.FIXED.items():
+        if getattr(args, name) != value:
+            raise ValueError(f"--{name}: {value} in --protocol {args.protocol}, leave it out")
+    if args.answer_style not in published_points.STRIPPED:
+        styles = " or ".join(published_points.STRIPPED)
+        raise ValueError(
+            f"--answer_style {args.answer_style}: --protocol {args.protocol} is of {styles}"
+        )
+    if not args.image_size:
+        raise ValueError(f"--image_size 0: in --protocol {args.protocol} images are squares")
+    policy.preprocessing = replace(policy.preprocessing, resampling=Image.Resampling.BILINEAR)
+    return partial(published_points.measure, style=args.answer_style)
 
 
 def build_dataset(args: Namespace) -> Dataset:
@@ -234,8 +269,8 @@ def run(args: Namespace, ranks: RankInfo):
     """Measure, print, write and compare; ValueError for what is wrong in the flags and files."""
     if args.output:
         check_writable("--output", args.output, is_file=True)
-    if args.protocol and args.dataset not in REFCOCO_NAMES:
-        known = ", ".join(REFCOCO_NAMES)
+    if args.protocol and args.dataset not in PROTOCOL_DATASETS[args.protocol]:
+        known = ", ".join(PROTOCOL_DATASETS[args.protocol])
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     find_base(args.model_path, args.checkpoint, "--model_path")  # said before data are read
     dataset = build_dataset(args)
@@ -288,6 +323,20 @@ def protocol_sentence(
     )
 
 
+def points_protocol_sentence(
+    args: Namespace, values: dict[str, torch.Tensor], metrics: dict[str, float]
+) -> str:
+    """Return the figures that Seg-Zero and VisionReasoner report."""
+    num_samples, num_read = len(values["parsable"]), int(values["parsable"].sum())
+    sums = [int(values[name].sum()) for name in ("seg_intersection", "seg_union")]
+    return (
+        f"VisionReasoner's protocol, answers of {args.answer_style}, {args.dataset}: {num_samples} "
+        f"questions, gIoU {metrics['seg_iou']:.4f}, cIoU {metrics['seg_ciou']:.4f} (intersections "
+        f"{sums[0]}, unions {sums[1]} pixels); {num_samples - num_read} answers that their code "
+        "cannot read count as empty masks"
+    )
+
+
 def flags_that_count(args: Namespace, family: str) -> dict:
     """Return {flag: value} of all that the numbers depend on, as JSON holds them."""
     of_points = family != Sa2VAPolicy.family
@@ -301,7 +350,9 @@ def flags_that_count(args: Namespace, family: str) -> dict:
 def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: Namespace):
     """Print the metrics, and notes on the samples."""
     print0(table(result_json))
-    if args.protocol:
+    if args.protocol == "visionreasoner":
+        print0(points_protocol_sentence(args, result.values, result_json["means"]))
+    elif args.protocol:
         subject = f"Sa2VA's protocol, {args.dataset} {args.subsets[0] if args.subsets else 'val'}"
         print0(protocol_sentence(subject, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))
@@ -329,8 +380,10 @@ def main(argv: Sequence[str] | None = None):
     ranks = process_group.init()
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
-        if args.protocol:
+        if args.protocol == "sa2va":
             parser.set_defaults(max_tiles=referring_metrics.MAX_TILES)
+        elif args.protocol:
+            parser.set_defaults(**published_points.DEFAULTS, **published_points.FIXED)
         run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
         raise SystemExit(f"evaluate: {error}") from error

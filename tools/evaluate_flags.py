@@ -62,9 +62,10 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
     add(
         "--protocol",
-        choices=["sa2va"],
-        help="ask and count as Sa2VA's own evaluation of RefCOCO does, and measure nothing else; "
-        "--max_tiles is then 12 by default",
+        choices=["sa2va", "visionreasoner"],
+        help="ask and count as others do, and measure nothing else: sa2va = Sa2VA's own evaluation "
+        "of RefCOCO, --max_tiles is then 12 by default; visionreasoner = that of Seg-Zero and "
+        "VisionReasoner, --image_size is then 840 and --max_completion_length 1,024 by default",
     )
     add(
         "--train_eval_overlap",

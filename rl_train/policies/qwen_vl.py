@@ -244,6 +244,15 @@ class QwenVLPolicy(Policy):
             self.model.sam, images.sam, images.sizes, image, prompts, passes
         )
 
+    def best_masks(
+        self, images: QwenImageFeatures, image: list[int], groups: list[list[PointPrompt]]
+    ) -> list[torch.Tensor]:
+        """Return the unions of groups[k]'s masks, the best of three each, in image[k].
+
+        See `sam2_prompting.best_masks`.
+        """
+        return sam2_prompting.best_masks(self.model.sam, images.sam, images.sizes, image, groups)
+
 
 def check_folders(config: PolicyConfig):
     """Raise ValueError if no SAM2 is given, or another model as one."""

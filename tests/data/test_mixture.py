@@ -149,7 +149,7 @@ def test_a_run_on_two_folders(data, tmp_path, monkeypatch, capsys):
 
 
 def test_data_with_and_without_masks_are_not_mixed():
-    first, second = Numbers(3), Numbers(3)
+    first, second = Numbers(0, 3), Numbers(3, 3)
     second.has_masks = False
     with pytest.raises(ValueError, match="--data_mixture: b has boxes and points without masks"):
         MixtureDataset(dict(a=first, b=second), [1.0, 1.0])

@@ -1,5 +1,6 @@
 """Box and points as a task, with a policy of a few lines: SAM2's part is a box that it fills."""
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,9 +71,10 @@ BAD = '{"points": [[8, 10]], "bbox": [4, 4, 12, 16], "negative_points": [[8, 10]
 FAR = '{"points": [[80, 10]]}'
 
 
-def task_of(policy, rewards=(), **options) -> PointSegmentation:
+def task_of(policy, rewards=(), has_masks=True, **options) -> PointSegmentation:
     options = PointSegmentation.Options(**dict(answer_style="points") | options)
-    return PointSegmentation(options, TaskContext(policy, None, 8, None, tuple(rewards)))
+    context = TaskContext(policy, None, 8, None, tuple(rewards), has_masks)
+    return PointSegmentation(options, context)
 
 
 def rollout_of(texts, batch=BATCH) -> Rollout:
@@ -197,6 +199,138 @@ def test_it_is_no_part_of_a_run_by_default_and_trains_alone(tmp_path, capsys):
         cli.parse([*base, "--tasks", "point_segmentation", "mask_caption_mask"])
     assert "ask models of qwen2_5_vl and sa2va" in capsys.readouterr().err
     assert not PointSegmentation.asks_teacher and MaskCaptionMask.asks_teacher
+
+
+# The published rewards, and samples of boxes and points without masks
+
+# In the frame of 840 pixels; the images have 16 x 12, so 52.5 and 70 pixels of it a pixel.
+SOLUTIONS = [
+    '[{"bbox_2d": [105, 140, 315, 560], "point_2d": [210, 350]}]',
+    '[{"bbox_2d": [0, 0, 105, 140], "point_2d": [52, 70]},'
+    ' {"bbox_2d": [525, 420, 840, 840], "point_2d": [700, 700]}]',
+]
+NOTHING = [torch.zeros(H, W, dtype=torch.bool)] * 2
+BOXED = replace(BATCH, masks=NOTHING, solutions=SOLUTIONS)
+
+
+def said(*items: tuple[list, list]) -> str:
+    """An answer of VisionReasoner in pixels of the image as the model sees it, 32 x 24."""
+    content = [dict(bbox_2d=box, point_2d=point) for box, point in items]
+    return f"<think>It is left.</think><answer>{json.dumps(content)}</answer>"
+
+
+CUP = ([4, 4, 12, 16], [8, 10])  # as the first solution, and as the first target
+
+
+def published(batch, texts, style="visionreasoner", rewards=(), **options):
+    options = dict(answer_style=style, reward_set=style, negative_points="off") | options
+    task = task_of(Policy(), rewards, has_masks=batch.has_masks, **options)
+    return task, task.rewards(rollout_of(texts, batch))
+
+
+def test_the_published_rewards_without_masks_by_hand():
+    half = ([20, 12, 32, 24], [31, 13])  # one of two boxes; its point is 118 pixels off
+    task, found = published(BOXED, [said(CUP), "so", said(half), said()])
+    assert task.weights == dict.fromkeys(
+        "thinking_format segmentation_format bbox_iou bbox_l1 point_l1 non_repeat".split(), 1.0
+    )
+    rewards = {name: values.tolist() for name, values in found.rewards.items()}
+    assert rewards["thinking_format"] == [1, 0, 1, 1] and rewards["non_repeat"] == [1] * 4
+    assert rewards["segmentation_format"] == [2, 0, 2, 0]
+    assert rewards["bbox_iou"] == rewards["bbox_l1"] == [1, 0, 0.5, 0]
+    assert rewards["point_l1"] == [1, 0, 0, 0]
+    assert combine(found.rewards, task.weights).tolist() == [7, 1, 5, 2]
+    # measured beside: no mask, and so no IoU with one
+    assert "iou" not in rewards and "box_iou" not in rewards
+    assert rewards["matched_box_iou"] == [1, 0, 0.5, 0]
+    assert rewards["points_in_boxes"][0] == 1 and rewards["points_in_boxes"][2] == 1
+    assert found.masks[0].sum() == 36  # SAM2 draws for the pictures all the same
+
+
+def test_the_published_rewards_of_samples_with_masks():
+    """The solution is made of the mask, as the published ones were; the IoU is measured only."""
+    task, found = published(BATCH, [said(CUP), said(CUP)])
+    rewards = {name: values.tolist() for name, values in found.rewards.items()}
+    assert rewards["iou"] == pytest.approx([24 / 36, 18 / (40 + 36 - 18)])
+    assert (
+        rewards["bbox_l1"] == [1, 0] and rewards["bbox_iou"] == [1, 0] and "iou" not in task.weights
+    )
+    two = (
+        '<think>a</think><answer>{"bbox": [4, 4, 12, 16], "points_1": [8, 8], "points_2": [8, 12]}'
+    )
+    _, found = published(BATCH, [two + "</answer>"] * 2, "segzero")
+    assert combine(found.rewards, {"bbox_iou": 1, "bbox_l1": 1, "point_l1": 1})[0] == 3
+
+
+def test_a_solution_of_the_other_set():
+    first_point = replace(
+        BOXED, solutions=["<box>(105,140),(315,560)</box><points>(210,350),(1,1)</points>"] * 2
+    )
+    _, found = published(first_point, [said(CUP)] * 2)
+    assert found.rewards["point_l1"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="segzero: the solution of i has 1 boxes and 1 points"):
+        published(BOXED, ["so"] * 2, "segzero")
+
+
+def test_user_rewards_see_the_solution_of_the_data_set():
+    seen = []
+
+    def columns(completions, solution, **kwargs):
+        seen.extend(solution)
+        return [0.0] * len(completions)
+
+    reward = UserReward("m:columns", function=columns)
+    published(BOXED, ["so"] * 4, rewards=[reward])
+    assert seen == [SOLUTIONS[0]] * 2 + [SOLUTIONS[1]] * 2
+    seen.clear()
+    published(BATCH, ["so"] * 2, rewards=[reward])
+    assert seen == [None, None]
+
+
+def test_repairs_are_counted_and_cost_the_half_for_form():
+    found = judge([GOOD, f"```json\n{GOOD}\n```", GOOD.replace("[12, 6]", "[33, 6]"), "so"])
+    assert found.rewards["format"].tolist() == [1, 0.5, 1, 0]
+    repaired = {name: rows.tolist() for name, rows in found.repaired.items() if rows.any()}
+    assert repaired == dict(code_fence=[0, 1, 0, 0], clipped=[0, 0, 1, 0])
+
+
+def test_measures_of_boxes():
+    task = task_of(
+        Policy([said(CUP), "so"]),
+        has_masks=False,
+        answer_style="visionreasoner",
+        reward_set="visionreasoner",
+        negative_points="off",
+    )
+    found = task.measure(task.context.policy, BOXED, FEATURES, 8)
+    assert found["matched_box_iou"] == pytest.approx([1, 0]) and found["parsable"] == [True, False]
+    assert found["positive_in_boxes"] == [1, 0] and found["num_positive"] == [1, 0]
+    assert "seg_iou" not in found and {len(column) for column in found.values()} == {2}
+    with pytest.raises(ValueError, match="--best_of: needs masks"):
+        task.measure_samples(task.context.policy, BOXED, FEATURES, 8, 2)
+
+
+def test_rewards_that_do_not_fit_are_refused():
+    for has_masks, options, words in (
+        (True, dict(reward_set="segzero"), "--reward_set segzero: is made for --answer_style"),
+        (False, dict(), "--reward_set mask: these samples have boxes and points and no masks"),
+        (
+            False,
+            dict(reward_set="segzero", answer_style="segzero", negative_weight=0.1),
+            "--negative_weight: needs masks",
+        ),
+    ):
+        with pytest.raises(ValueError, match=words):
+            task_of(Policy(), has_masks=has_masks, **options)
+
+
+def test_the_earlier_points_system_answers_in_0_to_1():
+    task = task_of(Policy(), answer_style="segzero_plus")
+    assert task.format.coordinate_scale == "unit"
+    assert task_of(Policy(), answer_style="segzero").format.coordinate_scale == "pixels"
+    text = '<answer>{"bbox": [0.125, 0.25, 0.375, 0.5], "points": [[0.25, 0.5]]}</answer>'
+    [parsed] = task.parse([text], FEATURES, [0])
+    assert parsed.prompt == PointPrompt(((2, 3, 6, 6),), ((4, 6),))
 
 
 # Held out
