@@ -12,6 +12,7 @@ MAIN_METRICS = (
     "seg_iou",
     "cycle_meteor",
     "gain_negative",
+    "matched_box_iou",
     "parsable",
 )
 LOOP1_TITLE = "captions of regions, and loop 1 (region -> caption -> mask)"
