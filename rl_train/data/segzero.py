@@ -112,7 +112,7 @@ class SegZeroDataset(Reader):
                     image = (BAD_SIZE, 0)
             if is_solution(row.get("solution")):
                 region.solution = row["solution"]
-            self._add(region, *self._usable(region, image), solution=region.solution)
+            self._add(region, *self._usable(region, image))
 
     def _usable(
         self, region: SolvedRegion, image: ImageCheck

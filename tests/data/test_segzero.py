@@ -89,7 +89,7 @@ def test_the_published_sets_are_read_without_masks(tmp_path, one_file):
         folder / "data" / "train-00000-of-00001.parquet" if one_file else folder
     )
     assert not dataset.has_masks and len(dataset) == 5 and len(set(dataset.image_keys)) == 5
-    assert dataset.report() == dict(kept=5, rows=5, skipped={}, resized_masks=0)
+    assert counts(dataset) == dict(kept=5, rows=5, skipped={}, resized_masks=0)
     for k in (4, 0, 2):
         sample = dataset[k]
         stored = Image.open(io.BytesIO(rows[k]["image"]["bytes"]))
@@ -121,7 +121,7 @@ def test_rows_without_boxes_or_size_are_counted(tmp_path):
     rows = [row(0), row(1, "a cup"), row(2, "[]"), row(3, size=(0, 9)), row(4, problem=" ")]
     rows += [row(5, size=(60, None)), row(6, size=(70_000, 9)), row(7, "[[")]
     dataset = SegZeroDataset(write_parquet(tmp_path, rows))
-    assert dataset.report() == dict(
+    assert counts(dataset) == dict(
         kept=1,
         rows=8,
         skipped={
