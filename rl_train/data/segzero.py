@@ -131,9 +131,8 @@ class SegZeroDataset(Reader):
 
     def _mask_area(self, name: str | None) -> RLE | None:
         """Return a mask of the size of a row's mask file, or None."""
-        if (
-            not isinstance(name, str) or not name or Path(name).name != name
-        ):  # it would lead out of the folder
+        # A name with a slash could lead out of the folder.
+        if not isinstance(name, str) or not name or Path(name).name != name:
             return None
         size, key = check_read(lambda: map_file(self._masks / f"{name}.png"))
         mask = whole_mask(size)

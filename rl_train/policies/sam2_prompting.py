@@ -77,6 +77,7 @@ def point_masks(
     image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
     single = [prompt for group in groups for prompt in group]  # M prompts of one box at most
     first = decode(sam, features, sizes, image_of_each, [replace(p, negative=()) for p in single])
+    # Rows without negative points keep their first mask.
     final, with_negative = first.clone(), [m for m, p in enumerate(single) if p.negative]
     if with_negative:
         final[with_negative] = decode(
@@ -91,6 +92,7 @@ def point_masks(
     for column, all_logits in enumerate((final, first)):
         for logits, i in zip(all_logits.split(counts), image):  # (m, S/4, S/4) of one prompt
             masks[column].append(union_of_masks(logits, sizes[i]))
+            # The union of the boxes' masks has the maximum of their logits.
             confidence = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
             confidences[column].append(float(confidence))
     return *masks, list(zip(*confidences))
@@ -148,6 +150,7 @@ def decode(
             prompt, in place of its single mask.
     """
     logits = features[0].new_zeros(len(prompts), *features[0].shape[-2:], dtype=torch.float32)
+    # {(boxes, points): rows}; negative points count as points, their labels differ.
     equal_shapes = defaultdict(list)
     for m, p in enumerate(prompts):
         equal_shapes[len(p.boxes), len(p.positive) + len(p.negative)].append(m)
@@ -181,7 +184,7 @@ def _decode_equal_shapes(
         dense: (m, 1, S/4, S/4) previous logits, or None.
     """
     tensor = partial(torch.tensor, device=features[0].device)
-    side = sam.prompt_encoder.input_image_size
+    side = sam.prompt_encoder.input_image_size  # pixels of SAM2's square input
     scale = tensor([[side / width, side / height] for height, width in sizes])  # (m, 2) of x, y
     points = labels = boxes = None
     if prompts[0].positive or prompts[0].negative:
