@@ -10,13 +10,12 @@ from rl_train.checkpoint.save_load import WEIGHT_FILES, read_state, replacing
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.cycle_metrics import DEFAULT_METRICS_FOR_BEST, selection_score
 from rl_train.export.load_policy import load_policy
-from rl_train.export.model_card import CARD, write_card
+from rl_train.export.model_card import CARD, name_of_base_card, write_card
 from rl_train.utils.io import read_json
 from sa2va_hf.hub import model_folder
 
 ROLES = ["auto", "policy", "teacher"]
 NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-COPIED_AS = {CARD: "README_of_the_base.md"}  # the base's own card
 
 
 def export(
@@ -61,7 +60,8 @@ def copy_other_files(base: Path, output: Path, dtype: torch.dtype | None):
     """
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(NOT_COPIED):
-            shutil.copyfile(file, output / COPIED_AS.get(file.name, file.name))
+            name = name_of_base_card(base) if file.name == CARD else file.name
+            shutil.copyfile(file, output / name)
     config, name = read_json(base / "config.json"), str(dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
     if dtype and keys:

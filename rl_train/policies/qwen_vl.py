@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.engine import Completions, Engine, StopText
-from rl_train.points.parser import PointPrompt
+from rl_train.points.parser import AnswerFormat, PointPrompt
+from rl_train.points.prompts import point_question
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
 from rl_train.policies.qwen_vl_inputs import (
@@ -288,6 +289,12 @@ def build_policy(
     return policy
 
 
+def example_question(flags: dict[str, object]) -> str:
+    """Return the question for a dog, in the style of a run with these flags."""
+    names = ("answer_style", "negative_points", "coordinates", "max_points")
+    return point_question("the dog", AnswerFormat(*(flags[name] for name in names)))
+
+
 QWEN_VL = ModelSpec(
     name=QwenVLPolicy.family,
     model_type="qwen2_5_vl",
@@ -297,11 +304,16 @@ QWEN_VL = ModelSpec(
     group_patterns=TRAINABLE,
     gradient_via={},
     citation=QWEN_VL_CITATION + SAM2_CITATION,
-    loading="""```python
+    loading="""With transformers 4.49 or later:
+```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 model = AutoModelForImageTextToText.from_pretrained(FOLDER, dtype="bfloat16", device_map="cuda")
 processor = AutoProcessor.from_pretrained(FOLDER)
+question = '''QUESTION'''
 ```
-It answers with a box and points; SAM2, which predicts their mask, is not in this folder.""",
+It answers with boxes or points; SAM2, which predicts their mask, is not in this folder. With this
+package both are one model: `python -m tools.evaluate --model_path FOLDER --sam_path SAM2 ..`""",
+    library="transformers",
+    question=example_question,
 )

@@ -359,13 +359,26 @@ SA2VA = ModelSpec(
     group_patterns=GROUPS,
     gradient_via=dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2"),
     citation=SA2VA_CITATION + SAM2_CITATION,
-    loading="""```python
+    loading="""With this package (`pip install` its repository):
+```python
 from PIL import Image
 from sa2va_hf import Sa2VAModel
 
 model = Sa2VAModel.from_pretrained(FOLDER, dtype="bfloat16", device_map="cuda")
 model.require_tokenizer()
 image = Image.open("photo.jpg").convert("RGB")
-print(model.predict_forward(image=image, text="<image>\\nPlease segment the dog.")["prediction"])
+answer = model.predict_forward(image=image, text="<image>\\nQUESTION")
+print(answer["prediction"], answer["prediction_masks"])
+```
+Without it, by the original's own code: copy the `*.py` files of the original Sa2VA's repository
+into FOLDER, if they are not there, then
+```python
+from transformers import AutoModel, AutoTokenizer
+
+model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True, torch_dtype="auto").cuda().eval()
+tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
+answer = model.predict_forward(image=image, text="<image>\\nQUESTION", tokenizer=tokenizer)
 ```""",
+    library="rl-sa2va",
+    question=lambda flags: SEGMENT.replace("{x}", "the dog"),
 )

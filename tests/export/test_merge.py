@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 
 from rl_train.checkpoint import save_load
+from rl_train.checkpoint.save_load import STATE_KEYS
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.export.load_policy import load_policy
 from rl_train.export.merge import preferred_role
@@ -132,7 +133,7 @@ def check_card(output, trained, role, base):
         row = f"{metric} {start:.4f} {end:.4f} {end - start:+.4f}"
         assert any(line.startswith(row) for line in rows), metric
     assert f"The {role} of step 2 of a run of rl-sa2va, merged into base." in text
-    assert "Format `gar`, `train`." in text and '"learning_rate": 0.001' in text
+    assert "from base, step 2: `gar:train`." in text and '"learning_rate": 0.001' in text
     assert str(base.parent) not in card and "/tmp" not in card and "output_dir" not in card
     assert (output / "README_of_the_base.md").read_text() == (base / "README.md").read_text()
     entries = text.partition("## Citation")[2]
@@ -158,10 +159,10 @@ def test_a_card_of_supervised_training(tmp_path):
         dataset="gar", data_dir="/home/me/set", data_mixture=["refcocog/val:o/s=.5", "dam:~/x/y"]
     )
     write_json(folder / "config.json", flags)
-    torch.save(dict(step=3), folder / "training_state.pt")
+    torch.save(dict.fromkeys(STATE_KEYS) | dict(step=3), folder / "training_state.pt")
     write_card(tmp_path, folder, CHECKPOINT, "policy")
     card = (tmp_path / "README.md").read_text()
-    assert "Format `gar`, `set`; `refcocog/val:o/s=.5`; `dam:y`." in card
+    assert "step 3: `gar:set`; `refcocog/val:o/s=.5`; `dam:y`." in card
     assert '"data_dir": "set"' in card and "2402.03300" not in card
 
 
@@ -199,7 +200,7 @@ def test_the_role_with_the_better_score(tmp_path, capsys):
     teacher = dict(seg_iou=0.5, caption_meteor=0.6, cycle_iou=0.1, cycle_meteor=0.1)
     folder, file = tmp_path / "copied", tmp_path / "evaluation" / "step_7.json"
     folder.mkdir()
-    torch.save(dict(step=7), folder / "training_state.pt")
+    torch.save(dict.fromkeys(STATE_KEYS) | dict(step=7), folder / "training_state.pt")
     assert preferred_role(folder) == "policy"  # there is no teacher
     (folder / "ema.safetensors").touch()
     with pytest.raises(ValueError, match="^--role auto: .*--role policy or --role teacher"):

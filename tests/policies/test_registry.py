@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 
+from rl_train.checkpoint.save_load import STATE_KEYS
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.export.model_card import write_card
 from rl_train.policies import registry
@@ -42,7 +44,9 @@ def folder(tmp_path, monkeypatch) -> Path:
         build=build,
         group_patterns={"head": "^head"},
         citation=ENTRY,
-        loading="Load it with `tiny.load(FOLDER)`.",
+        loading="Load it with `tiny.load(FOLDER)`, ask QUESTION",
+        library="tiny",
+        question=lambda flags: f"where? ({flags['dataset']})",
     )
     monkeypatch.setitem(registry.FAMILIES, tiny.name, tiny)
     folder = tmp_path / "tiny_model"
@@ -69,10 +73,12 @@ def test_a_new_family_has_card_and_citations(folder, tmp_path):
     checkpoint.mkdir()
     flags = dict(tasks=["own:Task"], dataset="gar", data_dir="owner/set", kl_coef=0.1)
     (checkpoint / "config.json").write_text(json.dumps(flags))
-    torch.save(dict(step=3), checkpoint / "training_state.pt")
+    torch.save(dict.fromkeys(STATE_KEYS) | dict(step=3), checkpoint / "training_state.pt")
     write_card(tmp_path, checkpoint, folder, "policy")
     card = (tmp_path / "README.md").read_text()
-    assert "## Loading\nLoad it with `tiny.load(FOLDER)`." in card
+    assert "## Loading\nLoad it with `tiny.load(FOLDER)`, ask where? (gar)" in card
+    fields = ModelCard.load(tmp_path / "README.md").data
+    assert fields.library_name == "tiny" and fields.datasets == ["owner/set"]
     entries = card.partition("## Citation")[2]
     assert ENTRY in entries and "{rl_sa2va," in entries
     assert "sa2va, " not in entries and "2402.03300" in entries
