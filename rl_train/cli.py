@@ -4,22 +4,21 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_train.checkpoint.record import find_in_the_way
-from rl_train.config.flags import add_flags, parse_all, read_flags
+from rl_train.config.flags import add_flags, flag_fields, flag_name, has_flag, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
 from rl_train.data.registry import eval_entry, readers
 from rl_train.distributed.process_group import (
-    EXIT_BAD_INPUT,
     RankError,
     fail_together,
     only_local_rank0,
 )
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
+from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
 from sa2va_hf import hub
 
@@ -47,30 +46,46 @@ GRPO = EntryPoint(
 )
 
 
-def run_program(main: Callable[[], None]):
-    """Run `main`; if it exits with a sentence, print it and exit with status 2."""
-    try:
-        main()
-    except SystemExit as ending:
-        if not isinstance(ending.code, str):
-            raise
-        print(ending.code, file=sys.stderr)
-        sys.exit(EXIT_BAD_INPUT)
-
-
-def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> argparse.ArgumentParser:
-    """Return the parser of all flags, those of the `tasks` {name: class} among them."""
-    parser = argparse.ArgumentParser(
+def build_parser(tasks: dict[str, type], program: EntryPoint = GRPO) -> FlagParser:
+    """Return the parser of the flags of a run with these `tasks` {name: class}."""
+    families = {task.family for task in tasks.values()}
+    parser = FlagParser(
         program.name,
+        usage=f"{program.name} --model_path M --data_dir D --output_dir O [flags below]",
         parents=[tasks_parser(program)],
         description=program.description,
-        epilog="TRL's name of a flag that means the same is taken too: docs/flags.md.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
+        epilog="The flags of another task are listed by --tasks TASK --help.",
+        elsewhere=flags_elsewhere(tasks, program),
     )
     for config_class, title in config_classes(tasks, program).items():
-        add_flags(parser, config_class, title)
+        add_flags(parser, config_class, title, families)
     return parser
+
+
+def flags_elsewhere(tasks: dict[str, type], program: EntryPoint) -> dict[str, str]:
+    """Return {flag with dashes: which --tasks have it} of those that a run of `tasks` lacks."""
+    families = {task.family for task in tasks.values()}
+    owners = {}  # {flag: names of tasks}
+    for name, task in program.tasks.items():
+        fields = flag_fields(task.Options)
+        for config_class in program.configs.values():
+            of_config = flag_fields(config_class)
+            fields += [f for f in of_config if f.metadata["family"] == task.family]
+        for field in fields:
+            for flag in (flag_name(field), *field.metadata["aliases"]):
+                owners.setdefault(flag, []).append(name)
+    known = {
+        flag
+        for config_class in config_classes(tasks, program)
+        for field in flag_fields(config_class)
+        if has_flag(field, families)
+        for flag in (flag_name(field), *field.metadata["aliases"])
+    }
+    return {
+        f"--{flag}": f"only with --tasks {' or '.join(names)}"
+        for flag, names in owners.items()
+        if flag not in known
+    }
 
 
 def config_classes(tasks: dict[str, type], program: EntryPoint) -> dict[type, str | None]:
@@ -79,34 +94,36 @@ def config_classes(tasks: dict[str, type], program: EntryPoint) -> dict[type, st
     return dict.fromkeys(program.configs.values()) | options
 
 
-def tasks_parser(program: EntryPoint) -> argparse.ArgumentParser:
+def tasks_parser(program: EntryPoint) -> FlagParser:
     """Return the parser of --tasks alone, on which the other flags depend."""
-    parser = argparse.ArgumentParser(program.name, add_help=False, allow_abbrev=False)
-    parser.add_argument(
+    parser = FlagParser(program.name, add_help=False)
+    parser.group("tasks").add_argument(
         "--tasks",
         nargs="+",
         default=list(program.default_tasks),
         metavar="TASK",
-        help=f"of {', '.join(program.tasks)}, or module:Class of your own (docs/extending.md)",
+        help=f"tasks to train, of {', '.join(program.tasks)}, or module:Class of your own "
+        "(docs/extending.md); each adds its flags",
     )
     return parser
 
 
 def parse(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
     """Return the checked config of a command line; a wrong value exits with one sentence."""
-    parser = tasks_parser(program)
     argv = sys.argv[1:] if argv is None else argv
-    names = parser.parse_known_args(argv)[0].tasks
+    names = tasks_parser(program).parse_known_args(argv)[0].tasks
     try:
-        tasks = program.tasks | {name: load_task(name, program.tasks) for name in names}
-        parser = build_parser(tasks, program)
-        return checked(parse_all(parser, argv), tasks, program)
-    except (ValueError, argparse.ArgumentError) as error:
-        parser.error(str(error))
+        tasks = {name: load_task(name, program.tasks) for name in names}
+        return checked(build_parser(tasks, program).parse_args(argv), tasks, program)
+    except ValueError as error:
+        raise SystemExit(f"rl_train: {error}") from error
 
 
 def parse_together(argv: list[str] | None = None, program: EntryPoint = GRPO) -> Config:
     """Call `parse`; an error on one rank ends all. The next collective is `gather_objects`."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        return parse(argv, program)  # exits on all ranks alike
     try:
         with fail_together():
             return parse(argv, program)
@@ -118,7 +135,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
     """Return the config of parsed flags. Raises ValueError, naming the flag, for a wrong value.
 
     Args:
-        tasks: {name: class} of all whose flags were parsed.
+        tasks: {name: class} of --tasks.
     """
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):  # torchrun may start this again
         args.resume = args.resume or "auto"
@@ -131,8 +148,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
     defaults = CONFIG_CLASSES.keys() - program.configs.keys()
     configs = {name: CONFIG_CLASSES[name]() for name in defaults}
     configs |= {name: read_flags(args, config) for name, config in program.configs.items()}
-    chosen = {name: tasks[name] for name in args.tasks}
-    options = {name: read_flags(args, task.Options) for name, task in chosen.items()}
+    options = {name: read_flags(args, task.Options) for name, task in tasks.items()}
     # A task of weight 0 is left out: it would only cost time.
     active = {name: option for name, option in options.items() if option.weight > 0}
     config = Config(
@@ -142,9 +158,9 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
         flags=vars(args),
         declared_in=tuple(config_classes(tasks, program)),
     )
-    check_flag_combinations(config, chosen)
+    check_flag_combinations(config, tasks)
     readers(config.data)  # refuses what a data set does not have
-    paths = {name: config.flags[name] for name in ("model_path", "sam_path", "data_dir")}
+    paths = {name: config.flags.get(name) for name in ("model_path", "sam_path", "data_dir")}
     evaluated = eval_entry(config.data)
     paths["eval_data_dir"] = evaluated and evaluated.folder
     for name, path in paths.items():
@@ -168,7 +184,7 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
     if not config.tasks:
         raise ValueError(f"{tasks_flag}: none of them has a weight above 0")
     for name, needed in config.flags_with("needs").items():
-        if config.flags[name] and not config.flags.get(needed):
+        if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
     if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:
         raise ValueError(

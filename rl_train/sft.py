@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
-from rl_train.cli import EntryPoint, run_program
+from rl_train.cli import EntryPoint
 from rl_train.config.sft_config import SFT_CONFIG_CLASSES
 from rl_train.data.loader import steps
 from rl_train.distributed import process_group
@@ -33,6 +33,7 @@ from rl_train.run.build import Run
 from rl_train.run.step_callback import StepCallback
 from rl_train.tasks.sft_tasks import SFT_TASKS, Examples
 from rl_train.train import clip_gradients, main
+from rl_train.utils.command_line import run_program
 
 SFT = EntryPoint(
     "python -m rl_train.sft",

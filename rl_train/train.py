@@ -45,6 +45,7 @@ from rl_train.run.messages import next_commands
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.step import Step
 from rl_train.run.step_callback import StepCallback
+from rl_train.utils.command_line import run_program
 
 
 def train(run: Run, loader: DataLoader, end_step: StepCallback):
@@ -155,7 +156,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
             raise Interrupted(f"{signals.agreed}, in an evaluation of step {state.step}")
     output_dir = Path(config.run.output_dir)
     last = output_dir / f"checkpoint_step_{run.max_steps}"
-    if config.run.merge_at_end and run.ranks.is_main:
+    if config.run.merge_at_end != "none" and run.ranks.is_main:
         final = output_dir / FINAL_MODEL
         role = export(last, final, config.run.merge_at_end)
         print0(f"final model: {final} (the {role} of {last.name}, merged into its base)")
@@ -183,4 +184,4 @@ def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop
 
 
 if __name__ == "__main__":
-    cli.run_program(main)
+    run_program(main)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rl_train import cli
+from rl_train.utils.command_line import run_program
 
 TIMEOUT = 240  # seconds, of 40 on two idle cores: a deadlock is a failure
 
@@ -93,7 +93,7 @@ def _do(environment, output, job):
         sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1)
         os.environ.update(environment)
         torch.cuda.is_available = lambda: False
-        cli.run_program(job)
+        run_program(job)
         status = 0
     except SystemExit as stopped:
         status = stopped.code or 0

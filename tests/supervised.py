@@ -15,6 +15,7 @@ ALL = "vision mlp1 embeddings language_model text_hidden_fcs sam2 sam2_encoder".
 def line(data, output, **changes):
     """The command line of a short run."""
     absent = dict(num_generations=None, micro_batch_size=None, latent_std=None)
+    absent |= dict(merge_at_end=None)
     return flags(data, output, **absent | dict(max_completion_length=24) | changes)
 
 

@@ -92,6 +92,19 @@ def test_loop_2_rewards_meteor_and_likelihood(data, tmp_path, monkeypatch, share
         assert found == pytest.approx(by_hand * (len(lines) // 4), abs=1e-3)
 
 
+def test_the_better_role_is_merged_at_the_end_unless_told_otherwise(data, tmp_path, capsys):
+    """With the defaults; and a metric that chooses it is known before the first step."""
+    how = dict(max_steps=1, tasks="mask_caption_mask", latent_std=None)
+    output = run(data, tmp_path / "run", **how, merge_at_end=None)
+    assert "--role auto: " in capsys.readouterr().out
+    assert (output / "final_model" / "model.safetensors").is_file()
+    assert not (run(data, tmp_path / "none", **how) / "final_model").exists()
+    how |= dict(merge_at_end="auto", metric_for_best_model="typo")
+    with pytest.raises(SystemExit, match="--metric_for_best_model typo: this run measures"):
+        run(data, tmp_path / "typo", **how)
+    assert not list((tmp_path / "typo").glob("checkpoint_step_*"))
+
+
 def test_equal_rewards_leave_the_weights_alone(data, tmp_path, monkeypatch):
     """--ablation_reward constant: no step is taken, though every row has a reward."""
     built = parts_of(monkeypatch)

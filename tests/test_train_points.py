@@ -26,6 +26,9 @@ from tests.runs import (
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
 
+NO_POINT_FLAGS = dict.fromkeys(["sam_path", "answer_style", "sam_passes", "image_size"])
+
+
 @pytest.fixture(scope="module")
 def points(tmp_path_factory):
     """Flags of a run about points, whose model knows no JSON."""
@@ -165,7 +168,11 @@ def test_sets_without_masks_are_refused_where_masks_are_needed(
     [
         (dict(sam_path=None), "--sam_path"),
         (dict(sam_path="nowhere"), "--sam_path nowhere: no such folder"),
-        (dict(tasks="mask_caption_mask"), "--tasks mask_caption_mask: asks a model of the family"),
+        (
+            dict(tasks="mask_caption_mask") | NO_POINT_FLAGS,
+            "--tasks mask_caption_mask: asks a model of the family",
+        ),
+        (dict(tasks="mask_caption_mask"), "--sam_passes: only with --tasks point_segmentation"),
     ],
 )
 def test_a_sentence_for_each_wrong_flag(data, tmp_path, points, capsys, changes, words):

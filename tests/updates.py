@@ -38,7 +38,7 @@ def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, 
     """Loop 1's or 2's task with these options; without roles it can ask, not judge."""
     kind = (MaskCaptionMask, CaptionMaskCaption)[loop - 1]
     if loop == 2:
-        options = dict(latent_std=SIGMA, mask_loss_coef=0.0) | options
+        options = dict(latent_std=SIGMA, mask_loss_coef=0.0, likelihood_weight=0.5) | options
     return kind(kind.Options(**options), TaskContext(model, roles, max_new_tokens))
 
 

@@ -25,8 +25,8 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 from tqdm import tqdm
 
-from rl_train.cli import run_program
 from rl_train.data.text import clean_caption
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable, read_json
 from tools.gar_writer import write_gar
 
@@ -34,12 +34,10 @@ CAPTION_KEYS = ("caption", "description")  # of a COCO annotation, the first tha
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.convert_data",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     sources = parser.add_subparsers(dest="source", required=True)
     coco = sources.add_parser("coco", help="COCO's instances JSON", allow_abbrev=False)

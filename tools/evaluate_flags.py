@@ -1,6 +1,5 @@
 """The flags of `tools.evaluate`, those of the samples also of other tools."""
 
-import argparse
 from dataclasses import fields
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
 from rl_train.config.grpo_config import DataConfig, PolicyConfig
 from rl_train.data import EVAL_DATASETS
 from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import read_json
 
 # Flags of models that answer with box and points.
@@ -16,13 +16,11 @@ POINT_FLAGS += tuple(f.metadata["name"] or f.name for f in fields(PointSegmentat
 NOT_SAVED = ("output", "before", "num_workers")  # flags that change no number
 
 
-def build_parser(description: str) -> argparse.ArgumentParser:
+def build_parser(description: str) -> FlagParser:
     """Build the parser of all flags, with the module's own description."""
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m tools.evaluate",
         description=description,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add(
@@ -87,7 +85,7 @@ def build_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def add_data_flags(parser: argparse.ArgumentParser):
+def add_data_flags(parser: FlagParser):
     """Add the flags that name the samples, and how they and models are read."""
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")

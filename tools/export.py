@@ -11,21 +11,20 @@ as transformers loads it, without the SAM2 that stood beside it. A run's --merge
 same at its end.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from rl_train.export.merge import ROLES, export
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
 
 
 def main(argv: Sequence[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
+        prog="python -m tools.export",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--checkpoint", required=True, type=Path, help="checkpoint folder of a run")
     parser.add_argument(
@@ -63,4 +62,4 @@ def main(argv: Sequence[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

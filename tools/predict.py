@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from rl_train.cli import run_program
 from rl_train.config.flags import COUNT, COUNT_OR_0, add_flags, read_flags
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.loader import Batches
@@ -33,6 +32,7 @@ from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.prompts import DESCRIBE
 from tools.evaluate_flags import flags_of_run
@@ -41,12 +41,10 @@ from tools.evaluate_flags import flags_of_run
 COLORS = (PREDICTED, (0, 160, 255), (0, 200, 80), (255, 120, 0), (150, 80, 255))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.predict",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     on_gpu = torch.cuda.is_available()
     add = parser.add_argument

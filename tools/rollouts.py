@@ -10,7 +10,6 @@ whole steps, spread evenly, the first and the last among them; mean reward, its 
 of groups without variance are those of every step. A run that goes on can be looked at too.
 """
 
-import argparse
 import base64
 import io
 import json
@@ -30,6 +29,7 @@ from rl_train.data import DamagedSample
 from rl_train.data.registry import readers
 from rl_train.data.rle import small_mask
 from rl_train.grpo import group_std
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import DamagedFile, check_writable, read_json
 
 if TYPE_CHECKING:
@@ -269,11 +269,9 @@ def page(data: dict) -> str:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m tools.rollouts",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--run", type=Path, required=True, help="output folder of a run")
     parser.add_argument("--output", type=Path, required=True, help="HTML file to write")
@@ -297,4 +295,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

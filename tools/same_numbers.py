@@ -12,7 +12,6 @@ names of the other revision to names here; `NOT_COMPARED` lists what only one of
 Exits with status 1 and the first differences if any other result differs.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -30,6 +29,8 @@ import torch
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rl_train.utils.command_line import FlagParser, run_program
+
 ROOT = Path(__file__).parents[1]
 DEMO_CHECKPOINT = ROOT / "tools" / "demo" / "checkpoint"
 POINTS_CHECKPOINT = ROOT / "tools" / "demo" / "points_checkpoint"
@@ -37,19 +38,20 @@ SMALL = "--dtype float32 --lora_r 16 --lora_alpha 32 --no-gradient_checkpointing
 LOOPS = (
     f"{SMALL} --max_completion_length 32 --micro_batch_size 16 --batch_size 4 --num_generations 8 "
     "--learning_rate 1.5e-4 --text_hidden_fcs_lr 1e-3 --ema_decay 0.95 --kl_coef 0.02 "
-    "--eval_samples 16 --eval_steps 0"
+    "--eval_samples 16 --eval_steps 0 --likelihood_weight 0.5 --merge_at_end none"
 )
 # Other ways through the same code: sequence ratios, several updates, accumulation.
 LOOPS_OTHERWISE = (
     f"{SMALL} --max_completion_length 16 --micro_batch_size 8 --batch_size 2 --num_generations 4 "
     "--learning_rate 1e-4 --loss_type gspo --num_iterations 2 --gradient_accumulation_steps 2 "
     "--scale_rewards batch --scale_components --mask_truncated_completions --entropy_coef 0.01 "
-    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors"
+    "--ema_half_life 0.2 --mask_loss_coef 0.1 --eval_samples 8 --eval_steps 1 --distractors "
+    "--likelihood_weight 0.5 --merge_at_end none"
 )
 POINTS = (
     f"{SMALL} --tasks point_segmentation --answer_style points --image_size 96 "
     "--max_completion_length 32 --micro_batch_size 32 --batch_size 4 --num_generations 8 "
-    "--learning_rate 1e-3 --kl_coef 0.02 --eval_samples 8 --eval_steps 0"
+    "--learning_rate 1e-3 --kl_coef 0.02 --eval_samples 8 --eval_steps 0 --merge_at_end none"
 )
 SFT = (
     f"{SMALL} --max_completion_length 24 --batch_size 4 --learning_rate 1e-4 "
@@ -340,10 +342,9 @@ def kind_of(name: str, before: Results, after: Results) -> str:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
         prog="python -m tools.same_numbers",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("revision", nargs="?", help="revision of git to compare this tree with")
     parser.add_argument("--steps", type=int, default=20, help="steps of the run of both loops")
@@ -374,4 +375,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

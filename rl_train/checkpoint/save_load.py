@@ -11,7 +11,7 @@ checkpoint_best/             the same of the step with the best score on the eva
     eval.json                its step, its score and its metrics, the teacher's too
 The reference is not stored: it is the base with a fresh LoRA.
 
-final_model/                 with --merge_at_end: the last one merged into the base (`export`)
+final_model/                 the last one merged into the base, see --merge_at_end (`export`)
 
 A folder of one of these names is whole: it is written as .NAME.RUN.K.unfinished and renamed. RUN is
 the run's id and K a number. .NAME.RUN.K.replaced is the earlier folder of that name while another

@@ -6,13 +6,15 @@ when memory is used up) finds them with `flags_with`.
 
 import argparse
 import dataclasses
-import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from types import UnionType
 from typing import Any
 
+from rl_train.utils.command_line import FlagParser
+
 REQUIRED = dataclasses.MISSING
+FAMILY_TITLES = {"sa2va": "Sa2VA", "qwen2_5_vl": "Qwen2.5-VL"}  # as `policies.registry.FAMILIES`
 
 
 def flag(
@@ -20,6 +22,8 @@ def flag(
     help: str = "",
     *,
     name: str | None = None,
+    default_is: str | None = None,
+    family: str | None = None,
     aliases: tuple[str, ...] = (),
     only_one_of: str | None = None,
     needs: str | None = None,
@@ -33,6 +37,8 @@ def flag(
 
     Args:
         name: of the flag, if it is not the field's.
+        default_is: what an absent flag means, in words, where the default is None or empty.
+        family: the only family of models whose runs have the flag; see `policies.registry`.
         aliases: names that other projects give to a flag of the same meaning (without dashes).
         only_one_of: group of flags of which a command line may give one.
         needs: flag without which this one has no effect, so that it is refused.
@@ -45,6 +51,8 @@ def flag(
     metadata = dict(
         help=help,
         name=name,
+        default_is=default_is,
+        family=family,
         aliases=aliases,
         only_one_of=only_one_of,
         needs=needs,
@@ -66,14 +74,19 @@ def number(
 ) -> Callable[[str], float]:
     """Return a type for argparse: finite numbers that pass `test`, which `must_be` describes."""
 
+    kind = "an integer" if number_type is int else "a number"
+    must_be = must_be if "number" in must_be else f"{kind} {must_be}"
+
     def parse(text: str) -> float:
         """Return the number of a word. Raises ArgumentTypeError for another one."""
-        value = number_type(text)
+        try:
+            value = number_type(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text}: must be {must_be}") from error
         if not (math.isfinite(value) and test(value)):
             raise argparse.ArgumentTypeError(f"{text}: must be {must_be}")
         return value
 
-    parse.__name__ = number_type.__name__  # for argparse's own messages
     return parse
 
 
@@ -92,8 +105,13 @@ FRACTION_BELOW_1 = number(float, "in [0, 1)", lambda value: 0 <= value < 1)
 
 def flags_with(attribute: str, configs: Iterable[type]) -> dict[str, Any]:
     """Return {flag: value} of the config classes' flags that declare `attribute`, in order."""
-    fields = [field for config in configs for field in dataclasses.fields(config)]
+    fields = [field for config in configs for field in flag_fields(config)]
     return {flag_name(field): value for field in fields if (value := field.metadata[attribute])}
+
+
+def flag_fields(config: type) -> list[dataclasses.Field]:
+    """Return the config class's fields that are flags; a field without a declaration is none."""
+    return [field for field in dataclasses.fields(config) if "help" in field.metadata]
 
 
 def flag_name(field: dataclasses.Field) -> str:
@@ -104,19 +122,55 @@ def flag_name(field: dataclasses.Field) -> str:
 # The parser
 
 
-def add_flags(parser: argparse.ArgumentParser, config: type, title: str | None = None):
-    """Add a config class's flags to the parser, in a group named by its docstring or `title`."""
-    groups = {None: parser.add_argument_group(title or config.__doc__)}
-    for field in dataclasses.fields(config):
-        group = field.metadata["only_one_of"]
-        if group not in groups:
-            groups[group] = groups[None].add_mutually_exclusive_group()
+def has_flag(field: dataclasses.Field, families: Collection[str] | None) -> bool:
+    """Return whether runs with models of these families have the field's flag; None: of any."""
+    family = field.metadata["family"]
+    return family is None or families is None or family in families
+
+
+def add_flags(
+    parser: FlagParser,
+    config: type,
+    title: str | None = None,
+    families: Collection[str] | None = None,
+):
+    """Add a config class's flags to the parser.
+
+    Their group is named by `title`, or by the class's docstring. The flags of one family of models
+    have a group of their own, whichever class they are of.
+
+    Args:
+        families: those of the run's models; flags of others are left out. None: all.
+    """
+    groups = {None: parser.group(title or config.__doc__)}
+    for field in flag_fields(config):
+        if not has_flag(field, families):
+            continue
+        family, only_one_of = field.metadata["family"], field.metadata["only_one_of"]
+        if family not in groups:
+            groups[family] = parser.group(f"{FAMILY_TITLES.get(family, family)} only")
+        group = groups[family]
+        if only_one_of:
+            if only_one_of not in groups:
+                groups[only_one_of] = group.add_mutually_exclusive_group()
+            group = groups[only_one_of]
         names = [flag_name(field), *field.metadata["aliases"]]  # the first is where its value goes
-        groups[group].add_argument(*[f"--{name}" for name in names], **_argparse_options(field))
+        action = group.add_argument(*[f"--{name}" for name in names], **_argparse_options(field))
+        action.help = help_text(
+            field
+        )  # without the default that Python below 3.13 adds to a bool's
+
+
+def help_text(field: dataclasses.Field) -> str:
+    """Return the help of a flag: what it does, what it needs, its default if that is in words."""
+    metadata = field.metadata
+    needs = f"; needs --{metadata['needs']}" if metadata["needs"] else ""
+    default = f" (default: {metadata['default_is']})" if metadata["default_is"] else ""
+    return f"{metadata['help']}{needs}{default}"
 
 
 def _argparse_options(field: dataclasses.Field) -> dict[str, Any]:
-    """Return the keywords of argparse's `add_argument` for a flag."""
+    """Return the keywords of argparse's `add_argument` for a flag, without its help."""
     value_type = field.type.__args__[0] if isinstance(field.type, UnionType) else field.type
     is_list = field.default_factory is not REQUIRED
     default = field.default_factory() if is_list else field.default
@@ -126,25 +180,16 @@ def _argparse_options(field: dataclasses.Field) -> dict[str, Any]:
         # Of words, if the declaration names no other type.
         options = dict(nargs="+", type=str)
     else:
-        options = dict(type=number(value_type) if value_type in (int, float) else value_type)
+        is_number = value_type in (int, float)
+        options = dict(type=number(value_type) if is_number else value_type)
+        if is_number and "choices" not in field.metadata["options"]:
+            options["metavar"] = "N" if value_type is int else "X"
     options |= dict(required=True) if default is REQUIRED else dict(default=default)
-    needs = f"; needs --{field.metadata['needs']}" if field.metadata["needs"] else ""
-    return options | dict(help=field.metadata["help"] + needs) | field.metadata["options"]
-
-
-def parse_all(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse a command line. Raises ValueError, with similar flags' names, for an unknown word."""
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = sorted(parser._option_string_actions)  # with the --no- forms
-        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
-        similar = [near for flag in flags for near in difflib.get_close_matches(flag, known, 1)]
-        advice = f"; did you mean {', '.join(similar)}?" if similar else ""
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{advice}")
-    return args
+    return options | field.metadata["options"]
 
 
 def read_flags(args: argparse.Namespace, config: type) -> Any:
-    """Return the config class filled with the parsed flags."""
-    fields = dataclasses.fields(config)
-    return config(**{field.name: getattr(args, flag_name(field)) for field in fields})
+    """Return the config class filled with the parsed flags; those that a run lacks by default."""
+    values = vars(args)
+    names = {field.name: flag_name(field) for field in flag_fields(config)}
+    return config(**{name: values[flag] for name, flag in names.items() if flag in values})

@@ -27,84 +27,105 @@ from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """model"""
+    """model and LoRA"""
 
     model_path: str = flag(
-        help="Sa2VA folder in the original layout, or one of Qwen2.5-VL",
+        help="folder or hub name of the model to train: Sa2VA in the original layout, or "
+        "Qwen2.5-VL for the tasks of points",
+        metavar="FOLDER",
         aliases=("model_name_or_path",),
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     sam_path: str | None = flag(
         None,
-        "SAM2 folder, which Qwen2.5-VL needs beside it",
+        "folder or hub name of the SAM2 that draws the masks of the answered points; always needed",
+        family="qwen2_5_vl",
+        metavar="FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     image_size: int = flag(
         840,
-        "side in pixels of the square to which images for Qwen2.5-VL are resized, as those that "
-        "Seg-Zero and VisionReasoner were trained on; 0 keeps their shape",
+        "side in pixels of the square to which images are resized; 0 keeps their shape",
+        family="qwen2_5_vl",
         type=COUNT_OR_0,
     )
     max_image_tokens: int = flag(
-        1280, "largest number of tokens of an image that keeps its shape (Qwen2.5-VL)", type=COUNT
+        1280,
+        "largest number of tokens of an image that keeps its shape (--image_size 0)",
+        family="qwen2_5_vl",
+        type=COUNT,
     )
     dtype: str = flag(
         "bfloat16",
-        "type of the frozen base's weights",
+        "number format of the frozen base's weights",
         choices=["float32", "bfloat16"],
         aliases=("torch_dtype",),
     )
     max_tiles: int = flag(
         1,
-        "largest number of tiles of an image, up to 12; 1 shows the whole image at 448 pixels",
+        "largest number of tiles into which an image is cut, up to 12; with 1 the model sees the "
+        "whole image at 448 pixels",
+        family="sa2va",
         type=COUNT,
         lowers_memory_of=("encode",),
     )
-    max_masks_per_answer: int = flag(
-        8,
-        "number of [SEG] in an answer that are decoded to masks; further ones stay text",
-        type=COUNT,
-        lowers_memory_of=("update",),
+    max_masks_per_answer: int = 8  # [SEG] that are decoded to masks; further ones stay text
+    temperature: float = flag(
+        1.0,
+        "temperature at which answers are sampled and scored; evaluations answer greedily",
+        type=POSITIVE,
     )
-    temperature: float = flag(1.0, "temperature of sampling and of every log-prob", type=POSITIVE)
     gradient_checkpointing: bool = flag(
-        True, "recompute LLM layers in the backward pass", free_on_resume=True
+        True,
+        "recompute the LLM's layers in the backward pass, which takes less memory and more time",
+        free_on_resume=True,
     )
-    lora_r: int = flag(128, "rank of the LoRA on the LLM", type=COUNT, aliases=("lora_rank",))
-    lora_alpha: int = flag(256, "alpha of the LoRA, whose scale is alpha / r", type=COUNT)
+    lora_r: int = flag(
+        128, "rank of the LoRA adapters on the LLM", type=COUNT, aliases=("lora_rank",)
+    )
+    lora_alpha: int = flag(
+        256, "alpha of the LoRA adapters, which are scaled by alpha / r", type=COUNT
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """data"""
+    """training and evaluation data"""
 
     data_dir: str = flag(
-        help="folder of training regions, or owner/name of a data set on the hub",
+        help="folder of the training images with regions and captions, or owner/name of a data "
+        "set on the hub",
+        metavar="FOLDER",
         aliases=("dataset_name", "local_data_dir"),
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     dataset: str = flag(
-        "gar", "format of --data_dir (docs/your_checkpoint_and_data.md)", choices=list(DATASETS)
+        "gar",
+        "format of the data in --data_dir (docs/your_checkpoint_and_data.md)",
+        choices=list(DATASETS),
     )
     subsets: list[str] = flag(
         [],
-        "folders of --data_dir to read and, from the hub, to download (gar, dam; default: all), or "
-        "the split of RefCOCO to train on (default: train)",
+        "folders of --data_dir to read and, from the hub, to download (gar, dam), or the split of "
+        "RefCOCO to train on",
+        default_is="all folders, or train",
         metavar="SUBSET",
     )
     image_root: str | None = flag(
         None,
-        "folder of RefCOCO's images (COCO's train2014, or one above it); default: --data_dir",
+        "folder of RefCOCO's images: COCO's train2014, or one above it",
+        default_is="--data_dir",
+        metavar="FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     data_mixture: list[str] = flag(
         [],
-        "more training data, sampled by its weight; --data_dir has weight 1. SUBSET as in "
-        "--subsets",
+        "more training data, each sampled by its weight, where --data_dir has weight 1; NAME as in "
+        "--dataset, SUBSET as in --subsets",
         metavar="NAME[/SUBSET,..]:FOLDER[=WEIGHT]",
     )
     max_bad_fraction: float = flag(
@@ -115,15 +136,16 @@ class DataConfig:
     )
     eval_data_dir: str | None = flag(
         None,
-        "regions to evaluate on, NAME as in --dataset (default: the same) and SUBSET as in "
-        "--subsets (of RefCOCO default: val); without it: some images of --data_dir",
+        "data to evaluate on, in the format --dataset unless NAME says another; SUBSET as in "
+        "--subsets, of RefCOCO val if none is named",
+        default_is="some images of --data_dir, which are then not trained on",
         metavar="[NAME[/SUBSET,..]:]FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     eval_samples: int = flag(
         64,
-        "number of regions in an evaluation: always the same ones, spread over images",
+        "number of regions in an evaluation, always the same ones, spread over images",
         type=COUNT,
     )
     train_eval_overlap: str = flag(
@@ -134,25 +156,29 @@ class DataConfig:
     )
     attributes: str | None = flag(
         None,
-        "JSON file of the phrases that state an attribute's values; evaluations then measure the "
-        "accuracy and precision of attributes in captions (docs/evaluation.md)",
+        "JSON file of the phrases that state an attribute's values; evaluations then also measure "
+        "how often captions state each attribute correctly (docs/evaluation.md)",
+        family="sa2va",
+        metavar="FILE",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
     distractors: bool = flag(
         False,
-        "read the other regions of each image, to measure whether a mask lies on the right one",
+        "also read the other regions of each image, to measure whether a mask lies on the right "
+        "one",
         free_on_resume=True,
     )
     sampler: str | None = flag(
         None,
-        "your function (dataset, epoch, generator) -> indices of an epoch, in place of a random "
-        "order (docs/extending.md)",
+        "your function (dataset, epoch, generator) -> indices of an epoch, such as a curriculum "
+        "(docs/extending.md)",
+        default_is="a random order",
         metavar="MODULE:FUNCTION",
     )
     num_workers: int = flag(
         2,
-        "number of DataLoader workers per rank",
+        "number of processes per rank that read data",
         type=COUNT_OR_0,
         aliases=("dataloader_num_workers",),
         free_on_resume=True,
@@ -161,20 +187,20 @@ class DataConfig:
     )
     max_prompt_length: int = flag(
         512,
-        "longest caption in a prompt, in tokens; samples with a longer one are left out",
+        "largest number of tokens of a caption in a prompt; samples with a longer one are left out",
         type=COUNT,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """rollouts"""
+    """rollouts: how many answers are sampled"""
 
     trainable_modules: ClassVar[tuple] = ()  # groups of weights, in place of what the tasks name
 
     batch_size: int = flag(
         4,
-        "number of prompts per rank and rollout (B)",
+        "number of samples per rank and batch, each asked every task's question",
         type=COUNT,
         aliases=("per_device_batch_size",),
         free_on_resume=True,
@@ -182,13 +208,13 @@ class RolloutConfig:
     )
     num_generations: int = flag(
         8,
-        "number of samples per prompt (G), at least 2",
+        "number of answers sampled per prompt, the group of GRPO, at least 2",
         type=AT_LEAST_2,
         lowers_memory_of=("rollout", "teacher"),
     )
     max_completion_length: int = flag(
         128,
-        "largest number of tokens of a sampled answer (T)",
+        "largest number of tokens of a sampled answer",
         type=COUNT,
         lowers_memory_of=("rollout", "teacher", "reference", "update"),
     )
@@ -196,15 +222,17 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
-    """rewards"""
+    """rewards: what an answer is worth"""
 
     use_llm_judge: bool = flag(
-        False, "ask an LLM judge; loop 1's reward gains 0.25 METEOR + 0.75 judge"
+        False,
+        "let an LLM judge captions; loop 1's reward then gains 0.25 METEOR + 0.75 judge",
     )
     llm_judge_base_url: str = flag(
         "http://localhost:9100/v1",
         "address of the judge's server, which speaks OpenAI's protocol",
         aliases=("llm_judge_api_base", "llm_server_url"),
+        metavar="URL",
         free_on_resume=True,
         may_differ_by_rank=True,
         out_of_model_card=True,
@@ -213,92 +241,97 @@ class RewardConfig:
         "meta-llama/Meta-Llama-3.1-8B-Instruct",
         "name of the judge's model at that server",
         aliases=("llm_model",),
+        metavar="NAME",
     )
     llm_judge_mode: str = flag(
         "score",
-        "form of the judge's answer: a rating, a verdict A to E, or answers to questions",
+        "what the judge is asked for. score: a rating; mcq: a verdict A to E; qa: answers to "
+        "questions about the caption",
         choices=tuple(MODES),
     )
     max_judge_failures: float = flag(
         0.2,
-        f"fraction of the last {FAILURE_WINDOW} captions, without a verdict, above which the run "
-        "stops",
+        f"fraction of the last {FAILURE_WINDOW} captions without an answer of the judge above "
+        "which the run stops",
         type=FRACTION,
         free_on_resume=True,
     )
     ablation_reward: str = flag(
         "none",
-        "ablation: train on rewards that do not depend on the region; the tasks' own are still "
-        "logged. shuffled: permuted in each group; constant; length: -|words - n| / n, n the mean "
-        "of the batch's true captions (loop 2: fractions of the image, n of the true regions); "
-        "fixed: one caption of the data set is the target of all (loop 1: METEOR with it); other: "
-        "region and caption of another sample of the batch are the target",
+        "for ablations, train on rewards that do not depend on the region, while the tasks' own "
+        "are still logged. shuffled: permuted in each group; constant: equal; length: "
+        "-|words - n| / n, n the mean of the batch's true captions (loop 2: fractions of the "
+        "image, n of the true regions); fixed: one caption of the data set is the target of all "
+        "(loop 1: METEOR with it); other: region and caption of another sample of the batch are "
+        "the target",
         choices=("none", *ABLATION_REWARDS),
         aliases=("control",),
     )
     scale_components: bool = flag(
         False,
-        "divide each reward component by its std inside the group before the weighted sum from "
-        "which advantages are computed",
+        "divide each reward component by its standard deviation in the group before the weighted "
+        "sum from which advantages are computed",
     )
     overlong_buffer: int = flag(
         0,
-        "reward component `overlong`, DAPO's soft punishment: 0 up to this many tokens below "
-        "--max_completion_length, from there linearly down to -1; 0 adds none",
+        "punish answers that come closer than this many tokens to --max_completion_length, "
+        "linearly down to -1, as DAPO does; 0: do not",
         type=COUNT_OR_0,
     )
     reward: list[str] = flag(
         [],
-        "your own reward functions (docs/extending.md), added to every task's; an argument "
-        "`task` of a function is told which it is (loop1, loop2, ..)",
+        "your own reward functions, added to every task's reward; a function with an argument "
+        "`task` is told which task it is: loop1, loop2, .. (docs/extending.md)",
         metavar="MODULE:FUNCTION[=WEIGHT]",
     )
     reward_only: bool = flag(
         False,
-        "let the functions of --reward replace the tasks' own components, which are only logged",
+        "let the functions of --reward replace the tasks' own reward components, which are only "
+        "logged",
         needs="reward",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """loss"""
+    """loss: how rewards become a gradient"""
 
     loss_type: str = flag(
         "dapo",
-        "average of the token losses; dr_grpo also leaves advantages undivided",
+        "how the losses of tokens are averaged (docs/algorithm.md)",
         choices=LOSSES,
     )
     scale_rewards: str | None = flag(
         None,
-        "divide advantages by the std of the group's rewards, of the batch's (all of the task in "
-        "the step, on all ranks), or by none; default: none for dr_grpo, else group",
+        "rewards by whose standard deviation advantages are divided: those of the group, of the "
+        "batch (all of the task in the step, on all ranks), or none",
+        default_is="none with --loss_type dr_grpo, else group",
         choices=SCALES,
     )
     mask_truncated_completions: bool = flag(
         False,
         "leave answers cut at --max_completion_length out of the loss; their rewards still count "
-        "in the mean and std of their group",
+        "in the statistics of their group",
     )
     entropy_coef: float = flag(0.0, "weight of an entropy bonus, the mean over tokens", type=WEIGHT)
     clip_range: float | None = flag(
         None,
-        "lower clip range of the ratio; default: 0.2; gspo: {} below 1, {} above. The ratio is 1 "
-        "at --num_iterations 1, except for the rounding of --dtype bfloat16".format(
-            *LOSSES["gspo"].clip_range
-        ),
+        "how far below 1 the ratio of new to old probability may lie before it is clipped; at "
+        "--num_iterations 1 the ratio is 1, up to rounding",
+        default_is="0.2; {} with --loss_type gspo".format(LOSSES["gspo"].clip_range[0]),
         type=POSITIVE,
         aliases=("epsilon",),
     )
     clip_range_high: float | None = flag(
         None,
-        "upper clip range of the ratio; default: --clip_range",
+        "how far above 1 the ratio of new to old probability may lie before it is clipped",
+        default_is="--clip_range; {} with --loss_type gspo".format(LOSSES["gspo"].clip_range[1]),
         type=POSITIVE,
         aliases=("epsilon_high",),
     )
     kl_coef: float = flag(
         0.02,
-        "weight of the KL to the frozen reference, which is not computed at 0",
+        "weight of the KL divergence from the initial model, which is not computed at 0",
         type=WEIGHT,
         aliases=("beta",),
     )
@@ -322,7 +355,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatesConfig:
-    """optimisation"""
+    """optimizer and schedule"""
 
     num_iterations: ClassVar[int] = 1  # updates of a step
 
@@ -341,47 +374,58 @@ class UpdatesConfig:
         free_on_resume=True,
     )
     gradient_accumulation_steps: int = flag(
-        1, "number of batches per step and rank", type=COUNT, free_on_resume=True
+        1,
+        "number of batches per rank whose gradients make one step",
+        type=COUNT,
+        free_on_resume=True,
     )
     learning_rate: float = flag(
         1e-5, "peak learning rate of AdamW (betas 0.9 and 0.999)", type=POSITIVE
     )
     text_hidden_fcs_lr: float | None = flag(
         None,
-        "learning rate of text_hidden_fcs, which prompts SAM2; default: --learning_rate",
+        "peak learning rate of text_hidden_fcs, the layers that prompt SAM2",
+        default_is="--learning_rate",
+        family="sa2va",
         type=POSITIVE,
     )
     weight_decay: float = flag(0.05, "weight decay of AdamW")
     warmup_ratio: float = flag(
         0.05,
-        "fraction of updates with linear warm-up; a cosine to 0 follows",
+        "fraction of the updates in which the learning rate rises linearly; a cosine to 0 follows",
         type=FRACTION_BELOW_1,
     )
-    max_grad_norm: float = flag(1.0, "global norm to which gradients are clipped", type=POSITIVE)
+    max_grad_norm: float = flag(
+        1.0, "norm to which all gradients together are clipped", type=POSITIVE
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig(UpdatesConfig):
-    """optimisation"""
+    """optimizer, schedule and teacher"""
 
-    num_iterations: int = flag(1, "number of optimizer updates on the same rollouts", type=COUNT)
+    num_iterations: int = flag(
+        1, "number of optimizer updates on the same sampled answers", type=COUNT
+    )
     micro_batch_size: int = flag(
         32,
-        "number of rows per forward and backward of an update",
+        "number of answers per forward and backward pass of an update",
         type=COUNT,
         free_on_resume=True,
         lowers_memory_of=("reference", "update"),
     )
     ema_half_life: float = flag(
         0.1,
-        "fraction of the run's updates after which half of a change has reached the teacher",
+        "fraction of the run's updates after which half of a change of the policy has reached the "
+        "teacher, its moving average",
         only_one_of="teacher",
         type=POSITIVE,
     )
     ema_decay: float | None = flag(
         None,
-        "decay of the teacher's average, instead of a half-life; at 0 the teacher is the policy, "
-        "at 1 the base",
+        "decay of the teacher's moving average per update; at 0 the teacher is the policy, at 1 "
+        "the initial model",
+        default_is="by --ema_half_life",
         only_one_of="teacher",
         type=FRACTION,
     )
@@ -389,23 +433,24 @@ class OptimConfig(UpdatesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """run"""
+    """run: folder, checkpoints, evaluations, logs"""
 
     output_dir: str = flag(
-        help="folder for config.json, TensorBoard logs, rollouts and checkpoints",
+        help="folder that receives config.json, TensorBoard logs, rollouts and checkpoints",
+        metavar="FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
         out_of_model_card=True,
     )
     save_steps: int = flag(
         100,
-        "number of steps between checkpoints; the last is always saved",
+        "number of steps between checkpoints; the last step is always saved",
         type=COUNT,
         free_on_resume=True,
     )
     save_total_limit: int = flag(
         3,
-        "number of checkpoints to keep, the newest; 0 keeps all",
+        "number of newest checkpoints to keep; 0 keeps all",
         type=COUNT_OR_0,
         free_on_resume=True,
     )
@@ -418,8 +463,10 @@ class RunConfig:
     )
     resume: str | None = flag(
         None,
-        "continue from this checkpoint folder, without a value from the latest; auto: from the "
-        "latest if there is one",
+        "continue the run of --output_dir from this checkpoint folder; without a value from its "
+        "latest; auto: from its latest if there is one, else begin",
+        default_is="begin a new run",
+        metavar="CHECKPOINT",
         nargs="?",
         const="latest",
         aliases=("resume_from_checkpoint",),
@@ -436,22 +483,24 @@ class RunConfig:
     )
     eval_steps: int = flag(
         100,
-        "number of steps between evaluations; 0: only before and after",
+        "number of steps between evaluations; 0: only before and after training",
         type=COUNT_OR_0,
         free_on_resume=True,
     )
     metric_for_best_model: list[str] = flag(
         [],
-        "metrics whose mean chooses checkpoint_best and the role that tools.export takes; default: "
-        "seg_iou and caption_meteor, for points seg_iou (docs/evaluation.md)",
+        "evaluation metrics whose mean chooses checkpoint_best and the role that is merged "
+        "(docs/evaluation.md)",
+        default_is="those of seg_iou and caption_meteor that are measured",
         type=lambda name: name.removeprefix("eval/"),
         metavar="METRIC",
     )
     seed: int = flag(0, "seed of all random numbers", type=SEED)
     wandb: str | None = flag(
         None,
-        "send TensorBoard's logs and all flags to this project of Weights & Biases (extra: wandb); "
+        "also send TensorBoard's logs and all flags to this project of Weights & Biases; "
         "WANDB_MODE=offline keeps them on this machine",
+        default_is="nothing is sent; without a value to rl-sa2va",
         metavar="PROJECT",
         nargs="?",
         const="rl-sa2va",
@@ -459,13 +508,12 @@ class RunConfig:
         free_on_resume=True,
         out_of_model_card=True,
     )
-    merge_at_end: str | None = flag(
-        None,
-        "merge the last checkpoint into its base at the end, into --output_dir/final_model, as "
-        "tools.export does; auto: policy or teacher, whichever is better on the evaluation split",
-        nargs="?",
-        const="auto",
-        choices=["auto", "policy", "teacher"],
+    merge_at_end: str = flag(
+        "auto",
+        "role of the last checkpoint that is merged into the base, into --output_dir/final_model, "
+        "which --model_path takes; auto: policy or teacher, whichever is better on the evaluation "
+        "split; none: write no merged model",
+        choices=["auto", "policy", "teacher", "none"],
         free_on_resume=True,
         out_of_model_card=True,
     )

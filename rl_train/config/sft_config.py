@@ -17,11 +17,11 @@ PHASES = ("calibration", "evaluation", "encode", "rollout", "teacher", "referenc
 
 @dataclass(frozen=True, kw_only=True)
 class SFTExamplesConfig:
-    """examples, of supervised training"""
+    """examples"""
 
     batch_size: int = flag(
         4,
-        "number of samples per rank, forward and backward (B)",
+        "number of samples per rank and forward and backward pass",
         type=COUNT,
         aliases=("per_device_batch_size",),
         free_on_resume=True,
@@ -29,30 +29,17 @@ class SFTExamplesConfig:
     )
     max_completion_length: int = flag(
         512,
-        "largest number of tokens of an answer (T): a longer one is cut; also in evaluations",
+        "largest number of tokens of an answer, a longer one is cut; also in evaluations",
         type=COUNT,
         lowers_memory_of=("rollout", "teacher", "reference", "update"),
     )
     trainable_modules: list[str] = flag(
         [],
-        "groups of weights to train, in place of those that the tasks name: lora, mlp1, "
-        "text_hidden_fcs, sam2 (its mask decoder), hypernetworks (of sam2); or all weights of "
-        "language_model (without a LoRA), embeddings (and lm_head), vision, sam2_encoder",
+        "groups of weights to train: lora, mlp1, text_hidden_fcs, sam2 (its mask decoder), "
+        "hypernetworks (of sam2), or all weights of language_model (without a LoRA), embeddings "
+        "(and lm_head), vision, sam2_encoder",
+        default_is="what the tasks name: lora, mlp1, for masks also text_hidden_fcs and sam2",
         metavar="GROUP",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTRunConfig(RunConfig):
-    """run"""
-
-    merge_at_end: str = flag(
-        "policy",
-        "role to merge into its base at the end, into --output_dir/final_model, which "
-        "rl_train.train takes as --model_path",
-        choices=["policy"],
-        free_on_resume=True,
-        out_of_model_card=True,
     )
 
 
@@ -62,6 +49,6 @@ SFT_CONFIG_CLASSES = dict(
     data=DataConfig,
     rollout=SFTExamplesConfig,
     optim=UpdatesConfig,
-    run=SFTRunConfig,
+    run=RunConfig,
 )
 ALL_PARTS = tuple(dict.fromkeys([*CONFIG_CLASSES.values(), *SFT_CONFIG_CLASSES.values()]))

@@ -10,7 +10,6 @@ Environment: NPROC (default: one process a GPU), NNODES, NODE_RANK, MASTER_ADDR,
 Exit status: 0; 75 after a signal; else that of the rank that failed first, 128 + n by signal n.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -23,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from rl_train.config.flags import COUNT_OR_0
-from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT, EXIT_BAD_INPUT
+from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT
+from rl_train.utils.command_line import EXIT_BAD_INPUT, FlagParser, run_program
 
 RENDEZVOUS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun has the defaults
 
@@ -52,9 +52,7 @@ def restart_unless_bad_input(monitor_workers):
 
 def main():
     """Start the ranks, wait for them, and exit with the status that the module's docstring says."""
-    parser = argparse.ArgumentParser(
-        "rl_train.distributed.launch", add_help=False, allow_abbrev=False
-    )
+    parser = FlagParser("rl_train.distributed.launch", add_help=False)
     parser.add_argument("--max_restarts", type=COUNT_OR_0, default=0)
     args, command = parser.parse_known_args()
     num_processes = int(os.environ.get("NPROC") or torch.cuda.device_count() or 1)
@@ -79,9 +77,10 @@ def main():
         sys.exit(os.EX_TEMPFAIL)  # 75
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        print(error, file=sys.stderr)
+        if first.exitcode != EXIT_BAD_INPUT:  # then the rank has said it in a sentence
+            print(error, file=sys.stderr)
         sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

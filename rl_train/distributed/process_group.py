@@ -18,13 +18,13 @@ import torch.distributed.nn.functional  # DDP imports it; with a group its defau
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from rl_train.utils.command_line import EXIT_BAD_INPUT
 from rl_train.utils.io import CannotWrite
 
 # Time that ranks wait in a collective before they end the run: another rank may load a model from a
 # slow disk, write a checkpoint or evaluate meanwhile.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-EXIT_BAD_INPUT = 2  # exit status of a run that ended with one; argparse's too
 
 
 Value = TypeVar("Value")
@@ -163,8 +163,10 @@ def fail_together():
         if isinstance(error, RankError) or not dist.is_initialized():
             raise
         if isinstance(error, SystemExit):
-            # argparse has said what is wrong; without it a function of the user has exited.
-            error = error.__context__ or f"it exited with {error.code!r}"
+            if isinstance(error.code, str):
+                error = error.code.removeprefix("rl_train: ")  # the name stands before all ranks
+            else:  # a function of the user has exited
+                error = f"it exited with {error.code!r}"
         gather_objects(RankError(str(error)))  # the sentence alone can always be pickled
 
 

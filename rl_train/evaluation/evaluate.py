@@ -151,10 +151,9 @@ class Evaluator:
     ):
         self.spec, self.ranks, self.flags, self.signals = spec, ranks, flags, signals
         self.folder, self.eval_steps = Path(config.output_dir), config.eval_steps
-        self.metric_for_best_model, self.samples_answers = (
-            config.metric_for_best_model,
-            samples_answers,
-        )
+        self.metric_for_best_model = config.metric_for_best_model
+        self.merges_the_better = config.merge_at_end == "auto"
+        self.samples_answers = samples_answers
         self.values = {}  # {step: columns of the policy}
 
     def measure_base(self, state: save_load.RunState, log: RunLogger):
@@ -242,14 +241,14 @@ class Evaluator:
         log.scalars({f"eval/{name}": value for name, value in metrics[0].items()}, step)
         if state.roles.has_teacher:  # at step 0 it is the base too
             log.scalars({f"eval_ema/{name}": value for name, value in metrics[-1].items()}, step)
-        if (
-            self.eval_steps
-        ):  # at step 0 too, which shows whether --metric_for_best_model is measured
+        chooses_role = self.merges_the_better and state.roles.has_teacher
+        if self.eval_steps or chooses_role:
+            # At step 0 too, which shows whether --metric_for_best_model is measured.
             scores = [
                 role | dict(score=selection_score(role, self.metric_for_best_model))
                 for role in metrics
             ]
-            if step:
+            if step and self.eval_steps:
                 best = scores[0] | {"teacher": role for role in scores[1:]}
                 save_load.save_if_best(self.folder, state, self.flags, best, self.ranks.is_main)
         if self.ranks.is_main:  # last: the file says that the evaluation is done

@@ -25,29 +25,34 @@ class CaptionMaskCaption(Task):
     class Options:
         weight: float = flag(
             1.0,
-            "of loop 2's loss",
+            "weight of loop 2's loss; 0 leaves the loop out",
             name="loop2_weight",
             aliases=("caption_to_mask_weight",),
             type=WEIGHT,
         )
         latent_std: float | str = flag(
             "auto",
-            "std of the Gaussian over SAM2's prompt embedding, root mean square over dimensions; "
-            "auto = masks so drawn have a mean IoU of 0.5 with the mean's; 0 = none is drawn, the "
-            "text is the only action",
+            "standard deviation of the noise on the embedding that prompts SAM2, by which masks "
+            "are sampled; auto: sampled masks have a mean IoU of 0.5 with the mask without noise; "
+            "0: no noise, text is the only action",
+            metavar="STD",
             type=lambda text: text if text == "auto" else WEIGHT(text),
         )
         mask_loss_coef: float = flag(
-            0.1, "of the supervised BCE + Dice on the masks; 0 = policy gradient only", type=WEIGHT
+            0.1,
+            "weight of a supervised loss, BCE + Dice, on loop 2's masks; 0: policy gradient only",
+            type=WEIGHT,
         )
-        likelihood_weight: float | None = flag(
-            None,
-            "of the true caption's likelihood in the reward, METEOR has the rest; default 0.5, "
-            "with --use_llm_judge_loop2 0",
+        likelihood_weight: float = flag(
+            0.0,
+            "weight of the true caption's likelihood in loop 2's reward; METEOR (with "
+            "--use_llm_judge_loop2: 0.25 METEOR + 0.75 judge) has the rest",
             type=FRACTION,
         )
         use_llm_judge_loop2: bool = flag(
-            False, "0.25 METEOR + 0.75 judge in place of METEOR", needs="use_llm_judge"
+            False,
+            "let the judge score loop 2 too: 0.25 METEOR + 0.75 judge in place of METEOR",
+            needs="use_llm_judge",
         )
 
         @property
@@ -59,8 +64,6 @@ class CaptionMaskCaption(Task):
     def __init__(self, options: Options, context: TaskContext):
         self.context, self.weight, use_judge = context, options.weight, options.use_llm_judge_loop2
         likelihood_weight = options.likelihood_weight
-        if likelihood_weight is None:
-            likelihood_weight = 0.0 if use_judge else 0.5
         if use_judge and likelihood_weight == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_weight 1 leaves the judge none")
         self.llm_judge = context.judge if use_judge else None

@@ -26,15 +26,15 @@ class MaskCaptionMask(Task):
     class Options:
         weight: float = flag(
             1.0,
-            "of loop 1's loss",
+            "weight of loop 1's loss; 0 leaves the loop out",
             name="loop1_weight",
             aliases=("mask_to_caption_weight",),
             type=WEIGHT,
         )
         teacher_answer: str = flag(
             "forced",
-            'forced = "Sure, [SEG]" is put into the teacher\'s mouth, one forward; sampled = it '
-            "answers greedily for itself, and without [SEG] finds nothing",
+            'how the teacher finds a caption\'s region. forced: its answer is "Sure, [SEG]", one '
+            "forward pass; sampled: it answers greedily, and without [SEG] finds nothing",
             choices=["forced", "sampled"],
         )
         trainable_modules = ("lora", "mlp1")

@@ -42,30 +42,33 @@ MIN_POINTS = 3  # a box and two points: what segzero answers
 class AnswerOptions:
     """Flags of the question, the answer's format and the passes of SAM2."""
 
-    weight: float = flag(1.0, "of the points' loss", name="point_weight", type=WEIGHT)
+    weight: float = flag(1.0, "weight of the points' loss", name="point_weight", type=WEIGHT)
     answer_style: str = flag(
         "segzero",
-        "how the checkpoint answers: segzero = a box and two points; visionreasoner = a list "
-        "of boxes with a point each; segzero_plus = a box and a list of points, in [0, 1]; points "
-        "= points as bare JSON, without thoughts",
+        "format of the model's answers. segzero: a box and two points; visionreasoner: a list of "
+        "boxes with a point each; segzero_plus: a box and a list of points, in [0, 1]; points: "
+        "points as bare JSON, without thoughts",
         choices=STYLES,
     )
     negative_points: str = flag(
-        "optional", "asked for beside these, under a key of their own", choices=NEGATIVE_POINTS
+        "optional",
+        "whether negative points are asked for, under a key of their own",
+        choices=NEGATIVE_POINTS,
     )
     coordinates: str | None = flag(
         None,
-        "of its answers: pixels of the image as it sees it (Qwen2.5-VL), unit = in [0, 1], or "
-        "thousand = 0..1000 (Qwen3-VL); default: unit for segzero_plus, else pixels",
+        "unit of the answers' coordinates. pixels: of the image as the model sees it (Qwen2.5-VL); "
+        "unit: [0, 1]; thousand: 0..1000 (Qwen3-VL)",
+        default_is="unit with --answer_style segzero_plus, else pixels",
         choices=list(COORDINATE_SCALES),
     )
     max_points: int = flag(
-        8, "boxes and points of an answer; with more it cannot be read", type=COUNT
+        8, "largest number of boxes and points of an answer; one with more is not read", type=COUNT
     )
     sam_passes: int = flag(
         1,
-        "1 = SAM2 is given all at once; 2 = box and positive points, then all with the mask "
-        "that it drew, as it was trained",
+        "times that SAM2 is asked. 1: with all points at once; 2: with box and positive points, "
+        "then with all points and the mask that it drew, as it was trained",
         choices=[1, 2],
     )
     trainable_modules = ("lora",)
@@ -197,18 +200,21 @@ class PointSegmentation(PointTask):
             choices=["mask", *REWARD_SETS],
         )
         hide_negatives: bool = flag(
-            False, "from SAM2 in training (a control: nothing can be learnt of them)"
+            False,
+            "for ablations, keep negative points from SAM2 in training: nothing can be learnt of "
+            "them",
         )
         format_weight: float = flag(
             0.1,
-            "of the reward for an answer that can be read, half of it for tags",
+            "weight of the reward for an answer that can be read, half of it for tags",
             type=WEIGHT,
             aliases=("lambda_format",),
         )
         negative_weight: float = flag(
             0.0,
-            "of the reward for negative points where SAM2 draws too much of the true box and "
-            "deepest point, and not in the target; without any half of it",
+            "weight of the reward for negative points that lie outside the target and where SAM2, "
+            "prompted by the true box and deepest point, draws too much; an answer without any "
+            "gets half of it",
             type=WEIGHT,
         )
 

@@ -71,7 +71,9 @@ class RegionCaptions(SFTTask):
 
     @dataclass(frozen=True)
     class Options:
-        weight: float = flag(1.0, "of the captions' loss", name="caption_weight", type=WEIGHT)
+        weight: float = flag(
+            1.0, "weight of the captions' loss", name="caption_weight", type=WEIGHT
+        )
         trainable_modules = ("lora", "mlp1")
 
     def __init__(self, options: Options, context: TaskContext):
@@ -93,8 +95,10 @@ class ReferringSegmentation(SFTTask):
 
     @dataclass(frozen=True)
     class Options:
-        weight: float = flag(1.0, "of the masks' loss", name="mask_weight", type=WEIGHT)
-        one_answer: bool = flag(False, f'always "{FORCED_ANSWER}", of the five answers with [SEG]')
+        weight: float = flag(1.0, "weight of the masks' loss", name="mask_weight", type=WEIGHT)
+        one_answer: bool = flag(
+            False, f'teach always the answer "{FORCED_ANSWER}" instead of one of five with [SEG]'
+        )
         trainable_modules = ("lora", "mlp1", "text_hidden_fcs", "sam2")
 
     def __init__(self, options: Options, context: TaskContext):
@@ -144,7 +148,8 @@ class PointAnswers(PointTask, SFTTask):
     class Options(AnswerOptions):
         thought: str = flag(
             "The region that is meant differs from those around it.",
-            "what is taught to be thought before an answer, in the forms that have thoughts",
+            "thought that is taught before an answer, in the answer styles that have thoughts",
+            metavar="TEXT",
         )
 
     def examples(

@@ -182,10 +182,9 @@ def test_changed_data_are_accepted_by_a_flag(data, begun, tmp_path, capsys):
     run(data, output, resume="", eval_data_dir=tmp_path / "heldout", **RUN)
 
 
-def test_the_flag_needs_a_resume(data, tmp_path, capsys):
-    with pytest.raises(SystemExit):
+def test_the_flag_needs_a_resume(data, tmp_path):
+    with pytest.raises(SystemExit, match="needs --resume"):
         run(data, tmp_path, **RUN, allow_changed_data="")
-    assert "needs --resume" in capsys.readouterr().err
 
 
 def test_a_run_of_an_earlier_version_goes_on_with_a_warning(data, begun, tmp_path, capsys):

@@ -13,7 +13,7 @@ from sa2va_hf import Sa2VAModel
 from tests.runs import complaint_of, flags, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
-TINY = dict(max_completion_length=6, max_masks_per_answer=3)
+TINY = dict(max_completion_length=6)
 
 
 def test_what_stands_is_counted(policy):

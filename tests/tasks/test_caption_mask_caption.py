@@ -123,7 +123,7 @@ def test_weights(share, judge, weights):
 
 def test_a_judge_that_loop_2_does_not_use_has_no_share():
     task = CaptionMaskCaption(Options(), TaskContext(None, None, STEPS, object()))
-    assert task.weights == {"meteor": 0.5, "likelihood": 0.5}
+    assert task.weights == {"meteor": 1.0}
 
 
 class Judge:

@@ -3,7 +3,6 @@
 python -m tools.benchmarks COMMAND --help
 """
 
-import argparse
 import json
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 
 from rl_train import cli
 from rl_train.config.flags import add_flags, read_flags
+from rl_train.utils.command_line import FlagParser, run_program
 from tools.benchmarks import data, decode, head, logprob, memory, profile, scale, step, workload
 
 MODULES = (data, decode, head, logprob, step, profile, memory, scale)
@@ -18,10 +18,9 @@ COMMANDS = {module.__name__.rpartition(".")[2]: module for module in MODULES}
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
+        prog="python -m tools.benchmarks",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
@@ -29,8 +28,6 @@ def main(argv: list[str] | None = None):
             name,
             help=module.__doc__.splitlines()[0],
             description=module.__doc__,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         command.add_argument("--output", type=Path, help="JSON file for the figures")
         add_flags(command, module.Options)
@@ -48,7 +45,7 @@ def main(argv: list[str] | None = None):
         args.output.write_text(json.dumps(measured, indent=1))
 
 
-def check_flags(options: workload.Options, command: argparse.ArgumentParser):
+def check_flags(options: workload.Options, command: FlagParser):
     """End the program now, not after a warm-up, if --flags took what rl_train.train does not."""
     words = {word.partition("=")[0] for word in options.flags}
     if taken := sorted(words & set(command._option_string_actions)):
@@ -57,4 +54,4 @@ def check_flags(options: workload.Options, command: argparse.ArgumentParser):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

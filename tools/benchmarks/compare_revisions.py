@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
+from rl_train.utils.command_line import FlagParser, run_program
+
 NUM_RESAMPLES = 10_000
 GIB = 2**30
 REPLY_SECONDS = 1800  # most that a request may take; the first run of a work compiles
@@ -259,11 +261,9 @@ def compare(work: str, a: Worker, b: Worker, pairs: int, warmup: int) -> Compari
     return comparison
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> FlagParser:
     """Build the parser of the command line, and of the workers'."""
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = FlagParser(prog="python -m tools.benchmarks.compare_revisions", description=__doc__)
     result.add_argument("trees", nargs="+", type=Path, help="source trees A and B")
     result.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
     result.add_argument("--pairs", type=int, default=12, help="timed runs of each tree")
@@ -309,4 +309,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -7,7 +7,6 @@ Shapes, key layout and special-token ids are those of the published 4B (InternVi
 SAM2 Hiera-L; 3.9 B weights, 7.9 GB in bfloat16). Nothing that it says means anything.
 """
 
-import argparse
 import itertools
 import string
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.weights import default_dtype
 from tools.demo.new_folder import new_config, new_tokenizer, save
@@ -115,10 +115,9 @@ def write(
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
+        prog="python -m tools.benchmarks.random_checkpoint",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--output", required=True, type=Path, help="folder to write; about 8 GB")
     parser.add_argument(
@@ -132,4 +131,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -262,8 +262,9 @@ def build(
     # Flags that this step leaves out must have the values that it assumes.
     fixed = cli.parse(base_flags(options)).flags
     for name in FIXED.split():
-        if config.flags[name] != fixed[name]:
-            raise ValueError(f"--{name} {config.flags[name]}: measured with {fixed[name]}")
+        if config.flags.get(name) != fixed.get(name):
+            value, measured = config.flags.get(name), fixed.get(name)
+            raise ValueError(f"--{name} {value}: measured with {measured}")
     points = options.sizes in SHAPES
     if options.num_tiles == 2 or points and options.num_tiles > 1:
         raise ValueError(f"--num_tiles {options.num_tiles}: no image of {options.sizes} has them")

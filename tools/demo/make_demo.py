@@ -31,6 +31,7 @@ from rl_train import sft
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.policies.sa2va import build_policy
 from rl_train.train import main as run_training
+from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.model import initialise, make_tokenizer
@@ -141,10 +142,8 @@ def unsettled(base: Path, folder: Path, data: Path, seed: int):
     policy.tokenizer.save_pretrained(folder)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser() -> FlagParser:
+    parser = FlagParser(prog="python -m tools.demo.make_demo", description=__doc__)
     add = parser.add_argument
     outputs = "receives train/, heldout/, checkpoint/, attributes.json"
     add("--output_dir", type=Path, required=True, help=outputs)
@@ -219,4 +218,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -12,7 +12,6 @@ missing, at the middle of the image, or (a fifth) in a neighbour. A reward that 
 gains as much as the mask's IoU (docs/points.md).
 """
 
-import argparse
 import shutil
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from rl_train.utils.command_line import FlagParser, run_program
 from tools.demo.clump_scenes import rows
 from tools.demo.points_drawing import DrawingStart
 from tools.demo.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
@@ -61,9 +61,7 @@ def train_checkpoint(folder: Path, seed: int, steps: list[int], num_scenes: int,
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(prog="python -m tools.demo.make_points_demo", description=__doc__)
     add = parser.add_argument
     receives = "receives train/, heldout/, qwen/, sam/"
     add("--output_dir", type=Path, required=True, help=receives)
@@ -103,4 +101,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

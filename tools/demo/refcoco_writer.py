@@ -6,7 +6,6 @@
 `{D}/train2014`, as `rl_train/data/refcoco.py` reads them. No scene is in two splits.
 """
 
-import argparse
 import json
 import pickle
 from collections.abc import Iterable
@@ -16,6 +15,7 @@ import numpy as np
 
 from rl_train.config.flags import COUNT_OR_0
 from rl_train.data.refcoco import REFCOCO_NAMES
+from rl_train.utils.command_line import FlagParser, run_program
 from tools.demo.scenes import HELDOUT, TRAIN, Object, make_scene
 
 SPLITS = {"refcoco": ("val", "testA", "testB"), "refcocog": ("val", "test")}
@@ -101,10 +101,9 @@ def phrases(drawn: Object) -> list[str]:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
+    parser = FlagParser(
+        prog="python -m tools.demo.refcoco_writer",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--output_dir", required=True, type=Path, help="folder to write; must be empty or absent")
@@ -120,4 +119,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

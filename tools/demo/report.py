@@ -9,7 +9,6 @@ it captions from; which object its masks lie on, of true captions and by how man
 caption are right.
 """
 
-import argparse
 import json
 from itertools import combinations
 from pathlib import Path
@@ -22,6 +21,7 @@ from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import build_policy
 from rl_train.policies.sa2va_queries import answer_captions, describe
 from rl_train.rewards import mask_iou
+from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf.batches import ImageFeatures
 from tools.demo.scenes import HELDOUT, TRAIN, Scene, caption, make_scene
 from tools.demo.sizes import SIZES
@@ -160,9 +160,7 @@ class Report:
 
 
 def main(argv: list[str] | None = None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = FlagParser(prog="python -m tools.demo.report", description=__doc__)
     parser.add_argument("--checkpoint", type=Path, required=True)
     sizes = "that the demo was made with"
     parser.add_argument("--size", choices=list(SIZES), default="tiny", help=sizes)
@@ -202,4 +200,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

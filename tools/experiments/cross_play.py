@@ -30,6 +30,7 @@ from rl_train.evaluation.bootstrap import bootstrap, means, paired_difference, r
 from rl_train.evaluation.cycle_metrics import measure_captions
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va_queries import describe
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from tools.evaluate import build_dataset
 from tools.evaluate_flags import add_data_flags
@@ -51,12 +52,10 @@ class Spoken:
     references: list[str]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.experiments.cross_play",
         description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     players = partial(parser.add_argument, nargs="+", required=True, metavar="PATH")
     players("--speakers", help="who describe the regions; first the base")
@@ -218,4 +217,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

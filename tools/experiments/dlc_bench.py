@@ -47,6 +47,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import describe
 from rl_train.rewards import LLMJudge
 from rl_train.rewards.judge import NoReply
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.prompts import DESCRIBE
 from tools.experiments.dlc_questions import (
@@ -61,16 +62,14 @@ from tools.experiments.dlc_questions import (
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.experiments.dlc_bench",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, text in dict(caption="write a model's captions", judge="score captions").items():
-        add = verbs.add_parser(verb, help=text, allow_abbrev=False).add_argument
+        add = verbs.add_parser(verb, help=text).add_argument
         add("--data_dir", type=Path, required=True, help="folder of the benchmark")
         captions = dict(caption="JSON file to write", judge="JSON file {annotation id: caption}")
         add("--captions", type=Path, required=True, help=captions[verb])
@@ -311,4 +310,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

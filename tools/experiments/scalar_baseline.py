@@ -31,6 +31,7 @@ from rl_train.evaluation.bootstrap import paired_difference
 from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va_queries import answer_captions, row_masks
 from rl_train.rewards import mask_iou
+from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
 from sa2va_hf.processing_sa2va import upsample_masks
 
@@ -49,12 +50,10 @@ GRIDS = dict(
 )
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.experiments.scalar_baseline",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--model_path", required=True, type=Path, help="Sa2VA folder, or a run's checkpoint")
@@ -197,4 +196,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -30,6 +30,8 @@ import torch
 
 from rl_train.cli import check_same, parse
 from rl_train.rewards.ablations import ABLATION_REWARDS
+from rl_train.utils.command_line import FlagParser, run_program
+from rl_train.utils.io import read_json
 from tools.experiments.sweep_table import evaluations, markdown, summary
 
 # Flags of rl_train.train: what of a demo's folder a run is given, those of the demo in
@@ -45,7 +47,7 @@ DEMO = (
 )
 SHORT = (
     "--no-gradient_checkpointing --num_workers 0 --max_steps 160 "
-    "--eval_samples 128 --eval_steps 0 --save_steps 1000"
+    "--eval_samples 128 --eval_steps 0 --save_steps 1000 --merge_at_end none"
 )
 POLICY_TERM = "--mask_loss_coef 0"  # without the supervised mask term
 LOOPS = dict(
@@ -58,10 +60,10 @@ ARMS = LOOPS | {
     for control in ABLATION_REWARDS
     if control != "none"
 }
-ARMS |= {  # loop2's reward is half METEOR, half likelihood
-    "loop2_meteor": f"{LOOPS['loop2']} --likelihood_weight 0",
+ARMS |= {  # loop2's reward is METEOR
+    "loop2_half_likelihood": f"{LOOPS['loop2']} --likelihood_weight 0.5",
     "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_weight 1",
-    "loop2_scaled": f"{LOOPS['loop2']} --scale_components",
+    "loop2_scaled": f"{LOOPS['loop2']} --likelihood_weight 0.5 --scale_components",
     "loop2_tokens": f"{LOOPS['loop2']} --latent_std 0",
     "both": POLICY_TERM,
     "defaults": "",  # the demo as it ships: both loops, with the mask term
@@ -113,6 +115,10 @@ def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) 
             # Behind `python -m rl_train.train`.
             config = parse(line[3:])
             check_same(output / "config.json", config, config.flags, str(output))
+            # A resume may extend a run, but the runs of a table have one length.
+            steps = read_json(output / "config.json")["max_steps"]
+            if steps != config.optim.max_steps:
+                raise ValueError(f"{output}: --max_steps was {steps}, now {config.optim.max_steps}")
         except ValueError as error:
             return str(error)
         if evaluations(output)[1:]:
@@ -129,12 +135,10 @@ def run(number: int, arm: str, demo: Path, seed: int, args: argparse.Namespace) 
     return f"{name}: {ending}, see {output / 'log.txt'}" if status else None
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> FlagParser:
+    parser = FlagParser(
         prog="python -m tools.experiments.sweep",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add, demo = parser.add_argument, Path("outputs/demo")
     add(
@@ -200,4 +204,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

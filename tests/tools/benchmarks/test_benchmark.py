@@ -186,15 +186,14 @@ def test_scale(tmp_path, output, capsys, monkeypatch):
 )
 def test_flags_that_a_step_does_not_follow_are_refused(flags, sentence):
     """Rather than left out of what is then printed as measured."""
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, SystemExit), match=sentence):
         workload.build(workload.Options(device="cpu", sizes="tiny", flags=flags.split()))
 
 
 @pytest.mark.parametrize("flags", ["--rounds 0", "--num_tokens 1", "--num_prompts 0"])
-def test_a_measurement_of_nothing_is_refused(flags, capsys):
-    with pytest.raises(SystemExit):
+def test_a_measurement_of_nothing_is_refused(flags):
+    with pytest.raises(SystemExit, match="must be an integer at least"):
         __main__.main(["decode", *flags.split()])
-    assert "must be at least" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -219,11 +218,10 @@ def test_several_words_behind_a_flag(monkeypatch, command, name, words):
     [
         ("--lora_r 4 --output x", "--output: behind --flags, which takes all: must be before it"),
         ("--rounds=3", "--rounds: behind --flags"),
-        ("--nonsense 3", "unrecognized arguments: --nonsense 3"),
+        ("--nonsense 3", "--nonsense: no such flag"),
     ],
 )
-def test_what_flags_cannot_take_is_refused_at_once(monkeypatch, capsys, flags, sentence):
+def test_what_flags_cannot_take_is_refused_at_once(monkeypatch, flags, sentence):
     monkeypatch.delattr(__main__.COMMANDS["step"], "measure")
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=sentence):
         __main__.main(f"step --sizes tiny --flags {flags}".split())
-    assert sentence in capsys.readouterr().err
