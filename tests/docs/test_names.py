@@ -40,7 +40,9 @@ def test_files_and_symbols_are_there(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_modules_are_there(page):
-    modules = re.findall(r"\b((?:rl_train|tools|sa2va_hf|tests)(?:\.\w+)+)", page.read_text())
+    modules = re.findall(
+        r"(?<![.\w])((?:rl_train|tools|sa2va_hf|tests)(?:\.\w+)+)", page.read_text()
+    )
     folders = [(ROOT / module.replace(".", "/")) for module in modules]
     # The last word may be a class or function of the module.
     missing = [
