@@ -33,10 +33,12 @@ def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.T
     """
     means_before, means_after = means(before), means(after)
     descriptions = metrics_of(after)
-    shown, constant = [], []
+    shown, constant, repeated = [], [], []
     for metric in [metric for metric in means_before if metric in means_after]:
         value = constant_value(rows_of(before, metric), rows_of(after, metric))
-        if value is None:
+        if metric.endswith("_precision") and is_accuracy(metric, before, after):
+            repeated.append(metric)
+        elif value is None:
             shown.append(metric)
         else:
             constant.append(f"{metric} {value:g}")
@@ -55,6 +57,8 @@ def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.T
             lines.append(f"  {metric:{width - 2}s} {numbers}   {descriptions[metric]}")
     if constant:
         lines.append(f"left out, the same on every sample before and after: {', '.join(constant)}")
+    if repeated:
+        lines.append(f"not repeated, equal to the accuracy: {', '.join(repeated)}")
     return "\n".join(lines)
 
 
@@ -72,6 +76,17 @@ def constant_value(before: torch.Tensor, after: torch.Tensor) -> float | None:
     value = (numerators.sum() / denominators.sum()).item()
     is_constant = torch.equal(numerators, value * denominators)
     return value if is_constant and (value in (0, 1) or len(before) > 1) else None
+
+
+def is_accuracy(
+    precision: str, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> bool:
+    """Return whether an attribute's precision is its accuracy: each caption states some value."""
+    accuracy = precision.replace("_precision", "_accuracy")
+    return all(
+        torch.equal(rows_of(values, precision), rows_of(values, accuracy))
+        for values in (before, after)
+    )
 
 
 def grouped(metrics: list[str], of_points: bool) -> dict[str, list[str]]:

@@ -52,7 +52,16 @@ def test_a_ratio_without_cases_in_some_rows_can_be_constant():
     columns = dict(color_known=torch.tensor([1.0, 0, 1]), color_said=torch.tensor([1.0, 0, 1]))
     columns |= dict(color_right=torch.tensor([1.0, 0, 0]))
     table = before_after_table(columns, columns)
-    assert "color_stated 1" in table.split("\n")[-1] and "  color_accuracy " in table
+    assert "color_stated 1" in table.split("\n")[-2] and "  color_accuracy " in table
+
+
+def test_precision_is_left_out_where_it_is_the_accuracy():
+    columns = dict(color_known=torch.ones(2), color_said=torch.ones(2))
+    columns |= dict(color_right=torch.tensor([1.0, 0]))
+    last = before_after_table(columns, columns).split("\n")[-1]
+    assert last == "not repeated, equal to the accuracy: color_precision"
+    silent = columns | dict(color_said=torch.tensor([1.0, 0]))
+    assert "  color_precision " in before_after_table(columns, silent)
 
 
 def test_masks_of_points_have_a_group_of_their_own():
