@@ -110,6 +110,14 @@ def test_no_wordnet(said, no_wordnet):
     assert "run `python -m tools.fetch_wordnet`" in said()
 
 
+def test_a_checkpoint_folder_as_a_model(said, data, tmp_path, monkeypatch):
+    """It is taken, or answered with the command that exports it."""
+    for _ in unmeasured(monkeypatch):
+        run(data, tmp_path / "first", max_steps=1)
+    checkpoint = tmp_path / "first" / "checkpoint_step_1"
+    assert "tools.export" in said(model_path=checkpoint)
+
+
 def test_an_old_python(tmp_path):
     old = tmp_path / "python3"
     old.write_text(

@@ -12,6 +12,8 @@ source tools/environment.sh
 if [ "${1-}" = --gpu ]; then
     shift
     "$PYTHON" -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || fail "--gpu: torch finds no CUDA device here"
-    exec "$PYTHON" -m pytest -m gpu --durations 10 "$@"
+    TOGETHER=  # kernels are compiled by several processes, where pytest-xdist is installed
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then TOGETHER="-n 3"; fi
+    exec "$PYTHON" -m pytest -m gpu --durations 10 $TOGETHER "$@"
 fi
 exec "$PYTHON" -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1 "$@"
