@@ -5,13 +5,21 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rl_train import cli, train
-from rl_train.config.flags import COUNT, add_flags, flag, flags_with, read_flags
+from rl_train.config.flags import (
+    COUNT,
+    add_flags,
+    flag,
+    flag_fields,
+    flag_name,
+    flags_with,
+    read_flags,
+)
 from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
 from rl_train.config.reference import reference
 from rl_train.config.sft_config import ALL_PARTS
 from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
-from rl_train.tasks import TASKS
+from rl_train.tasks import TASKS, PointSegmentation
 from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import read_json
 from tests.runs import CHECKPOINT, ROOT, complaint_of, flags, unmeasured
@@ -60,7 +68,10 @@ def parse(data, tmp_path, monkeypatch):
     """Function of words behind a whole command line, without the flag `left_out`: its flags."""
 
     def parsed(words, left_out):
-        return cli.parse([*flags(data, tmp_path / "run", **{left_out: None}), *words]).flags
+        of_points = left_out in {flag_name(f) for f in flag_fields(PointSegmentation.Options)}
+        changes = dict(tasks="point_segmentation") if of_points else {}
+        changes |= {left_out: None}
+        return cli.parse([*flags(data, tmp_path / "run", **changes), *words]).flags
 
     return parsed
 
