@@ -101,7 +101,7 @@ def flags(data: Path, output: Path, **changes) -> list[str]:
         )
         | (
             dict(latent_std=4)
-            if "caption_mask_caption" in changes.get("tasks", DEFAULT_TASKS)
+            if "caption_mask_caption" in (changes.get("tasks") or DEFAULT_TASKS)
             else {}
         )
         | changes

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.engine import Completions, Engine, StopText
-from rl_train.points.parser import AnswerFormat, PointPrompt
+from rl_train.points.parser import STYLE_SCALES, AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
@@ -291,8 +291,14 @@ def build_policy(
 
 def example_question(flags: dict[str, object]) -> str:
     """Return the question for a dog, in the style of a run with these flags."""
-    names = ("answer_style", "negative_points", "coordinates", "max_points")
-    return point_question("the dog", AnswerFormat(*(flags[name] for name in names)))
+    style = flags["answer_style"]
+    answer_format = AnswerFormat(
+        style,
+        flags["negative_points"],
+        flags["coordinates"] or STYLE_SCALES.get(style, "pixels"),
+        flags["max_points"],
+    )
+    return point_question("the dog", answer_format)
 
 
 QWEN_VL = ModelSpec(
