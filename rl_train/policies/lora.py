@@ -5,6 +5,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -51,10 +52,21 @@ def freeze_all_but(
         if matching:
             # An optimizer's small steps round to nothing in bfloat16.
             parameter.data = parameter.data.float()
+            if parameter.shape[2:] == (1, 1):  # a convolution of single pixels
+                parameter.register_hook(plain_strides)
             trainable[name], groups[name] = parameter, matching[0]
     empty = set(patterns) - set(groups.values())
     assert not empty, f"trainable groups {sorted(empty)} hold no parameter"
     return trainable, groups
+
+
+def plain_strides(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the same gradient (C, D, 1, 1) with the strides of its parameter.
+
+    Of channels-last images it has other strides over its two sides of length 1. Its memory is the
+    same, yet DistributedDataParallel warns.
+    """
+    return gradient.flatten().view(gradient.shape)
 
 
 def parameter_counts(model: nn.Module, groups: dict[str, str]) -> Counter[str]:
