@@ -148,13 +148,7 @@ def test_sets_without_masks_are_refused_where_masks_are_needed(
         (dict(), "--reward_set mask: these samples have boxes and points and no masks"),
         (dict(distractors=""), "--data_dir: its samples have boxes and points and no masks"),
         (
-            dict(
-                model_path=CHECKPOINT,
-                sam_path=None,
-                tasks=None,
-                answer_style=None,
-                sam_passes=None,
-            ),
+            dict(model_path=CHECKPOINT, tasks=None) | NO_POINT_FLAGS,
             "which --tasks mask_caption_mask needs",
         ),
     ):
