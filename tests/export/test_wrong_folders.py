@@ -65,7 +65,7 @@ def complaint(data, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "model, sam, tasks, words",
     [
-        ("qwen", "sam", "loops", "asks a model of the family sa2va, and --model_path {qwen} is"),
+        ("qwen", None, "loops", "asks a model of the family sa2va, and --model_path {qwen} is"),
         ("sa2va", "sam", "points", "asks a model of the family qwen2_5_vl, and --model_path {sa2v"),
         ("pictures", None, "loops", "--model_path {pictures}: holds no config.json, so it is no "),
         ("pictures", None, "loops", "found 0.png, 1.png, 2.png .. in it"),
@@ -74,7 +74,7 @@ def complaint(data, tmp_path, capsys, monkeypatch):
         ("qwen", None, "points", "--model_path {qwen}: Qwen2.5-VL draws no mask, give a SAM2 as"),
         ("qwen", "qwen", "points", "--sam_path {qwen}: config.json says model_type 'qwen2_5_vl'"),
         ("qwen", "pictures", "points", "--sam_path {pictures}: holds no config.json, so it is no"),
-        ("sa2va", "sam", "loops", "--sam_path {sam}: the model in --model_path has its own"),
+        ("sa2va", "sam", "loops", "--sam_path: only with --tasks point_segmentation"),
     ],
 )
 def test_a_run_with_another_model(folders, complaint, model, sam, tasks, words):
