@@ -6,6 +6,7 @@ import torch
 
 from rl_train.data.text import phrase
 from rl_train.evaluation.best_of_n import mean_logps, pick_best
+from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import (
     answer_captions,
@@ -19,7 +20,6 @@ from rl_train.rewards.hacking_signals import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.iou import on_target
 from rl_train.rewards.meteor import tokenize
 from rl_train.rollout import Batch
-from rl_train.tasks.base import mask_columns
 from rl_train.utils.io import UserFault
 from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import ImageFeatures

@@ -10,6 +10,7 @@ from itertools import chain, islice
 import numpy as np
 import torch
 
+from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.points.parser import Point, PointPrompt
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rewards import mask_iou
@@ -17,7 +18,6 @@ from rl_train.rewards.hacking_signals import is_whole
 from rl_train.rewards.points import fraction_inside, num_in_boxes, reference_prompt
 from rl_train.rewards.published_points import matched_box_iou
 from rl_train.rollout import Batch
-from rl_train.tasks.base import mask_columns
 
 # What is reported beside seg_iou, seg_ciou, seg_p50 and mask_whole, as `cycle_metrics` has them.
 METRICS = {

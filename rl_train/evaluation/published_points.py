@@ -6,12 +6,12 @@ evaluation_visionreasoner.py beside it. docs/points.md says what is equal and wh
 
 import torch
 
+from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.points.parser import AnswerFormat
 from rl_train.points.prompts import point_question
 from rl_train.points.published import FRAME, prompts_of_evaluation
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rollout import Batch
-from rl_train.tasks.base import mask_columns
 
 # Characters that are taken off both ends of a question, {style: characters}.
 STRIPPED = {"segzero": ".", "visionreasoner": '."?!'}

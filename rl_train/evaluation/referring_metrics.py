@@ -6,10 +6,10 @@ beside it. docs/evaluation.md says what is equal and what is not.
 
 import torch
 
+from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import row_masks
 from rl_train.rollout import Batch
-from rl_train.tasks.base import mask_columns
 from sa2va_hf.batches import ImageFeatures, Prompts
 
 QUESTION = " Please segment {x} in this image."  # behind the image and a line break; with its blank

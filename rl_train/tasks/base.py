@@ -11,11 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from rl_train.config.grpo_config import LossConfig
-from rl_train.data.rle import small_mask
 from rl_train.engine import ScoreOutput
 from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.base import Features, Policy
-from rl_train.rewards import LLMJudge, UserReward, mask_iou
+from rl_train.rewards import LLMJudge, UserReward
 from rl_train.rewards.custom import add_user_rewards
 from rl_train.rewards.iou import on_target
 from rl_train.roles import Roles
@@ -131,19 +130,3 @@ def with_measurements(
         for name in task.weights:
             rewards[name] = torch.where(verdicts.isnan(), torch.nan, rewards[name])
     return rewards
-
-
-def mask_columns(
-    masks: list[torch.Tensor], targets: list[torch.Tensor], batch: Batch
-) -> dict[str, list]:
-    """Return {column: B values} of B masks (H, W) to evaluate: IoU, its parts, the masks."""
-    pairs = list(zip(masks, targets, strict=True))
-    return dict(
-        seg_iou=mask_iou(masks, targets, 1.0).tolist(),
-        seg_intersection=[(mask & target).sum().item() for mask, target in pairs],
-        seg_union=[(mask | target).sum().item() for mask, target in pairs],
-        mask=[small_mask(mask) for mask in masks],
-        image_id=batch.image_ids,
-        reference=batch.captions,
-        index=batch.index,
-    )
