@@ -138,19 +138,27 @@ def ask_for_points(
     _, texts = policy.complete(
         features, task.prompts(batch, features), 1, args.max_completion_length
     )
-    prompts, reasons = task.parse(texts, features, [0])
-    if prompts[0] is None:
-        return f"{texts[0]}\n(no box and points: {reasons[0]})", [], []
+    (answer,) = task.parse(texts, features, [0])
+    if answer.prompt is None:
+        return f"{texts[0]}\n(no box and points: {answer.reason})", [], []
+    prompts = [answer.prompt]
     masks, *_ = segment_points(policy, features, [0], prompts, task.options.sam_passes)
     return texts[0], [masks[0].cpu().numpy()], prompts
 
 
 def draw(image: Image.Image, masks: list[np.ndarray], prompts: list) -> Image.Image:
-    """Return the image with each mask tinted in a colour of its own."""
+    """Return the image with each mask tinted in a colour of its own; a prompt with its one mask."""
+    if prompts:
+        return overlay(image, torch.from_numpy(masks[0]), COLORS[0], prompts[0])
     for number, mask in enumerate(masks):
-        color = COLORS[number % len(COLORS)]
-        image = overlay(image, torch.from_numpy(mask), color, prompts[number] if prompts else None)
+        image = tint(image, mask, COLORS[number % len(COLORS)])
     return image
+
+
+def tint(image: Image.Image, mask: np.ndarray, color: tuple[int, int, int]) -> Image.Image:
+    """Return the image with a mask (H, W) bool in a colour, through which it is seen."""
+    tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.4)
+    return Image.composite(tinted, image, Image.fromarray(mask))
 
 
 def predict(args: argparse.Namespace):
@@ -186,8 +194,7 @@ def predict(args: argparse.Namespace):
     if not args.output:
         return
     if args.region:
-        region = torch.from_numpy(read_region(args.region, image.size))
-        image = overlay(image, region, REGION)
+        image = tint(image, read_region(args.region, image.size), REGION)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(image, masks, prompts).save(args.output)
     print(f"{args.output}: {args.image} with {len(masks)} masks of the answer")
