@@ -11,7 +11,7 @@ from typing import Any
 from rl_train.checkpoint.record import find_in_the_way
 from rl_train.config.flags import add_flags, flag_fields, flag_name, has_flag, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
-from rl_train.data.registry import eval_entry, readers
+from rl_train.data.registry import dataset_openers, eval_entry
 from rl_train.distributed.process_group import (
     RankError,
     fail_together,
@@ -159,7 +159,7 @@ def checked(args: argparse.Namespace, tasks: dict[str, type], program: EntryPoin
         declared_in=tuple(config_classes(tasks, program)),
     )
     check_flag_combinations(config, tasks)
-    readers(config.data)  # refuses what a data set does not have
+    dataset_openers(config.data)  # refuses what a data set does not have
     paths = {name: config.flags.get(name) for name in ("model_path", "sam_path", "data_dir")}
     evaluated = eval_entry(config.data)
     paths["eval_data_dir"] = evaluated and evaluated.folder

@@ -23,7 +23,7 @@ from sa2va_hf.to_device import to_device
 if TYPE_CHECKING:  # tasks import this module
     from rl_train.tasks.base import Task
 
-# A number that adds up to the step's value, or the (total, count) of a mean.
+# Of one micro-batch: a term of the step's sum, or (total, count) of the step's mean.
 Statistic = torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | float]
 
 
@@ -32,7 +32,7 @@ class ReferenceScores:
     """Log-probs and action parameters of a whole rollout under the reference."""
 
     logp: torch.Tensor  # (N, T)
-    action: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
+    action_params: torch.Tensor | None  # (M, D) parameters of the task's actions, if it has any
 
 
 @dataclass
@@ -59,7 +59,7 @@ class ScoredRollout:
         return has_reward & self.rollout.stopped if self.mask_truncated_completions else has_reward
 
     @property
-    def groups_with_signal(self) -> list[bool]:
+    def groups_that_differ(self) -> list[bool]:
         """B bools: True if a row of the group is in the loss with an advantage other than 0."""
         learnable = (self.advantages != 0) & self.in_loss
         return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
@@ -132,7 +132,7 @@ def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
         )
 
 
-def score_rollout(
+def reference_logps(
     policy: Policy, task: "Task", rollout: Rollout, micro_batch_size: int
 ) -> ReferenceScores:
     """Score a whole rollout under the role in use."""
@@ -141,7 +141,7 @@ def score_rollout(
         scores = policy.score(rollout, rows)
         logps.append(scores.logp)
         if task.action:
-            actions.append(task.action.parameters(rollout, rows, scores))
+            actions.append(task.action.distribution_params(rollout, rows, scores))
     return ReferenceScores(torch.cat(logps), torch.cat(actions) if actions else None)
 
 
@@ -157,7 +157,7 @@ def loss_denominators(
     for scored in scored_rollouts:
         name, in_loss, latents = scored.task.name, scored.in_loss, scored.rollout.latents
         faults += scored.faults()
-        counts["learnable"] += sum(scored.groups_with_signal)
+        counts["learnable"] += sum(scored.groups_that_differ)
         # Rows without a reward count too: losses by rows divide by a fixed number.
         counts[name, "rows"] += len(scored.reward)
         counts[name, "tokens"] += int(scored.rollout.valid[in_loss].sum())
@@ -224,7 +224,7 @@ class MicroBatchLoss(torch.nn.Module):
             loss = sum(action_terms, loss)
             statistics |= action_statistics
         statistics["loss"] = loss.detach()
-        loss = scored.task.weight * loss
+        loss = scored.task.loss_weight * loss
         if micro_batch.is_last:
             loss = process_group.touch_all_params(loss, self.trainable)
         return loss, statistics

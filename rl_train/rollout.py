@@ -28,7 +28,7 @@ class Batch:
     damaged: list[str]  # "image_id: reason" of each sample that another one stands in for
     inputs: Any  # made by the policy's `Preprocessor.collate`; only that policy reads it
     # (K, H, W) bool masks of the K other regions of each image, with --distractors
-    others: list[torch.Tensor] | None = None
+    distractors: list[torch.Tensor] | None = None
     # Boxes and points of each sample as its data set states them, see `points.published`; None of
     # data sets of masks alone
     solutions: list[str | None] | None = None

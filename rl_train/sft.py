@@ -141,7 +141,7 @@ class SFTLoss(torch.nn.Module):
                 examples, features, scores, totals[task.name, "rows"]
             )
             task_loss = text_loss + sum(loss_terms)
-            loss = loss + task.weight * task_loss
+            loss = loss + task.loss_weight * task_loss
             statistics[task.name] = {
                 "loss": task_loss.detach(),
                 "text_loss": text_loss.detach(),

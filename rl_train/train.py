@@ -37,7 +37,7 @@ from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loggers.text_log import TextLog
-from rl_train.loss import MicroBatchLoss, score_rollout
+from rl_train.loss import MicroBatchLoss, reference_logps
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
@@ -68,14 +68,14 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             reference = None
             if config.loss.kl_coef:
                 with roles.use("reference"):
-                    reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
+                    reference = reference_logps(policy, task, rollout, optim.micro_batch_size)
             outcome = task.rewards(rollout)  # asks the teacher
-            reward = combine(outcome.rewards, task.weights, run.normalised_groups)  # (N,)
+            reward = combine(outcome.rewards, task.reward_weights, run.component_group_size)  # (N,)
             advantages = group_advantages(reward, G, config.loss.group_scale)  # (N,)
             step.add(task, rollout, outcome, reward, advantages, reference)
         if len(step.batches) < optim.gradient_accumulation_steps:
             continue
-        if step.has_signal():  # else all rewards of each group are equal
+        if step.rewards_differ():  # else all rewards of each group are equal
             for iteration in range(optim.num_iterations):
                 for part in step.micro_batches(optim.micro_batch_size):
                     with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()

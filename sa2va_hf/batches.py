@@ -29,7 +29,10 @@ class ImageFeatures:
 
 @dataclass
 class Prompts:
-    """P prompts, ready for an answer."""
+    """P prompts, ready for an answer.
+
+    A prompt mask is the original's: the cells of the ViT's grid that a region covers.
+    """
 
     ids: list[list[int]]  # ragged
     image_index: list[int]  # index of each prompt's image

@@ -140,7 +140,7 @@ def test_values_that_depend_on_others(data, tmp_path):
     def share(**changes):
         options = parse(**changes).tasks["caption_mask_caption"]
         task = CaptionMaskCaption(options, TaskContext(None, None, 8, judge=object()))
-        return task.weights.get("likelihood", 0)
+        return task.reward_weights.get("likelihood", 0)
 
     judge = dict(use_llm_judge="", use_llm_judge_loop2="")
     assert share() == share(**judge) == 0

@@ -197,7 +197,7 @@ def test_micro_batches_give_the_gradient_of_the_whole(model, rollouts, loss_type
     config = LossConfig(loss_type=loss_type, kl_coef=0.1)
     task = task_of(model, 2, mask_loss_coef=0.1)
     own = reference_of(model, task, rollouts[2])
-    reference = ReferenceScores(own.logp - 0.3, own.action + 0.1)
+    reference = ReferenceScores(own.logp - 0.3, own.action_params + 0.1)
     work = work_of(model, task, rollouts[2], reference=reference)
     whole, sums, loss = backward(model, work, config)
     assert max(g.abs().max() for g in whole.values()) > 1e-2

@@ -94,7 +94,7 @@ def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
     s = 0.5 / (0.5**0.5 + 1e-4)
     assert work.advantages.tolist() == pytest.approx([s, -s, s, -s, 0, 0])
     assert work.in_loss.tolist() == [True, False, False, False, True, True]
-    assert work.groups_with_signal == [True, False, False]
+    assert work.groups_that_differ == [True, False, False]
     totals, learnable = loss_denominators([work], 1)
     assert learnable and totals == {"loop1": LossDenominators(6, 9, 1)}
     all_cut = without_model([1.0, 0], [True, True])

@@ -77,7 +77,7 @@ PROTOCOL_DATASETS = {
 
 
 def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
-    """`EvalSpec`'s measure and measure_samples of the policy, if not those of `cycle_measures`.
+    """`EvalSpec`'s measure and measure_samples of the policy, if not those of `cycle_metrics`.
 
     Raises ValueError if a flag is of another family of models.
     """

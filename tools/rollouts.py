@@ -26,7 +26,7 @@ from tqdm import tqdm
 from rl_train.config.flags import COUNT, COUNT_OR_0
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DamagedSample
-from rl_train.data.registry import readers
+from rl_train.data.registry import dataset_openers
 from rl_train.data.rle import small_mask
 from rl_train.grpo import group_std
 from rl_train.utils.command_line import FlagParser, run_program
@@ -184,7 +184,7 @@ def open_samples(run: Path, flags: dict, data_dir: str | None, image_ids: list[s
     """Return `read_samples` of a run's data set. Raises ValueError that names --data_dir."""
     where = data_dir or flags["data_dir"]
     known = {field.name for field in fields(DataConfig)} & set(flags)
-    opened, _ = readers(DataConfig(**{name: flags[name] for name in known}))
+    opened, _ = dataset_openers(DataConfig(**{name: flags[name] for name in known}))
     try:
         return read_samples(opened(where), image_ids, side)
     except ValueError as error:

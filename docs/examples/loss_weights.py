@@ -23,11 +23,13 @@ HALF = 0.05  # the std at which half of the weight is left
 class BySpread:
     def rewards(self, rollout) -> RewardOutput:
         outcome = super().rewards(rollout)
-        std = group_std(combine(outcome.rewards, self.weights), rollout.num_generations)  # (B,)
+        std = group_std(
+            combine(outcome.rewards, self.reward_weights), rollout.num_generations
+        )  # (B,)
         spread = all_sum(dict(std=std.sum().item(), groups=len(std)))
         std = spread["std"] / spread["groups"]
-        self.weight = self.base_weight * std / (std + HALF)
-        logged = outcome.rewards | {"loss_weight": torch.full((len(rollout),), self.weight)}
+        self.loss_weight = self.base_weight * std / (std + HALF)
+        logged = outcome.rewards | {"loss_weight": torch.full((len(rollout),), self.loss_weight)}
         return RewardOutput(logged, outcome.masks, outcome.replies)
 
 

@@ -34,8 +34,8 @@ class RegionQuestions(Task):
         trainable_modules = ("lora", "mlp1")
 
     def __init__(self, options, context):
-        self.context, self.weight = context, options.weight
-        self.weights = {"agreement": 1.0} | context.user_weights
+        self.context, self.loss_weight = context, options.weight
+        self.reward_weights = {"agreement": 1.0} | context.user_weights
 
     def questions(self, batch) -> list[str]:
         """One for each sample, by its index: the same on all ranks and after a resume."""

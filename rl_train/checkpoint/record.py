@@ -17,7 +17,7 @@ BEST_CHECKPOINT = "checkpoint_best"
 FINAL_MODEL = "final_model"  # written at the end of a run from the last checkpoint
 
 # {"training", "evaluation"}: facts of these samples, see `rl_train.data.digest`
-Data = dict[str, dict[str, int | str]]
+DataFacts = dict[str, dict[str, int | str]]
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RunRecord:
     run_id: str = field(default_factory=lambda: secrets.token_hex(4))
     folders: list[str] = field(default_factory=list)
     num_ranks: int = 1
-    data: Data = field(default_factory=dict)
+    data: DataFacts = field(default_factory=dict)
 
     def write(self, output_dir: Path):
         """Write the record into an output folder. Raises CannotWrite."""

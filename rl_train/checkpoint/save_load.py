@@ -36,7 +36,7 @@ from rl_train.checkpoint.record import (
     BEST_CHECKPOINT,
     CHECKPOINT_NAME,
     RECORD,
-    Data,
+    DataFacts,
     RunRecord,
     read_record,
 )
@@ -80,7 +80,7 @@ class RunState:
     step: int = 0
     counters: dict[str, Stateful] = field(default_factory=dict)
     base_fingerprint: BaseFingerprint | None = None
-    data: Data = field(default_factory=dict)
+    data: DataFacts = field(default_factory=dict)
 
     def weights(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return {role: {name: weight}} of the policy and, if there is one, of the teacher."""
@@ -401,7 +401,7 @@ def load(folder: Path, state: RunState, output_dir: str | Path, rank: int):
         raise DamagedFile(folder / "training_state.pt", reason) from error
 
 
-def best_score(output_dir: str | Path, data: Data | None = None) -> float:
+def best_score(output_dir: str | Path, data: DataFacts | None = None) -> float:
     """Return the score of checkpoint_best, or minus infinity. Raises DamagedFile.
 
     A score that was measured on other regions than those of `data` counts as none.
@@ -416,7 +416,7 @@ def best_score(output_dir: str | Path, data: Data | None = None) -> float:
     return score
 
 
-def read_data(checkpoint: Path) -> Data:
+def read_data(checkpoint: Path) -> DataFacts:
     """Return the facts of a checkpoint's data; none if an earlier version wrote it.
 
     Raises DamagedFile.

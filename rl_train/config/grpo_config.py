@@ -369,7 +369,7 @@ class UpdatesConfig:
     )
     num_train_epochs: float = flag(
         1.0,
-        "number of passes over the data, if --max_steps is 0; may change at a resume as it may",
+        "number of passes over the data, if --max_steps is 0; a resumed run may have more",
         type=POSITIVE,
         free_on_resume=True,
     )

@@ -11,7 +11,7 @@ from rl_train.config.grpo_config import (
     UpdatesConfig,
 )
 
-# All of `memory`: a sample is a row of each.
+# Every phase of a step: fewer samples take less memory in each.
 PHASES = ("calibration", "evaluation", "encode", "rollout", "teacher", "reference", "update")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from rl_train.data.base import RegionDataset
-from rl_train.data.distractors import whole
+from rl_train.data.distractors import unwrap_subset
 from rl_train.data.images import DAMAGED
 
 NUM_WHOLE_IMAGES = 32  # evenly spread, of which all bytes count
@@ -31,7 +31,7 @@ def digest(chunks: Iterable[bytes]) -> str:
 
 def data_facts(samples: RegionDataset | Subset) -> Facts:
     """Return {"rows", "images": numbers, "pictures", "captions", "masks": digests} of samples."""
-    dataset, indices = whole(samples)
+    dataset, indices = unwrap_subset(samples)
     keys, contents = dataset.image_keys[indices], dataset.content_keys[indices]
     spread = np.linspace(0, len(indices) - 1, min(NUM_WHOLE_IMAGES, len(indices))).astype(int)
     pictures = digest([keys.tobytes(), *_images(dataset, indices[spread])])

@@ -10,7 +10,7 @@ from rl_train.data.errors import DamagedSample
 MAX_DISTRACTOR_PIXELS = 2**26
 
 
-def whole(dataset: RegionDataset | Subset) -> tuple[RegionDataset, np.ndarray]:
+def unwrap_subset(dataset: RegionDataset | Subset) -> tuple[RegionDataset, np.ndarray]:
     """Return (the data set behind nested `Subset`s, (n,) the index there of each sample)."""
     index = np.arange(len(dataset))
     while isinstance(dataset, Subset):
@@ -25,7 +25,7 @@ class DistractorMasks:
     """
 
     def __init__(self, dataset: RegionDataset | Subset):
-        self.dataset, self.index = whole(dataset)
+        self.dataset, self.index = unwrap_subset(dataset)
 
     def __call__(self, i: int, mask: np.ndarray) -> np.ndarray:
         """Return (K, H, W) bool masks of the K other regions of sample i's image.

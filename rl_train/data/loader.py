@@ -25,7 +25,7 @@ class Batches(Dataset):
     does not depend on the number of workers.
 
     Args:
-        distractors: fill `Batch.others`.
+        distractors: fill `Batch.distractors`.
 
     Raises:
         BadData: on access, MAX_ATTEMPTS replacements in a row were damaged too.
@@ -54,7 +54,7 @@ class Batches(Dataset):
             batch.solutions = [sample.get("solution") for sample in samples]
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
-            batch.others = pack([torch.from_numpy(masks) for masks in distractors])
+            batch.distractors = pack([torch.from_numpy(masks) for masks in distractors])
         return to_shared_memory(batch) if get_worker_info() else batch
 
     def _undamaged(self, i: int) -> tuple[int, dict, list[str]]:

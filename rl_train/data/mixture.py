@@ -9,7 +9,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from rl_train.data.base import RegionDataset
-from rl_train.data.distractors import whole
+from rl_train.data.distractors import unwrap_subset
 from rl_train.data.images import Encoded
 
 
@@ -102,7 +102,7 @@ class MixtureSampler:
     """
 
     def __init__(self, dataset: MixtureDataset | Subset, seed: int):
-        dataset, indices = whole(dataset)
+        dataset, indices = unwrap_subset(dataset)
         self.names, self.seed = list(dataset.datasets), seed
         self.sources = dataset.sources[indices]  # (n,)
         self.members = [np.flatnonzero(self.sources == k) for k in range(len(self.names))]

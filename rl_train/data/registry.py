@@ -124,7 +124,7 @@ def eval_entry(data: DataConfig) -> MixtureEntry | None:
     return MixtureEntry.parse_eval(data.eval_data_dir, data.dataset) if data.eval_data_dir else None
 
 
-def readers(data: DataConfig) -> tuple[Opener, Opener]:
+def dataset_openers(data: DataConfig) -> tuple[Opener, Opener]:
     """Return the functions that open --data_dir, with --data_mixture if given, and --eval_data_dir.
 
     Raises:
@@ -152,7 +152,7 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
     def open_mixture(data_dir: str) -> MixtureDataset:
         folders = [entry.folder for entry in entries]
         datasets = [train(data_dir), *(opener(f) for opener, f in zip(openers, folders))]
-        labels = unique(names)
+        labels = number_repeats(names)
         for label, dataset in zip(labels, datasets):  # the sum would hide a small bad one
             check_bad_fraction(dataset.report(), 0, data.max_bad_fraction, f"{label}: ")
         weights = [1.0, *(entry.weight for entry in entries)]
@@ -161,7 +161,7 @@ def readers(data: DataConfig) -> tuple[Opener, Opener]:
     return open_mixture, open_eval
 
 
-def unique(names: list[str]) -> list[str]:
+def number_repeats(names: list[str]) -> list[str]:
     """Return the names; a repeated name gets .2, .3 and so on."""
     counts = [names[: k + 1].count(name) for k, name in enumerate(names)]
     return [name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts)]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Subset
 
 from rl_train.data.base import RegionDataset, number_images
-from rl_train.data.distractors import whole
+from rl_train.data.distractors import unwrap_subset
 from rl_train.data.errors import DamagedSamples, check_bad_fraction
 from rl_train.data.images import NOT_COCO
 from rl_train.data.registry import Opener
@@ -106,7 +106,7 @@ def picture_keys(*datasets: RegionDataset | Subset) -> list[np.ndarray]:
     Two images are the same if their bytes are, or if both are one image of COCO in different
     encodings.
     """
-    sets = [whole(dataset) for dataset in datasets]
+    sets = [unwrap_subset(dataset) for dataset in datasets]
     keys = np.concatenate([dataset.image_keys[index] for dataset, index in sets])
     coco = np.concatenate([dataset.coco_ids[index] for dataset, index in sets])
     # Bytes known as an image of COCO count as that image in files of any other name too.

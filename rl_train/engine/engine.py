@@ -92,7 +92,7 @@ class Engine:
             self._fused.release()
         self._fused = self._decoder = None
 
-    def forget(self):
+    def free_cache(self):
         """Free the sampler's cache and graphs, which its next use makes anew."""
         if self._decoder is not None:
             self._decoder = Decoder(self._fused)

@@ -9,9 +9,9 @@ from rl_train.evaluation.best_of_n import mean_logps, pick_best
 from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import (
-    answer_captions,
     describe,
-    segment_sampled,
+    segment_by_own_answer,
+    segment_generated,
     truncate_captions,
 )
 from rl_train.rewards import mask_iou, meteor
@@ -101,11 +101,11 @@ def measure(
     # Both directions, greedily: region -> caption -> mask, caption -> mask -> caption.
     captions = describe(policy, images, rows, targets, max_new_tokens)
     columns = measure_captions(policy, batch, images, captions, max_new_tokens)
-    masks, seg_rows, _ = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
+    masks, seg_rows, _ = segment_by_own_answer(policy, images, rows, batch.captions, max_new_tokens)
     replies = describe(policy, images, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
-    if batch.others is not None:
-        columns["seg_on_target"] = on_target(masks, batch.masks, batch.others).tolist()
+    if batch.distractors is not None:
+        columns["seg_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
     return dict(
         **columns,
         **mask_columns(masks, targets, batch),
@@ -133,12 +133,14 @@ def measure_captions(
         {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_on_target".
     """
     rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
-    masks, *_ = answer_captions(policy, images, rows, queries, max_new_tokens)
+    masks, *_ = segment_by_own_answer(policy, images, rows, queries, max_new_tokens)
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
-    if batch.others is not None:
-        columns["cycle_on_target"] = (on_target(masks, batch.masks, batch.others) * spoken).tolist()
+    if batch.distractors is not None:
+        columns["cycle_on_target"] = (
+            on_target(masks, batch.masks, batch.distractors) * spoken
+        ).tolist()
     return columns
 
 
@@ -193,7 +195,7 @@ def sample_captions(
     completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
     queries = truncate_captions(policy, captions, max_new_tokens)
-    masks = segment_sampled(policy, images, rows, queries, max_new_tokens)
+    masks = segment_generated(policy, images, rows, queries, max_new_tokens)
     targets = [batch.masks[i].to(policy.device) for i in rows]
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)

@@ -196,9 +196,9 @@ class Evaluator:
         return self.folder / "evaluation" / f"step_{step}.json"
 
     def _settings(self, state: save_load.RunState) -> dict[str, Any]:
-        """Return what an evaluation depends on beside the weights and the flags of the run.
+        """Return what an evaluation depends on beside the weights: samples, base, options.
 
-        Flags that a resume may not change are the same in all evaluations of a run.
+        Flags that a resume may not change are left out: they are the same in the whole run.
         """
         return dict(
             samples=state.data.get("evaluation"),
@@ -226,7 +226,7 @@ class Evaluator:
         """Log the roles `names`; keep the first one's columns, and the state if it is the best."""
         results = evaluate(state.policy, self.spec, self.ranks, names, state.roles, self.signals)
         if not self.samples_answers:
-            state.policy.engine.forget()
+            state.policy.engine.free_cache()
         if not results:
             return
         policy, *teacher = results.values()

@@ -124,11 +124,11 @@ def measure_boxes(
 def segment_points(
     policy: QwenVLPolicy,
     features: QwenImageFeatures,
-    image: list[int],
+    image_index: list[int],
     answers: list[PointPrompt | None],
     passes: int,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
-    """Return the masks that SAM2 predicts for P answers, each about image[p].
+    """Return the masks that SAM2 predicts for P answers, each about image image_index[p].
 
     An answer that is None has an empty mask of confidence 0.
 
@@ -136,7 +136,7 @@ def segment_points(
         P masks (H, W) bool, P masks without the negative points, and P pairs of their confidence.
     """
     prompts = [answer or PointPrompt() for answer in answers]
-    return policy.point_masks(features, image, prompts, passes)
+    return policy.point_masks(features, image_index, prompts, passes)
 
 
 def confused_regions(

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 from rl_train.checkpoint.fingerprint import fingerprint_of
 from rl_train.checkpoint.save_load import WEIGHT_FILES, load_weights, open_weights
 from rl_train.config.grpo_config import DataConfig, PolicyConfig
-from rl_train.data.registry import readers
+from rl_train.data.registry import dataset_openers
 from rl_train.data.split import picture_keys, split_dataset
 from rl_train.distributed.process_group import print0
 from rl_train.policies.base import Policy
@@ -20,7 +20,7 @@ from rl_train.utils.io import read_json
 from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 # Flags of a run that its checkpoints' weights depend on.
-ARCHITECTURE = ("lora_r", "lora_alpha", "sam_path", "image_size", "max_image_tokens")
+FLAGS_OF_WEIGHTS = ("lora_r", "lora_alpha", "sam_path", "image_size", "max_image_tokens")
 
 
 def open_policy(
@@ -98,7 +98,7 @@ def load_policy(
     flags = read_json(folder / "config.json")
     base = model_folder("--model_path", base or flags["model_path"])
     # Checkpoints hold trained weights alone: their shapes follow from the run's flags.
-    settings = {name: flags[name] for name in ARCHITECTURE if name in flags} | config
+    settings = {name: flags[name] for name in FLAGS_OF_WEIGHTS if name in flags} | config
     if settings.get("sam_path"):
         settings["sam_path"] = str(model_folder("--sam_path", settings["sam_path"]))
     config = PolicyConfig(model_path=str(base), gradient_checkpointing=False, **settings)
@@ -127,7 +127,7 @@ def drop_trained_images(dataset: Dataset, folder: Path, choice: str) -> Dataset:
         raise ValueError(f"--train_eval_overlap {choice}: {folder} is no checkpoint of a run")
     flags = read_json(folder / "config.json")
     data = DataConfig(**{f.name: flags[f.name] for f in fields(DataConfig) if f.name in flags})
-    opened, heldout = readers(data)
+    opened, heldout = dataset_openers(data)
     training, _, _ = split_dataset(
         opened,
         data.data_dir,

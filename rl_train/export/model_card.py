@@ -117,7 +117,7 @@ def write_card(output: Path, folder: Path, base: Path, role: str):
         trainings=trainings,
         RL=RL,
         metrics=metrics_table(folder, role, step),
-        loading=family.loading.replace("QUESTION", family.question(flags)),
+        loading=family.card_loading.replace("QUESTION", family.example_question(flags)),
         settings=settings,
         citation=family.citation,
     )

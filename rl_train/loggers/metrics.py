@@ -72,7 +72,7 @@ class StepMetrics:
             self.add_mean(f"{task}/reward/{name}", values.nansum(), (~values.isnan()).sum())
 
     def add_update(self, task: str, statistics: dict[str, Statistic], on_policy: bool):
-        """Count a micro-batch's statistics; sampler_.. only under the weights that sampled.
+        """Count a micro-batch's statistics; those called sampler_.. in the first update only.
 
         `flush` fetches them from the GPU.
         """

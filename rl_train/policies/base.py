@@ -209,10 +209,10 @@ class ModelSpec:
         gradient_via: {group: the group of `rl_patterns` that a task must list for gradients to
             reach it}, for groups that are not in `rl_patterns`.
         citation: BibTeX entries of the models that it is made of.
-        loading: text of the model card that says how an exported folder (FOLDER) is loaded, with
-            and without this package; QUESTION stands for an example question.
+        card_loading: text of the model card that says how an exported folder (FOLDER) is loaded,
+            with and without this package; QUESTION stands for an example question.
         library: `library_name` in the card: the library that loads the folder alone.
-        question: question({flag: value} of the run) is an example, in a wording of the training.
+        example_question: ({flag: value} of the run) -> a question in a wording of the training.
     """
 
     name: str
@@ -223,6 +223,6 @@ class ModelSpec:
     group_patterns: dict[str, str]
     gradient_via: dict[str, str]
     citation: str
-    loading: str
+    card_loading: str
     library: str
-    question: Callable[[dict], str]
+    example_question: Callable[[dict], str]

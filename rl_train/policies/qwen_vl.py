@@ -151,11 +151,11 @@ class QwenVLPolicy(Policy):
         return QwenImageFeatures(list(vision.pooler_output), grids, seen_sizes, sam, batch.sizes)
 
     def point_questions(
-        self, images: QwenImageFeatures, image: list[int], questions: list[str]
+        self, images: QwenImageFeatures, image_index: list[int], questions: list[str]
     ) -> Prompts:
-        """Return prompts that show image[p] and then ask questions[p]."""
+        """Return prompts that show image image_index[p] and then ask questions[p]."""
         ids = []
-        for i, question in zip(image, questions, strict=True):
+        for i, question in zip(image_index, questions, strict=True):
             rows, columns = images.grids[i]
             image_ids = [self.image_token] * (rows * columns)
             question_ids = self.encode_text(question)
@@ -168,7 +168,7 @@ class QwenVLPolicy(Policy):
                     *self.after_question,
                 ]
             )
-        return Prompts(ids, list(image), None)
+        return Prompts(ids, list(image_index), None)
 
     def embed(
         self, images: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
@@ -233,26 +233,28 @@ class QwenVLPolicy(Policy):
     def point_masks(
         self,
         images: QwenImageFeatures,
-        image: list[int],
+        image_index: list[int],
         prompts: list[PointPrompt],
         passes: int = 1,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
-        """Return masks of prompts[k], in pixels of the original image[k].
+        """Return masks of prompts[k], in pixels of the image image_index[k], at its own size.
 
         See `sam2_prompting.point_masks`.
         """
         return sam2_prompting.point_masks(
-            self.model.sam, images.sam, images.sizes, image, prompts, passes
+            self.model.sam, images.sam, images.sizes, image_index, prompts, passes
         )
 
     def best_masks(
-        self, images: QwenImageFeatures, image: list[int], groups: list[list[PointPrompt]]
+        self, images: QwenImageFeatures, image_index: list[int], groups: list[list[PointPrompt]]
     ) -> list[torch.Tensor]:
-        """Return the unions of groups[k]'s masks, the best of three each, in image[k].
+        """Return the unions of groups[k]'s masks, the best of three each, in image image_index[k].
 
         See `sam2_prompting.best_masks`.
         """
-        return sam2_prompting.best_masks(self.model.sam, images.sam, images.sizes, image, groups)
+        return sam2_prompting.best_masks(
+            self.model.sam, images.sam, images.sizes, image_index, groups
+        )
 
 
 def check_folders(config: PolicyConfig):
@@ -310,7 +312,7 @@ QWEN_VL = ModelSpec(
     group_patterns=TRAINABLE,
     gradient_via={},
     citation=QWEN_VL_CITATION + SAM2_CITATION,
-    loading="""With transformers 4.49 or later:
+    card_loading="""With transformers 4.49 or later:
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -321,5 +323,5 @@ question = '''QUESTION'''
 It answers with boxes or points; SAM2, which predicts their mask, is not in this folder. With this
 package both are one model: `python -m tools.evaluate --model_path FOLDER --sam_path SAM2 ..`""",
     library="transformers",
-    question=example_question,
+    example_question=example_question,
 )

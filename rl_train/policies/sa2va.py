@@ -173,29 +173,32 @@ class Sa2VAPolicy(Policy):
         )
 
     def describe_prompts(
-        self, images: ImageFeatures, image: Sequence[int], prompt_masks: Sequence[torch.Tensor]
+        self,
+        images: ImageFeatures,
+        image_index: Sequence[int],
+        prompt_masks: Sequence[torch.Tensor],
     ) -> Prompts:
-        """Return prompts that ask for a caption of prompt_masks[p] (g, g) bool in image[p]."""
-        pairs = zip(image, prompt_masks)
+        """Return prompts that ask for a caption of prompt_masks[p] (g, g) bool."""
+        pairs = zip(image_index, prompt_masks)
         ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
-        return Prompts(ids, list(image), [mask[None] for mask in prompt_masks])
+        return Prompts(ids, list(image_index), [mask[None] for mask in prompt_masks])
 
     def segment_prompts(
         self,
         images: ImageFeatures,
-        image: Sequence[int],
+        image_index: Sequence[int],
         captions: list[str],
         wordings: list[str] | None = None,
     ) -> Prompts:
-        """Return prompts that ask for the mask of captions[p] in image[p].
+        """Return prompts that ask for the mask of captions[p] in image image_index[p].
 
         Args:
             wordings: question of each, with {x} for the phrase; None: SEGMENT.
         """
         wordings = wordings or [SEGMENT] * len(captions)
-        rows = zip(image, captions, wordings, strict=True)
+        rows = zip(image_index, captions, wordings, strict=True)
         ids = [self.prompts.segment(phrase(c), images.tiles[i], wording) for i, c, wording in rows]
-        return Prompts(ids, list(image), None)
+        return Prompts(ids, list(image_index), None)
 
     def embed(
         self, images: ImageFeatures, prompts: Prompts, num_tokens: int = 0
@@ -288,19 +291,19 @@ class Sa2VAPolicy(Policy):
             return self.model.text_hidden_fcs(hidden).float()
 
     def decode_masks(
-        self, images: ImageFeatures, image: Sequence[int], embeddings: torch.Tensor
+        self, images: ImageFeatures, image_index: Sequence[int], embeddings: torch.Tensor
     ) -> torch.Tensor:
-        """Return mask logits (M, 256, 256) float32 of prompt embeddings (M, D) in image[m].
+        """Return mask logits (M, 256, 256) float32 of prompt embeddings (M, D), m in its image.
 
         Computed in chunks: see `by_chunks`.
         """
-        index = to_device(torch.tensor(image, dtype=torch.long), self.device)
+        index = to_device(torch.tensor(image_index, dtype=torch.long), self.device)
 
         def decode(rows: slice) -> torch.Tensor:
             with self.autocast():
                 return self.model.decode_masks(images.sam, index[rows], embeddings[rows])
 
-        return self.nan_watcher("mask logits", by_chunks(decode, len(image)))
+        return self.nan_watcher("mask logits", by_chunks(decode, len(image_index)))
 
 
 def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch.Tensor:
@@ -359,7 +362,7 @@ SA2VA = ModelSpec(
     group_patterns=GROUPS,
     gradient_via=dict(embeddings="lora", language_model="lora", vision="mlp1", sam2_encoder="sam2"),
     citation=SA2VA_CITATION + SAM2_CITATION,
-    loading="""With this package (`pip install` its repository):
+    card_loading="""With this package (`pip install` its repository):
 ```python
 from PIL import Image
 from sa2va_hf import Sa2VAModel
@@ -380,5 +383,5 @@ tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 answer = model.predict_forward(image=image, text="<image>\\nQUESTION", tokenizer=tokenizer)
 ```""",
     library="rl-sa2va",
-    question=lambda flags: SEGMENT.replace("{x}", "the dog"),
+    example_question=lambda flags: SEGMENT.replace("{x}", "the dog"),
 )

@@ -38,15 +38,15 @@ def truncate_captions(policy: Sa2VAPolicy, texts: list[str], max_new_tokens: int
     return truncated
 
 
-def answer_captions(
+def segment_by_own_answer(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: Sequence[int],
+    image_index: Sequence[int],
     captions: list[str],
     max_new_tokens: int,
     confidence: list[float] | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return the masks that the model's own greedy answers give captions[p] in image[p].
+    """Return the masks that the model's own greedy answers give captions[p] in image image_index[p].
 
     Args:
         confidence: see `row_masks`.
@@ -54,7 +54,7 @@ def answer_captions(
     Returns:
         `row_masks`, the p of each [SEG] (M,), and prompt embeddings (M, D).
     """
-    prompts = policy.segment_prompts(images, image, captions)
+    prompts = policy.segment_prompts(images, image_index, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
     masks = row_masks(policy, images, prompts.image_index, rows.tolist(), means, confidence)
@@ -65,26 +65,28 @@ def answer_captions(
 def row_masks(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: list[int],
+    image_index: list[int],
     seg_rows: list[int],
     embeddings: torch.Tensor,
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
     """Return the (H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
-    Row r is about image[r]; seg_rows are the rows of the prompt embeddings (M, D).
+    Row r is about image image_index[r]; seg_rows are the rows of the prompt embeddings (M, D).
 
     Args:
         confidence: list that receives the `mask_confidence` of each row's mask.
     """
-    masks = [torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image]
+    masks = [
+        torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
+    ]
     highest = {}  # {row: (256, 256) highest of its logits}
     if seg_rows:
-        all_logits = policy.decode_masks(images, [image[row] for row in seg_rows], embeddings)
+        all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
         # A row may hold several [SEG]; its mask is their union, its logits their maximum.
         for row, logits in zip(seg_rows, all_logits):  # (256, 256)
             highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
-            size = images.sizes[image[row]]
+            size = images.sizes[image_index[row]]
             masks[row] |= upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
     if confidence is not None:
         values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
@@ -97,17 +99,17 @@ def row_masks(
 def segment(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: list[int],
+    image_index: list[int],
     captions: list[str],
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """Return (H, W) bool masks of captions[p] in image[p] by a forward of the forced "Sure, [SEG]".
+    """Return (H, W) bool masks of captions[p] in image image_index[p] by a forward of the forced "Sure, [SEG]".
 
     Args: confidence: see `row_masks`.
     """
     masks = []
     for rows in chunks(range(len(captions))):
-        chunk_images = [image[p] for p in rows]
+        chunk_images = [image_index[p] for p in rows]
         prompts = policy.segment_prompts(images, chunk_images, [captions[p] for p in rows])
         forced = [policy.prompts.forced_answer] * len(prompts)
         # The forced answer ends in [SEG], so the last state is the one that prompts SAM2.
@@ -118,22 +120,22 @@ def segment(
     return masks
 
 
-def segment_sampled(
+def segment_generated(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: list[int],
+    image_index: list[int],
     captions: list[str],
     max_new_tokens: int,
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """Return (H, W) bool masks of captions[p] in image[p] by the model's own `answer_captions`.
+    """Return the (H, W) bool masks of captions, by greedy answers of the model itself.
 
-    Args: confidence: see `row_masks`.
+    In chunks of `segment_by_own_answer`. Args: confidence: see `row_masks`.
     """
     masks = []
     for rows in chunks(range(len(captions))):
-        chunk_images, chunk_captions = [image[p] for p in rows], [captions[p] for p in rows]
-        masks += answer_captions(
+        chunk_images, chunk_captions = [image_index[p] for p in rows], [captions[p] for p in rows]
+        masks += segment_by_own_answer(
             policy, images, chunk_images, chunk_captions, max_new_tokens, confidence
         )[0]
     return masks
@@ -154,12 +156,12 @@ def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, to
 def describe(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: list[int],
+    image_index: list[int],
     masks: list[torch.Tensor],
     max_new_tokens: int,
     grids: dict[int, torch.Tensor] | None = None,
 ) -> list[str]:
-    """Return the greedy caption of masks[p] (H, W) in image[p]; "" for an empty mask.
+    """Return the greedy caption of masks[p] (H, W) in image image_index[p]; "" for an empty mask.
 
     Args: grids: `region_grids` of the masks, if they are known already.
     """
@@ -168,7 +170,7 @@ def describe(
     # Empty masks have no grid and are not asked about.
     for rows in chunks(list(grids)):
         regions = [grids[p] for p in rows]
-        prompts = policy.describe_prompts(images, [image[p] for p in rows], regions)
+        prompts = policy.describe_prompts(images, [image_index[p] for p in rows], regions)
         for p, text in zip(rows, policy.complete(images, prompts, 1, max_new_tokens)[1]):
             captions[p] = text
     return captions
@@ -178,7 +180,7 @@ def describe(
 def caption_likelihood(
     policy: Sa2VAPolicy,
     images: ImageFeatures,
-    image: list[int],
+    image_index: list[int],
     masks: list[torch.Tensor],
     captions: list[str],
     max_new_tokens: int,
@@ -196,13 +198,13 @@ def caption_likelihood(
     grids = region_grids(policy, masks) if grids is None else grids
     questions = {}  # {question: its rows}
     for p, grid in grids.items():
-        key = (image[p], captions[p], grid.numpy().tobytes())
+        key = (image_index[p], captions[p], grid.numpy().tobytes())
         questions.setdefault(key, []).append(p)
     likelihood = torch.zeros(len(masks), device=policy.device)
     for equal_rows in chunks(list(questions.values())):
         firsts = [rows[0] for rows in equal_rows]
         regions = [grids[p] for p in firsts]
-        prompts = policy.describe_prompts(images, [image[p] for p in firsts], regions)
+        prompts = policy.describe_prompts(images, [image_index[p] for p in firsts], regions)
         answers = [policy.prompts.answer(captions[p])[:max_new_tokens] for p in firsts]
         values = policy.mean_logp(images, prompts, answers).exp()
         # (row, its question), so that equal rows get equal values.

@@ -55,11 +55,11 @@ def point_masks(
     sam: Sam2Model,
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
-    image: list[int],
+    image_index: list[int],
     prompts: list[PointPrompt],
     passes: int = 1,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[float, float]]]:
-    """Return the masks that SAM2 predicts for prompts[k] in image[k].
+    """Return the masks that SAM2 predicts for prompts[k] in image image_index[k].
 
     A prompt with neither box nor positive point has an empty mask.
 
@@ -74,7 +74,7 @@ def point_masks(
         for an empty one.
     """
     groups = [split_by_box(prompt) for prompt in prompts]
-    image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
+    image_of_each = [i for i, group in zip(image_index, groups, strict=True) for _ in group]
     single = [prompt for group in groups for prompt in group]  # M prompts of one box at most
     first = decode(sam, features, sizes, image_of_each, [replace(p, negative=()) for p in single])
     # Rows without negative points keep their first mask.
@@ -90,7 +90,7 @@ def point_masks(
         )
     counts, masks, confidences = list(map(len, groups)), ([], []), ([], [])
     for column, all_logits in enumerate((final, first)):
-        for logits, i in zip(all_logits.split(counts), image):  # (m, S/4, S/4) of one prompt
+        for logits, i in zip(all_logits.split(counts), image_index):  # (m, S/4, S/4) of one prompt
             masks[column].append(union_of_masks(logits, sizes[i]))
             # The union of the boxes' masks has the maximum of their logits.
             confidence = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
@@ -103,10 +103,10 @@ def best_masks(
     sam: Sam2Model,
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
-    image: list[int],
+    image_index: list[int],
     groups: list[list[PointPrompt]],
 ) -> list[torch.Tensor]:
-    """Return the unions (H, W) bool of SAM2's masks of groups[k], prompts in image[k].
+    """Return the unions (H, W) bool of SAM2's masks of groups[k], prompts in image image_index[k].
 
     Of each prompt SAM2 predicts three masks, of which the one with the best score counts, as in
     the published evaluations of Seg-Zero and VisionReasoner.
@@ -114,11 +114,11 @@ def best_masks(
     Args:
         features: `sam_features`; sizes: (H, W) of the B original images.
     """
-    image_of_each = [i for i, group in zip(image, groups, strict=True) for _ in group]
+    image_of_each = [i for i, group in zip(image_index, groups, strict=True) for _ in group]
     single = [prompt for group in groups for prompt in group]  # M
     logits = decode(sam, features, sizes, image_of_each, single, best_of_three=True)
     counts = list(map(len, groups))
-    return [union_of_masks(part, sizes[i]) for part, i in zip(logits.split(counts), image)]
+    return [union_of_masks(part, sizes[i]) for part, i in zip(logits.split(counts), image_index)]
 
 
 def union_of_masks(logits: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -134,12 +134,12 @@ def decode(
     sam: Sam2Model,
     features: list[torch.Tensor],
     sizes: list[tuple[int, int]],
-    image: list[int],
+    image_index: list[int],
     prompts: list[PointPrompt],
     previous: torch.Tensor | None = None,
     best_of_three: bool = False,
 ) -> torch.Tensor:
-    """Return mask logits (M, S/4, S/4) float32 of prompts[m] in image[m], one mask each.
+    """Return mask logits (M, S/4, S/4) float32 of prompts[m] in image image_index[m], one mask each.
 
     A prompt has at most one box. SAM2 chooses among several only if its config has
     `dynamic_multimask_via_stability`.
@@ -157,11 +157,11 @@ def decode(
     for all_rows in equal_shapes.values():
         for start in range(0, len(all_rows), MASKS_AT_ONCE):
             rows = all_rows[start : start + MASKS_AT_ONCE]
-            index = torch.tensor([image[m] for m in rows], device=logits.device)
+            index = torch.tensor([image_index[m] for m in rows], device=logits.device)
             logits[rows] = _decode_equal_shapes(
                 sam,
                 [level[index] for level in features],
-                [sizes[image[m]] for m in rows],
+                [sizes[image_index[m]] for m in rows],
                 [prompts[m] for m in rows],
                 None if previous is None else previous[rows, None],  # (m, 1, S/4, S/4)
                 best_of_three,

@@ -21,7 +21,7 @@ COMPONENT = "ablation_reward"
 class Task(Protocol):
     """Interface of a task: the members of `tasks.base.Task` that an ablation uses."""
 
-    weights: dict[str, float]  # of the reward components that count
+    reward_weights: dict[str, float]  # of the reward components that count
 
     def rewards(self, rollout: Rollout) -> RewardOutput: ...
 
@@ -51,7 +51,7 @@ class AblationReward:
             outcome: `task.rewards(rollout)`.
             step: (step, number of the task), which seed the order of "shuffled".
         """
-        reward = combine(outcome.rewards, task.weights)  # (N,)
+        reward = combine(outcome.rewards, task.reward_weights)  # (N,)
         if self.name == "shuffled":  # unscored rows (NaN) move too
             seed, indices = (self.seed, *step), rollout.batch.index
             values = shuffled(reward, rollout.num_generations, seed, indices)
@@ -73,7 +73,7 @@ class AblationReward:
         else:
             batch = shift_by_one(rollout.batch)
         # The same answers, scored against another truth: the teacher is asked again.
-        return combine(task.rewards(replace(rollout, batch=batch)).rewards, task.weights)
+        return combine(task.rewards(replace(rollout, batch=batch)).rewards, task.reward_weights)
 
 
 def shuffled(

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.fingerprint import fingerprint_of
-from rl_train.checkpoint.record import Data, RunRecord, adopt, read_record
+from rl_train.checkpoint.record import DataFacts, RunRecord, adopt, read_record
 from rl_train.cli import check_nothing_in_the_way, check_output_dir, check_same
 from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
 from rl_train.data import DamagedSamples
@@ -20,7 +20,7 @@ from rl_train.data.digest import data_facts, digest
 from rl_train.data.distractors import whole
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mixture import MixtureSampler
-from rl_train.data.registry import readers
+from rl_train.data.registry import dataset_openers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
@@ -45,7 +45,7 @@ from rl_train.run.consistency import (
     check_same_start,
     check_same_weights,
 )
-from rl_train.run.memory_check import standing_memory
+from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.schedules import cosine_schedule, follow_new_length
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
@@ -89,7 +89,7 @@ class Run:
         return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
 
     @property
-    def normalised_groups(self) -> int | None:
+    def component_group_size(self) -> int | None:
         """Size of the groups in which reward components are normalised; None: they are not."""
         config = self.config
         return config.rollout.num_generations if config.reward.scale_components else None
@@ -133,7 +133,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     if config.reward.reward_only:
         for task in tasks:
-            task.weights = context.user_weights
+            task.reward_weights = context.user_weights
     mixture = MixtureSampler(train_set, config.run.seed) if config.data.data_mixture else None
     sampler = build_sampler(config, train_set, mixture, ranks)
     steps_of_epochs = math.ceil(config.optim.num_train_epochs * sampler.steps_per_epoch)
@@ -176,7 +176,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
     )
 
 
-def check_data_of_run(config: Config, resume: Path | None, data: Data):
+def check_data_of_run(config: Config, resume: Path | None, data: DataFacts):
     """Raise ValueError if a resumed run has other data; see `check_same_data`.
 
     It is compared with the checkpoint's, or without one with what the output folder says.
@@ -223,7 +223,7 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
 def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, DamagedSamples]:
     """Open (training regions, evaluation regions, count of damaged samples); print the reports."""
     print0(f"reading {config.data_dir}")
-    open_train, open_eval = readers(config)
+    open_train, open_eval = dataset_openers(config)
     train_set, eval_set, damaged = split_dataset(
         open_train,
         config.data_dir,

@@ -7,7 +7,7 @@ their gradients without an error.
 from pathlib import Path
 
 from rl_train.checkpoint.fingerprint import fingerprint_of
-from rl_train.checkpoint.record import Data
+from rl_train.checkpoint.record import DataFacts
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.grpo_config import Config
 from rl_train.data.digest import changes, digest
@@ -30,7 +30,7 @@ def check_same_on_all_ranks(facts: dict[str, str | int | float | list | None]):
             )
 
 
-def check_same_start(config: Config, resume: Path | None, ranks: RankInfo, data: Data):
+def check_same_start(config: Config, resume: Path | None, ranks: RankInfo, data: DataFacts):
     """Compare flags, the checkpoint to resume from, the base model's weights and the data sets.
 
     Args:
@@ -59,7 +59,7 @@ def check_same_weights(state: RunState, ranks: RankInfo):
     check_same_on_all_ranks(facts)
 
 
-def changed_data(config: Config, before: Data, now: Data) -> str | None:
+def changed_data(config: Config, before: DataFacts, now: DataFacts) -> str | None:
     """Return a sentence part that names the flag of data that differ from a run's, or None."""
     train_flag = f"--data_dir {config.data.data_dir}"
     if config.data.data_mixture:
@@ -80,7 +80,7 @@ def changed_data(config: Config, before: Data, now: Data) -> str | None:
     return "; ".join(sentences) or None
 
 
-def check_same_data(config: Config, before: Data, now: Data, place: str | Path):
+def check_same_data(config: Config, before: DataFacts, now: DataFacts, place: str | Path):
     """Raise ValueError, naming the flag, if a resumed run has other data than before.
 
     With --allow_changed_data a line says so instead. A run of an earlier version did not keep what

@@ -18,12 +18,12 @@ from rl_train.config.grpo_config import Config
 from rl_train.data.errors import Report
 from rl_train.data.registry import eval_entry
 from rl_train.distributed.process_group import RankInfo
-from rl_train.run.memory_check import GIB
+from rl_train.run.memory_estimate import GIB
 
 LARGE_FOR_A_CPU = 1_000_000_000  # parameters
 FROZEN = " (frozen)"  # suffix of a frozen part in `parameter_counts`
 
-NO_SIGNAL = (
+NO_UPDATE = (
     "all answers to each prompt got the same reward, so no answer is better than another and no "
     "weight changes. Answers differ more at a higher --temperature, or with more "
     "--num_generations; another --reward may tell them apart"

@@ -36,7 +36,7 @@ class Step:
         self.batches: list[Batch] = []
         self.rollouts: list[ScoredRollout] = []
         self.metrics = StepMetrics()
-        self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, from `has_signal` on
+        self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, from `rewards_differ` on
 
     def add(
         self,
@@ -58,7 +58,7 @@ class Step:
             task,
             rollout,
             outcome,
-            combine(outcome.rewards, task.weights),  # logged without --scale_components
+            combine(outcome.rewards, task.reward_weights),  # logged without --scale_components
             advantages,
             reference,
             nan_watcher=task.context.policy.nan_watcher.take(),
@@ -67,7 +67,7 @@ class Step:
         )
         self.rollouts.append(scored)
 
-    def has_signal(self) -> bool:
+    def rewards_differ(self) -> bool:
         """Count what the step holds over all ranks; return whether any rewards of a group differ.
 
         All ranks must call it. It also ends --scale_rewards batch, whose std needs the whole step.
@@ -77,8 +77,8 @@ class Step:
         """
         if self.config.scale == "batch":
             divide_by_batch_std(self.rollouts)
-        self.denominators, has_signal = loss_denominators(self.rollouts, self.num_ranks)
-        return has_signal
+        self.denominators, rewards_differ = loss_denominators(self.rollouts, self.num_ranks)
+        return rewards_differ
 
     def micro_batches(self, size: int) -> Iterator[MicroBatch]:
         """Yield at most `size` rows of a rollout at a time; count the statistics of each."""

@@ -13,7 +13,7 @@ from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loss import ScoredRollout, check_finite_log_probs
 from rl_train.rewards.judge import failure_sentence
 from rl_train.run.build import Run
-from rl_train.run.messages import NO_SIGNAL, mean_values, no_group_has_signal, step_line
+from rl_train.run.messages import NO_UPDATE, mean_values, no_group_has_signal, step_line
 from rl_train.run.signals import Interrupted, SignalHandler
 
 
@@ -28,7 +28,7 @@ class StepCallback:
         self.run, self.logger, self.evaluator, self.signals = run, logger, evaluator, signals
         self.first_step = run.state.step
         self.learning_rate = run.state.scheduler.get_last_lr()[0]  # of the step in progress
-        self.num_without_signal = 0  # steps since `first_step` in which no group's rewards differ
+        self.num_without_update = 0  # steps since `first_step` in which no group's rewards differ
         self.unlogged: list[dict[str, float]] = []  # metrics of the steps since the last line
         self.unlogged_seconds, self.step_began = 0.0, time.perf_counter()
         self.progress = tqdm(
@@ -108,7 +108,7 @@ class StepCallback:
         # Signals travel with the metrics, so they need no collective of their own.
         all_metrics = gather_objects(metrics)
         self.signals.agree([m.interrupt for m in all_metrics])
-        values = reduce_metrics(all_metrics, {task.name: task.weight for task in state.tasks})
+        values = reduce_metrics(all_metrics, {task.name: task.loss_weight for task in state.tasks})
         values |= timer.metrics(sum(m.num_tokens for m in all_metrics))
         for name in run.damaged.add(name for m in all_metrics for name in m.damaged):
             print0(f"left out, another sample in its place: {name}")
@@ -151,13 +151,13 @@ class StepCallback:
             self.unlogged, self.unlogged_seconds = [], 0.0
         # Told once: later steps count, and the summary says how many.
         if no_group_has_signal(values, components):
-            self.num_without_signal += 1
-            if self.num_without_signal == 1:
-                print0(f"step {state.step}: {NO_SIGNAL}")
+            self.num_without_update += 1
+            if self.num_without_update == 1:
+                print0(f"step {state.step}: {NO_UPDATE}")
 
     def summary(self) -> str | None:
         """Return a sentence on the steps in which no group's rewards differed; None without any."""
-        if not self.num_without_signal:
+        if not self.num_without_update:
             return None
         num_steps = self.run.state.step - self.first_step
-        return f"{self.num_without_signal} of {num_steps} steps changed no weight: {NO_SIGNAL}"
+        return f"{self.num_without_update} of {num_steps} steps changed no weight: {NO_UPDATE}"

@@ -22,11 +22,11 @@ class AblatedTask(Task):
         self.name, self.family, self.context = task.name, task.family, task.context
         self.asks_teacher, self.asks_reference = task.asks_teacher, task.asks_reference
         self.action, self.measure = task.action, task.measure
-        self.weights = {COMPONENT: 1.0}
+        self.reward_weights = {COMPONENT: 1.0}
 
     @property
-    def weight(self) -> float:
-        return self.task.weight  # a task may change it from step to step
+    def loss_weight(self) -> float:
+        return self.task.loss_weight  # a task may change it from step to step
 
     def prompts(self, batch: Batch, features: Features) -> Prompts:
         return self.task.prompts(batch, features)

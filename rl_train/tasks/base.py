@@ -32,7 +32,9 @@ class LatentAction(Protocol):
     def draw(self, rollout: Rollout, rng: RowRNG) -> SampledLatents:
         """Sample the actions of a rollout, under the weights that sampled its text."""
 
-    def parameters(self, rollout: Rollout, rows: slice, scores: ScoreOutput) -> torch.Tensor:
+    def distribution_params(
+        self, rollout: Rollout, rows: slice, scores: ScoreOutput
+    ) -> torch.Tensor:
         """Return the (M, D) parameters of the actions in `rows`, by the weights in use."""
 
     def loss(
@@ -80,12 +82,12 @@ class Task(Protocol):
     name: str  # prefix of its metrics
     family: str  # of the models that it asks, see `policies.registry`
     context: TaskContext
-    weight: float  # of its loss
-    weights: dict[str, float]  # of the reward components that count; others are logged only
+    loss_weight: float
+    reward_weights: dict[str, float]  # of the reward components that count; others are logged only
     action: LatentAction | None = None  # sampled beside the text
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
-    asks_reference: bool = False  # the same of the reference, in supervised training
+    asks_reference: bool = False  # whether supervised training keeps the reference too
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
     # None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
@@ -119,14 +121,14 @@ def with_measurements(
     """
     batch, verdicts = rollout.batch, rewards.get("judge")
     rewards = {name: values.cpu() for name, values in rewards.items()}
-    if batch.others is not None:
-        rewards["on_target"] = on_target(masks, batch.masks, batch.others)
+    if batch.distractors is not None:
+        rewards["on_target"] = on_target(masks, batch.masks, batch.distractors)
     columns = dict(task=task.name) | columns
     rewards = add_user_rewards(
         rewards, task.context.user_rewards, rollout, questions, masks, targets, **columns
     )
     if verdicts is not None:
         # `combine` leaves out single NaN components, and rows whose components are all NaN.
-        for name in task.weights:
+        for name in task.reward_weights:
             rewards[name] = torch.where(verdicts.isnan(), torch.nan, rewards[name])
     return rewards

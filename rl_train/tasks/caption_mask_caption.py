@@ -62,7 +62,11 @@ class CaptionMaskCaption(Task):
             return ("lora", "mlp1", *prompt, *(("sam2",) if self.mask_loss_coef else ()))
 
     def __init__(self, options: Options, context: TaskContext):
-        self.context, self.weight, use_judge = context, options.weight, options.use_llm_judge_loop2
+        self.context, self.loss_weight, use_judge = (
+            context,
+            options.weight,
+            options.use_llm_judge_loop2,
+        )
         likelihood_weight = options.likelihood_weight
         if use_judge and likelihood_weight == 1:
             raise ValueError("--use_llm_judge_loop2: --likelihood_weight 1 leaves the judge none")
@@ -72,7 +76,9 @@ class CaptionMaskCaption(Task):
         weights = {name: (1 - likelihood_weight) * weight for name, weight in text.items()}
         weights["likelihood"] = likelihood_weight
         # A component of weight 0 is not computed.
-        self.weights = {k: weight for k, weight in weights.items() if weight} | context.user_weights
+        self.reward_weights = {
+            k: weight for k, weight in weights.items() if weight
+        } | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for the mask of each sample's caption."""
@@ -102,7 +108,7 @@ class CaptionMaskCaption(Task):
         grids, rewards = region_grids(policy, masks), {}
         with context.roles.use("teacher"):
             replies = describe(policy, features, image, masks, tokens, grids)
-            if "likelihood" in self.weights:  # a GPU still computes it during METEOR
+            if "likelihood" in self.reward_weights:  # a GPU still computes it during METEOR
                 rewards["likelihood"] = caption_likelihood(
                     policy, features, image, masks, captions, tokens, grids
                 )

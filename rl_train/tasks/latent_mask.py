@@ -79,7 +79,9 @@ class LatentMaskAction(LatentAction):
         )
         return SampledLatents(rows, masks, z, z - mean, logp, confidence)
 
-    def parameters(self, rollout: Rollout, rows: slice, scores: ScoreOutput) -> torch.Tensor:
+    def distribution_params(
+        self, rollout: Rollout, rows: slice, scores: ScoreOutput
+    ) -> torch.Tensor:
         return self.policy.scored_mask_embeddings(scores, rollout.ids[rows], rollout.valid[rows])
 
     def loss(
@@ -113,13 +115,13 @@ class LatentMaskAction(LatentAction):
         )
         if not len(seg_rows) or not (self.sigma > 0 or self.mask_loss_coef):
             return loss_terms, statistics
-        mean = self.parameters(rollout, rows, scores)  # (m, D)
+        mean = self.distribution_params(rollout, rows, scores)  # (m, D)
         if self.sigma > 0:
             policy_term, latent_statistics = latent_loss(
                 mean,
                 latents.z[selected],
                 latents.logp[selected],
-                scored.reference and scored.reference.action[selected],
+                scored.reference and scored.reference.action_params[selected],
                 advantages,
                 in_loss,
                 sigma=self.sigma,
@@ -161,8 +163,10 @@ class LatentMaskAction(LatentAction):
             no_seg_frac=(no_seg, len(rollout)),
             capped_frac=(self.policy.too_many_masks(rollout).sum(), len(rollout)),
         )
-        if batch.others is not None:
-            objects = best_objects(outcome.masks, batch.masks, batch.others).view(-1, G)  # (B, G)
+        if batch.distractors is not None:
+            objects = best_objects(outcome.masks, batch.masks, batch.distractors).view(
+                -1, G
+            )  # (B, G)
             differ = sum(len(set(row) - {-1}) > 1 for row in objects.tolist())  # -1: on no object
             metrics["objects_frac"] = differ, len(groups)
         if self.sigma:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from rl_train.policies.sa2va import Sa2VAPolicy
-from rl_train.policies.sa2va_queries import answer_captions
+from rl_train.policies.sa2va_queries import segment_by_own_answer
 from rl_train.rewards.iou import mask_iou
 from rl_train.rollout import Batch
 from rl_train.utils.rng import RowRNG
@@ -24,7 +24,7 @@ SIGMA_SAMPLES = 4  # sampled for each caption to measure that IoU
 
 @dataclass
 class CalibrationBatch:
-    """Record of the first [SEG] of each of the base's n answers with one to a batch's captions."""
+    """Record of n answers of the base to a batch's captions: of each that has a [SEG], its first."""
 
     # (k images, (k, D) embeddings) -> (k, h, w) mask logits
     decode: Callable[[list[int], torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ def collect_calibration(
     calibration = []
     for batch in batches:
         features = policy.encode(batch)
-        _, rows, embeddings = answer_captions(
+        _, rows, embeddings = segment_by_own_answer(
             policy, features, range(len(batch)), batch.captions, max_new_tokens
         )
         if len(rows):

@@ -6,7 +6,7 @@ import torch
 
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.data.text import phrase
-from rl_train.policies.sa2va_queries import segment, segment_sampled, truncate_captions
+from rl_train.policies.sa2va_queries import segment, segment_generated, truncate_captions
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.combine import JUDGE_WEIGHT, METEOR_WEIGHT
 from rl_train.rollout import Batch, RewardOutput, Rollout
@@ -40,9 +40,9 @@ class MaskCaptionMask(Task):
         trainable_modules = ("lora", "mlp1")
 
     def __init__(self, options: Options, context: TaskContext):
-        self.options, self.context, self.weight = options, context, options.weight
+        self.options, self.context, self.loss_weight = options, context, options.weight
         caption_reward = {"caption_reward": 1.0} if context.judge else {}
-        self.weights = {"iou": 1.0} | caption_reward | context.user_weights
+        self.reward_weights = {"iou": 1.0} | caption_reward | context.user_weights
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
@@ -74,7 +74,9 @@ class MaskCaptionMask(Task):
             if self.options.teacher_answer == "forced":
                 teacher_masks = segment(policy, features, image, texts, confidences)
             else:
-                teacher_masks = segment_sampled(policy, features, image, texts, tokens, confidences)
+                teacher_masks = segment_generated(
+                    policy, features, image, texts, tokens, confidences
+                )
         for row, mask, value in zip(described, teacher_masks, confidences, strict=True):
             masks[row], confidence[row] = mask, value
         rewards = {"iou": mask_iou(masks, targets)}

@@ -85,7 +85,7 @@ class PointTask(Task):
     family = "qwen2_5_vl"
 
     def __init__(self, options: AnswerOptions, context: TaskContext):
-        self.options, self.context, self.weight = options, context, options.weight
+        self.options, self.context, self.loss_weight = options, context, options.weight
         if options.max_points < MIN_POINTS:
             raise ValueError(f"--max_points {options.max_points}: must be at least {MIN_POINTS}")
         style = options.answer_style
@@ -102,12 +102,12 @@ class PointTask(Task):
         return self.context.policy.point_questions(features, list(range(len(batch))), questions)
 
     def parse(
-        self, texts: list[str], features: QwenImageFeatures, image: list[int]
+        self, texts: list[str], features: QwenImageFeatures, image_index: list[int]
     ) -> list[ParsedAnswer]:
-        """Return the answers parsed from texts[p] about image[p], in pixels of its mask."""
+        """Return the answers parsed from texts[p] about image image_index[p], in pixels of its mask."""
         return [
             self.format.parse_in_pixels(text, features.seen_sizes[i], features.sizes[i])
-            for text, i in zip(texts, image)
+            for text, i in zip(texts, image_index)
         ]
 
     def solutions(self, batch: Batch) -> list[PointPrompt]:
@@ -240,7 +240,7 @@ class PointSegmentation(PointTask):
         weights = {"iou": 1.0, "format": options.format_weight}
         if is_published:
             weights = dict.fromkeys(REWARD_SETS[options.reward_set][1], 1.0)
-        self.weights = weights | negatives | context.user_weights
+        self.reward_weights = weights | negatives | context.user_weights
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.

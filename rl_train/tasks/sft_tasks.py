@@ -77,7 +77,7 @@ class RegionCaptions(SFTTask):
         trainable_modules = ("lora", "mlp1")
 
     def __init__(self, options: Options, context: TaskContext):
-        self.context, self.weight = context, options.weight
+        self.context, self.loss_weight = context, options.weight
 
     def examples(
         self, batch: Batch, features: ImageFeatures, rngs: list[np.random.Generator]
@@ -102,7 +102,7 @@ class ReferringSegmentation(SFTTask):
         trainable_modules = ("lora", "mlp1", "text_hidden_fcs", "sam2")
 
     def __init__(self, options: Options, context: TaskContext):
-        self.context, self.weight = context, options.weight
+        self.context, self.loss_weight = context, options.weight
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
         encode = context.policy.prompts.answer
         longest_answer = max(len(encode(answer)) for answer in self.answers)  # one [SEG] each

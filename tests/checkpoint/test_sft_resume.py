@@ -49,7 +49,7 @@ def test_a_resumed_run_is_the_one_that_did_not_stop(data, tmp_path, monkeypatch)
     same = dict(max_steps=4, save_steps=2, batch_size=4, trainable_modules=ALL)
     whole = run(data, tmp_path / "whole", **same)
     asked = []
-    monkeypatch.setattr(Engine, "forget", lambda engine: asked.append("evaluation"))
+    monkeypatch.setattr(Engine, "free_cache", lambda engine: asked.append("evaluation"))
     for step in (2, 4):
         assert (whole / f"checkpoint_step_{step}").is_dir()
     again = run(data, tmp_path / "again", **same)

@@ -14,8 +14,8 @@ from rl_train.config.flags import (
     flags_with,
     read_flags,
 )
+from rl_train.config.flags_page import render_page
 from rl_train.config.grpo_config import CONFIG_CLASSES, PolicyConfig
-from rl_train.config.reference import reference
 from rl_train.config.sft_config import ALL_PARTS
 from rl_train.run.error_report import remedy
 from rl_train.sft import SFT
@@ -88,9 +88,9 @@ def test_an_alias_sets_our_flag(parse, data, alias, ours):
 
 
 def test_the_page_of_flags_is_the_one_of_this_code():
-    """If not: python -m rl_train.config.reference > docs/flags.md"""
+    """If not: python -m rl_train.config.flags_page > docs/flags.md"""
     page = (ROOT / "docs" / "flags.md").read_text()
-    assert page == reference()
+    assert page == render_page()
     assert all(f"`--{alias}`" in page for alias, _ in ALIASES) and "default: " not in page
 
 

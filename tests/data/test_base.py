@@ -13,7 +13,7 @@ from rl_train.config.grpo_config import DataConfig
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.images import check_read, map_file
-from rl_train.data.registry import readers
+from rl_train.data.registry import dataset_openers
 from rl_train.data.rle import encode_mask
 from rl_train.data.split import split_dataset
 from tools import inspect_data
@@ -45,13 +45,13 @@ def folder(tmp_path, monkeypatch):
 
 def test_it_is_split_by_its_name(folder):
     config = DataConfig(dataset="folder", data_dir=str(folder), data_mixture=[f"folder:{folder}=2"])
-    opened, heldout = readers(config)
+    opened, heldout = dataset_openers(config)
     training, held, _ = split_dataset(opened, str(folder), None, 2, 0.0)
     assert (len(training), len(held), len(heldout(folder))) == (36, 2, 20)  # each file twice
     sample = training[0]
     assert sample["image_id"].startswith("folder") and np.array_equal(sample["mask"], MASK)
     with pytest.raises(ValueError, match="--subsets: only for gar, dam, .* not folder"):
-        readers(replace(config, subsets=["a"]))
+        dataset_openers(replace(config, subsets=["a"]))
 
 
 def test_it_is_inspected_by_its_name(folder):

@@ -72,10 +72,10 @@ def test_a_batch_has_them_if_asked(num_workers):
     dataset = Regions([7, 3, 7, 7], [0, 1, 2, 3])
     how = (Subset(dataset, [0, 1, 3]), Pixels(), 2, num_workers)
     batches = list(eval_loader(*how, distractors=True))
-    found = [pixels_of(masks) for batch in batches for masks in batch.others]
+    found = [pixels_of(masks) for batch in batches for masks in batch.distractors]
     assert found == [[2, 3], [], [0, 2]]
-    assert len({masks.untyped_storage().data_ptr() for masks in batches[0].others}) == 1
-    assert next(iter(eval_loader(*how[:3], 0))).others is None
+    assert len({masks.untyped_storage().data_ptr() for masks in batches[0].distractors}) == 1
+    assert next(iter(eval_loader(*how[:3], 0))).distractors is None
 
 
 def test_of_a_damaged_sample_they_are_its_stand_ins():
@@ -83,7 +83,7 @@ def test_of_a_damaged_sample_they_are_its_stand_ins():
     batch = Batches(dataset, Pixels(), distractors=True)[[0, 1]]
     assert batch.index[0] != 0 and batch.damaged
     expected = {1: [], 2: [3], 3: [2]}  # region 0 is damaged as a neighbour too
-    assert [pixels_of(m) for m in batch.others] == [expected[i] for i in batch.index]
+    assert [pixels_of(m) for m in batch.distractors] == [expected[i] for i in batch.index]
 
 
 def test_every_reader_reads_a_mask_without_its_image(tmp_path):

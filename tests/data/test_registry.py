@@ -7,7 +7,7 @@ import pytest
 from rl_train import cli
 from rl_train.data import DATASETS, EVAL_DATASETS
 from rl_train.data.base import Reader
-from rl_train.data.registry import MixtureEntry, opener_of, readers, unique
+from rl_train.data.registry import MixtureEntry, dataset_openers, number_repeats, opener_of
 from tests.runs import complaint_of, flags
 
 
@@ -45,7 +45,7 @@ def test_a_mix_is_parsed(monkeypatch):
         monkeypatch.setitem(DATASETS, name, lambda folder, **options: (folder, options))
     assert odd.opener("i")("x") == ("x", dict(split="val", image_root="i"))
     assert MixtureEntry.parse("gar/A:x").opener("i")("x") == ("x", dict(parts=["A"]))
-    assert unique(["gar", "dam", "gar", "gar"]) == ["gar", "dam", "gar.2", "gar.3"]
+    assert number_repeats(["gar", "dam", "gar", "gar"]) == ["gar", "dam", "gar.2", "gar.3"]
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_small_set_of_a_mix_that_is_bad_is_named(complaint, data, tmp_path, mo
 
 def test_one_data_set_is_opened_as_ever(data, tmp_path):
     config = cli.parse(flags(data, tmp_path))
-    opened, heldout = readers(config.data)
+    opened, heldout = dataset_openers(config.data)
     assert type(opened(data / "train")) is DATASETS["gar"]
     assert isinstance(heldout(data / "heldout"), DATASETS["gar"])
 

@@ -193,7 +193,7 @@ def test_graphs_equal_plain(monkeypatch, in_torch):
 def test_a_sampler_that_forgets_samples_the_same(engine, monkeypatch):
     inputs = prompts(engine.language_model)
     first, _ = both(engine, monkeypatch, *inputs, steps=3)
-    engine.forget()
+    engine.free_cache()
     assert not engine._decoder.graphs
     again, _ = both(engine, monkeypatch, *inputs, steps=3)
     assert_same(first, again)

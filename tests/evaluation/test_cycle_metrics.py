@@ -35,7 +35,7 @@ def measure_answers(monkeypatch):
     policy = SimpleNamespace(device=torch.device("cpu"))
 
     def measure(captions, cycle_masks, masks, seg_rows, replies, others=None):
-        batch.others = others
+        batch.distractors = others
         described = iter([captions, replies])
         answered = iter([(cycle_masks, [0, 1]), (masks, seg_rows)])
 
@@ -44,7 +44,7 @@ def measure_answers(monkeypatch):
             return found, torch.tensor(rows, dtype=torch.long), None
 
         monkeypatch.setattr(cycle_metrics, "describe", lambda *_: next(described))
-        monkeypatch.setattr(cycle_metrics, "answer_captions", answer)
+        monkeypatch.setattr(cycle_metrics, "segment_by_own_answer", answer)
         monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
         spec = EvalSpec([None] * 2, 2, 8, 0, measure=cycle_metrics.measure)
         return _merge([[spec.measure(policy, batch, None, 8)]], spec)
@@ -122,7 +122,7 @@ def test_whether_a_mask_lies_on_the_region_by_hand(measure_answers):
         [rectangle(10, 10), rectangle(1, 1)],
         [0, 1],
         ["x", "x"],
-        others=[torch.stack([below[0]]), torch.stack([below[1]])],
+        distractors=[torch.stack([below[0]]), torch.stack([below[1]])],
     )
     assert found.values["cycle_on_target"].tolist() == [0, 1]  # no caption, no hit
     assert found.values["seg_on_target"].tolist() == [0, 1]
@@ -164,7 +164,7 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
         complete=complete,
     )
     masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
-    monkeypatch.setattr(cycle_metrics, "segment_sampled", lambda p, i, rows, texts, n: masks)
+    monkeypatch.setattr(cycle_metrics, "segment_generated", lambda p, i, rows, texts, n: masks)
     monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
     images = SimpleNamespace(prompt_masks=["g", "h"])
     found = cycle_metrics.measure_samples(policy, batch, images, 6, 2)

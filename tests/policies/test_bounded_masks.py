@@ -110,7 +110,7 @@ def test_of_an_answer_only_the_first_are_masks(model, task, only_seg):
         [True] * CAP + [False] * (only_seg.ids.shape[1] - CAP)
     )
     with torch.no_grad():
-        means = task.action.parameters(only_seg, slice(0, 4), model.score(only_seg))
+        means = task.action.distribution_params(only_seg, slice(0, 4), model.score(only_seg))
     sampled = model.mask_embeddings(only_seg)[1]
     assert means.shape == sampled.shape == (4 * CAP, model.model.config.prompt_size)
     assert len(only_seg.latents.rows) == 4 * CAP

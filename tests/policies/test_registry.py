@@ -44,9 +44,9 @@ def folder(tmp_path, monkeypatch) -> Path:
         build=build,
         group_patterns={"head": "^head"},
         citation=ENTRY,
-        loading="Load it with `tiny.load(FOLDER)`, ask QUESTION",
+        card_loading="Load it with `tiny.load(FOLDER)`, ask QUESTION",
         library="tiny",
-        question=lambda flags: f"where? ({flags['dataset']})",
+        example_question=lambda flags: f"where? ({flags['dataset']})",
     )
     monkeypatch.setitem(registry.FAMILIES, tiny.name, tiny)
     folder = tmp_path / "tiny_model"

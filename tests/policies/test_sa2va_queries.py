@@ -9,13 +9,13 @@ from rl_train.engine import Completions
 from rl_train.policies import sa2va_queries
 from rl_train.policies.sa2va_queries import (
     CAPTION_TOKENS_FACTOR,
-    answer_captions,
     caption_likelihood,
     describe,
     region_grids,
     row_masks,
     segment,
-    segment_sampled,
+    segment_by_own_answer,
+    segment_generated,
     truncate_captions,
 )
 from sa2va_hf.processing_sa2va import region_grid
@@ -37,13 +37,13 @@ def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch,
     captions += ["the checked red circle in the top right of the picture", "A white circle above."]
     prompts = model.segment_prompts(images, image, captions)
     assert set(model.complete(images, prompts, 1, STEPS)[1]) == {"Sure, [SEG]."}
-    masks = segment_sampled(model, images, image, captions, STEPS)
+    masks = segment_generated(model, images, image, captions, STEPS)
     assert [mask.shape for mask in masks] == [images.sizes[i] for i in image]
     assert sum(bool(mask.any()) for mask in masks) > 4
     assert all_equal(masks, segment(model, images, image, captions))
-    assert all_equal(masks, segment_sampled(model, images, image, captions, STEPS))
+    assert all_equal(masks, segment_generated(model, images, image, captions, STEPS))
     assert not torch.equal(masks[0], masks[5])  # one image, two captions
-    assert segment_sampled(model, images, [], [], STEPS) == []
+    assert segment_generated(model, images, [], [], STEPS) == []
 
 
 def test_grids_of_masks_of_several_sizes(model, batch):
@@ -83,8 +83,8 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     every = torch.ones(3, 4, dtype=torch.bool)
     said = Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden)
     monkeypatch.setattr(model.engine, "generate", lambda *_, **__: said)
-    masks = segment_sampled(model, images, [0, 0, 0], batch.captions[:3], 4, sure := [])
-    same, rows, means = answer_captions(model, images, [0, 0, 0], batch.captions[:3], 4)
+    masks = segment_generated(model, images, [0, 0, 0], batch.captions[:3], 4, sure := [])
+    same, rows, means = segment_by_own_answer(model, images, [0, 0, 0], batch.captions[:3], 4)
     assert all_equal(masks, same) and rows.tolist() == [0, 0, 1]
     with torch.no_grad():
         of_seg = torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 2]])

@@ -35,7 +35,7 @@ class Task:
     """Judges as the loops do: IoU of the masks, and METEOR of the replies if it has any."""
 
     def __init__(self, weights=WEIGHTS, replies=(), unscored=()):
-        self.weights, self.replies, self.unscored = weights, list(replies), list(unscored)
+        self.reward_weights, self.replies, self.unscored = weights, list(replies), list(unscored)
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         regions = rollout.of_rows(rollout.batch.masks)

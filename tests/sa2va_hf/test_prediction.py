@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from rl_train.engine import hf_backend
-from rl_train.policies.sa2va_queries import answer_captions, describe
+from rl_train.policies.sa2va_queries import describe, segment_by_own_answer
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.prediction import StopWords
 from sa2va_hf.processing_sa2va import normalise_tiles
@@ -54,7 +54,7 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode(batch)
     prompts = built.segment_prompts(images, [0, 1, 2, 3], batch.captions)
     texts = built.complete(images, prompts, 1, 16)[1]
-    masks, _, _ = answer_captions(built, images, [0, 1, 2, 3], batch.captions, 16)
+    masks, _, _ = segment_by_own_answer(built, images, [0, 1, 2, 3], batch.captions, 16)
     for scene, text, mask in zip(scenes, texts, masks):
         result = predict(
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))

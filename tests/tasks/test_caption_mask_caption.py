@@ -70,11 +70,11 @@ def test_what_is_judged_are_the_sampled_masks(model, batch):
         assert outcome.rewards["iou"][row].item() == pytest.approx((inter / union).item())
     assert "on_target" not in outcome.rewards
     alone = [torch.zeros(0, *mask.shape, dtype=torch.bool) for mask in batch.masks]
-    rollout.batch = replace(batch, others=alone)
+    rollout.batch = replace(batch, distractors=alone)
     rewards = task.rewards(rollout).rewards
     assert (
         torch.equal(rewards["on_target"], (rewards["iou"] > 0).float())
-        and "on_target" not in task.weights
+        and "on_target" not in task.reward_weights
     )
 
 
@@ -118,12 +118,14 @@ def test_against_another_sample_s_target(model, batch):
 def test_weights(share, judge, weights):
     """With a judge the whole reward cannot be the likelihood's: the flags refuse it."""
     options = Options(likelihood_weight=share, use_llm_judge_loop2=bool(judge))
-    assert CaptionMaskCaption(options, TaskContext(None, None, STEPS, judge)).weights == weights
+    assert (
+        CaptionMaskCaption(options, TaskContext(None, None, STEPS, judge)).reward_weights == weights
+    )
 
 
 def test_a_judge_that_loop_2_does_not_use_has_no_share():
     task = CaptionMaskCaption(Options(), TaskContext(None, None, STEPS, object()))
-    assert task.weights == {"meteor": 1.0}
+    assert task.reward_weights == {"meteor": 1.0}
 
 
 class Judge:
@@ -144,12 +146,12 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     judge, reward = Judge(), UserReward("of_loop_2:ones", 2.0)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = CaptionMaskCaption(Options(latent_std=4.0, use_llm_judge_loop2=True), context)
-    assert task.weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
+    assert task.reward_weights == {"meteor": 0.25, "judge": 0.75, "ones": 2.0}
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
     captions = [batch.captions[row // 2] for row in range(8)]
     assert judge.asked == list(zip(captions, outcome.replies))
-    for name in task.weights:
+    for name in task.reward_weights:
         assert outcome.rewards[name].isnan().tolist() == [False, True] * 4, name
     assert not outcome.rewards["iou"].isnan().any() and "likelihood" not in outcome.rewards
     seen = reward.function.__globals__["seen"]

@@ -109,7 +109,7 @@ def test_spread_by_hand(model):
     shares = dict(no_seg_frac=(2, 4), capped_frac=(1, 4))
     assert curves == dict(mask_spread=(0.5, 2), latent_std=(0.5, 1)) | shares
     # Of two objects the first group finds one twice, the second both, if none is no object.
-    batch.others = [~half[None], ~half[None]]
+    batch.distractors = [~half[None], ~half[None]]
     action = LatentMaskAction(model, 0.0, 0.0)
     for masks, differ in (([half, none, half, ~half], 1), ([half, ~half, ~half, half], 2)):
         assert action.metrics(rollout, RewardOutput({}, masks))["objects_frac"] == (differ, 2)
@@ -205,7 +205,7 @@ def test_what_the_reference_says_of_the_action(model, rollout):
     task = task_of(model, 2)
     with torch.no_grad():
         rows = [slice(0, 1), slice(1, 4)]
-        parts = [task.action.parameters(rollout, r, model.score(rollout, r)) for r in rows]
+        parts = [task.action.distribution_params(rollout, r, model.score(rollout, r)) for r in rows]
     sampled = model.mask_embeddings(rollout)[1]
     torch.testing.assert_close(torch.cat(parts), sampled, atol=1e-3, rtol=0)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_train.policies.sa2va_queries import segment, segment_sampled
+from rl_train.policies.sa2va_queries import segment, segment_generated
 from rl_train.rewards import UserReward, meteor
 from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
@@ -45,7 +45,7 @@ def test_it_asks_the_teacher_as_the_flag_says(policy, batch, how):
     policys = segment(model, *asked)
     with roles.use("teacher"):
         teachers = (
-            segment(model, *asked) if how == "forced" else segment_sampled(model, *asked, STEPS)
+            segment(model, *asked) if how == "forced" else segment_generated(model, *asked, STEPS)
         )
     assert equal([outcome.masks[row] for row in rows], teachers) and not equal(teachers, policys)
     assert not outcome.masks[3].any()
@@ -59,9 +59,9 @@ def test_the_reward_is_the_iou_with_the_region_by_hand(model, batch):
     task = task_of(model, 1, Roles(model.trainable))
     rollout = roll(model, task, batch)
     outcome = task.rewards(rollout)
-    assert task.weights == {"iou": 1.0} and set(outcome.rewards) == {"iou"}
+    assert task.reward_weights == {"iou": 1.0} and set(outcome.rewards) == {"iou"}
     # what its mask does not cover of each image is another object: one measurement more
-    rollout.batch = replace(batch, others=[~mask[None] for mask in batch.masks])
+    rollout.batch = replace(batch, distractors=[~mask[None] for mask in batch.masks])
     rewards = task.rewards(rollout).rewards
     assert torch.equal(rewards["iou"], outcome.rewards["iou"]) and set(rewards) == {
         "iou",
@@ -106,7 +106,7 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     judge = Judge(scores)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = MaskCaptionMask(MaskCaptionMask.Options(), context)
-    assert task.weights == {"iou": 1.0, "caption_reward": 1.0, "words": 0.1}
+    assert task.reward_weights == {"iou": 1.0, "caption_reward": 1.0, "words": 0.1}
     rollout = roll(model, task, batch)
     rewards, masks = (outcome := task.rewards(rollout)).rewards, outcome.masks
     captions = [batch.captions[row // 2] for row in range(8)]
@@ -114,8 +114,8 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     parts, kept = meteor(captions, rollout.texts), [row for row in range(8) if row != 2]
     expected = 0.25 * parts + 0.75 * torch.tensor(scores)
     assert torch.equal(rewards["caption_reward"][kept], expected[kept])
-    assert all(rewards[name][2].isnan() for name in task.weights)
-    assert not any(rewards[name][kept].isnan().any() for name in task.weights)
+    assert all(rewards[name][2].isnan() for name in task.reward_weights)
+    assert not any(rewards[name][kept].isnan().any() for name in task.reward_weights)
     assert rewards["words"][0] == len(rollout.texts[0].split())
     seen = reward.function.__globals__["seen"]
     names = set("completions prompts captions masks targets image_ids stopped num_tokens".split())

@@ -125,11 +125,11 @@ def test_answers_are_judged_by_the_masks_that_they_draw():
 
 
 def test_what_counts_of_them():
-    assert task_of(Policy()).weights == {"iou": 1, "format": 0.1}
+    assert task_of(Policy()).reward_weights == {"iou": 1, "format": 0.1}
     task = task_of(Policy(), negative_weight=0.3, format_weight=0.2)
-    assert task.weights == {"iou": 1, "format": 0.2, "negatives": 0.3}
+    assert task.reward_weights == {"iou": 1, "format": 0.2, "negatives": 0.3}
     found = task.rewards(rollout_of([GOOD, PLAIN, BAD, "so", FAR, FAR]))
-    reward = combine(found.rewards, task.weights)
+    reward = combine(found.rewards, task.reward_weights)
     assert reward[0] == pytest.approx(1.5) and reward[1] == pytest.approx(24 / 36 + 0.35)
     assert reward[3] == reward.min() == 0
 
@@ -169,13 +169,16 @@ def test_user_rewards_see_what_was_read(monkeypatch):
     for sure, hidden in ((0.5, True), (0.75, False)):  # of the mask that is judged
         task = task_of(Policy(), [reward], hide_negatives=hidden)
         found = task.rewards(rollout_of([GOOD, BAD, "so", PLAIN]))
-    assert found.rewards["two_points"].tolist() == [0, 1, 0, 0] and task.weights["two_points"] == 2
+    assert (
+        found.rewards["two_points"].tolist() == [0, 1, 0, 0]
+        and task.reward_weights["two_points"] == 2
+    )
 
 
 def test_which_object_a_mask_lies_on():
     others = [torch.stack([region(8, 2, 12, 8)]), torch.zeros(0, H, W, dtype=torch.bool)]
     right = GOOD.replace("[4, 4, 12, 16]", "[16, 4, 24, 16]").replace("[12, 6]", "[24, 6]")
-    found = judge([GOOD, right, "so", PLAIN], replace(BATCH, others=others))
+    found = judge([GOOD, right, "so", PLAIN], replace(BATCH, distractors=others))
     assert found.rewards["on_target"].tolist() == [1, 0, 0, 1]
 
 
@@ -230,7 +233,7 @@ def published(batch, texts, style="visionreasoner", rewards=(), **options):
 def test_the_published_rewards_without_masks_by_hand():
     half = ([20, 12, 32, 24], [31, 13])  # one of two boxes; its point is 118 pixels off
     task, found = published(BOXED, [said(CUP), "so", said(half), said()])
-    assert task.weights == dict.fromkeys(
+    assert task.reward_weights == dict.fromkeys(
         "thinking_format segmentation_format bbox_iou bbox_l1 point_l1 non_repeat".split(), 1.0
     )
     rewards = {name: values.tolist() for name, values in found.rewards.items()}
@@ -238,7 +241,7 @@ def test_the_published_rewards_without_masks_by_hand():
     assert rewards["segmentation_format"] == [2, 0, 2, 0]
     assert rewards["bbox_iou"] == rewards["bbox_l1"] == [1, 0, 0.5, 0]
     assert rewards["point_l1"] == [1, 0, 0, 0]
-    assert combine(found.rewards, task.weights).tolist() == [7, 1, 5, 2]
+    assert combine(found.rewards, task.reward_weights).tolist() == [7, 1, 5, 2]
     # measured beside: no mask, and so no IoU with one
     assert "iou" not in rewards and "box_iou" not in rewards
     assert rewards["matched_box_iou"] == [1, 0, 0.5, 0]
@@ -252,7 +255,9 @@ def test_the_published_rewards_of_samples_with_masks():
     rewards = {name: values.tolist() for name, values in found.rewards.items()}
     assert rewards["iou"] == pytest.approx([24 / 36, 18 / (40 + 36 - 18)])
     assert (
-        rewards["bbox_l1"] == [1, 0] and rewards["bbox_iou"] == [1, 0] and "iou" not in task.weights
+        rewards["bbox_l1"] == [1, 0]
+        and rewards["bbox_iou"] == [1, 0]
+        and "iou" not in task.reward_weights
     )
     two = (
         '<think>a</think><answer>{"bbox": [4, 4, 12, 16], "points_1": [8, 8], "points_2": [8, 12]}'

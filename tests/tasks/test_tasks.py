@@ -53,7 +53,7 @@ def test_rows_without_a_verdict_are_not_scored_by_the_rest():
     assert not combine(rewards, weights).isnan().any()  # left alone, the row would be METEOR's
     context = SimpleNamespace(user_rewards=())
     task = SimpleNamespace(name="loop1", weights=weights, context=context)
-    rollout = SimpleNamespace(batch=SimpleNamespace(others=None))
+    rollout = SimpleNamespace(batch=SimpleNamespace(distractors=None))
     marked = with_measurements(task, rollout, rewards, [], [], [])
     scored, unscored = combine(marked, weights)
     assert scored == pytest.approx(0.1 + 0.375 + 1) and unscored.isnan()

@@ -11,7 +11,7 @@ import torch
 
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.flags import COUNT, COUNT_OR_0, flag
-from rl_train.run.memory_check import GIB, standing_memory
+from rl_train.run.memory_estimate import GIB, standing_memory
 from tools.benchmarks import workload
 from tools.benchmarks.common import device_name, print_table
 from tools.benchmarks.qwen import SHAPES

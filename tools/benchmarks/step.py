@@ -11,7 +11,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from rl_train.config.flags import COUNT, COUNT_OR_0, flag
-from rl_train.run.memory_check import GIB
+from rl_train.run.memory_estimate import GIB
 from tools.benchmarks import common, workload
 from tools.benchmarks.memory import base_bytes
 from tools.benchmarks.roofline import step_floor

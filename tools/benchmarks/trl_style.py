@@ -146,14 +146,14 @@ class FullPolicy(ForcedPolicy):
             embeds, mask, _ = self.embed(images, prompts, ids.shape[1])
             return self.engine.score(embeds, mask, None, ids, valid)
 
-    def decode_masks(self, images: ImagesOfBatch, image: list[int], embeddings: torch.Tensor):
+    def decode_masks(self, images: ImagesOfBatch, image_index: list[int], embeddings: torch.Tensor):
         """Return Sa2VA's mask logits; the teacher encodes the image of every row for SAM2."""
         if self.roles.active == "teacher":
-            pixels = images.batch.inputs.sam_pixels[image].to(self.device)
+            pixels = images.batch.inputs.sam_pixels[image_index].to(self.device)
             with torch.autocast(self.device.type, enabled=False):
                 images = replace(images, sam=self.model.sam_features(pixels))
-            image = list(range(len(image)))
-        return super().decode_masks(images, image, embeddings)
+            image_index = list(range(len(image_index)))
+        return super().decode_masks(images, image_index, embeddings)
 
 
 def build_trl_style(options: Options) -> Work:

@@ -23,7 +23,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
-from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, score_rollout
+from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, reference_logps
 from rl_train.loss import ScoredRollout as TaskWork
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
@@ -32,7 +32,7 @@ from rl_train.rewards.custom import UserReward
 from rl_train.roles import Roles
 from rl_train.rollout import Batch
 from rl_train.run.build import build_optimizer, roles_to_keep
-from rl_train.run.memory_check import GIB
+from rl_train.run.memory_estimate import GIB
 from rl_train.tasks.base import TaskContext
 from rl_train.train import clip_gradients
 from rl_train.utils.rng import RowRNG
@@ -200,15 +200,17 @@ class Work:
                     rollout.latents = replace(latents, masks=self.masks or latents.masks)
                 end(f"rollout{number + 1}")
                 if self.scores_old:
-                    rollout.logp = score_rollout(policy, task, rollout, optim.micro_batch_size).logp
+                    rollout.logp = reference_logps(
+                        policy, task, rollout, optim.micro_batch_size
+                    ).logp
                     end(f"old{number + 1}")
             reference = None
             if self.config.loss.kl_coef:
                 with roles.use("reference"):
-                    reference = score_rollout(policy, task, rollout, optim.micro_batch_size)
+                    reference = reference_logps(policy, task, rollout, optim.micro_batch_size)
             end(f"reference{number + 1}")
             outcome = task.rewards(rollout)
-            reward = combine(outcome.rewards, task.weights)
+            reward = combine(outcome.rewards, task.reward_weights)
             advantages = group_advantages(reward, G, scale)
             work.append(TaskWork(task, rollout, outcome, reward, advantages, reference))
             end(f"teacher{number + 1}")

@@ -122,7 +122,7 @@ class HintedMasks(ReferringSegmentation):
         self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
     ):
         policy, batch = self.context.policy, examples.batch
-        if batch.others is None:
+        if batch.distractors is None:
             raise ValueError("--tasks tools.demo.hints:HintedMasks: needs --distractors")
         codes = self.codes(batch.captions)  # (B, D)
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)
@@ -135,7 +135,7 @@ class HintedMasks(ReferringSegmentation):
         reading, right = self.codes.reading(means, batch.captions)
         near = F.mse_loss(means, codes, reduction="none").mean(1)
         mask = balanced_mask_losses(logits, targets)
-        others = [resize_masks(list(masks), logits) for masks in batch.others]
+        others = [resize_masks(list(masks), logits) for masks in batch.distractors]
         choice, hits = choices(logits, targets, others)
         loss = ((copied + near + mask + choice).sum() + reading) / rows
         sums = dict(held=right, hits=hits.sum(), iou=mask_iou(logits > 0, targets > 0, 1.0).sum())

@@ -70,7 +70,7 @@ class DrawingStart:
     def logits(
         self,
         features: list[torch.Tensor],
-        image: list[int],
+        image_index: list[int],
         points: list,
         labels: list,
         before: torch.Tensor | None = None,
@@ -84,10 +84,10 @@ class DrawingStart:
             input_masks=before,
         )
         positions = self.sam.get_image_wide_positional_embeddings()
-        *fine, coarse = (level[image] for level in features)
+        *fine, coarse = (level[image_index] for level in features)
         masks, *_ = self.sam.mask_decoder(
             image_embeddings=coarse,
-            image_positional_embeddings=positions.expand(len(image), -1, -1, -1),
+            image_positional_embeddings=positions.expand(len(image_index), -1, -1, -1),
             sparse_prompt_embeddings=sparse,
             dense_prompt_embeddings=dense,
             multimask_output=False,

@@ -19,7 +19,7 @@ import torch
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.loader import Batches
 from rl_train.policies.sa2va import build_policy
-from rl_train.policies.sa2va_queries import answer_captions, describe
+from rl_train.policies.sa2va_queries import describe, segment_by_own_answer
 from rl_train.rewards import mask_iou
 from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf.batches import ImageFeatures
@@ -142,7 +142,9 @@ class Report:
                         )
                     )
                 texts = [caption(*phrase) for phrase in phrases]
-                masks, *_ = answer_captions(self.policy, features, [0] * len(texts), texts, TOKENS)
+                masks, *_ = segment_by_own_answer(
+                    self.policy, features, [0] * len(texts), texts, TOKENS
+                )
                 for num_right, mask, phrase in zip(counts, masks, phrases):
                     ious = mask_iou([mask] * len(truth), list(truth), 0.0)
                     # It lies on the object with which its IoU is largest.

@@ -100,7 +100,7 @@ def measure_masks(
         masks = row_masks(policy, features, rows, rows, prompts)
         targets = [mask.to(policy.device) for mask in batch.masks]
         ious.append(mask_iou(masks, targets).cpu())
-        right.append(on_target(masks, batch.masks, batch.others))
+        right.append(on_target(masks, batch.masks, batch.distractors))
     return torch.cat(ious).mean().item(), torch.cat(right).double().mean().item()
 
 
@@ -119,7 +119,7 @@ class Decided(SFTTask):
         trainable_modules = ("hypernetworks",)
 
     def __init__(self, options: Options, context: TaskContext):
-        self.context, self.weight = context, options.weight
+        self.context, self.loss_weight = context, options.weight
 
     def examples(self, batch: Batch, features: "ImageFeatures", rngs: list[np.random.Generator]):
         policy, rows = self.context.policy, list(range(len(batch)))
@@ -133,7 +133,7 @@ class Decided(SFTTask):
         self, examples: Examples, features: "ImageFeatures", scores: "ScoreOutput", rows: float
     ):
         policy, batch, image = self.context.policy, examples.batch, list(range(len(examples.ids)))
-        if batch.others is None:
+        if batch.distractors is None:
             raise ValueError("--tasks tools.demo.unsettle:Decided: needs --distractors")
         # Detached: the prompt head stays disturbed, only the hypernetworks learn.
         prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid).detach()
@@ -141,7 +141,7 @@ class Decided(SFTTask):
             before = policy.decode_masks(features, image, prompts) > 0
         logits = policy.decode_masks(features, image, prompts)
         best, wholes, is_target = [], [], []
-        for k, (mask, others) in enumerate(zip(batch.masks, batch.others, strict=True)):
+        for k, (mask, others) in enumerate(zip(batch.masks, batch.distractors, strict=True)):
             objects = resize_masks([mask, *others], logits)  # (1 + K, h, w)
             iou, nearest = all_ious(before[k : k + 1], objects > 0)[0].max(0)
             best, wholes = [*best, iou], [*wholes, objects[nearest]]

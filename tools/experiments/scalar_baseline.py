@@ -29,7 +29,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import print0
 from rl_train.evaluation.bootstrap import paired_difference
 from rl_train.export.load_policy import find_base, open_policy
-from rl_train.policies.sa2va_queries import answer_captions, row_masks
+from rl_train.policies.sa2va_queries import row_masks, segment_by_own_answer
 from rl_train.rewards import mask_iou
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
@@ -93,7 +93,7 @@ def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[
     """Return {scalar: (B, K) IoU of the true caption's mask at each of its K values}."""
     images, rows = policy.encode(batch), list(range(len(batch)))
     targets = [mask.to(policy.device) for mask in batch.masks]
-    _, segs, prompts = answer_captions(policy, images, rows, batch.captions, max_new_tokens)
+    _, segs, prompts = segment_by_own_answer(policy, images, rows, batch.captions, max_new_tokens)
     segs, ious_of_scalar = segs.tolist(), dict(threshold=[], scale=[])
     logits = row_logits(policy, images, segs, prompts)
     for value in GRIDS["threshold"][0]:

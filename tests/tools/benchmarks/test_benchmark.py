@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from rl_train.run.memory_check import standing_memory
+from rl_train.run.memory_estimate import standing_memory
 from tools.benchmarks import __main__, decode, roofline, scale, step, workload
 from tools.benchmarks.common import random_llm
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.loss import score_rollout
+from rl_train.loss import reference_logps
 from rl_train.policies.qwen_vl_model import TextModel
 from rl_train.run.build import Run
-from rl_train.run.memory_check import standing_memory
+from rl_train.run.memory_estimate import standing_memory
 from rl_train.train import train
 from tools.benchmarks import __main__, memory, qwen, roofline, trl_style, workload
 
@@ -113,8 +113,10 @@ def test_trl_computes_the_same(full):
     uniforms = torch.rand(6, T, dtype=torch.float64)
     rollout = ours.policy.sample(batch, features, prompts, 3, T, uniforms)
     with torch.no_grad():
-        own = score_rollout(ours.policy, task, rollout, 3).logp
-        of_trl = score_rollout(theirs, task, dataclasses.replace(rollout, features=per_row), 3).logp
+        own = reference_logps(ours.policy, task, rollout, 3).logp
+        of_trl = reference_logps(
+            theirs, task, dataclasses.replace(rollout, features=per_row), 3
+        ).logp
     torch.testing.assert_close(of_trl, own, atol=1e-4, rtol=0)
     greedy = ours.policy.complete(features, prompts, 1, T)[0].ids
     assert torch.equal(theirs.complete(per_row, prompts, 1, T)[0].ids, greedy)

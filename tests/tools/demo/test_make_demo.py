@@ -101,7 +101,7 @@ def test_what_is_found_of_phrases_is_what_the_loops_measure(data, monkeypatch):
         masks = segment(policy, features, list(range(8)), batch.captions)
         worse = unsettle.measure_masks(policy, [(batch, features, hidden)], 0.0)
     iou = mask_iou(masks, batch.masks).mean().item()
-    right = on_target(masks, batch.masks, batch.others).double().mean().item()
+    right = on_target(masks, batch.masks, batch.distractors).double().mean().item()
     assert found == pytest.approx((iou, right)) and 0 < right < 1
     assert worse[0] < iou
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_train.evaluation.cycle_metrics import measure
-from rl_train.policies.sa2va_queries import answer_captions, row_masks
+from rl_train.policies.sa2va_queries import row_masks, segment_by_own_answer
 from tests.runs import CHECKPOINT, draw_data
 from tools.experiments import scalar_baseline
 from tools.experiments.scalar_baseline import GRIDS, chosen, ious_of, row_logits
@@ -27,7 +27,7 @@ def test_what_changes_nothing_is_the_evaluation_s(model, batch):
 def test_several_masks_of_an_answer_are_one(model, batch, images):
     """Above 0 the logits are `row_masks`: the union, and nothing without [SEG]."""
     with torch.no_grad():
-        _, _, prompts = answer_captions(model, images, range(4), batch.captions, 16)
+        _, _, prompts = segment_by_own_answer(model, images, range(4), batch.captions, 16)
     prompts, segs = prompts[[0, 1, 2]], [0, 0, 2]
     logits = row_logits(model, images, segs, prompts)
     masks = row_masks(model, images, [0, 1, 2, 3], segs, prompts)

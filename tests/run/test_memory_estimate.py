@@ -7,7 +7,7 @@ from rl_train import train
 from rl_train.loss import MicroBatchLoss
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.run.error_report import is_out_of_memory
-from rl_train.run.memory_check import standing_memory
+from rl_train.run.memory_estimate import standing_memory
 from rl_train.tasks import mask_caption_mask
 from sa2va_hf import Sa2VAModel
 from tests.runs import complaint_of, flags, on_one_core, run

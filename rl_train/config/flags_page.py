@@ -1,6 +1,6 @@
 """Print docs/flags.md: every flag of both trainings, from the flags' own declarations.
 
-python -m rl_train.config.reference > docs/flags.md
+python -m rl_train.config.flags_page > docs/flags.md
 """
 
 import argparse
