@@ -22,7 +22,7 @@ the earlier scripts. "resume": a run that is continued may be given another valu
 COLUMNS = "| flag | default | what it does | resume |\n|---|---|---|---|"
 
 
-def reference() -> str:
+def render_page() -> str:
     """Return the page's text."""
     rows_of_grpo = rows(GRPO)
     known = {row for group in rows_of_grpo.values() for row in group}
@@ -77,4 +77,4 @@ def row(action: argparse.Action, is_free: bool) -> str:
 
 
 if __name__ == "__main__":
-    run_program(lambda: print(reference(), end=""))
+    run_program(lambda: print(render_page(), end=""))

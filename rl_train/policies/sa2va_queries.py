@@ -46,7 +46,7 @@ def segment_by_own_answer(
     max_new_tokens: int,
     confidence: list[float] | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Return the masks that the model's own greedy answers give captions[p] in image image_index[p].
+    """Return the masks that the model's own greedy answers give captions[p].
 
     Args:
         confidence: see `row_masks`.
@@ -103,7 +103,7 @@ def segment(
     captions: list[str],
     confidence: list[float] | None = None,
 ) -> list[torch.Tensor]:
-    """Return (H, W) bool masks of captions[p] in image image_index[p] by a forward of the forced "Sure, [SEG]".
+    """Return the (H, W) bool masks of captions, by a forward of the forced "Sure, [SEG]".
 
     Args: confidence: see `row_masks`.
     """

@@ -139,7 +139,7 @@ def decode(
     previous: torch.Tensor | None = None,
     best_of_three: bool = False,
 ) -> torch.Tensor:
-    """Return mask logits (M, S/4, S/4) float32 of prompts[m] in image image_index[m], one mask each.
+    """Return mask logits (M, S/4, S/4) float32 of M prompts, one mask each.
 
     A prompt has at most one box. SAM2 chooses among several only if its config has
     `dynamic_multimask_via_stability`.

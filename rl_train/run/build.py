@@ -17,7 +17,7 @@ from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyC
 from rl_train.data import DamagedSamples
 from rl_train.data.base import RegionDataset
 from rl_train.data.digest import data_facts, digest
-from rl_train.data.distractors import whole
+from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mixture import MixtureSampler
 from rl_train.data.registry import dataset_openers
@@ -239,7 +239,7 @@ def open_data(config: DataConfig) -> tuple[RegionDataset, RegionDataset, Damaged
         label = name if config.data_mixture else config.data_dir
         print0(messages.data_report(f"training data, {label}", report))
     if config.eval_data_dir:
-        report = whole(eval_set)[0].report()
+        report = unwrap_subset(eval_set)[0].report()
         print0(messages.data_report(f"evaluation data, {config.eval_data_dir}", report))
     print0(f"samples: {len(train_set):,d} to train on, {len(eval_set):,d} to evaluate")
     return train_set, eval_set, damaged
@@ -251,7 +251,7 @@ def check_masks(config: Config, train_set: RegionDataset, eval_set: RegionDatase
     Raises ValueError, naming the flag, if a task or a flag needs masks that the data do not have.
     """
     folders = {"--data_dir": train_set, "--eval_data_dir": eval_set}
-    has_masks = {flag: whole(dataset)[0].has_masks for flag, dataset in folders.items()}
+    has_masks = {flag: unwrap_subset(dataset)[0].has_masks for flag, dataset in folders.items()}
     need_masks = [name for name, task in config.task_classes.items() if not task.takes_boxes]
     for flag in [flag for flag in folders if not has_masks[flag]]:
         if need_masks or config.data.distractors:

@@ -104,7 +104,7 @@ class PointTask(Task):
     def parse(
         self, texts: list[str], features: QwenImageFeatures, image_index: list[int]
     ) -> list[ParsedAnswer]:
-        """Return the answers parsed from texts[p] about image image_index[p], in pixels of its mask."""
+        """Return the answers parsed from the texts, in pixels of their images' masks."""
         return [
             self.format.parse_in_pixels(text, features.seen_sizes[i], features.sizes[i])
             for text, i in zip(texts, image_index)
