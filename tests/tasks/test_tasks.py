@@ -52,7 +52,7 @@ def test_rows_without_a_verdict_are_not_scored_by_the_rest():
     weights = {"meteor": 0.25, "judge": 0.75, "mine": 1.0}
     assert not combine(rewards, weights).isnan().any()  # left alone, the row would be METEOR's
     context = SimpleNamespace(user_rewards=())
-    task = SimpleNamespace(name="loop1", weights=weights, context=context)
+    task = SimpleNamespace(name="loop1", reward_weights=weights, context=context)
     rollout = SimpleNamespace(batch=SimpleNamespace(distractors=None))
     marked = with_measurements(task, rollout, rewards, [], [], [])
     scored, unscored = combine(marked, weights)
