@@ -60,12 +60,14 @@ def freeze_all_but(
     return trainable, groups
 
 
-def plain_strides(gradient: torch.Tensor) -> torch.Tensor:
+def plain_strides(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Return the same gradient (C, D, 1, 1) with the strides of its parameter.
 
     Of channels-last images it has other strides over its two sides of length 1. Its memory is the
     same, yet DistributedDataParallel warns.
     """
+    if gradient is None:  # `touch_all_params` reaches the parameter without one
+        return None
     return gradient.flatten().view(gradient.shape)
 
 

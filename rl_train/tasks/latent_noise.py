@@ -24,7 +24,7 @@ SIGMA_SAMPLES = 4  # sampled for each caption to measure that IoU
 
 @dataclass
 class CalibrationBatch:
-    """Record of n answers of the base to a batch's captions: of each that has a [SEG], its first."""
+    """Record of the first [SEG] in each of n answers to a batch's captions; others are left out."""
 
     # (k images, (k, D) embeddings) -> (k, h, w) mask logits
     decode: Callable[[list[int], torch.Tensor], torch.Tensor]
