@@ -29,8 +29,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from rl_train.utils.command_line import FlagParser, run_program
-
 NUM_RESAMPLES = 10_000
 GIB = 2**30
 REPLY_SECONDS = 1800  # most that a request may take; the first run of a work compiles
@@ -157,10 +155,12 @@ class Worker:
         # -P: the script's own folder is not on the path, so a worker imports its tree alone.
         command = [sys.executable, "-P", str(Path(__file__).resolve()), "--worker"]
         command += ["--device", device, "--sizes", sizes, str(self.tree)]
+        # The tree comes first; folders of other packages stay behind it.
+        paths = filter(None, (str(self.tree), os.environ.get("PYTHONPATH")))
         self.process = subprocess.Popen(
             command,
             cwd=self.tree,
-            env=os.environ | dict(PYTHONPATH=str(self.tree)),
+            env=os.environ | dict(PYTHONPATH=os.pathsep.join(paths)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -261,9 +261,14 @@ def compare(work: str, a: Worker, b: Worker, pairs: int, warmup: int) -> Compari
     return comparison
 
 
-def parser() -> FlagParser:
+def parser() -> argparse.ArgumentParser:
     """Build the parser of the command line, and of the workers'."""
-    result = FlagParser(prog="python -m tools.benchmarks.compare_revisions", description=__doc__)
+    # argparse's own: a parser of `rl_train` would import one tree's modules for both.
+    result = argparse.ArgumentParser(
+        prog="python -m tools.benchmarks.compare_revisions",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     result.add_argument("trees", nargs="+", type=Path, help="source trees A and B")
     result.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
     result.add_argument("--pairs", type=int, default=12, help="timed runs of each tree")
@@ -309,4 +314,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    run_program(main)
+    main()
