@@ -3,8 +3,6 @@
 from glob import escape
 from pathlib import Path
 
-from sa2va_hf.hub import local_folder
-
 
 def resolve(data_dir: str | Path, patterns: list[str], parts: list[str] | None = None) -> Path:
     """Return the local folder of a data set, see `local_folder`.
@@ -17,6 +15,8 @@ def resolve(data_dir: str | Path, patterns: list[str], parts: list[str] | None =
     Raises:
         ValueError: neither a folder nor a hub name, or the download failed; names --data_dir.
     """
+    from sa2va_hf.hub import local_folder  # here: it brings torch, which readers do without
+
     folders = [
         prefix for part in parts or [] for prefix in (f"{escape(part)}/", f"*/{escape(part)}/")
     ]

@@ -10,8 +10,6 @@ Letters: C characters, R runs.
 """
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from pycocotools import mask as coco
 
 from rl_train.data.images import MAX_PIXELS
@@ -24,7 +22,6 @@ DAMAGED_RLE = {"counts": [], "size": []}  # in place of a mask that cannot be en
 MAX_CHARS = 7  # of one run: 35 bits hold any difference of two 32-bit runs
 # Of a sample's mask: those of N rows are held on the GPU at once. Twice SAM2's own side.
 MASK_PIXELS = 2048 * 2048
-SMALL_MASK_SIDE = 256  # longer side in pixels of a mask that is kept to be looked at
 
 
 def mask_size(height: int, width: int) -> tuple[int, int]:
@@ -123,14 +120,3 @@ def resize_nearest(mask: np.ndarray, height: int, width: int) -> np.ndarray:
     rows = ((np.arange(height) + 0.5) * mask.shape[0] / height).astype(np.int64)
     cols = ((np.arange(width) + 0.5) * mask.shape[1] / width).astype(np.int64)
     return mask[rows[:, None], cols]
-
-
-def small_mask(mask: torch.Tensor) -> dict:
-    """Return COCO's compressed run lengths, {"size": [h, w], "counts": str}, of a mask (H, W) bool.
-
-    Its longer side is SMALL_MASK_SIDE pixels at most; a smaller mask keeps its size.
-    """
-    scale = min(SMALL_MASK_SIDE / max(mask.shape), 1.0)
-    size = [max(round(n * scale), 1) for n in mask.shape]
-    small = F.interpolate(mask.to(torch.uint8)[None, None], size, mode="nearest-exact")[0, 0]
-    return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())

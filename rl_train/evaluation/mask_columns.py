@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_train.data.rle import small_mask
+from rl_train.loggers.pictures import small_mask
 from rl_train.rewards import mask_iou
 from rl_train.rollout import Batch
 

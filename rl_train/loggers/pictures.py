@@ -5,8 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageDraw
 
+from rl_train.data.rle import RLE, encode_mask
 from rl_train.loss import ScoredRollout
 from rl_train.points.parser import PointPrompt
 
@@ -17,6 +19,7 @@ PICTURE_WIDTH, PICTURE_HEIGHT = 240, 720  # of one panel, in pixels, at most
 GAP = 8  # between panels, in pixels
 CONTOUR = 2  # width in pixels
 OUTSIDE = 0.4  # brightness that is left of the pixels outside a mask
+SMALL_MASK_SIDE = 256  # longer side in pixels of a mask that is kept to be looked at
 CHARACTERS_OF_PANEL = 33  # in a line of text
 
 
@@ -123,3 +126,14 @@ def shrunk(mask: np.ndarray) -> np.ndarray:
 def grown(mask: np.ndarray) -> np.ndarray:
     """Return a mask (H, W) bool with the pixels that touch it."""
     return np.logical_or.reduce([mask, *neighbours(mask)])
+
+
+def small_mask(mask: torch.Tensor) -> RLE:
+    """Return COCO's compressed run lengths, {"size": [h, w], "counts": str}, of a mask (H, W) bool.
+
+    Its longer side is SMALL_MASK_SIDE pixels at most; a smaller mask keeps its size.
+    """
+    scale = min(SMALL_MASK_SIDE / max(mask.shape), 1.0)
+    size = [max(round(n * scale), 1) for n in mask.shape]
+    small = F.interpolate(mask.to(torch.uint8)[None, None], size, mode="nearest-exact")[0, 0]
+    return dict(size=size, counts=encode_mask(small.cpu().numpy())["counts"].decode())

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from rl_train.data.rle import RLE, decode_mask, small_mask
+from rl_train.data.rle import RLE, decode_mask
 from rl_train.distributed.process_group import RankInfo
 from rl_train.grpo import group_std
-from rl_train.loggers.pictures import evaluation_picture, rollout_picture
+from rl_train.loggers.pictures import evaluation_picture, rollout_picture, small_mask
 from rl_train.loss import ScoredRollout
 from rl_train.policies.base import Policy
 from rl_train.rollout import RewardOutput

@@ -136,7 +136,7 @@ def test_a_run_on_two_folders(data, tmp_path, monkeypatch, capsys):
         said = capsys.readouterr().out
         more = len(GraspAnyRegionDataset(tmp_path / "more"))
         assert f"gar.2: {more} regions, 75.0% of all prompts: 3.0 of a step's 4" in said
-        assert f"gar.2: {{'kept': {more}" in said
+        assert f"training data, gar.2: {more} regions of {more} rows" in said
         for name, share in (("gar", 0.25), ("gar.2", 0.75)):
             assert curve(whole, f"data/fraction/{name}") == {1: share, 2: share}
         resumed = run(data, tmp_path / "r", resume=whole / "checkpoint_step_1", **how)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rl_train.data.rle import decode_mask, small_mask
+from rl_train.data.rle import decode_mask
 from rl_train.distributed.process_group import RankInfo
 from rl_train.loggers.pictures import (
     BOX,
@@ -21,6 +21,7 @@ from rl_train.loggers.pictures import (
     REGION,
     evaluation_picture,
     rollout_picture,
+    small_mask,
 )
 from rl_train.loggers.tensorboard import RunLogger, overview_layout
 from rl_train.loss import ScoredRollout
@@ -156,7 +157,7 @@ def test_lines_hold_what_was_judged(tmp_path):
     answers = [PointPrompt(((1, 2, 3, 3.26),), ((5, 3),), ()), PointPrompt((), (), ((0, 1),)), None]
     batch = Batch([0], [masks[0]], ["a cup"], ["id"], [], None)
     rollout = Rollout(batch, None, None, ["a", "b", "c"], 3, *[None] * 5)
-    outcome = RewardOutput({}, masks, [], {}, answers, masks[::-1])
+    outcome = RewardOutput({}, masks, point_prompts=answers, masks_without_negatives=masks[::-1])
     work = ScoredRollout(
         SimpleNamespace(name="points"), rollout, outcome, torch.ones(3), torch.zeros(3), None
     )
