@@ -103,7 +103,7 @@ def test_images_that_are_trained_on_and_held_out(complaint, data, capsys):
     assert "nothing is left to train on" in complaint(
         eval_data_dir=train, train_eval_overlap="drop"
     )
-    drop = f"{REGIONS} of {REGIONS} training regions (--train_eval_overlap drop)"
+    drop = f"{REGIONS} of {REGIONS} training regions) (--train_eval_overlap drop)"
     assert drop in capsys.readouterr().out
 
 

@@ -230,7 +230,13 @@ def test_what_cannot_train_is_refused(tmp_path):
     """Groups of a Qwen2.5-VL beside its LoRA."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     with pytest.raises(ValueError, match="--trainable_modules embeddings: unknown; known: lora"):
-        build_policy(PolicyConfig(model_path=str(tmp_path)), {}, ["embeddings"], 24, "cpu")
+        build_policy(
+            PolicyConfig(model_path=str(tmp_path), sam_path=str(tmp_path)),
+            {},
+            ["embeddings"],
+            24,
+            "cpu",
+        )
 
 
 def test_frozen_encoders_have_no_gradient(data, tmp_path):

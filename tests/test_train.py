@@ -30,7 +30,7 @@ LOOP = (
     "sampler_k3 iou repeats_frac digits_frac whole_mask_frac"
 ).split()
 LOOP2 = (
-    "meteor likelihood mask_spread no_seg_frac latent_joint_kl latent_clip_frac latent_loss "
+    "meteor mask_spread no_seg_frac latent_joint_kl latent_clip_frac latent_loss "
     "mask_loss latent_std capped_frac"
 ).split()
 TAGS = (
@@ -118,15 +118,9 @@ def test_rollouts_are_readable(two_steps):
     needed = {"step", "task", "image_id", "caption", "completion", "reward", "advantage", "iou"}
     needed |= {"mask"}
     for line in lines:
-        assert set(line) == (
-            needed if line["task"] == "loop1" else needed | {"meteor", "likelihood", "reply"}
-        )
+        assert set(line) == (needed if line["task"] == "loop1" else needed | {"meteor", "reply"})
         assert 0 <= line["iou"] <= 1 and 0 <= line.get("meteor", 0) <= 1 and line["caption"]
-        expected = (
-            line["iou"]
-            if line["task"] == "loop1"
-            else 0.5 * line["meteor"] + 0.5 * line["likelihood"]
-        )
+        expected = line["iou"] if line["task"] == "loop1" else line["meteor"]
         assert line["reward"] == pytest.approx(expected, abs=1e-6)
     assert {line["step"] for line in lines} == {0, 1}
     assert (
@@ -160,7 +154,7 @@ def test_the_seed_decides_everything(data, two_steps, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_accumulation_is_a_larger_batch(data, tmp_path, loss_type):
-    same = dict(loss_type=loss_type, learning_rate=1e-5, num_generations=4)
+    same = dict(loss_type=loss_type, learning_rate=1e-5, num_generations=4, likelihood_weight=0.5)
     whole = run(data, tmp_path / "whole", **same)
     parts = run(
         data,

@@ -289,7 +289,10 @@ def test_what_best_by_names_decides(tmp_path, monkeypatch):
     def scores(metric_for_best_model, eval_steps=1):
         kept.clear()
         config = SimpleNamespace(
-            output_dir=tmp_path, eval_steps=eval_steps, metric_for_best_model=metric_for_best_model
+            output_dir=tmp_path,
+            eval_steps=eval_steps,
+            metric_for_best_model=metric_for_best_model,
+            merge_at_end="none",
         )
         evaluator = evaluate.Evaluator(spec, config, ALONE, {}, None)
         for state.step in made:
@@ -320,7 +323,9 @@ def test_no_evaluation_steps_keep_no_best(data, tmp_path):
 
 def test_whether_measures_are_missing_is_what_the_first_ranks_disk_says(tmp_path, monkeypatch):
     """They are written there alone; a rank that asked its own disk would evaluate by itself."""
-    config = SimpleNamespace(output_dir=tmp_path, eval_steps=2, metric_for_best_model=[])
+    config = SimpleNamespace(
+        output_dir=tmp_path, eval_steps=2, metric_for_best_model=[], merge_at_end="none"
+    )
     evaluator = evaluate.Evaluator(None, config, None, {}, None)
     monkeypatch.setattr(evaluate, "gather_objects", lambda mine: [False, mine])
     assert not evaluator.missing(2)

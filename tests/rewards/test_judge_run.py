@@ -186,11 +186,7 @@ def test_rewards_of_the_users_own_are_added_and_logged_by_name(data, tmp_path, m
     lines = rollouts(output)
     assert len(lines) == 8
     for row, line in enumerate(lines):
-        main = (
-            line["iou"]
-            if line["task"] == "loop1"
-            else 0.5 * line["meteor"] + 0.5 * line["likelihood"]
-        )
+        main = line["iou"] if line["task"] == "loop1" else line["meteor"]
         assert (line["brevity"] is None) == (row % 4 == 1)
         assert line["reward"] == pytest.approx(main + 0.5 * (line["brevity"] or 0), abs=1e-6)
     assert json.loads((output / "config.json").read_text())["reward"] == [
