@@ -1,5 +1,6 @@
 """Supervised training: its loss against the encoding rule by hand, and through the entry point."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -228,7 +229,11 @@ def test_flags_that_make_no_run(data, tmp_path, changes, complaint):
 
 def test_what_cannot_train_is_refused(tmp_path):
     """Groups of a Qwen2.5-VL beside its LoRA."""
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    for folder, model_type in (("qwen", "qwen2_5_vl"), ("sam", "sam2")):
+        (tmp_path / folder).mkdir()
+        text = json.dumps(dict(model_type=model_type))
+        (tmp_path / folder / "config.json").write_text(text)
+    config = PolicyConfig(model_path=str(tmp_path / "qwen"), sam_path=str(tmp_path / "sam"))
     with pytest.raises(ValueError, match="--trainable_modules embeddings: unknown; known: lora"):
         build_policy(
             PolicyConfig(model_path=str(tmp_path), sam_path=str(tmp_path)),
