@@ -231,17 +231,10 @@ def test_what_cannot_train_is_refused(tmp_path):
     """Groups of a Qwen2.5-VL beside its LoRA."""
     for folder, model_type in (("qwen", "qwen2_5_vl"), ("sam", "sam2")):
         (tmp_path / folder).mkdir()
-        text = json.dumps(dict(model_type=model_type))
-        (tmp_path / folder / "config.json").write_text(text)
+        (tmp_path / folder / "config.json").write_text(json.dumps(dict(model_type=model_type)))
     config = PolicyConfig(model_path=str(tmp_path / "qwen"), sam_path=str(tmp_path / "sam"))
     with pytest.raises(ValueError, match="--trainable_modules embeddings: unknown; known: lora"):
-        build_policy(
-            PolicyConfig(model_path=str(tmp_path), sam_path=str(tmp_path)),
-            {},
-            ["embeddings"],
-            24,
-            "cpu",
-        )
+        build_policy(config, {}, ["embeddings"], 24, "cpu")
 
 
 def test_frozen_encoders_have_no_gradient(data, tmp_path):
