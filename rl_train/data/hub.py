@@ -15,6 +15,8 @@ def resolve(data_dir: str | Path, patterns: list[str], parts: list[str] | None =
     Raises:
         ValueError: neither a folder nor a hub name, or the download failed; names --data_dir.
     """
+    if Path(data_dir).is_dir():
+        return Path(data_dir)
     from sa2va_hf.hub import local_folder  # here: it brings torch, which readers do without
 
     folders = [

@@ -34,8 +34,8 @@ def measure_answers(monkeypatch):
     batch = Batch([0, 1], targets, ["a red cup", "the dog"], ["a", "b"], [], None)
     policy = SimpleNamespace(device=torch.device("cpu"))
 
-    def measure(captions, cycle_masks, masks, seg_rows, replies, others=None):
-        batch.distractors = others
+    def measure(captions, cycle_masks, masks, seg_rows, replies, distractors=None):
+        batch.distractors = distractors
         described = iter([captions, replies])
         answered = iter([(cycle_masks, [0, 1]), (masks, seg_rows)])
 
