@@ -75,7 +75,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             step.add(task, rollout, outcome, reward, advantages, reference)
         if len(step.batches) < optim.gradient_accumulation_steps:
             continue
-        if step.rewards_differ():  # else all rewards of each group are equal
+        if step.prepare_update():  # False if all rewards of each group are equal
             for iteration in range(optim.num_iterations):
                 for part in step.micro_batches(optim.micro_batch_size):
                     with sync_gradients(ddp, part.is_last):  # else ddp.no_sync()

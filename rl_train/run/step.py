@@ -36,7 +36,7 @@ class Step:
         self.batches: list[Batch] = []
         self.rollouts: list[ScoredRollout] = []
         self.metrics = StepMetrics()
-        self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, from `rewards_differ` on
+        self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, of `prepare_update`
 
     def add(
         self,
@@ -67,18 +67,20 @@ class Step:
         )
         self.rollouts.append(scored)
 
-    def rewards_differ(self) -> bool:
-        """Count what the step holds over all ranks; return whether any rewards of a group differ.
+    def prepare_update(self) -> bool:
+        """Set the loss denominators of the step; return whether there is anything to learn.
 
-        All ranks must call it. It also ends --scale_rewards batch, whose std needs the whole step.
+        There is not if the rewards of every group are equal. All ranks must call it: it counts the
+        step's rows over all of them. With --scale_rewards batch it also divides the advantages by
+        the std of the step's rewards.
 
         Raises:
             FloatingPointError: a rollout of any rank has numbers that are not finite.
         """
         if self.config.scale == "batch":
             divide_by_batch_std(self.rollouts)
-        self.denominators, rewards_differ = loss_denominators(self.rollouts, self.num_ranks)
-        return rewards_differ
+        self.denominators, has_signal = loss_denominators(self.rollouts, self.num_ranks)
+        return has_signal
 
     def micro_batches(self, size: int) -> Iterator[MicroBatch]:
         """Yield at most `size` rows of a rollout at a time; count the statistics of each."""
