@@ -146,7 +146,7 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
                 run.train_set, preprocessor, run.sampler, data.num_workers, data.distractors
             )
             end_step = StepCallback(run, logger, evaluator, signals)
-            run.phases.watch(state.policy, state.tasks)
+            run.phases.time_calls(state.policy, state.tasks)
             with closing(end_step.progress):  # what is printed at the end stands below the bar
                 run.phases.begin_step()
                 loop(run, loader, end_step)

@@ -1,6 +1,6 @@
 """Phases of a step: which one runs, and the seconds and memory of each.
 
-The training loop holds no clock: `PhaseRecorder.watch` wraps the calls that the loop makes.
+The training loop holds no clock: `PhaseRecorder.time_calls` wraps the calls that the loop makes.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ class PhaseRecorder:
     def __init__(self, device: torch.device):
         self.device, self.phase = device, "evaluation"
         self.timer: PhaseTimer | None = None
-        self.inside_call = False  # of a watched function
+        self.inside_call = False  # of a timed function
 
     def begin_step(self):
         """Begin a step in the phase "encode", with a timer of its own."""
@@ -47,7 +47,7 @@ class PhaseRecorder:
             self.timer(waited_in or self.phase)
             self.phase = phase
 
-    def watch(self, policy: Policy, tasks: Iterable[Task]):
+    def time_calls(self, policy: Policy, tasks: Iterable[Task]):
         """Wrap the calls of the training loop, so that each begins its phase.
 
         A call leads to the phase `then` when it returns: behind a rollout the reference scores it,
