@@ -132,7 +132,7 @@ def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
         )
 
 
-def reference_logps(
+def reference_scores(
     policy: Policy, task: "Task", rollout: Rollout, micro_batch_size: int
 ) -> ReferenceScores:
     """Score a whole rollout under the role in use."""

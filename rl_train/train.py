@@ -37,7 +37,7 @@ from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import StepMetrics
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loggers.text_log import TextLog
-from rl_train.loss import MicroBatchLoss, reference_logps
+from rl_train.loss import MicroBatchLoss, reference_scores
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
@@ -68,7 +68,7 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
             reference = None
             if config.loss.kl_coef:
                 with roles.use("reference"):
-                    reference = reference_logps(policy, task, rollout, optim.micro_batch_size)
+                    reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
             outcome = task.rewards(rollout)  # asks the teacher
             reward = combine(outcome.rewards, task.reward_weights, run.component_group_size)  # (N,)
             advantages = group_advantages(reward, G, config.loss.group_scale)  # (N,)

@@ -22,7 +22,7 @@ def test_weight_zero_leaves_a_loop_out(data, tmp_path, off, left):
 
 def test_dr_grpo_without_a_kl(data, tmp_path, monkeypatch):
     """Advantages are not divided by the group's spread; the reference is not asked."""
-    monkeypatch.setattr("rl_train.train.reference_logps", None)
+    monkeypatch.setattr("rl_train.train.reference_scores", None)
     output = run(data, tmp_path, max_steps=1, kl_coef=0, loss_type="dr_grpo", num_generations=4)
     lines = rollouts(output)
     groups = [lines[i : i + 4] for i in range(0, len(lines), 4)]

@@ -12,7 +12,7 @@ from rl_train.loss import (
     ScoredRollout,
     iter_micro_batches,
     loss_denominators,
-    reference_logps,
+    reference_scores,
 )
 from rl_train.roles import Roles
 from rl_train.tasks import CaptionMaskCaption, MaskCaptionMask
@@ -61,7 +61,7 @@ def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, 
 @torch.no_grad()
 def reference_of(model, task, rollout) -> ReferenceScores:
     """What the weights in use say of a rollout."""
-    return reference_logps(model, task, rollout, len(rollout))
+    return reference_scores(model, task, rollout, len(rollout))
 
 
 def work_of(

@@ -6,7 +6,7 @@ from peft import PeftModel
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train.data.loader import Batches
-from rl_train.loss import reference_logps
+from rl_train.loss import reference_scores
 from rl_train.policies.qwen_vl_inputs import patches
 from tests.engine.tiny import fast, slow
 from tests.policies.tiny_points import samples, tiny_policy
@@ -110,7 +110,7 @@ def test_what_is_sampled_is_what_is_scored(points, batch, images, way):
     uniforms = torch.rand(6, T, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with way(points.engine):
         rollout = points.sample(batch, images, prompts, G, T, uniforms)
-        logp = reference_logps(points, type("Task", (), dict(action=None)), rollout, 4).logp
+        logp = reference_scores(points, type("Task", (), dict(action=None)), rollout, 4).logp
     assert (
         len(rollout) == 6
         and len(set(rollout.texts)) > 3

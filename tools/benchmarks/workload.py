@@ -23,7 +23,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, distributed_data_parallel, sync_gradients
 from rl_train.grpo import group_advantages
 from rl_train.loggers.metrics import PhaseTimer, StepMetrics
-from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, reference_logps
+from rl_train.loss import MicroBatchLoss, iter_micro_batches, loss_denominators, reference_scores
 from rl_train.loss import ScoredRollout as TaskWork
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
@@ -200,14 +200,14 @@ class Work:
                     rollout.latents = replace(latents, masks=self.masks or latents.masks)
                 end(f"rollout{number + 1}")
                 if self.scores_old:
-                    rollout.logp = reference_logps(
+                    rollout.logp = reference_scores(
                         policy, task, rollout, optim.micro_batch_size
                     ).logp
                     end(f"old{number + 1}")
             reference = None
             if self.config.loss.kl_coef:
                 with roles.use("reference"):
-                    reference = reference_logps(policy, task, rollout, optim.micro_batch_size)
+                    reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
             end(f"reference{number + 1}")
             outcome = task.rewards(rollout)
             reward = combine(outcome.rewards, task.reward_weights)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.loss import reference_logps
+from rl_train.loss import reference_scores
 from rl_train.policies.qwen_vl_model import TextModel
 from rl_train.run.build import Run
 from rl_train.run.memory_estimate import standing_memory
@@ -113,8 +113,8 @@ def test_trl_computes_the_same(full):
     uniforms = torch.rand(6, T, dtype=torch.float64)
     rollout = ours.policy.sample(batch, features, prompts, 3, T, uniforms)
     with torch.no_grad():
-        own = reference_logps(ours.policy, task, rollout, 3).logp
-        of_trl = reference_logps(
+        own = reference_scores(ours.policy, task, rollout, 3).logp
+        of_trl = reference_scores(
             theirs, task, dataclasses.replace(rollout, features=per_row), 3
         ).logp
     torch.testing.assert_close(of_trl, own, atol=1e-4, rtol=0)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rl_train.loss import reference_logps
+from rl_train.loss import reference_scores
 from rl_train.run.build import Run
 from rl_train.train import train
 from tools.benchmarks import roofline, trl_style, workload
@@ -97,9 +97,9 @@ def test_trl_scores_the_same_tokens_alike(tiny, full):
         features = ours.policy.encode(batch)
         prompts = task.prompts(batch, features)
         rollout = ours.policy.sample(batch, features, prompts, 3, 6, torch.rand(6, 6).double())
-        own = reference_logps(ours.policy, task, rollout, 3)
+        own = reference_scores(ours.policy, task, rollout, 3)
         per_row = dataclasses.replace(rollout, features=theirs.encode(batch))
-        of_trl = reference_logps(theirs, full.state.tasks[1], per_row, 3)
+        of_trl = reference_scores(theirs, full.state.tasks[1], per_row, 3)
     assert own.action_params.shape[0] == 6  # a [SEG] in each row
     assert torch.allclose(own.logp, of_trl.logp, atol=0.05)
     assert torch.allclose(own.action_params, of_trl.action_params, atol=0.05)
