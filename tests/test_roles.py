@@ -5,7 +5,7 @@ import torch
 
 from rl_train.config.grpo_config import OptimConfig
 from rl_train.roles import Roles, half_life_decay
-from rl_train.run.schedules import cosine_schedule
+from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.processing_sa2va import normalise_tiles

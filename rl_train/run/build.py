@@ -46,7 +46,7 @@ from rl_train.run.consistency import (
     check_same_weights,
 )
 from rl_train.run.memory_estimate import standing_memory
-from rl_train.run.schedules import cosine_schedule, follow_new_length
+from rl_train.run.lr_schedule import cosine_schedule, follow_new_length
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json

@@ -16,7 +16,7 @@ from rl_train.evaluation.cycle_metrics import METRICS
 from rl_train.evaluation.evaluate import EvalSpec
 from rl_train.export.merge import preferred_role
 from rl_train.roles import Roles
-from rl_train.run.schedules import cosine_schedule
+from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.utils.io import UserFault, read_json
 from tests.runs import SAMPLED, on_one_core, run
 from tools.demo.scenes import PATTERNS
