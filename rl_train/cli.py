@@ -11,7 +11,7 @@ from typing import Any
 from rl_train.checkpoint.record import find_in_the_way
 from rl_train.config.flags import add_flags, flag_fields, flag_name, has_flag, read_flags
 from rl_train.config.grpo_config import CONFIG_CLASSES, Config
-from rl_train.data.registry import dataset_openers, eval_entry
+from rl_train.data.dataset_flags import dataset_openers, eval_entry
 from rl_train.distributed.process_group import (
     RankError,
     fail_together,

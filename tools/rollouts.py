@@ -26,7 +26,7 @@ from tqdm import tqdm
 from rl_train.config.flags import COUNT, COUNT_OR_0
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DamagedSample
-from rl_train.data.registry import dataset_openers
+from rl_train.data.dataset_flags import dataset_openers
 from rl_train.grpo import group_std
 from rl_train.loggers.pictures import small_mask
 from rl_train.utils.command_line import FlagParser, run_program

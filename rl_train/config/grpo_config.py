@@ -19,7 +19,7 @@ from rl_train.config.flags import (
     flag,
     flags_with,
 )
-from rl_train.data import DATASETS
+from rl_train.data.registry import DATASETS
 from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_REWARDS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES

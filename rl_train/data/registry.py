@@ -1,21 +1,34 @@
-"""Data sets as a command line names them: the reader of each, and several of them mixed."""
+"""Table of the data sets by name, each with its reader, and how one is opened.
 
-import re
+A new data set is a reader in a file of its own and a line in `DATASETS`.
+"""
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 
-from rl_train.config.grpo_config import DataConfig
-from rl_train.data import DATASETS, EVAL_DATASETS, check_bad_fraction
 from rl_train.data.base import RegionDataset
-from rl_train.data.mixture import MixtureDataset
-from rl_train.data.refcoco import REFCOCO_NAMES
+from rl_train.data.dam import DescribeAnythingDataset
+from rl_train.data.gar import GraspAnyRegionDataset
+from rl_train.data.reasonseg import ReasonSegDataset
+from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
+from rl_train.data.segzero import SegZeroDataset
 
-Opener = Callable[[str], RegionDataset]  # takes the folder
+# {--dataset: reader of a folder}; below, those of --eval_data_dir.
+DATASETS = {
+    "gar": GraspAnyRegionDataset,
+    "dam": DescribeAnythingDataset,
+    "segzero": SegZeroDataset,
+    **{name: partial(RefCOCODataset, name=name, split="train") for name in REFCOCO_NAMES},
+}
+EVAL_DATASETS = {
+    **DATASETS,
+    "reasonseg": ReasonSegDataset,
+    **{name: partial(RefCOCODataset, name=name, split="val") for name in REFCOCO_NAMES},
+}
 # {data set: parameter of its reader that takes --subsets}; a split of RefCOCO is one subset.
 SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(REFCOCO_NAMES, "split")
-ENTRY = re.compile(r"(?P<name>[^/:]+)(/(?P<subsets>[^:]+))?:(?P<folder>.+)")
-WEIGHTED_ENTRY = re.compile(r"(?P<entry>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?")
+
+Opener = Callable[[str], RegionDataset]  # takes the folder
 
 
 def opener_of(
@@ -59,109 +72,3 @@ def opener_of(
             raise ValueError(str(error).replace("--data_dir ", folder_flag)) from error
 
     return open_folder
-
-
-@dataclass(frozen=True)
-class MixtureEntry:
-    """A data set named by one word: an entry of --data_mixture, or --eval_data_dir."""
-
-    name: str
-    subsets: tuple[str, ...]
-    folder: str
-    weight: float = 1.0
-
-    @classmethod
-    def parse(cls, text: str) -> "MixtureEntry":
-        """Parse "NAME[/SUBSET,..]:FOLDER[=WEIGHT]". Raises ValueError that names --data_mixture."""
-        weighted = WEIGHTED_ENTRY.fullmatch(text)
-        match = weighted and ENTRY.fullmatch(weighted["entry"])
-        weight = float(weighted["weight"] or 1) if match else 0
-        if not weight or match["name"] not in DATASETS:
-            raise ValueError(
-                f"--data_mixture {text}: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of "
-                f"{', '.join(DATASETS)}, WEIGHT above 0"
-            )
-        return cls(match["name"], split_subsets(match["subsets"]), match["folder"], weight)
-
-    @classmethod
-    def parse_eval(cls, text: str, default_name: str) -> "MixtureEntry":
-        """Parse "[NAME[/SUBSET,..]:]FOLDER". Raises ValueError that names --eval_data_dir.
-
-        Args:
-            default_name: of the data set if the text is only a folder.
-        """
-        match = ENTRY.fullmatch(text)
-        if match and match["name"] in EVAL_DATASETS:
-            return cls(match["name"], split_subsets(match["subsets"]), match["folder"])
-        if match and not Path(text).is_dir():
-            raise ValueError(
-                f"--eval_data_dir {text}: must be [NAME[/SUBSET,..]:]FOLDER, NAME of "
-                f"{', '.join(EVAL_DATASETS)}"
-            )
-        return cls(default_name, (), text)
-
-    def opener(self, image_root: str | None, is_eval: bool = False) -> Opener:
-        """Return the function that opens it in its folder."""
-        flag = "--eval_data_dir" if is_eval else "--data_mixture"
-        named = f"{flag} " if is_eval else f"{flag} {self.name}:"
-        return opener_of(
-            self.name,
-            subsets=self.subsets,
-            image_root=image_root if self.name in REFCOCO_NAMES else None,
-            is_eval=is_eval,
-            subsets_flag=f"{flag} {self.name}/{','.join(self.subsets)}",
-            folder_flag=named,
-        )
-
-
-def split_subsets(text: str | None) -> tuple[str, ...]:
-    """Return the subsets of "SUBSET,..", none of None."""
-    return tuple(text.split(",")) if text else ()
-
-
-def eval_entry(data: DataConfig) -> MixtureEntry | None:
-    """Return what --eval_data_dir names, or None without the flag."""
-    return MixtureEntry.parse_eval(data.eval_data_dir, data.dataset) if data.eval_data_dir else None
-
-
-def dataset_openers(data: DataConfig) -> tuple[Opener, Opener]:
-    """Return the functions that open --data_dir, with --data_mixture if given, and --eval_data_dir.
-
-    Raises:
-        ValueError: a flag asks for what its data set does not have.
-    """
-    entries = [MixtureEntry.parse(text) for text in data.data_mixture]
-    names = [data.dataset, *(entry.name for entry in entries)]
-    evaluation = eval_entry(data)
-    all_names = {*names, evaluation.name} if evaluation else set(names)
-    if data.image_root and not all_names & set(REFCOCO_NAMES):
-        raise ValueError(f"--image_root: no data set here is one of {', '.join(REFCOCO_NAMES)}")
-    image_root = data.image_root if data.dataset in REFCOCO_NAMES else None
-    train = opener_of(data.dataset, data.subsets, image_root)
-    if evaluation:
-        evaluation.opener(data.image_root, is_eval=True)  # refuses what it does not have
-
-    def open_eval(eval_data_dir: str) -> RegionDataset:
-        entry = MixtureEntry.parse_eval(str(eval_data_dir), data.dataset)
-        return entry.opener(data.image_root, is_eval=True)(entry.folder)
-
-    openers = [entry.opener(data.image_root) for entry in entries]
-    if not entries:
-        return train, open_eval
-
-    def open_mixture(data_dir: str) -> MixtureDataset:
-        folders = [entry.folder for entry in entries]
-        datasets = [train(data_dir), *(opener(f) for opener, f in zip(openers, folders))]
-        labels = number_repeats(names)
-        for label, dataset in zip(labels, datasets):  # the sum would hide a small bad one
-            check_bad_fraction(dataset.report(), 0, data.max_bad_fraction, f"{label}: ")
-        weights = [1.0, *(entry.weight for entry in entries)]
-        return MixtureDataset(dict(zip(labels, datasets)), weights)
-
-    return open_mixture, open_eval
-
-
-def number_repeats(names: list[str]) -> list[str]:
-    """Return the names; a repeated name gets .2, .3 and so on."""
-    counts = [names[: k + 1].count(name) for k, name in enumerate(names)]
-    return [name if count == 1 else f"{name}.{count}" for name, count in zip(names, counts)]

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, Subset
 from rl_train.checkpoint.fingerprint import fingerprint_of
 from rl_train.checkpoint.save_load import WEIGHT_FILES, load_weights, open_weights
 from rl_train.config.grpo_config import DataConfig, PolicyConfig
-from rl_train.data.registry import dataset_openers
+from rl_train.data.dataset_flags import dataset_openers
 from rl_train.data.split import picture_keys, split_dataset
 from rl_train.distributed.process_group import print0
 from rl_train.policies.base import Policy

@@ -16,11 +16,11 @@ from rl_train.cli import check_nothing_in_the_way, check_output_dir, check_same
 from rl_train.config.grpo_config import Config, DataConfig, OptimConfig, PolicyConfig, RewardConfig
 from rl_train.data import DamagedSamples
 from rl_train.data.base import RegionDataset
+from rl_train.data.dataset_flags import dataset_openers
 from rl_train.data.digest import data_facts, digest
 from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import Batches, StepSampler, eval_loader
 from rl_train.data.mixture import MixtureSampler
-from rl_train.data.registry import dataset_openers
 from rl_train.data.split import split_dataset
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, print0
@@ -45,8 +45,8 @@ from rl_train.run.consistency import (
     check_same_start,
     check_same_weights,
 )
-from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.lr_schedule import cosine_schedule, follow_new_length
+from rl_train.run.memory_estimate import standing_memory
 from rl_train.tasks.ablated import AblatedTask
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils.io import lock, read_json, wrap_write_errors, write_json

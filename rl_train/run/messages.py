@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from rl_train.config.grpo_config import Config
+from rl_train.data.dataset_flags import eval_entry
 from rl_train.data.errors import Report
-from rl_train.data.registry import eval_entry
 from rl_train.distributed.process_group import RankInfo
 from rl_train.run.memory_estimate import GIB
 

@@ -11,9 +11,9 @@ from PIL import Image
 from rl_train import data
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data.base import Reader, Region
+from rl_train.data.dataset_flags import dataset_openers
 from rl_train.data.errors import BadData, DamagedSample
 from rl_train.data.images import check_read, map_file
-from rl_train.data.registry import dataset_openers
 from rl_train.data.rle import encode_mask
 from rl_train.data.split import split_dataset
 from tools import inspect_data

@@ -7,8 +7,8 @@ from rl_train import cli
 from rl_train.distributed.process_group import RankInfo
 from rl_train.policies.sa2va import FLOAT32_MODULES
 from rl_train.run import build
-from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.lr_schedule import cosine_schedule
+from rl_train.run.memory_estimate import standing_memory
 from tests.runs import flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
