@@ -42,11 +42,12 @@ class ScoredRollout:
     task: "Task"
     rollout: Rollout
     outcome: RewardOutput
-    reward: torch.Tensor  # (N,) on the CPU, NaN = not scored
+    reward: torch.Tensor  # (N,) on the CPU, logged; NaN = not scored
     advantages: torch.Tensor  # (N,) on the CPU
     reference: ReferenceScores | None  # None if --kl_coef is 0
     nan_watcher: NanWatcher = field(default_factory=NanWatcher)  # of the model's outputs
-    scaled_reward: torch.Tensor | None = None  # (N,) source of the advantages, if not `reward`
+    # (N,) the advantages are of it; None: of `reward`. They differ with --scale_components.
+    training_reward: torch.Tensor | None = None
     # Whether answers cut at the length limit leave the loss
     mask_truncated_completions: bool = False
     # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
@@ -121,7 +122,7 @@ def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
     """Divide advantages by the std of their task's rewards in this step, on all ranks."""
     local = defaultdict(list)  # {task: rewards of this rank}
     for scored in scored_rollouts:
-        rewards = scored.reward if scored.scaled_reward is None else scored.scaled_reward
+        rewards = scored.reward if scored.training_reward is None else scored.training_reward
         local[scored.task.name] += rewards.tolist()
     # Rewards themselves, not sums: the std is the same to the last bit on all ranks.
     ranks = process_group.gather_objects(local)

@@ -70,9 +70,11 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
                 with roles.use("reference"):
                     reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
             outcome = task.rewards(rollout)  # asks the teacher
-            reward = combine(outcome.rewards, task.reward_weights, run.component_group_size)  # (N,)
-            advantages = group_advantages(reward, G, config.loss.group_scale)  # (N,)
-            step.add(task, rollout, outcome, reward, advantages, reference)
+            training_reward = combine(
+                outcome.rewards, task.reward_weights, run.component_group_size
+            )
+            advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
+            step.add(task, rollout, outcome, training_reward, advantages, reference)
         if len(step.batches) < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal

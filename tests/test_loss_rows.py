@@ -118,7 +118,7 @@ def test_the_batch_is_the_step_s_on_all_ranks(monkeypatch):
         without_model(part, name=name, scale="none")
         for name, part in (("a", rewards[:2]), ("a", rewards[2:4]), ("b", [0.0, 4.0]))
     ]
-    works[2] = replace(works[2], reward=torch.zeros(2), scaled_reward=works[2].reward)
+    works[2] = replace(works[2], reward=torch.zeros(2), training_reward=works[2].reward)
     there = dict(a=rewards[4:], b=[torch.nan, 8.0])
     monkeypatch.setattr(process_group, "gather_objects", lambda mine: [mine, there])
     divide_by_batch_std(works)

@@ -43,14 +43,14 @@ class Step:
         task: Task,
         rollout: Rollout,
         outcome: RewardOutput,
-        reward: torch.Tensor,
+        training_reward: torch.Tensor,
         advantages: torch.Tensor,
         reference: ReferenceScores | None,
     ):
         """Add the rollout of a task.
 
         Args:
-            reward: (N,) from which the advantages (N,) were computed.
+            training_reward: (N,) from which the advantages (N,) were computed.
         """
         if not self.batches or self.batches[-1] is not rollout.batch:
             self.batches.append(rollout.batch)
@@ -62,7 +62,7 @@ class Step:
             advantages,
             reference,
             nan_watcher=task.context.policy.nan_watcher.take(),
-            scaled_reward=reward,
+            training_reward=training_reward,
             mask_truncated_completions=self.config.mask_truncated_completions,
         )
         self.rollouts.append(scored)
