@@ -67,7 +67,8 @@ class RunState:
 
     Attributes:
         step: number of steps done.
-        counters: {name: state that counts over many steps}.
+        fault_counts: {name: count of failed judge calls or damaged samples over many steps}; in
+            training_state.pt under "counters".
         base_fingerprint: the frozen model under the weights.
         data: facts of the data, which data.json of a checkpoint holds.
     """
@@ -78,7 +79,7 @@ class RunState:
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
     step: int = 0
-    counters: dict[str, Stateful] = field(default_factory=dict)
+    fault_counts: dict[str, Stateful] = field(default_factory=dict)
     base_fingerprint: BaseFingerprint | None = None
     data: DataFacts = field(default_factory=dict)
 
@@ -102,7 +103,7 @@ class RunState:
             optimizer=self.optimizer.state_dict(),
             scheduler=self.scheduler.state_dict(),
             tasks={task.name: task.action.state_dict() for task in self.tasks if task.action},
-            counters={name: counter.state_dict() for name, counter in self.counters.items()},
+            counters={name: count.state_dict() for name, count in self.fault_counts.items()},
         )
 
     def load_state_dict(self, state: dict):
@@ -123,8 +124,8 @@ class RunState:
         for task in self.tasks:
             if task.action:
                 task.action.load_state_dict(state["tasks"][task.name])
-        for name, counter in self.counters.items():
-            counter.load_state_dict(state["counters"][name])
+        for name, count in self.fault_counts.items():
+            count.load_state_dict(state["counters"][name])
 
 
 def step_of(folder: Path) -> int:

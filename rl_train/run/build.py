@@ -142,7 +142,7 @@ def build(config: Config, ranks: RankInfo) -> Run:
         print0(mixture.describe(sampler.prompts_per_step, max_steps))
     judge_failures = FailureWindow(config.reward.max_judge_failures)
     state = build_state(config, policy, roles, tasks, max_steps)
-    state.counters = dict(judge_failures=judge_failures, damaged=damaged)
+    state.fault_counts = dict(judge_failures=judge_failures, damaged=damaged)
     state.data = data
     preprocessor = policy.preprocessor(max_tokens, config.data.max_prompt_length)
     if resume:
