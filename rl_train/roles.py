@@ -8,14 +8,17 @@ import torch
 COPIES = ("teacher", "reference")
 
 
-def half_life_decay(update: int, half_life: float) -> float:
-    """Return the teacher's decay at an update (0 is the run's first), for a half-life in updates.
+def ema_decay_at(update: int, half_life_updates: float) -> float:
+    """Return the teacher's decay at an update, of which 0 is the run's first.
 
     The decay is warmed up, so that the teacher soon leaves the initial weights: until about 1.4
     half-lives the teacher is the mean of all policies so far. A slower warm-up, as the common
     (1 + t) / (10 + t), would last until 13 half-lives: beyond the end of a run at the default.
+
+    Args:
+        half_life_updates: updates after which half of a change of the policy has arrived.
     """
-    return min(0.5 ** (1 / half_life), (1 + update) / (2 + update))
+    return min(0.5 ** (1 / half_life_updates), (1 + update) / (2 + update))
 
 
 class Roles:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_train.config.grpo_config import OptimConfig
-from rl_train.roles import Roles, half_life_decay
+from rl_train.roles import Roles, ema_decay_at
 from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.utils.rng import RowRNG
 from sa2va_hf import Sa2VAModel
@@ -101,17 +101,17 @@ def test_a_thousand_small_updates_arrive(toy, roles):
 
 
 def test_half_of_a_change_arrives_after_a_half_life():
-    assert half_life_decay(10**6, 1) == 0.5
-    assert half_life_decay(10**6, 70) ** 70 == pytest.approx(0.5)
+    assert ema_decay_at(10**6, 1) == 0.5
+    assert ema_decay_at(10**6, 70) ** 70 == pytest.approx(0.5)
 
 
 def test_the_teacher_is_at_first_the_mean_of_the_policies_so_far(toy, roles):
     """toy.b of the policy is 3 (the start), 9, 0, 8: means 6, 4, 5."""
     for t, (value, mean) in enumerate(((9.0, 6.0), (0.0, 4.0), (8.0, 5.0))):
         set_policy(toy, value)
-        roles.update_teacher(half_life_decay(t, half_life=100))
+        roles.update_teacher(ema_decay_at(t, half_life_updates=100))
         assert roles.copies["teacher"]["b"].item() == pytest.approx(mean)
-    assert half_life_decay(142, 100) < 0.5 ** (1 / 100) == half_life_decay(143, 100)
+    assert ema_decay_at(142, 100) < 0.5 ** (1 / 100) == ema_decay_at(143, 100)
 
 
 @pytest.mark.parametrize("num_updates", [40, 200, 1000, 5000])
@@ -129,7 +129,7 @@ def test_the_teacher_ends_near_the_policy_however_long_the_run(num_updates):
         policy += schedule.get_last_lr()[0]
         optimizer.step()
         schedule.step()
-        teacher += (1 - half_life_decay(t, half_life)) * (policy - teacher)
+        teacher += (1 - ema_decay_at(t, half_life)) * (policy - teacher)
     assert teacher / policy == pytest.approx(0.974, abs=0.001)
 
 

@@ -36,7 +36,7 @@ from rl_train.rewards.attributes import AttributePhrases, load_attributes
 from rl_train.rewards.custom import load_named, overlong_penalty
 from rl_train.rewards.judge import FailureWindow
 from rl_train.rewards.meteor import require_wordnet
-from rl_train.roles import COPIES, Roles, half_life_decay
+from rl_train.roles import COPIES, Roles, ema_decay_at
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run import messages
 from rl_train.run.consistency import (
@@ -85,8 +85,10 @@ class Run:
         optim = self.config.optim
         if optim.ema_decay is not None:
             return optim.ema_decay
-        half_life = optim.ema_half_life * self.max_steps * optim.num_iterations
-        return half_life_decay(self.state.step * optim.num_iterations + iteration, half_life)
+        # --ema_half_life is a fraction of the run's updates.
+        half_life_updates = optim.ema_half_life * self.max_steps * optim.num_iterations
+        update = self.state.step * optim.num_iterations + iteration
+        return ema_decay_at(update, half_life_updates)
 
     @property
     def component_group_size(self) -> int | None:
