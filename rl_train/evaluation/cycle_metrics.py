@@ -101,7 +101,10 @@ def measure(
     # Both directions, greedily: region -> caption -> mask, caption -> mask -> caption.
     captions = describe(policy, images, rows, targets, max_new_tokens)
     columns = measure_captions(policy, batch, images, captions, max_new_tokens)
-    masks, seg_rows, _ = segment_by_own_answer(policy, images, rows, batch.captions, max_new_tokens)
+    segmented, seg_rows, _ = segment_by_own_answer(
+        policy, images, rows, batch.captions, max_new_tokens
+    )
+    masks = segmented.masks
     replies = describe(policy, images, rows, masks, max_new_tokens)
     with_seg = set(seg_rows.tolist())
     if batch.distractors is not None:
@@ -133,7 +136,8 @@ def measure_captions(
         {column: B values} of "cycle_iou" and, if the other regions are known, "cycle_on_target".
     """
     rows, queries = list(range(len(batch))), truncate_captions(policy, captions, max_new_tokens)
-    masks, *_ = segment_by_own_answer(policy, images, rows, queries, max_new_tokens)
+    segmented, _, _ = segment_by_own_answer(policy, images, rows, queries, max_new_tokens)
+    masks = segmented.masks
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = dict(cycle_iou=(mask_iou(masks, targets, 1.0).cpu() * spoken).tolist())
@@ -195,7 +199,7 @@ def sample_captions(
     completions, captions = policy.complete(images, prompts, G, max_new_tokens, uniforms)
     rows = [i for i in range(len(batch)) for _ in range(G)]
     queries = truncate_captions(policy, captions, max_new_tokens)
-    masks = segment_generated(policy, images, rows, queries, max_new_tokens)
+    masks = segment_generated(policy, images, rows, queries, max_new_tokens).masks
     targets = [batch.masks[i].to(policy.device) for i in rows]
     spoken = torch.tensor([bool(phrase(text)) for text in captions])
     iou = (mask_iou(masks, targets, 1.0).cpu() * spoken).view(-1, G)

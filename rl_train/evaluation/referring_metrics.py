@@ -54,6 +54,6 @@ def segment(
     ]
     completions, texts = policy.complete(images, Prompts(ids, rows, None), 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
-    masks = row_masks(policy, images, rows, seg_rows.tolist(), embeddings)
+    masks = row_masks(policy, images, rows, seg_rows.tolist(), embeddings).masks
     answered = set(seg_rows.tolist())
     return texts, masks, [row in answered for row in rows]

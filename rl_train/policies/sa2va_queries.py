@@ -4,6 +4,7 @@ Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embe
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +18,14 @@ from sa2va_hf.to_device import to_device
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
+
+
+@dataclass
+class RowMasks:
+    """The mask of each row, and how sure SAM2 is of it."""
+
+    masks: list[torch.Tensor]  # (H, W) bool, empty without [SEG]
+    confidence: list[float]  # `mask_confidence` of each mask, 0 without [SEG]
 
 
 def chunks(rows: Sequence) -> Iterator[Sequence]:
@@ -44,12 +53,8 @@ def segment_by_own_answer(
     image_index: Sequence[int],
     captions: list[str],
     max_new_tokens: int,
-    confidence: list[float] | None = None,
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+) -> tuple[RowMasks, torch.Tensor, torch.Tensor]:
     """Return the masks that the model's own greedy answers give captions[p].
-
-    Args:
-        confidence: see `row_masks`.
 
     Returns:
         `row_masks`, the p of each [SEG] (M,), and prompt embeddings (M, D).
@@ -57,8 +62,8 @@ def segment_by_own_answer(
     prompts = policy.segment_prompts(images, image_index, captions)
     completions, _ = policy.complete(images, prompts, 1, max_new_tokens)
     rows, means = policy.mask_embeddings(completions)
-    masks = row_masks(policy, images, prompts.image_index, rows.tolist(), means, confidence)
-    return masks, rows, means
+    segmented = row_masks(policy, images, prompts.image_index, rows.tolist(), means)
+    return segmented, rows, means
 
 
 @torch.no_grad()
@@ -68,14 +73,10 @@ def row_masks(
     image_index: list[int],
     seg_rows: list[int],
     embeddings: torch.Tensor,
-    confidence: list[float] | None = None,
-) -> list[torch.Tensor]:
+) -> RowMasks:
     """Return the (H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
     Row r is about image image_index[r]; seg_rows are the rows of the prompt embeddings (M, D).
-
-    Args:
-        confidence: list that receives the `mask_confidence` of each row's mask.
     """
     masks = [
         torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
@@ -88,11 +89,17 @@ def row_masks(
             highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
             size = images.sizes[image_index[row]]
             masks[row] |= upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
-    if confidence is not None:
-        values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
-        by_row = dict(zip(highest, values))
-        confidence += [by_row.get(row, 0.0) for row in range(len(masks))]
-    return masks
+    values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
+    by_row = dict(zip(highest, values))
+    return RowMasks(masks, [by_row.get(row, 0.0) for row in range(len(masks))])
+
+
+def join(parts: list[RowMasks]) -> RowMasks:
+    """Join the masks of consecutive rows."""
+    return RowMasks(
+        [mask for part in parts for mask in part.masks],
+        [value for part in parts for value in part.confidence],
+    )
 
 
 @torch.no_grad()
@@ -101,13 +108,9 @@ def segment(
     images: ImageFeatures,
     image_index: list[int],
     captions: list[str],
-    confidence: list[float] | None = None,
-) -> list[torch.Tensor]:
-    """Return the (H, W) bool masks of captions, by a forward of the forced "Sure, [SEG]".
-
-    Args: confidence: see `row_masks`.
-    """
-    masks = []
+) -> RowMasks:
+    """Return the masks of captions, by a forward of the forced "Sure, [SEG]"."""
+    parts = []
     for rows in chunks(range(len(captions))):
         chunk_images = [image_index[p] for p in rows]
         prompts = policy.segment_prompts(images, chunk_images, [captions[p] for p in rows])
@@ -116,8 +119,8 @@ def segment(
         hidden = policy.read(images, prompts.followed_by(forced))[:, 0]  # (p, C)
         with policy.autocast():
             embeddings = policy.model.text_hidden_fcs(hidden).float()  # (p, D)
-        masks += row_masks(policy, images, chunk_images, range(len(rows)), embeddings, confidence)
-    return masks
+        parts.append(row_masks(policy, images, chunk_images, range(len(rows)), embeddings))
+    return join(parts)
 
 
 def segment_generated(
@@ -126,19 +129,19 @@ def segment_generated(
     image_index: list[int],
     captions: list[str],
     max_new_tokens: int,
-    confidence: list[float] | None = None,
-) -> list[torch.Tensor]:
-    """Return the (H, W) bool masks of captions, by greedy answers of the model itself.
+) -> RowMasks:
+    """Return the masks of captions, by greedy answers of the model itself.
 
-    In chunks of `segment_by_own_answer`. Args: confidence: see `row_masks`.
+    In chunks of `segment_by_own_answer`.
     """
-    masks = []
+    parts = []
     for rows in chunks(range(len(captions))):
         chunk_images, chunk_captions = [image_index[p] for p in rows], [captions[p] for p in rows]
-        masks += segment_by_own_answer(
-            policy, images, chunk_images, chunk_captions, max_new_tokens, confidence
-        )[0]
-    return masks
+        segmented, _, _ = segment_by_own_answer(
+            policy, images, chunk_images, chunk_captions, max_new_tokens
+        )
+        parts.append(segmented)
+    return join(parts)
 
 
 def region_grids(policy: Sa2VAPolicy, masks: list[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -73,11 +73,9 @@ class LatentMaskAction(LatentAction):
             noise = rng.normals(rows.tolist(), mean.shape[1])
             z = mean + self.sigma * correlated_noise(to_device(noise, mean.device), self.factor)
             logp = gaussian_logp_per_dim(z, mean, self.sigma, self.factor)
-        confidence = []
-        masks = row_masks(
-            self.policy, rollout.features, rollout.prompts.image_index, rows.tolist(), z, confidence
-        )
-        return SampledLatents(rows, masks, z, z - mean, logp, confidence)
+        image_index = rollout.prompts.image_index
+        decoded = row_masks(self.policy, rollout.features, image_index, rows.tolist(), z)
+        return SampledLatents(rows, decoded.masks, z, z - mean, logp, decoded.confidence)
 
     def distribution_params(
         self, rollout: Rollout, rows: slice, scores: ScoreOutput

@@ -69,16 +69,14 @@ class MaskCaptionMask(Task):
         texts = truncate_captions(
             policy, [rollout.texts[row] for row in described], context.max_reply_tokens
         )
-        features, tokens, confidences = rollout.features, context.max_reply_tokens, []
+        features, tokens = rollout.features, context.max_reply_tokens
         with context.roles.use("teacher"):
             if self.options.teacher_answer == "forced":
-                teacher_masks = segment(policy, features, image, texts, confidences)
+                segmented = segment(policy, features, image, texts)
             else:
-                teacher_masks = segment_generated(
-                    policy, features, image, texts, tokens, confidences
-                )
-        for row, mask, value in zip(described, teacher_masks, confidences, strict=True):
-            masks[row], confidence[row] = mask, value
+                segmented = segment_generated(policy, features, image, texts, tokens)
+        for k, row in enumerate(described):
+            masks[row], confidence[row] = segmented.masks[k], segmented.confidence[k]
         rewards = {"iou": mask_iou(masks, targets)}
         if context.judge:
             rewards["meteor"] = meteor(captions, rollout.texts)

@@ -190,7 +190,7 @@ class Fuzz:
     def forward(self, batch, where):
         """Both prompts through the tiny model."""
         images = self.policy.encode(batch)
-        [mask] = segment(self.policy, images, [0], batch.captions)
+        [mask] = segment(self.policy, images, [0], batch.captions).masks
         assert mask.shape == batch.masks[0].shape, where
         question = (self.policy, images, [0], batch.masks, batch.captions)
         assert 0 < caption_likelihood(*question, 64).item() <= 1, where

@@ -70,7 +70,7 @@ def test_the_teacher_shares_images_and_says_the_same(
     for way in (slow, fast):
         with way(model.engine):
             found[way] = (
-                sa2va_queries.segment(model, images, image, captions),
+                sa2va_queries.segment(model, images, image, captions).masks,
                 sa2va_queries.describe(model, images, image, masks, STEPS),
                 sa2va_queries.caption_likelihood(model, images, image, masks, captions, STEPS),
             )

@@ -9,6 +9,7 @@ from rl_train.evaluation import cycle_metrics
 from rl_train.evaluation.bootstrap import means, metrics_of
 from rl_train.evaluation.cycle_metrics import METRICS, measure_texts
 from rl_train.evaluation.evaluate import EvalSpec, _merge
+from rl_train.policies.sa2va_queries import RowMasks
 from rl_train.rewards import meteor
 from rl_train.rollout import Batch
 from rl_train.utils.rng import RowRNG
@@ -41,7 +42,7 @@ def measure_answers(monkeypatch):
 
         def answer(*_):
             found, rows = next(answered)
-            return found, torch.tensor(rows, dtype=torch.long), None
+            return RowMasks(found, []), torch.tensor(rows, dtype=torch.long), None
 
         monkeypatch.setattr(cycle_metrics, "describe", lambda *_: next(described))
         monkeypatch.setattr(cycle_metrics, "segment_by_own_answer", answer)
@@ -164,7 +165,7 @@ def test_the_best_of_sampled_captions_by_hand(monkeypatch):
         complete=complete,
     )
     masks = [rectangle(2, 10), rectangle(4, 10), rectangle(5, 10), rectangle(2, 10)]
-    monkeypatch.setattr(cycle_metrics, "segment_generated", lambda p, i, rows, texts, n: masks)
+    monkeypatch.setattr(cycle_metrics, "segment_generated", lambda *_: RowMasks(masks, []))
     monkeypatch.setattr(cycle_metrics, "truncate_captions", lambda policy, texts, _: texts)
     images = SimpleNamespace(prompt_masks=["g", "h"])
     found = cycle_metrics.measure_samples(policy, batch, images, 6, 2)

@@ -37,13 +37,13 @@ def test_a_teacher_that_says_what_is_forced_finds_the_same(model, images, batch,
     captions += ["the checked red circle in the top right of the picture", "A white circle above."]
     prompts = model.segment_prompts(images, image, captions)
     assert set(model.complete(images, prompts, 1, STEPS)[1]) == {"Sure, [SEG]."}
-    masks = segment_generated(model, images, image, captions, STEPS)
+    masks = segment_generated(model, images, image, captions, STEPS).masks
     assert [mask.shape for mask in masks] == [images.sizes[i] for i in image]
     assert sum(bool(mask.any()) for mask in masks) > 4
-    assert all_equal(masks, segment(model, images, image, captions))
-    assert all_equal(masks, segment_generated(model, images, image, captions, STEPS))
+    assert all_equal(masks, segment(model, images, image, captions).masks)
+    assert all_equal(masks, segment_generated(model, images, image, captions, STEPS).masks)
     assert not torch.equal(masks[0], masks[5])  # one image, two captions
-    assert segment_generated(model, images, [], [], STEPS) == []
+    assert segment_generated(model, images, [], [], STEPS).masks == []
 
 
 def test_grids_of_masks_of_several_sizes(model, batch):
@@ -83,14 +83,15 @@ def test_a_mask_is_the_union_of_what_the_teacher_says(model, images, batch, monk
     every = torch.ones(3, 4, dtype=torch.bool)
     said = Completions(ids, torch.zeros(3, 4), every, every[:, 0], hidden)
     monkeypatch.setattr(model.engine, "generate", lambda *_, **__: said)
-    masks = segment_generated(model, images, [0, 0, 0], batch.captions[:3], 4, sure := [])
+    segmented = segment_generated(model, images, [0, 0, 0], batch.captions[:3], 4)
+    masks, sure = segmented.masks, segmented.confidence
     same, rows, means = segment_by_own_answer(model, images, [0, 0, 0], batch.captions[:3], 4)
-    assert all_equal(masks, same) and rows.tolist() == [0, 0, 1]
+    assert all_equal(masks, same.masks) and rows.tolist() == [0, 0, 1]
     with torch.no_grad():
         of_seg = torch.stack([hidden[0, 1], hidden[0, 2], hidden[1, 2]])
         prompts = model.model.text_hidden_fcs(of_seg)
     torch.testing.assert_close(means, prompts)
-    first, second, third = row_masks(model, images, [0, 0, 0], [0, 1, 2], prompts)
+    first, second, third = row_masks(model, images, [0, 0, 0], [0, 1, 2], prompts).masks
     assert all_equal(masks, [first | second, third, first & False])
     assert not all_equal([first], [second])
     with torch.no_grad():
@@ -220,6 +221,6 @@ def test_features_of_part_of_a_batch_are_those_of_the_whole(model, images, batch
             prompt_masks=batch.inputs.prompt_masks[:1],
         ),
     )
-    mask = segment(model, model.encode(alone), [0], batch.captions[:1])[0]
-    together = segment(model, images, [0, 1], batch.captions[:2])[0]
+    mask = segment(model, model.encode(alone), [0], batch.captions[:1]).masks[0]
+    together = segment(model, images, [0, 1], batch.captions[:2]).masks[0]
     assert (mask != together).float().mean() < 1e-3 and mask.any()

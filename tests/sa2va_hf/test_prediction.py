@@ -54,8 +54,8 @@ def test_masks_are_those_of_the_batched_form(built, scenes, batch):
     images = built.encode(batch)
     prompts = built.segment_prompts(images, [0, 1, 2, 3], batch.captions)
     texts = built.complete(images, prompts, 1, 16)[1]
-    masks, _, _ = segment_by_own_answer(built, images, [0, 1, 2, 3], batch.captions, 16)
-    for scene, text, mask in zip(scenes, texts, masks):
+    segmented, _, _ = segment_by_own_answer(built, images, [0, 1, 2, 3], batch.captions, 16)
+    for scene, text, mask in zip(scenes, texts, segmented.masks):
         result = predict(
             built, image=scene["image"], text=SEGMENT.format(x=scene["caption"].lower().rstrip("."))
         )

@@ -142,10 +142,10 @@ class Report:
                         )
                     )
                 texts = [caption(*phrase) for phrase in phrases]
-                masks, *_ = segment_by_own_answer(
+                segmented, _, _ = segment_by_own_answer(
                     self.policy, features, [0] * len(texts), texts, TOKENS
                 )
-                for num_right, mask, phrase in zip(counts, masks, phrases):
+                for num_right, mask, phrase in zip(counts, segmented.masks, phrases):
                     ious = mask_iou([mask] * len(truth), list(truth), 0.0)
                     # It lies on the object with which its IoU is largest.
                     hit = ious[index] > 0 and int(ious.argmax()) == index

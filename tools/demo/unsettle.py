@@ -97,7 +97,7 @@ def measure_masks(
         rows = list(range(len(batch)))
         with policy.autocast():
             prompts = scale * policy.model.text_hidden_fcs(hidden).float()
-        masks = row_masks(policy, features, rows, rows, prompts)
+        masks = row_masks(policy, features, rows, rows, prompts).masks
         targets = [mask.to(policy.device) for mask in batch.masks]
         ious.append(mask_iou(masks, targets).cpu())
         right.append(on_target(masks, batch.masks, batch.distractors))

@@ -99,7 +99,7 @@ def ious_of(policy: "Sa2VAPolicy", batch: "Batch", max_new_tokens: int) -> dict[
     for value in GRIDS["threshold"][0]:
         ious_of_scalar["threshold"].append(mask_iou([x > value for x in logits], targets, 1.0))
     for value in GRIDS["scale"][0]:
-        masks = row_masks(policy, images, rows, segs, value * prompts)
+        masks = row_masks(policy, images, rows, segs, value * prompts).masks
         ious_of_scalar["scale"].append(mask_iou(masks, targets, 1.0))
     return {scalar: torch.stack(ious, 1).double().cpu() for scalar, ious in ious_of_scalar.items()}
 

@@ -98,7 +98,7 @@ def test_what_is_found_of_phrases_is_what_the_loops_measure(data, monkeypatch):
     with torch.no_grad():
         ((batch, features, hidden),) = unsettle.phrases(policy, data / "train", seed=0)
         found = unsettle.measure_masks(policy, [(batch, features, hidden)], 1.0)
-        masks = segment(policy, features, list(range(8)), batch.captions)
+        masks = segment(policy, features, list(range(8)), batch.captions).masks
         worse = unsettle.measure_masks(policy, [(batch, features, hidden)], 0.0)
     iou = mask_iou(masks, batch.masks).mean().item()
     right = on_target(masks, batch.masks, batch.distractors).double().mean().item()

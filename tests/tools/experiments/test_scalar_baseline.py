@@ -30,7 +30,7 @@ def test_several_masks_of_an_answer_are_one(model, batch, images):
         _, _, prompts = segment_by_own_answer(model, images, range(4), batch.captions, 16)
     prompts, segs = prompts[[0, 1, 2]], [0, 0, 2]
     logits = row_logits(model, images, segs, prompts)
-    masks = row_masks(model, images, [0, 1, 2, 3], segs, prompts)
+    masks = row_masks(model, images, [0, 1, 2, 3], segs, prompts).masks
     assert all(torch.equal(one > 0, mask) for one, mask in zip(logits, masks))
     assert masks[0].any() and not (logits[1] > -100).any()
 
