@@ -130,7 +130,7 @@ class DataConfig:
     )
     max_bad_fraction: float = flag(
         0.01,
-        "fraction of damaged samples above which the run stops",
+        "fraction of bad samples (skipped, or replaced on reading) above which the run stops",
         type=FRACTION,
         free_on_resume=True,
     )
