@@ -98,7 +98,7 @@ def embed(
     used = sorted(set(prompts.image_index))
     starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
     features = torch.cat([images.vision[starts[i] : starts[i + 1]] for i in used])
-    features = model.mlp1(features).split([images.tiles[i] for i in used])
+    features = model.project(features).split([images.tiles[i] for i in used])
     of_image = dict(zip(used, features))
     flags = None
     if prompts.prompt_masks is not None:  # regions refer to an image's last tile

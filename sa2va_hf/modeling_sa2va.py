@@ -1,60 +1,67 @@
-"""Sa2VA: InternVL vision encoder, projector, LLM, and SAM2 behind a `[SEG]` token.
+"""Sa2VA: a vision-language model, and SAM2 behind a `[SEG]` token.
 
-Composed of transformers' own modules; this file joins them: image and region tokens go into the
-LLM's embeddings, the hidden state at `[SEG]` prompts SAM2's mask decoder. Files have the layout of
-the original checkpoints.
+Composed of transformers' own modules. This file has what all families share: SAM2, the layers
+that make its prompt of the hidden state at `[SEG]`, and the files, in the layout of the original
+checkpoints. The families join image and text tokens (`internvl`, `qwen_vl`).
 
-Letters: B sequences, L their length, V vocabulary, C LLM width, t tiles, P prompts, n regions.
+Letters: B sequences, L their length, V vocabulary, C LLM width, P prompts.
 """
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
-from transformers import InternVLVisionModel, Qwen2ForCausalLM, Sam2VideoModel
+from transformers import Sam2VideoModel
 from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
 from .configuration_sa2va import Sa2VAConfig
 from .hub import model_folder
 from .mask_decoder import decode_candidates, decoder_features
-from .prediction import MAX_NEW_TOKENS, generate, predict_forward
+from .prediction import MAX_NEW_TOKENS, predict_forward
 from .processing_sa2va import normalise_sam_pixels
-from .templates import IMG_CONTEXT_TOKEN, token_ids
-from .to_device import to_device
+from .templates import token_ids
 from .tokenizer import load_tokenizer
-from .visual_tokens import context_features, pixel_shuffle
-from .weights import LM_HEAD, default_dtype
+from .weights import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 class Sa2VAModel(nn.Module):
-    """Sa2VA of native modules; `mlp1` projects image tokens, `grounding_encoder` is SAM2.
+    """Sa2VA of native modules; `grounding_encoder` is SAM2.
 
-    The `<IMG_CONTEXT>` and `[SEG]` ids come from a tokenizer: `bind_tokenizer`, else the one in the
-    folder that the model was loaded from. `img_context_id` and `seg_id` may also be set by hand,
-    under the original's names too (`img_context_token_id`, `seg_token_idx`).
+    `Sa2VAModel(config)` and `Sa2VAModel.from_pretrained(folder)` return the class of the
+    configuration's family (`families.FAMILIES`).
+
+    The ids of the image token and of `[SEG]` come from a tokenizer: `bind_tokenizer`, else the one
+    in the folder that the model was loaded from. `img_context_id` and `seg_id` may also be set by
+    hand, under the original's names too (`img_context_token_id`, `seg_token_idx`).
     """
+
+    image_token: ClassVar[str]  # stands in a prompt for each token of an image
+    special_tokens: ClassVar[tuple[str, ...]]  # single tokens of the family's tokenizers
+    # Names of two tensors in the state dict
+    embed_tokens_key: ClassVar[str]
+    lm_head_key: ClassVar[str]
+    # The causal language model, with .model, .lm_head and .config as transformers' own
+    language_model: Any
+
+    def __new__(cls, config: Sa2VAConfig | None = None) -> "Sa2VAModel":
+        if cls is Sa2VAModel:
+            from .families import family_of  # the table names subclasses of this class
+
+            cls = family_of(config.raw).model
+        return super().__new__(cls)
 
     def __init__(self, config: Sa2VAConfig):
         super().__init__()
         self.config = config
-        # Pixel shuffle joins 2 x 2 patches, so a token is four times as wide as a patch.
-        vit = config.vision.hidden_size * int(1 / config.downsample_ratio) ** 2
+        self.build(config)
         width = config.llm.hidden_size
-        self.vision_model = InternVLVisionModel(config.vision)
-        self.mlp1 = nn.Sequential(
-            nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width)
-        )
-        self.language_model = Qwen2ForCausalLM(config.llm)
-        if config.tied:
-            self.language_model.lm_head.weight = self.language_model.model.embed_tokens.weight
         self.grounding_encoder = Sam2VideoModel(config.sam2)
         # One Gaussian matrix in the original, held by two native modules.
         self.grounding_encoder.prompt_encoder.shared_embedding = (
@@ -69,8 +76,12 @@ class Sa2VAModel(nn.Module):
         self.img_context_id = self.seg_id = self.tokenizer = self.folder = None
         self.max_new_tokens = MAX_NEW_TOKENS  # of predict_forward
         # The one of two tied tensors that files leave out.
-        self.unwritten = LM_HEAD if config.tied else None
+        self.unwritten = self.lm_head_key if config.tied else None
         self.eval()
+
+    def build(self, config: Sa2VAConfig):
+        """Add the modules of vision and language."""
+        raise NotImplementedError
 
     @property
     def img_context_token_id(self) -> int | None:
@@ -90,23 +101,23 @@ class Sa2VAModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.mlp1[1].weight.device
+        return self.text_hidden_fcs[0].weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.language_model.dtype
+        return self.get_input_embeddings().weight.dtype
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.language_model.get_input_embeddings()
 
     def bind_tokenizer(self, tokenizer: "PreTrainedTokenizerBase"):
-        """Take the ids of `<IMG_CONTEXT>` and `[SEG]` from a tokenizer, and keep it.
+        """Take the ids of the image token and `[SEG]` from a tokenizer, and keep it.
 
         Raises:
             ValueError: a token of Sa2VA's is not a single one there, or lies beyond the vocabulary.
         """
-        ids = token_ids(tokenizer, self.config.llm.vocab_size)
-        self.img_context_id, self.seg_id = ids[IMG_CONTEXT_TOKEN], ids["[SEG]"]
+        ids = token_ids(tokenizer, self.config.llm.vocab_size, self.special_tokens)
+        self.img_context_id, self.seg_id = ids[self.image_token], ids["[SEG]"]
         self.tokenizer = tokenizer
 
     def require_tokenizer(self):
@@ -115,101 +126,10 @@ class Sa2VAModel(nn.Module):
             return
         if self.folder is None or not (self.folder / "tokenizer_config.json").is_file():
             raise ValueError(
-                f"the id of {IMG_CONTEXT_TOKEN} is not known: call bind_tokenizer with Sa2VA's "
+                f"the id of {self.image_token} is not known: call bind_tokenizer with Sa2VA's "
                 "tokenizer first"
             )
         self.bind_tokenizer(load_tokenizer(self.folder))
-
-    # Vision and language
-
-    def vision_features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return features (t, tokens, 4 * ViT width) of tiles, after pixel shuffle, before `mlp1`.
-
-        Args:
-            pixel_values: (t, 3, S, S), normalised. Tokens are row-major.
-        """
-        dtype = self.vision_model.embeddings.cls_token.dtype
-        # Patch tokens (t, 1024, ViT width) for 448 px; the class token is dropped.
-        x = self.vision_model(pixel_values.to(dtype)).last_hidden_state[:, 1:]
-        return pixel_shuffle(x)
-
-    def extract_feature(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Return image tokens (t, 256, C) for the LLM of normalised tiles (t, 3, 448, 448)."""
-        return self.mlp1(self.vision_features(pixel_values))
-
-    def embed(
-        self,
-        input_ids: torch.Tensor,
-        image_features: torch.Tensor,
-        prompt_masks: list[torch.Tensor] | None = None,
-        vp_overall_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return token embeddings (B, L, C), with image and region features at `<IMG_CONTEXT>`.
-
-        Args:
-            input_ids: (B, L). If they, and prompt_masks, are on the CPU, nothing waits for the GPU.
-            image_features: (t, tokens, C), all tiles of all samples in batch order, or None for
-                text alone.
-            prompt_masks: list over the flagged tiles of (n, 16, 16) bool regions.
-            vp_overall_mask: (t,) bool, the tile of each sample (its last) that regions refer to.
-
-        Raises:
-            ValueError: the number of `<IMG_CONTEXT>` ids differs from the number of features (the
-                original prints a line and then computes without any image, or repeats features);
-                no tokenizer is known.
-        """
-        ids = to_device(input_ids, self.device)
-        embeds = self.language_model.get_input_embeddings()(ids)  # (B, L, C)
-        if image_features is None:
-            return embeds
-        self.require_tokenizer()
-        features = context_features(image_features, prompt_masks, vp_overall_mask)
-        # Slots of the whole batch in order, as `features` are: (slots,), (slots, C).
-        slots = (input_ids == self.img_context_id).flatten().nonzero()[:, 0]
-        if len(slots) != len(features):
-            raise ValueError(
-                f"the prompts hold {len(slots)} {IMG_CONTEXT_TOKEN} tokens, the tiles and "
-                f"regions give {len(features)} features"
-            )
-        slots, flat = to_device(slots, self.device), embeds.flatten(0, 1)
-        # Not in place: autograd follows features and embeddings.
-        return flat.index_copy(0, slots, features.to(embeds.dtype)).view(embeds.shape)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        pixel_values: torch.Tensor | None = None,
-        prompt_masks: list[torch.Tensor] | None = None,
-        vp_overall_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        *,
-        image_features: torch.Tensor | None = None,
-    ):
-        """Return logits and last hidden states of full sequences.
-
-        Args:
-            input_ids, attention_mask: (B, L), padded on either side.
-            pixel_values: (t, 3, 448, 448) tiles of all samples in batch order.
-            prompt_masks, vp_overall_mask: see `embed`.
-            position_ids: (B, L); default counts the attended tokens.
-            image_features: (t, tokens, C) from `extract_feature`, instead of pixel_values.
-
-        Returns:
-            .logits (B, L, V); .hidden_states, a tuple of one: (B, L, C) after the final RMSNorm.
-        """
-        if pixel_values is not None:
-            image_features = self.extract_feature(pixel_values)
-        embeds = self.embed(input_ids, image_features, prompt_masks, vp_overall_mask)
-        if position_ids is None:
-            position_ids = positions(attention_mask)
-        hidden = self.language_model.model(
-            inputs_embeds=embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            use_cache=False,
-        ).last_hidden_state
-        return SimpleNamespace(logits=self.language_model.lm_head(hidden), hidden_states=(hidden,))
 
     # SAM2
 
@@ -264,7 +184,7 @@ class Sa2VAModel(nn.Module):
         self.bind_tokenizer(tokenizer)
         self.max_new_tokens = max_new_tokens
 
-    generate, predict_forward = generate, predict_forward
+    predict_forward = predict_forward
 
     # Checkpoints
 
@@ -350,7 +270,7 @@ class Sa2VAModel(nn.Module):
             del state[self.unwritten]
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             # Of two names of one storage only one would be written.
-            state[LM_HEAD] = state[LM_HEAD].clone()
+            state[self.lm_head_key] = state[self.lm_head_key].clone()
         state = {
             k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()
         }

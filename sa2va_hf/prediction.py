@@ -4,6 +4,8 @@ Letters: t tiles or frames, n regions, M [SEG] tokens of the answer, F frames, H
 width, C LLM width.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +13,7 @@ import torch
 from PIL import Image
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from .processing_sa2va import Sa2VAProcessor, normalise_sam_pixels, region_grid, upsample_masks
-from .templates import chat_template, image_string, region_string
+from .processing_sa2va import Sa2VAProcessor, normalise_sam_pixels, upsample_masks
 from .video import track
 
 if TYPE_CHECKING:
@@ -46,58 +47,25 @@ class StopWords(StoppingCriteria):
         return torch.tensor([text.endswith(self.words) for text in texts], device=input_ids.device)
 
 
-@torch.no_grad()
-def generate(
-    model: "Sa2VAModel",
-    pixel_values: torch.Tensor | None = None,
-    input_ids: torch.Tensor | None = None,
-    attention_mask: torch.Tensor | None = None,
-    visual_features: torch.Tensor | None = None,
-    generation_config: "GenerationConfig | None" = None,
-    output_hidden_states: bool | None = None,
-    return_dict: bool | None = None,
-    prompt_masks: list[torch.Tensor] | None = None,
-    vp_overall_mask: torch.Tensor | None = None,
-    **kwargs: Any,
-):
-    """Return what transformers' `generate` of the LLM returns for prompts with images.
+@dataclass
+class Request:
+    """What `predict_forward` is asked, beside the model."""
 
-    Args:
-        model: `Sa2VAModel`, whose tokenizer is known.
-        pixel_values: (t, 3, S, S) tiles of all prompts in batch order, or a list of (n, 3, S, S) or
-            (3, S, S); tiles of zeros are no image. None for text alone.
-        input_ids: (B, L), padded on the left; attention_mask: (B, L), all ones if None.
-        visual_features: (t, tokens, C) of these tiles, in place of `extract_feature`.
-        prompt_masks, vp_overall_mask: see `Sa2VAModel.embed`.
-        return_dict: ignored, as in the original.
-        kwargs: of the LLM's `generate`.
+    text: str
+    frames: list[Image.Image]  # the image, or the frames that the LLM sees; [] for text alone
+    is_image: bool  # not a video
+    past_text: str
+    mask_prompts: list[np.ndarray | torch.Tensor] | None
 
-    Raises:
-        ValueError: as `Sa2VAModel.embed`, where the original computes without the image.
 
-    Source: `generate` in the original's `modeling_sa2va_chat.py`.
-    """
-    ids, features = input_ids.to(model.device), None
-    if pixel_values is not None:
-        if isinstance(pixel_values, list):
-            pixel_values = torch.cat([p[None] if p.ndim == 3 else p for p in pixel_values])
-        elif pixel_values.ndim == 5:
-            pixel_values = pixel_values.flatten(0, 1)
-        tiles = pixel_values.to(model.device)
-        features = model.extract_feature(tiles) if visual_features is None else visual_features
-        shown = tiles.flatten(1).any(1)  # (t,): not a tile of zeros
-        features = features[shown.to(features.device)]
-        if vp_overall_mask is not None:
-            vp_overall_mask = vp_overall_mask.bool()[shown.to(vp_overall_mask.device)]
-    mask = torch.ones_like(ids) if attention_mask is None else attention_mask.to(model.device)
-    return model.language_model.generate(
-        inputs_embeds=model.embed(ids, features, prompt_masks, vp_overall_mask),
-        attention_mask=mask,
-        generation_config=generation_config,
-        output_hidden_states=output_hidden_states,
-        use_cache=True,
-        **kwargs,
-    )
+@dataclass
+class PredictionInputs:
+    """One prompt as a family gives it to its language model."""
+
+    generate: Callable[..., torch.Tensor]  # of transformers
+    arguments: dict[str, torch.Tensor]  # of `generate`
+    stop_words: list[str]
+    num_returned: int = 0  # tokens of the prompt that `generate` returns before the answer
 
 
 @torch.no_grad()
@@ -157,44 +125,15 @@ def predict_forward(
     if tokenizer is not None and model.img_context_id is None:
         model.bind_tokenizer(tokenizer)
     model.tokenizer = tokenizer = model.tokenizer if tokenizer is None else tokenizer
-    _check(image, video, text, past_text, mask_prompts, tokenizer)
-    config = model.config
-    processor = Sa2VAProcessor(config)
-    template = chat_template(config.template)
+    _check(image, video, text, tokenizer)
     frames = [image] if image is not None else list(video or [])
-
-    tiles, grids, image_tokens = None, None, ""
-    if image is not None:
-        tiles = processor.tiles(image)  # (t, 3, S, S)
-        image_tokens = image_string(len(tiles), config.tokens_per_tile)
-    elif video:
-        tiles = torch.cat(
-            [Sa2VAProcessor(config, max_tiles=1).tiles(frame) for frame in frames[:LLM_FRAMES]]
-        )
-        image_tokens = "\n".join([image_string(1, config.tokens_per_tile)] * len(tiles))
-    if mask_prompts is not None:
-        grids = _region_grids(processor, mask_prompts)  # (n, g, g)
-        image_tokens += region_string(grids.flatten(1).sum(1).tolist())
-    prompt = past_text + template["INSTRUCTION"].replace(
-        "{input}", text.replace("<image>", image_tokens)
-    )
-    ids = torch.tensor([tokenizer.encode(prompt)], device=model.device)  # (1, L)
-
-    features = None if tiles is None else model.extract_feature(tiles.to(model.device))
-    # Regions refer to the thumbnail, or the only tile: the last.
-    flags = None if grids is None else torch.arange(len(tiles)) == len(tiles) - 1
-    embeds = model.embed(ids, features, None if grids is None else [grids], flags)
-    answer, hidden = _generate(
-        model.language_model,
-        embeds,
-        tokenizer,
-        template.get("STOP_WORDS", []),
-        model.max_new_tokens,
-    )
+    request = Request(text, frames[:LLM_FRAMES], image is not None, past_text, mask_prompts)
+    answer, hidden = _generate(model, model.prediction_inputs(request, tokenizer), tokenizer)
     # A [SEG] as last token has no hidden state.
     seg = hidden[answer[:-1] == model.seg_id]  # (M, C)
     masks = []
     if frames and len(seg):
+        processor = Sa2VAProcessor(model.config)
         masks = _masks(model, processor, frames, model.text_hidden_fcs(seg), rounded_normalisation)
     return {
         "prediction": tokenizer.decode(answer.tolist(), skip_special_tokens=False).strip(),
@@ -202,7 +141,7 @@ def predict_forward(
     }
 
 
-def _check(image, video, text, past_text, mask_prompts, tokenizer):
+def _check(image, video, text, tokenizer):
     if text is None or tokenizer is None:
         raise ValueError(f"predict_forward needs {'text' if text is None else 'a tokenizer'}")
     if image is not None and video is not None:
@@ -212,67 +151,29 @@ def _check(image, video, text, past_text, mask_prompts, tokenizer):
             "the frames of a video must have one size, "
             f"got {sorted({frame.size for frame in video})}"
         )
-    if mask_prompts is not None and (image is None or past_text):
-        raise ValueError("mask_prompts need an image and no past_text")
-    if mask_prompts is not None and len(mask_prompts) != 1:
-        raise ValueError(
-            "mask_prompts is a list of one (n, H, W) array for the one image, "
-            f"got {len(mask_prompts)}"
-        )
-    if "<image>" in text and past_text:
-        raise ValueError(
-            "<image> belongs to the first turn: text holds it although past_text is not empty"
-        )
-    if (
-        (image is not None or video is not None)
-        and "<image>" not in text
-        and "<IMG_CONTEXT>" not in past_text
-    ):
-        raise ValueError(
-            "an image or video was given, but text has no <image> and past_text no image tokens"
-        )
 
 
-def _region_grids(processor, mask_prompts) -> torch.Tensor:
-    """Return the regions' cells (n, g, g) bool; ValueError names a region without a pixel."""
-    masks = mask_prompts[0]
-    masks = (
-        masks.cpu() if isinstance(masks, torch.Tensor) else torch.as_tensor(np.asarray(masks))
-    ).bool()
-    if masks.ndim != 3 or len(masks) == 0:
-        raise ValueError(f"mask_prompts[0] must be (n, H, W) with n >= 1, got {tuple(masks.shape)}")
-    empty = (~masks.flatten(1).any(1)).nonzero()[:, 0].tolist()
-    if empty:
-        raise ValueError(f"mask_prompts: region{empty[0] + 1} has no pixel")
-    return region_grid(masks, processor.grid_size, processor.image_size, "nearest")
+def _generate(model, inputs, tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return greedy tokens (T,) after a prompt, and their [SEG] states (T-1, C).
 
-
-def _generate(
-    language_model, embeds, tokenizer, stop_words, max_new_tokens
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return greedy tokens (T,) after the prompt (1, L, C), and their hidden states (T-1, C).
-
-    These are of the last layer, at all tokens but the last, which is never an input.
+    These are at all tokens but the last, which is never an input.
     """
     states = []
-    # A hook after the final norm: `output_hidden_states` would keep all layers'.
-    handle = language_model.model.register_forward_hook(
-        lambda module, args, out: states.append(out.last_hidden_state[0, -1])
-    )
+    # A hook: `output_hidden_states` would keep all layers'.
+    handle = model.record_states(states)
     pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=model.max_new_tokens,
         do_sample=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=pad,
     )
     try:
-        answer = language_model.generate(
-            inputs_embeds=embeds,
-            attention_mask=torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device),
+        answer = inputs.generate(
+            **inputs.arguments,
             generation_config=config,
-            stopping_criteria=StoppingCriteriaList([StopWords(tokenizer, stop_words)]),
-        )[0]
+            stopping_criteria=StoppingCriteriaList([StopWords(tokenizer, inputs.stop_words)]),
+        )[0, inputs.num_returned :]
     finally:
         handle.remove()
     # State 0 is of the prompt's last position, state k of token k-1.

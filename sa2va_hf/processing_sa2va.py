@@ -4,6 +4,8 @@ Sources: `dynamic_preprocess` of InternVL; `predict_forward` and `DirectResize` 
 Sa2VA code.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -154,54 +156,21 @@ def _imagenet(device):
 class Sa2VAProcessor:
     """Turns PIL images and masks into the tensors that `Sa2VAModel` takes.
 
-    Args:
-        config: `Sa2VAConfig`.
-        max_tiles: 1 = the whole image as one tile (describe-anything training); up to 12 tiles plus
-            a thumbnail as in `predict_forward`. Default: the config's `max_dynamic_patch`.
+    `Sa2VAProcessor(config)` returns the class of the configuration's family. Args: `config`; others
+    are the family's own.
     """
 
-    def __init__(self, config: Sa2VAConfig, max_tiles: int | None = None):
-        self.config = config
-        self.max_tiles = config.raw["max_dynamic_patch"] if max_tiles is None else max_tiles
-        self.image_size, self.grid_size = config.image_size, config.grid_size
-        self.sam_size = config.sam2.image_size
-        # Each of the two trainings has its rule, and its number of tiles.
-        self.rule = "area" if self.max_tiles == 1 else "nearest"
+    def __new__(
+        cls, config: Sa2VAConfig | None = None, *args: Any, **others: Any
+    ) -> "Sa2VAProcessor":
+        if cls is Sa2VAProcessor:
+            from .families import family_of  # the table names subclasses of this class
 
-    def tile_images(self, image: Image.Image) -> list[Image.Image]:
-        """Return the tiles in row-major order; then, if there is more than one, the thumbnail."""
-        image, s = to_rgb(image), self.image_size
-        columns, rows = tile_grid(
-            image.width, image.height, self.max_tiles, s, self.config.raw["min_dynamic_patch"]
-        )
-        whole = image.resize((columns * s, rows * s))  # the aspect ratio may change, as in InternVL
-        tiles = [
-            whole.crop((c * s, r * s, (c + 1) * s, (r + 1) * s))
-            for r in range(rows)
-            for c in range(columns)
-        ]
-        if len(tiles) > 1 and self.config.raw["use_thumbnail"]:
-            tiles.append(image.resize((s, s)))
-        return tiles
+            cls = family_of(config.raw).processor
+        return super().__new__(cls)
 
-    def tiles(self, image: Image.Image) -> torch.Tensor:
-        """Return the tiles (t, 3, S, S) as float32, ImageNet-normalised.
-
-        The last tile is the whole image, the one that regions refer to.
-        """
-        return normalise_tiles(self.tile_pixels(image))
-
-    def tile_pixels(self, image: Image.Image) -> torch.Tensor:
-        """Return the tiles (t, 3, S, S) as uint8, which `normalise_tiles` makes `tiles` of."""
-        return torch.stack([planes(tile) for tile in self.tile_images(image)])
-
-    def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Return cells (g, g) bool of a mask (H, W), or (n, g, g) of (n, H, W): `region_grid`."""
-        mask = torch.as_tensor(mask).bool()
-        grid = region_grid(
-            mask if mask.ndim == 3 else mask[None], self.grid_size, self.image_size, self.rule
-        )
-        return grid if mask.ndim == 3 else grid[0]
+    def __init__(self, config: Sa2VAConfig):
+        self.config, self.sam_size = config, config.sam2.image_size
 
     def sam_image(self, image: Image.Image) -> torch.Tensor:
         """Return the image resized (bicubic) to (3, 1024, 1024) uint8, whatever its shape."""

@@ -49,14 +49,16 @@ PROMPT_TEMPLATE = {
 }
 
 
-def token_ids(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> dict[str, int]:
-    """Return the id of each of SPECIAL_TOKENS.
+def token_ids(
+    tokenizer: "PreTrainedTokenizerBase", vocab_size: int, tokens: tuple[str, ...] = SPECIAL_TOKENS
+) -> dict[str, int]:
+    """Return the id of each of `tokens`, which are special ones.
 
     Raises:
         ValueError: one of them is not a single token, or lies beyond the model's vocabulary.
     """
     ids = {}
-    for token in SPECIAL_TOKENS:
+    for token in tokens:
         piece = tokenizer.encode(token, add_special_tokens=False)
         if len(piece) != 1:
             raise ValueError(

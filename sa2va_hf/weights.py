@@ -12,8 +12,8 @@ from torch import nn
 from .checkpoint_keys import native_tensor, original_shapes
 
 INDEX = "model.safetensors.index.json"
+SAM3_KEY = ".sam2_convs."  # in names of weights of SAM3 alone
 DTYPES = ("F32", "BF16", "F16", "F64")
-EMBED_TOKENS, LM_HEAD = "language_model.model.embed_tokens.weight", "language_model.lm_head.weight"
 
 
 @contextlib.contextmanager
@@ -36,13 +36,18 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
     """
     files, source = find_keys(folder), {}
     llm, tied = model.language_model, model.config.tied
+    embed_tokens, lm_head = model.embed_tokens_key, model.lm_head_key
     # A file with both may hold two that differ: they are read apart, and tied again if equal.
-    if tied and EMBED_TOKENS in files and LM_HEAD in files:
+    if tied and embed_tokens in files and lm_head in files:
         model.unwritten = None
         llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
-    elif tied and (EMBED_TOKENS in files or LM_HEAD in files):  # one tensor under either name
-        present, absent = sorted((EMBED_TOKENS, LM_HEAD), key=lambda key: key not in files)
+    elif tied and (embed_tokens in files or lm_head in files):  # one tensor under either name
+        present, absent = sorted((embed_tokens, lm_head), key=lambda key: key not in files)
         files[absent], source, model.unwritten = files[present], {absent: present}, absent
+    if any(SAM3_KEY in key for key in files):
+        raise ValueError(
+            f"{folder}: its files hold SAM3 in the place of SAM2, which is not supported yet"
+        )
     state = model.state_dict()
     check_keys(folder, files, original_shapes(state))
     # All files stay open: a native tensor may be put together of several.

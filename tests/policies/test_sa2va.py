@@ -15,8 +15,8 @@ from rl_train.roles import Roles
 from rl_train.tasks import MaskCaptionMask
 from rl_train.tasks.base import TaskContext
 from sa2va_hf.batches import ImageFeatures
-from sa2va_hf.modeling_sa2va import IMG_CONTEXT_TOKEN
 from sa2va_hf.processing_sa2va import normalise_tiles
+from sa2va_hf.templates import IMG_CONTEXT_TOKEN
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 

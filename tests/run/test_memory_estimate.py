@@ -9,7 +9,7 @@ from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.run.error_report import is_out_of_memory
 from rl_train.run.memory_estimate import standing_memory
 from rl_train.tasks import mask_caption_mask
-from sa2va_hf import Sa2VAModel
+from sa2va_hf.internvl import InternVLModel
 from tests.runs import complaint_of, flags, on_one_core, run
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -45,8 +45,8 @@ SMALLER_BATCH = "lower --batch_size (and raise --gradient_accumulation_steps)"
 @pytest.mark.parametrize(
     "owner, name, at_call, where, remedy",
     [
-        (Sa2VAModel, "vision_features", 2, "evaluation", SMALLER_BATCH),
-        (Sa2VAModel, "vision_features", 3, "encode", SMALLER_BATCH),
+        (InternVLModel, "vision_features", 2, "evaluation", SMALLER_BATCH),
+        (InternVLModel, "vision_features", 3, "encode", SMALLER_BATCH),
         (Sa2VAPolicy, "complete", 6, "rollout", SMALLER_BATCH),
         (mask_caption_mask, "segment", 1, "teacher", SMALLER_BATCH),
         (Sa2VAPolicy, "score", 1, "reference", "lower --micro_batch_size"),
@@ -73,7 +73,7 @@ def test_memory_that_ends_before_a_run_begins(data, tmp_path, monkeypatch, capsy
     """Any flag may then change; the folder is still free."""
     for name in ("load_weights", "vision_features"):  # the model itself; the calibration's batch
         with monkeypatch.context() as patch:
-            runs_out(patch, Sa2VAModel, name)
+            runs_out(patch, InternVLModel, name)
             sentence = complaint_of(capsys, flags(data, tmp_path, **TINY))
         assert sentence.startswith(
             f"rl_train: out of GPU memory on rank 0, before the first step; {SMALLER_BATCH}; "
@@ -96,7 +96,7 @@ def test_another_fault_keeps_its_traceback(data, tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("shapes differ")
 
-    monkeypatch.setattr(Sa2VAModel, "vision_features", broken)
+    monkeypatch.setattr(InternVLModel, "vision_features", broken)
     with pytest.raises(RuntimeError, match="shapes differ"):
         run(data, tmp_path, **TINY)
     assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from sa2va_hf import Sa2VAModel
 from sa2va_hf.mask_decoder import decode_candidates, decoder_features
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.video import track
@@ -103,11 +102,11 @@ def test_predict_forward(original, recorded, image, pyramid, tokenizer, monkeypa
 
     def embed(ids, *rest):
         seen["prompt"] = ids
-        return Sa2VAModel.embed(original, ids, *rest)
+        return type(original).embed(original, ids, *rest)
 
     def decode_masks(features, rows, prompts):
         seen["prompts"] = prompts
-        seen["logits"] = Sa2VAModel.decode_masks(original, features, rows, prompts)
+        seen["logits"] = type(original).decode_masks(original, features, rows, prompts)
         return seen["logits"]
 
     monkeypatch.setattr(original, "embed", embed)

@@ -1,0 +1,71 @@
+"""Families of Sa2VA: from a config.json to the classes that compute it.
+
+`model_type` is sa2va_chat in all of them, so they are told apart by their sub-configurations. A new
+family is one file beside this one and one line of FAMILIES.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .configuration_sa2va import Sa2VAConfig
+from .internvl import InternVLConfig, InternVLModel, InternVLProcessor
+from .modeling_sa2va import Sa2VAModel
+from .processing_sa2va import Sa2VAProcessor
+
+MODEL_TYPE = "sa2va_chat"
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: what its config.json has, and its classes."""
+
+    name: str
+    looked_for: str  # in config.json, in words
+    matches: Callable[[dict], bool]  # of config.json, whether it is of this family
+    config: type[Sa2VAConfig]
+    model: type[Sa2VAModel]
+    processor: type[Sa2VAProcessor]
+
+
+def _has(raw: dict, *parts: str) -> bool:
+    return all(isinstance(raw.get(part), dict) for part in parts)
+
+
+FAMILIES = (
+    Family(
+        "InternVL",
+        "vision_config and llm_config",
+        lambda raw: _has(raw, "vision_config", "llm_config"),
+        InternVLConfig,
+        InternVLModel,
+        InternVLProcessor,
+    ),
+)
+
+
+def family_of(raw: dict) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        ValueError: it is of none; names what was looked for.
+    """
+    model_type = raw.get("model_type", MODEL_TYPE)
+    named = json.dumps([model_type, raw.get("architectures"), raw.get("auto_map")]).lower()
+    vision = raw.get("vision_config")
+    encoder = vision.get("model_type") if isinstance(vision, dict) else None
+    if "llava" in named or encoder == "clip_vision_model":
+        raise ValueError("config.json: this is a LLaVA; Sa2VA of LLaVA-1.5 is not supported")
+    if model_type != MODEL_TYPE:
+        raise ValueError(
+            f"config.json: model_type is {model_type!r}; only 'sa2va_chat', Sa2VA's, is supported"
+        )
+    for family in FAMILIES:
+        if family.matches(raw):
+            return family
+    looked_for = "; ".join(f"{family.name}: {family.looked_for}" for family in FAMILIES)
+    parts = [name for name in raw if name.endswith("_config")]
+    raise ValueError(
+        f"config.json: of no known family of Sa2VA ({looked_for}); it has "
+        f"{' and '.join(parts) or 'none of them'}"
+    )
