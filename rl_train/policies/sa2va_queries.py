@@ -6,11 +6,14 @@ Greedy, without gradient. Letters: P questions, M [SEG] in their answers, D embe
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from PIL import Image
 
 from rl_train.data.text import phrase
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.iou import mask_confidence
+from rl_train.rollout import Batch
 from sa2va_hf.batches import ImageFeatures
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.to_device import to_device
@@ -18,6 +21,7 @@ from sa2va_hf.to_device import to_device
 ROWS_AT_ONCE = 64  # rows of one forward of the teacher
 # Tokens that a sampled text may have in a question, for each that it may have as an answer.
 CAPTION_TOKENS_FACTOR = 2
+BLANK_SIDE, GREY = 448, 127  # pixels and value of the image without contents
 
 
 @dataclass
@@ -215,3 +219,15 @@ def caption_likelihood(
         row, question = to_device(torch.tensor(pairs), policy.device).unbind(1)
         likelihood.index_copy_(0, row, values[question])
     return likelihood
+
+
+@torch.no_grad()
+def blank_features(policy: Sa2VAPolicy, max_new_tokens: int) -> ImageFeatures:
+    """Return features of a grey image: what is likely in it is likely without a look at any."""
+    side = BLANK_SIDE
+    mask = np.ones((side, side), dtype=bool)
+    image = Image.new("RGB", (side, side), (GREY,) * 3)
+    sample = dict(image=image, mask=mask, caption="", category="", image_id="grey")
+    inputs = policy.preprocessor(max_new_tokens)
+    inputs = inputs.collate([inputs.prepare(sample)])
+    return policy.encode(Batch([0], [torch.from_numpy(mask)], [""], ["grey"], [], inputs))

@@ -1,0 +1,108 @@
+"""The gauntlet as a user runs it, and that held-out regions are read when all is chosen."""
+
+import json
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rl_train.evaluation.cycle_metrics import measure_captions
+from rl_train.policies.sa2va_queries import blank_features
+from tests.runs import CHECKPOINT, on_one_core
+from tools.experiments.gauntlet import __main__ as gauntlet
+from tools.experiments.gauntlet.regions import Regions
+
+one_core = pytest.fixture(autouse=True)(on_one_core)
+
+
+class Scenes(list):
+    """Samples as a data set of one region an image."""
+
+    def __init__(self, samples):
+        super().__init__(samples)
+        self.image_keys = torch.arange(len(self)).numpy()
+
+    def mask(self, i, size):
+        return self[i]["mask"]
+
+
+def argv(data, output, *more) -> list[str]:
+    flags = dict(model_path=CHECKPOINT, data_dir=data / "train", eval_data_dir=data / "heldout")
+    flags |= dict(dtype="float32", max_completion_length=16, num_workers=0, output_dir=output)
+    flags |= dict(num_samples=4, eval_samples=3, num_generations=2)
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + [*more]
+
+
+def test_as_a_user_runs_it(data, tmp_path, capsys):
+    gauntlet.main(argv(data, tmp_path / "out"))
+    printed, text = capsys.readouterr().out, (tmp_path / "out" / "table.md").read_text()
+    assert text in printed and "chosen on 4 training regions, measured on 3 held-out" in text
+    found = json.loads((tmp_path / "out" / "table.json").read_text())
+    for loop in gauntlet.LOOPS:
+        rows, values = found[f"loop{loop}"]["rows"], found[f"loop{loop}"]["values"]
+        best, *_ = rows[0]["measures"].values()
+        assert best["fraction"] in (None, pytest.approx(1)) and len(rows) > 9
+        assert all(len(of["iou"]) == 3 for of in values[0].values())
+    with pytest.raises(SystemExit, match="gauntlet: --output_dir .*: holds a table, name another"):
+        gauntlet.main(argv(data, tmp_path / "out"))
+    shared = argv(data, tmp_path / "b", "--eval_data_dir", str(data / "train"))
+    with pytest.raises(SystemExit, match="gauntlet: --data_dir .* share images"):
+        gauntlet.main(shared)
+
+
+def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
+    """Choosing is given training regions alone; at that time nobody has opened the others."""
+    order = []
+
+    def opened(policy, dataset, *_):
+        order.append(f"open {dataset}")
+        return dataset
+
+    def loop(name):
+        return SimpleNamespace(
+            choose=lambda regions, _: order.append(f"{name} chooses on {regions}") or name,
+            measure=lambda regions, chosen, _: order.append(f"{chosen} measured on {regions}"),
+        )
+
+    monkeypatch.setattr(gauntlet, "Regions", opened)
+    monkeypatch.setattr(gauntlet, "LOOPS", {1: ("", loop("1")), 2: ("", loop("2"))})
+    flags = dict.fromkeys(("max_prompt_length", "batch_size", "num_workers", "num_generations"))
+    args = Namespace(loops=[1, 2], max_completion_length=8, **flags)
+    gauntlet.results_of(None, "training", "heldout", args)
+    assert order == [
+        "open training",
+        "1 chooses on training",
+        "2 chooses on training",
+        "open heldout",
+        "1 measured on heldout",
+        "2 measured on heldout",
+    ]
+
+
+@pytest.fixture(scope="module")
+def regions(model, scenes) -> Regions:
+    return Regions(model, Scenes(scenes), 16, 100, batch_size=3, num_workers=0)
+
+
+def test_the_listener_is_the_evaluation_s(regions, model, batch, images):
+    """Each pair is asked once; an empty caption finds nothing."""
+    captions = regions.greedy_captions()
+    heard = regions.listen(list(enumerate(captions)))
+    with torch.no_grad():
+        expected = measure_captions(model, batch, images, captions, 16)["cycle_iou"]
+    assert [each.iou for each in heard] == pytest.approx(expected, abs=1e-5)
+    assert max(expected) > 0 and all(each.confidence > 0.5 for each in heard if each.area)
+    asked = []
+    regions._ask, ask = lambda part, pairs: asked.extend(pairs), regions._ask
+    assert regions.listen([(0, captions[0])]) == heard[:1] and not asked
+    regions._ask = ask
+    assert regions.listen([(1, "")])[0].iou == 0
+
+
+def test_likelihood_without_image_depends_on_the_text_alone(regions, model):
+    texts = ["a red circle", "zebra zebra zebra", "a red circle"]
+    found = regions.likelihood_without_image(texts)
+    assert found[0] == found[2] > found[1] and 0 < found[1] < 1
+    features = blank_features(model, 16)
+    assert features.prompt_masks.all() and len(features.sizes) == 1

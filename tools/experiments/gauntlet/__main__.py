@@ -1,0 +1,167 @@
+"""Measure what cheap causes gain without training, beside best-of-G by the true reward.
+
+    python -m tools.experiments.gauntlet --model_path outputs/demo/checkpoint \
+        --data_dir outputs/demo/train --eval_data_dir outputs/demo/heldout \
+        --output_dir outputs/gauntlet --dtype float32 --max_completion_length 24
+
+Everything is chosen on regions of --data_dir and measured on held-out ones of --eval_data_dir,
+which are read only afterwards. A cause that takes more than half of the true reward's gain is
+marked: a loop that gains as much may have learnt no more than that (README.md beside this file).
+Several --model_path are checkpoints of one recipe: intervals over them stand beside those over
+regions. OUTPUT_DIR receives table.md and table.json.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.utils.data import Subset
+
+from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE
+from rl_train.config.grpo_config import DataConfig
+from rl_train.data import DATASETS
+from rl_train.data.split import sample_regions, split_dataset
+from rl_train.data.workers import reporting_dead_workers
+from rl_train.distributed import process_group
+from rl_train.distributed.process_group import print0
+from rl_train.export.load_policy import find_base, open_policy
+from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.utils.command_line import FlagParser, run_program
+from rl_train.utils.io import check_writable
+from tools.experiments.gauntlet import loop1
+from tools.experiments.gauntlet.regions import Regions
+from tools.experiments.gauntlet.table import LoopResult, markdown, summarise, verdict
+
+LOOPS = {
+    1: ("Loop 1: captions of regions", loop1),
+}
+FILES = ("table.md", "table.json")
+
+
+def build_parser() -> FlagParser:
+    parser = FlagParser(prog="python -m tools.experiments.gauntlet", description=__doc__)
+    add = parser.add_argument
+    models = "Sa2VA folders, or checkpoints of runs"
+    add("--model_path", nargs="+", required=True, type=Path, help=models)
+    add("--data_dir", required=True, help="folder of regions to choose on")
+    add("--eval_data_dir", required=True, help="folder of held-out regions to measure on")
+    add("--output_dir", required=True, type=Path, help="receives table.md and table.json")
+    add("--loops", nargs="+", type=int, choices=list(LOOPS), default=list(LOOPS))
+    add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
+    add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
+    add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
+    add("--num_generations", type=COUNT, default=8, help="G, samples of each region")
+    add("--temperature", type=POSITIVE, default=1.0, help="of the samples")
+    add("--batch_size", type=COUNT, default=8)
+    add("--max_completion_length", type=COUNT, default=128)
+    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
+    add("--max_tiles", type=COUNT, default=1)
+    add("--num_workers", type=COUNT_OR_0, default=2)
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    return parser
+
+
+def results_of(
+    policy: Sa2VAPolicy,
+    chosen_on: Subset,
+    heldout: Subset,
+    args: argparse.Namespace,
+) -> dict[int, LoopResult]:
+    """Return {loop: result} of one checkpoint. Held-out regions are read when all is chosen."""
+
+    def opened(dataset: Subset) -> Regions:
+        return Regions(
+            policy,
+            dataset,
+            args.max_completion_length,
+            args.max_prompt_length,
+            args.batch_size,
+            args.num_workers,
+        )
+
+    training, G = opened(chosen_on), args.num_generations
+    chosen = {loop: LOOPS[loop][1].choose(training, G) for loop in args.loops}
+    del training
+    regions = opened(heldout)
+    return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in args.loops}
+
+
+def report(results: dict[int, list[LoopResult]], head: str) -> tuple[str, dict]:
+    """Return (markdown, JSON) of {loop: results of the checkpoints}."""
+    parts, record = [head], {}
+    for loop, of_loop in results.items():
+        title, module = LOOPS[loop]
+        rows = summarise(of_loop)
+        table = markdown(title, rows, module.MEASURES, len(of_loop))
+        parts += [table, verdict(title, rows)]
+        record[f"loop{loop}"] = dict(rows=rows, values=[to_json(result) for result in of_loop])
+    return "\n\n".join(parts) + "\n", record
+
+
+def to_json(result: LoopResult) -> dict:
+    """Return the values of every held-out region, by row."""
+    named = dict(greedy=result.greedy, samples=result.samples, best=result.best)
+    return named | {rival.name: rival.values for rival in result.rivals}
+
+
+def run(
+    args: argparse.Namespace,
+    ranks: process_group.RankInfo,
+    open_policy: Callable[..., Sa2VAPolicy] = open_policy,
+):
+    """Choose, measure, print and write; ValueError for what is wrong in the flags and files."""
+    check_writable("--output_dir", args.output_dir)
+    if any((args.output_dir / name).exists() for name in FILES):
+        raise ValueError(f"--output_dir {args.output_dir}: holds a table, name another folder")
+    for path in args.model_path:  # said before data are read
+        find_base(path, None, "--model_path", Sa2VAPolicy.family)
+    training, heldout, damaged = split_dataset(
+        DATASETS[args.dataset], args.data_dir, args.eval_data_dir, args.eval_samples, 1.0
+    )
+    chosen_on = Subset(training, sample_regions(training.image_keys, args.num_samples))
+    print0(f"--data_dir {args.data_dir}: {damaged.report}")
+    results = {loop: [] for loop in args.loops}
+    for path in args.model_path:
+        policy = open_policy(
+            path,
+            None,
+            "policy",
+            ranks.device,
+            args.max_completion_length,
+            max_tiles=args.max_tiles,
+            dtype=args.dtype,
+            temperature=args.temperature,
+        )
+        for loop, result in results_of(policy, chosen_on, heldout, args).items():
+            results[loop].append(result)
+    head = (
+        f"{len(args.model_path)} checkpoint(s), chosen on {len(chosen_on)} training regions, "
+        f"measured on {len(heldout)} held-out ones, G = {args.num_generations}."
+    )
+    text, record = report(results, head)
+    print0(text)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    flags = {name: value for name, value in vars(args).items() if name != "output_dir"}
+    contents = json.dumps(dict(flags=flags) | record, indent=1, default=str)
+    for name, file in zip(FILES, (text, contents + "\n")):
+        (args.output_dir / name).write_text(file)
+
+
+def main(argv: list[str] | None = None):
+    args = build_parser().parse_args(argv)
+    torch.set_grad_enabled(False)
+    ranks = process_group.init()
+    try:
+        if ranks.world_size > 1:
+            raise ValueError("runs as one process")
+        reporting_dead_workers(args.num_workers, run, args, ranks)
+    except ValueError as error:  # the user's input: one sentence, no traceback
+        raise SystemExit(f"gauntlet: {error}") from error
+    finally:
+        process_group.close()
+
+
+if __name__ == "__main__":
+    run_program(main)

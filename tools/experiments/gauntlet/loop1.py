@@ -1,0 +1,84 @@
+"""Loop 1's cheap causes: chosen on training regions, measured on held-out ones.
+
+Letters: n regions, G samples of each.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from rl_train.evaluation.best_of_n import pick_best
+from tools.experiments.gauntlet.regions import Heard, Regions
+from tools.experiments.gauntlet.samples import PickBy, agreement, choose_direction
+from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
+from tools.experiments.gauntlet.words import Rewording, rewordings, words_of
+
+MEASURES = {"iou": "cycle IoU", "found": "object found"}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen on training regions."""
+
+    rewordings: list[Rewording]
+    picks: list[PickBy]
+
+
+def measures_of(heard: Sequence[Heard]) -> Measures:
+    """Return {measure: values of n regions}."""
+    return {name: [getattr(each, name) for each in heard] for name in MEASURES}
+
+
+def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Tensor]:
+    """Return {score: (n, G)} of G captions that the base samples: measures and cheap scores."""
+    groups, logps = regions.sampled_captions(num_generations)
+    texts = [text for group in groups for text in group]
+    heard = regions.listen([(row, text) for row, group in enumerate(groups) for text in group])
+    flat = {field.name: [getattr(each, field.name) for each in heard] for field in fields(Heard)}
+    flat["length"] = [float(len(words_of(text))) for text in texts]
+    flat["likelihood without image"] = regions.likelihood_without_image(texts)
+    scores = {
+        name: torch.tensor(values, dtype=torch.float64).view(-1, num_generations)
+        for name, values in flat.items()
+    }
+    return scores | {"own likelihood": logps.double(), "majority": agreement(groups)}
+
+
+def choose(training: Regions, num_generations: int) -> Chosen:
+    """Choose every cheap cause by the listener's reward on training regions."""
+    captions = training.greedy_captions()
+    chosen = rewordings(
+        captions,
+        training.references,
+        training.masks,
+        lambda queries: [each.iou for each in training.listen(queries)],
+    )
+    scores = sample_scores(training, num_generations)
+    cheap = [name for name in scores if name not in MEASURES]
+    return Chosen(chosen, [choose_direction(name, scores[name], scores["iou"]) for name in cheap])
+
+
+def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:
+    """Measure what was chosen on held-out regions; nothing is chosen here."""
+    captions, rivals = heldout.greedy_captions(), []
+    for rewording in chosen.rewordings:
+        texts = [rewording.caption(text, mask) for text, mask in zip(captions, heldout.masks)]
+        heard = heldout.listen(list(enumerate(texts)))
+        rivals.append(Rival(rewording.name, rewording.chosen, "greedy", measures_of(heard)))
+    scores = sample_scores(heldout, num_generations)
+
+    def picked(by: torch.Tensor) -> Measures:
+        return {name: pick_best(scores[name], by) for name in MEASURES}
+
+    rivals += [
+        Rival(f"best of G by {pick.name}", pick.direction, "samples", picked(by))
+        for pick in chosen.picks
+        for by in [pick.preference(scores[pick.name])]
+    ]
+    return LoopResult(
+        greedy=measures_of(heldout.listen(list(enumerate(captions)))),
+        samples={name: scores[name].mean(1).tolist() for name in MEASURES},
+        best=picked(scores["iou"]),
+        rivals=rivals,
+    )
