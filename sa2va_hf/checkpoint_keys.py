@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 
 import torch
+from transformers import LlamaConfig, PreTrainedConfig
 
 _SAM = "grounding_encoder.sam2_model."
 
@@ -32,6 +33,7 @@ _RULES = [
     (r"^vision_model\.encoder\.layer\.", "vision_model.encoder.layers."),
     (r"^(vision_model\..*)\.attention\.projection_layer\.", r"\1.attn.proj."),
     (r"^(vision_model\..*)\.attention\.([qkv])_proj\.", r"\1.attn.qkv."),
+    (r"^(vision_model\..*)\.attention\.([qk])_norm\.", r"\1.attn.\2_norm."),  # InternViT-6B
     (r"^(vision_model\..*)\.layernorm_before\.", r"\1.norm1."),
     (r"^(vision_model\..*)\.layernorm_after\.", r"\1.norm2."),
     (r"^(vision_model\..*)\.lambda_([12])$", r"\1.ls\2"),
@@ -85,57 +87,97 @@ _RULES = [
     (r"(\.fuser\.layers\.\d+)\.pointwise_conv([12])\.", r"\1.pwconv\2."),
     (rf"^({re.escape(_SAM)}.*)\.o_proj\.", r"\1.out_proj."),
 ]
+# InternLM2, whose native modules are Llama's. Qwen2's native names are the original ones.
+_INTERNLM2_RULES = [
+    (r"^language_model\.model\.embed_tokens\.", "language_model.model.tok_embeddings."),
+    (r"^language_model\.lm_head\.", "language_model.output."),
+    (r"^(language_model\..*)\.self_attn\.[qkv]_proj\.", r"\1.attention.wqkv."),
+    (r"^(language_model\..*)\.self_attn\.o_proj\.", r"\1.attention.wo."),
+    (r"^(language_model\..*)\.mlp\.gate_proj\.", r"\1.feed_forward.w1."),
+    (r"^(language_model\..*)\.mlp\.up_proj\.", r"\1.feed_forward.w3."),
+    (r"^(language_model\..*)\.mlp\.down_proj\.", r"\1.feed_forward.w2."),
+    (r"^(language_model\..*)\.input_layernorm\.", r"\1.attention_norm."),
+    (r"^(language_model\..*)\.post_attention_layernorm\.", r"\1.ffn_norm."),
+]
+_VISION_QKV = re.compile(r"^vision_model\..*\.attention\.([qkv])_proj\.")
+_INTERNLM2_QKV = re.compile(r"^language_model\..*\.self_attn\.([qkv])_proj\.")
 _DOWNSAMPLER = re.compile(r"\.mask_downsampler\.layers\.(\d)\.(conv|layer_norm)\.")
 
 
-def original_keys(native: str) -> tuple[list[str], int | None]:
+def original_keys(native: str, llm: PreTrainedConfig | None = None) -> tuple[list[str], int | None]:
     """Return (keys, part): where the native tensor `native` lies in the original layout.
 
-    One key and None for a plain copy; one key and 0, 1 or 2 for a third of a fused `qkv` (split
-    along dim 0); four keys and None for point embeddings, which are concatenated along dim 0.
+    One key and None for a plain copy; one key and 0, 1 or 2 for q, k or v of a fused tensor (see
+    `_fused_heads`); four keys and None for point embeddings, which are concatenated along dim 0.
+
+    Args:
+        llm: the native config of the LLM; a LlamaConfig has InternLM2's names, others Qwen2's.
     """
     # The original is one Sequential of (convolution, LayerNorm, GELU), three indices a layer.
     key = _DOWNSAMPLER.sub(
         lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native
     )
-    for pattern, replacement in _RULES:
+    internlm2 = isinstance(llm, LlamaConfig)
+    for pattern, replacement in _RULES + (_INTERNLM2_RULES if internlm2 else []):
         key = re.sub(pattern, replacement, key)
     if "{}" in key:  # the four point embeddings
         return [key.format(i) for i in range(4)], None
-    qkv = re.search(r"^vision_model\..*\.attention\.([qkv])_proj\.", native)
+    qkv = _VISION_QKV.match(native) or (_INTERNLM2_QKV.match(native) if internlm2 else None)
     return [key], "qkv".index(qkv[1]) if qkv else None
 
 
-def original_shapes(native_state: dict[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _fused_heads(native: str, llm: PreTrainedConfig | None) -> tuple[int, tuple[int, int, int]]:
+    """Return (groups, heads): how q, k and v lie in the fused tensor of which `native` is a part.
+
+    Along dim 0 are `groups` blocks. Each holds heads[0] parts of q, heads[1] of k, heads[2] of v.
+    The vision encoder has one block of thirds. InternLM2's wqkv has a block for each key-value
+    head: its G query heads, then the key, then the value.
+    """
+    if _VISION_QKV.match(native):
+        return 1, (1, 1, 1)
+    return llm.num_key_value_heads, (llm.num_attention_heads // llm.num_key_value_heads, 1, 1)
+
+
+def original_shapes(
+    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None
+) -> dict[str, tuple[int, ...]]:
     """Return {original key: shape} that a model of this state, real or meta, reads and writes."""
     shapes = {}
     for name, tensor in native_state.items():
-        keys, part = original_keys(name)
-        shape = tuple(tensor.shape)
-        if part is not None:
-            shape = (3 * shape[0], *shape[1:])  # q, k and v in one tensor
+        keys, part = original_keys(name, llm)
+        rows, *others = tensor.shape
+        if part is not None:  # q, k and v in one tensor
+            rows += shapes.get(keys[0], [0])[0]
         elif len(keys) > 1:
-            shape = (shape[0] // len(keys), *shape[1:])
-        shapes.update(dict.fromkeys(keys, shape))
+            rows //= len(keys)
+        shapes.update(dict.fromkeys(keys, (rows, *others)))
     return shapes
 
 
-def native_tensor(name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+def native_tensor(
+    name: str, read: Callable[[str], torch.Tensor], llm: PreTrainedConfig | None = None
+) -> torch.Tensor:
     """Build the native tensor `name` of original ones, which `read(key)` returns."""
-    keys, part = original_keys(name)
+    keys, part = original_keys(name, llm)
     tensors = [read(key) for key in keys]
     if part is not None:
-        return tensors[0].chunk(3, dim=0)[part]
+        groups, heads = _fused_heads(name, llm)
+        size = len(tensors[0]) // (groups * sum(heads))  # rows of a head
+        blocks = tensors[0].unflatten(0, (groups, -1))
+        return blocks.split([size * number for number in heads], dim=1)[part].flatten(0, 1)
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=0)
 
 
-def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_original(
+    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None
+) -> dict[str, torch.Tensor]:
     """Convert a native state dict to the original layout; joined or split tensors are new."""
     out, fused = {}, {}
     for name, tensor in native_state.items():
-        keys, part = original_keys(name)
+        keys, part = original_keys(name, llm)
         if part is not None:
-            fused.setdefault(keys[0], {})[part] = tensor
+            groups, _ = _fused_heads(name, llm)
+            fused.setdefault(keys[0], {})[part] = tensor.unflatten(0, (groups, -1))
         elif len(keys) > 1:
             # Clones: a view would keep all rows alive.
             out.update(zip(keys, (row.clone() for row in tensor.chunk(len(keys), dim=0))))
@@ -143,5 +185,5 @@ def to_original(native_state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
             out[keys[0]] = tensor.contiguous()
     # A module has all of q, k and v, whatever their order in the state.
     for key, parts in fused.items():
-        out[key] = torch.cat([parts[i] for i in range(3)], dim=0)
+        out[key] = torch.cat([parts[i] for i in range(3)], dim=1).flatten(0, 1)
     return out

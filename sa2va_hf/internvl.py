@@ -1,4 +1,4 @@
-"""Sa2VA of InternVL: configuration, model and processor of Sa2VA-1B, -4B and those of InternVL3.
+"""Sa2VA of InternVL: configuration, model and processor of Sa2VA-1B, 4B, 8B, 26B and InternVL3's.
 
 Image and region tokens go into the LLM's embeddings at `<IMG_CONTEXT>`.
 
@@ -17,6 +17,8 @@ from transformers import (
     GenerationConfig,
     InternVLVisionConfig,
     InternVLVisionModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
 )
@@ -45,7 +47,11 @@ from .visual_tokens import context_features, pixel_shuffle
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SUPPORTED_LLMS = ("Qwen2ForCausalLM",)
+# The original's LLMs, and the native configuration and model that compute what they do.
+LLMS = {
+    "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
+    "InternLM2ForCausalLM": (LlamaConfig, LlamaForCausalLM),
+}
 # What the original takes where a file has no such key. Tiling is what its `predict_forward` does
 # whatever the file says.
 _DEFAULTS = dict(
@@ -78,11 +84,12 @@ class InternVLConfig(Sa2VAConfig):
     A missing key of vision_config has the original's default, which is InternViT-6B's.
 
     Attributes:
-        vision, llm: native `InternVLVisionConfig` and `Qwen2Config`.
+        vision: native `InternVLVisionConfig`.
+        llm: native `Qwen2Config`, or `LlamaConfig` for InternLM2.
 
     Raises:
-        ValueError: another LLM or vision encoder, `ps_version` v1, another feature layer, query-key
-            normalisation in the vision encoder, sliding window, scaled RoPE, or no template.
+        ValueError: another LLM or vision encoder, `ps_version` v1, another feature layer, sliding
+            window, RoPE that is scaled in another way than dynamically, or no template.
     """
 
     defaults = Sa2VAConfig.defaults | _DEFAULTS
@@ -97,18 +104,14 @@ class InternVLConfig(Sa2VAConfig):
         # Sa2VAModel ties embed_tokens and lm_head itself: transformers' own tying depends on how a
         # model is built and loaded.
         self.tied = bool(self.raw["llm_config"].get("tie_word_embeddings", False))
-        self.llm = Qwen2Config(
-            **{k: v for k, v in self.raw["llm_config"].items() if k in _QWEN2_FIELDS},
-            tie_word_embeddings=False,
-        )
+        self.llm = self._llm()
 
     def _check(self):
         llms = self.raw["llm_config"].get("architectures") or ["missing"]
-        if llms[0] not in SUPPORTED_LLMS:
+        if llms[0] not in LLMS:
             raise ValueError(
                 f"config.json: llm_config.architectures is {llms[0]}; supported: "
-                f"{', '.join(SUPPORTED_LLMS)} (Sa2VA-1B, Sa2VA-4B and the InternVL3-based ones "
-                "whose LLM is Qwen2.5)"
+                f"{', '.join(LLMS)} (Sa2VA-1B, 4B, 8B, 26B and the InternVL3-based ones)"
             )
         # What the modules here compute; another value would give other numbers without an error.
         expected = dict(ps_version="v2", select_layer=-1, downsample_ratio=0.5)
@@ -119,11 +122,16 @@ class InternVLConfig(Sa2VAConfig):
                 )
         if self.raw["llm_config"].get("use_sliding_window"):
             raise ValueError("config.json: llm_config.use_sliding_window is not supported")
-        # "dynamic" (InternVL3) changes nothing within max_position_embeddings, which prompts are
-        # checked against.
         rope = self.raw["llm_config"].get("rope_scaling") or {}
-        if rope.get("rope_type", rope.get("type", "default")) not in ("default", "dynamic"):
-            raise ValueError(f"config.json: llm_config.rope_scaling {rope} is not supported")
+        rope_type = _rope_type(rope)
+        # Not a factor <= 1: it would shrink positions.
+        if rope_type not in ("default", "dynamic") or (
+            rope_type == "dynamic" and not rope.get("factor", 0) > 1
+        ):
+            raise ValueError(
+                f"config.json: llm_config.rope_scaling {rope} is not supported; known: none, or "
+                "type 'dynamic' with a factor above 1"
+            )
         if not isinstance(self.raw.get("template"), str):
             raise ValueError("config.json: 'template', the name of a chat template, is missing")
         # Without `architectures` the original leaves the whole vision_config unread.
@@ -133,10 +141,17 @@ class InternVLConfig(Sa2VAConfig):
                 f"config.json: vision_config.architectures is {encoder}; supported: "
                 "InternVisionModel"
             )
-        if self.vision_raw["qk_normalization"] or self.vision_raw["norm_type"] != "layer_norm":
+        if self.vision_raw["norm_type"] not in ("layer_norm", "rms_norm"):
             raise ValueError(
-                "config.json: vision_config with qk_normalization or another norm_type than "
-                "layer_norm (InternViT-6B, and what missing keys mean) is not supported"
+                f"config.json: vision_config.norm_type is {self.vision_raw['norm_type']!r}; "
+                "supported: layer_norm, rms_norm"
+            )
+        # The native norms of queries and keys have this eps whatever the config says.
+        eps = self.vision_raw["layer_norm_eps"]
+        if self.vision_raw["qk_normalization"] and eps != 1e-6:
+            raise ValueError(
+                f"config.json: vision_config.layer_norm_eps is {eps}; with qk_normalization only "
+                "1e-06 is supported"
             )
 
     def _vision(self) -> InternVLVisionConfig:
@@ -144,14 +159,15 @@ class InternVLConfig(Sa2VAConfig):
         # use_mean_pooling=True means "no LayerNorm after the last layer", as in the original.
         return InternVLVisionConfig(
             attention_bias=v["qkv_bias"],
-            use_qk_norm=False,
+            # InternViT-6B normalises queries and keys over the whole width, before the heads split.
+            use_qk_norm=v["qk_normalization"],
             use_mean_pooling=True,
             use_mask_token=False,
             use_absolute_position_embeddings=True,
-            norm_type="layer_norm",
             **{
                 k: v[k]
                 for k in (
+                    "norm_type",
                     "hidden_size",
                     "num_hidden_layers",
                     "num_attention_heads",
@@ -164,6 +180,31 @@ class InternVLConfig(Sa2VAConfig):
             },
         )
 
+    def _llm(self) -> Qwen2Config | LlamaConfig:
+        raw = self.raw["llm_config"]
+        native, _ = LLMS[raw["architectures"][0]]
+        fields = {key: raw[key] for key in _LLM_FIELDS if key in raw}
+        if native is LlamaConfig:
+            # What the original takes where a file has no such key.
+            fields["attention_bias"] = raw.get("bias", True)
+            fields.setdefault("vocab_size", 103168)
+            heads, kv_heads = raw.get("num_attention_heads", 32), raw.get("num_key_value_heads")
+            if heads % (kv_heads or heads):
+                raise ValueError(
+                    f"config.json: llm_config.num_attention_heads {heads} is not a multiple of "
+                    f"num_key_value_heads {kv_heads}"
+                )
+        rope = raw.get("rope_scaling") or {}
+        if _rope_type(rope) == "dynamic":
+            # Sequences longer than max_position_embeddings stretch the rotation; shorter ones are
+            # computed as without it.
+            fields["rope_parameters"] = dict(
+                rope_type="dynamic",
+                rope_theta=float(fields.pop("rope_theta", 10000.0)),
+                factor=float(rope["factor"]),
+            )
+        return native(**fields, tie_word_embeddings=False)
+
     @property
     def tokens_per_tile(self) -> int:
         """Number of `<IMG_CONTEXT>` tokens of one tile: 256 for 448 px."""
@@ -175,9 +216,14 @@ class InternVLConfig(Sa2VAConfig):
         return int(self.image_size // self.vision_raw["patch_size"] * self.downsample_ratio)
 
 
-# Fields of the original llm_config that decide what Qwen2 computes; the rest of that dictionary is
-# transformers 4's generation defaults.
-_QWEN2_FIELDS = (
+def _rope_type(rope: dict) -> str:
+    """Return the kind of scaled RoPE by either of transformers' keys."""
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
+# Fields of the original llm_config that decide what the LLM computes; the rest of that dictionary
+# is transformers 4's generation defaults.
+_LLM_FIELDS = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -210,7 +256,8 @@ class InternVLModel(Sa2VAModel):
         self.mlp1 = nn.Sequential(
             nn.LayerNorm(vit), nn.Linear(vit, width), nn.GELU(), nn.Linear(width, width)
         )
-        self.language_model = Qwen2ForCausalLM(config.llm)
+        _, language_model = LLMS[config.raw["llm_config"]["architectures"][0]]
+        self.language_model = language_model(config.llm)
         if config.tied:
             self.language_model.lm_head.weight = self.language_model.model.embed_tokens.weight
 

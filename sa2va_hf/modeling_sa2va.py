@@ -271,9 +271,8 @@ class Sa2VAModel(nn.Module):
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             # Of two names of one storage only one would be written.
             state[self.lm_head_key] = state[self.lm_head_key].clone()
-        state = {
-            k: v.detach().to("cpu", dtype) for k, v in checkpoint_keys.to_original(state).items()
-        }
+        original = checkpoint_keys.to_original(state, self.config.llm)
+        state = {key: tensor.detach().to("cpu", dtype) for key, tensor in original.items()}
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})
         self.config.save_pretrained(path, dtype or self.dtype)

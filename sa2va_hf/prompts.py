@@ -62,6 +62,8 @@ class PromptBuilder:
         ends = ["[\r\n]*".join(map(re.escape, text)) for text in self.stop_texts]
         ends += [re.escape(tokenizer.eos_token)] if tokenizer.eos_token else []
         self.ends = [re.compile(end) for end in ends]
+        # What the tokenizer puts in front of a text: `<s>` of InternLM2's, nothing of Qwen2's.
+        self.bos = tokenizer.encode("")
         self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         # Up to [SEG]: its hidden state needs no token after it.
@@ -87,7 +89,7 @@ class PromptBuilder:
         text = self.text(question, num_tiles, cells)
         # One token stands for each run while the text is encoded.
         lengths = iter([len(run) // len(IMG_CONTEXT_TOKEN) for run in CONTEXT.findall(text)])
-        ids = _encode(self.tokenizer, CONTEXT.sub(IMG_CONTEXT_TOKEN, text))
+        ids = self.bos + _encode(self.tokenizer, CONTEXT.sub(IMG_CONTEXT_TOKEN, text))
         runs = ([i] * next(lengths) if i == self.context_id else [i] for i in ids)
         return [i for run in runs for i in run]
 

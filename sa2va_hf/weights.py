@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from .checkpoint_keys import native_tensor, original_shapes
+from .checkpoint_keys import native_tensor, original_keys, original_shapes
 
 INDEX = "model.safetensors.index.json"
 SAM3_KEY = ".sam2_convs."  # in names of weights of SAM3 alone
@@ -35,21 +35,22 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
             keys, a shape that does not fit the config, or an unreadable file; names the file.
     """
     files, source = find_keys(folder), {}
-    llm, tied = model.language_model, model.config.tied
-    embed_tokens, lm_head = model.embed_tokens_key, model.lm_head_key
+    llm, tied, config = model.language_model, model.config.tied, model.config.llm
+    native_keys = (model.embed_tokens_key, model.lm_head_key)
+    names = {original_keys(key, config)[0][0]: key for key in native_keys}
     # A file with both may hold two that differ: they are read apart, and tied again if equal.
-    if tied and embed_tokens in files and lm_head in files:
+    if tied and files.keys() >= names.keys():
         model.unwritten = None
         llm.lm_head.weight = nn.Parameter(torch.empty_like(llm.lm_head.weight))
-    elif tied and (embed_tokens in files or lm_head in files):  # one tensor under either name
-        present, absent = sorted((embed_tokens, lm_head), key=lambda key: key not in files)
-        files[absent], source, model.unwritten = files[present], {absent: present}, absent
+    elif tied and files.keys() & names.keys():  # one tensor under either name
+        present, absent = sorted(names, key=lambda key: key not in files)
+        files[absent], source, model.unwritten = files[present], {absent: present}, names[absent]
     if any(SAM3_KEY in key for key in files):
         raise ValueError(
             f"{folder}: its files hold SAM3 in the place of SAM2, which is not supported yet"
         )
     state = model.state_dict()
-    check_keys(folder, files, original_shapes(state))
+    check_keys(folder, files, original_shapes(state, config))
     # All files stay open: a native tensor may be put together of several.
     with contextlib.ExitStack() as stack:
         readers = {
@@ -61,7 +62,7 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
             return readers[files[key]].get_tensor(source.get(key, key))
 
         for name, tensor in state.items():
-            write(tensor, native_tensor(name, read))
+            write(tensor, native_tensor(name, read, config))
     if tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
         llm.lm_head.weight = llm.model.embed_tokens.weight
 

@@ -74,6 +74,10 @@ class Engine:
         if reason:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
+        # Beyond these, dynamic rotary embeddings depend on the longest row of a batch.
+        config = language_model.config
+        dynamic = config.rope_parameters["rope_type"] == "dynamic"
+        self.max_positions = config.max_position_embeddings if dynamic else None
         self._fused = self._decoder = None
 
     def fused(self, tensor: torch.Tensor) -> FusedModel | None:
@@ -124,12 +128,13 @@ class Engine:
                 one before it, which are then computed once; None: 0.
 
         Raises:
-            ValueError: `uniforms` has another shape.
+            ValueError: `uniforms` has another shape; an answer may pass `max_positions`.
         """
         shape = (len(embeds) * num_generations, max_new_tokens)  # (N, T)
         if uniforms is not None and uniforms.shape != shape:
             raise ValueError(f"uniforms {tuple(uniforms.shape)}, expected {shape}")
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
+        self._check_positions(position_ids_cpu, max_new_tokens)
         params = SamplingParams(
             num_generations=num_generations,
             max_new_tokens=max_new_tokens,
@@ -167,6 +172,7 @@ class Engine:
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
         # One sequence for each prompt and its rows: embeds (P, L, C) -> (P, S, C).
         packed = pack(mask, position_ids_cpu, prompt, ids, valid, self.pad_id)
+        self._check_positions(packed.position_ids)
         embeds, fused = hf_backend.follow(model, embeds, packed.ids), self.fused(embeds)
         if fused is None:
             bias, position_ids_cpu = packed.bias(embeds.dtype, device), packed.position_ids
@@ -202,6 +208,7 @@ class Engine:
         Args: see `generate`.
         """
         mask, position_ids_cpu = _to_cpu(attention_mask, position_ids)
+        self._check_positions(position_ids_cpu)
         fused = self.fused(embeds)
         if fused is None:
             hidden = hf_backend.hidden_states(self.language_model, embeds, mask, position_ids_cpu)
@@ -216,6 +223,19 @@ class Engine:
     def logps(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return log-probs (m,) of ids (m,) after hidden states (m, C), without gradient."""
         return self._token_logps(hidden, ids, self.fused(hidden))[0]
+
+    def _check_positions(self, position_ids: torch.Tensor, num_tokens: int = 0):
+        """Raise ValueError if positions, with those of `num_tokens` behind them, pass the limit."""
+        if self.max_positions is None:
+            return
+        length = int(position_ids.max()) + 1 + num_tokens
+        if length > self.max_positions:
+            raise ValueError(
+                f"{length} tokens of prompt and answer: beyond the model's "
+                f"max_position_embeddings of {self.max_positions} its dynamic rotary embeddings "
+                "would stretch all positions: use fewer tiles, a shorter caption or a smaller "
+                "--max_completion_length"
+            )
 
     def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
         weight = self.language_model.lm_head.weight  # (V, C)

@@ -15,12 +15,15 @@ import torch
 import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 
 from rl_train.engine import decode_torch, layers
 
-LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer)  # both compute the same
+# All compute the same; Llama's q, k and v have no bias.
+LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer, LlamaDecoderLayer)
 
 
 class FusedLinears:
@@ -149,7 +152,9 @@ class FusedModel:
             self.sources += [source for group in linears for source in group.sources]
             self.targets += [target for group in linears for target in group.targets]
         rotary = model.rotary_emb
-        self.inv_freq, self.rope_scale = rotary.inv_freq.float(), rotary.attention_scaling
+        # Not `inv_freq`: after a long call of the modules it is that of dynamic RoPE.
+        self.inv_freq = rotary.original_inv_freq.float()
+        self.rope_scale = rotary.attention_scaling
         # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
         # frequencies the first follows time, the second height, the third width.
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
@@ -249,8 +254,10 @@ def unsupported(language_model: nn.Module) -> str | None:
     if unknown:
         return f"layers of {', '.join(layer_type.__name__ for layer_type in unknown)} are not known"
     rope = config.rope_parameters["rope_type"]
-    supported = config.hidden_act == "silu" and rope == "default"
-    if not supported or set(config.layer_types) != {"full_attention"}:
+    # Dynamic rotary embeddings are the default ones up to `Engine.max_positions`.
+    supported = config.hidden_act == "silu" and rope in ("default", "dynamic")
+    full = isinstance(config, LlamaConfig) or set(config.layer_types) == {"full_attention"}
+    if not supported or not full:
         return "only silu, full attention and default rotary embeddings are known"
     if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"

@@ -141,8 +141,6 @@ def without(config, *path):
     "path, message",
     [
         (("vision_config", "architectures"), "vision_config.architectures is missing"),
-        (("vision_config", "qk_normalization"), "qk_normalization"),
-        (("vision_config", "norm_type"), "norm_type"),
         (("template",), "template"),
         (("ps_version",), "ps_version is 'v1'"),
     ],
@@ -158,8 +156,17 @@ def test_a_missing_key_means_what_it_means_to_the_original(path, message):
 def test_defaults_of_the_original():
     config = json.loads((CHECKPOINT / "config.json").read_text())
     assert not Sa2VAConfig(**without(config, "vision_config", "qkv_bias")).vision.attention_bias
+    assert Sa2VAConfig(**without(config, "vision_config", "qk_normalization")).vision.use_qk_norm
+    vision = Sa2VAConfig(**without(config, "vision_config", "norm_type")).vision
+    assert vision.norm_type == "rms_norm"
     config["vision_config"]["image_size"] = 336
     assert Sa2VAConfig(**without(config, "force_image_size")).image_size == 336
+    norms = dict(qk_normalization=True, layer_norm_eps=1e-5)
+    with pytest.raises(ValueError, match="layer_norm_eps is 1e-05; with qk_normalization only"):
+        Sa2VAConfig(**config | dict(vision_config=config["vision_config"] | norms))
+    config["vision_config"]["norm_type"] = "batch_norm"
+    with pytest.raises(ValueError, match="vision_config.norm_type is 'batch_norm'; supported"):
+        Sa2VAConfig(**config)
 
 
 # generate

@@ -5,6 +5,7 @@ Floats are within 1e-4 of each tensor's largest value; integers, ids and masks a
 
 import functools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from rl_train.engine import Engine
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.modeling_sa2va import positions
 from sa2va_hf.processing_sa2va import normalise_sam_pixels, region_grid, tile_grid
+from tests.reference.backbones.subsample import unfold
 from tests.runs import ROOT
 
 REFERENCE = ROOT / "tests" / "reference"
@@ -148,14 +150,35 @@ def test_left_padded_batch(original, recorded, image):
 @pytest.mark.parametrize("size", ["tiny", "sa2va_4b"])
 def test_layout_is_the_original(size):
     layout = json.loads((REFERENCE / f"{size}_layout.json").read_text())
+    raw = json.loads((REFERENCE / f"{size}_config.json").read_text())
+    assert_layout(raw, {key: tuple(shape) for key, shape in layout.items()}, "phi3_chat")
+
+
+@pytest.mark.parametrize(
+    "size, template, keys, numbers",
+    [
+        ("sa2va_internvl3_2b", "qwen_chat", 1589, 2_316_157_490),
+        ("sa2va_internvl3_8b", "qwen_chat", 1589, 8_182_606_386),
+        ("sa2va_internvl3_14b", "qwen_chat", 1829, 15_369_268_786),
+        ("sa2va_8b", "internlm2_chat", 1477, 8_317_666_866),
+        ("sa2va_26b", "internlm2_chat", 1838, 25_778_005_938),
+    ],
+)
+def test_layouts_of_the_other_backbones(size, template, keys, numbers):
+    folder = REFERENCE / "backbones"
+    folded = json.loads((folder / "layouts.json").read_text())[size]
+    layout = unfold(folded, json.loads((REFERENCE / "tiny_layout.json").read_text()))
+    assert (len(layout), sum(map(math.prod, layout.values()))) == (keys, numbers)
+    assert_layout(json.loads((folder / "configs.json").read_text())[size], layout, template)
+
+
+def assert_layout(raw, expected, template):
+    """A model of the configuration reads and writes the keys `expected`, in their shapes."""
     with torch.device("meta"):
-        model = Sa2VAModel(
-            Sa2VAConfig(**json.loads((REFERENCE / f"{size}_config.json").read_text()))
-        )
+        model = Sa2VAModel(Sa2VAConfig(**raw))
     config, state = model.config, model.state_dict()
     assert (config.tokens_per_tile, config.grid_size, config.prompt_size) == (256, 16, 256)
-    assert config.template == "phi3_chat"
-    expected = {key: tuple(shape) for key, shape in layout.items()}
-    assert checkpoint_keys.original_shapes(state) == expected
-    written = checkpoint_keys.to_original(state)
+    assert config.template == template
+    assert checkpoint_keys.original_shapes(state, config.llm) == expected
+    written = checkpoint_keys.to_original(state, config.llm)
     assert {key: tuple(tensor.shape) for key, tensor in written.items()} == expected
