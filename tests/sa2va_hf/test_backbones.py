@@ -213,7 +213,7 @@ def test_internvl3_answers_in_qwen_chat(internvl3, end, monkeypatch):
 
     def embed(ids, *rest):
         seen["prompt"] = model.tokenizer.decode(ids[0])
-        return Sa2VAModel.embed(model, ids, *rest)
+        return type(model).embed(model, ids, *rest)
 
     monkeypatch.setattr(model, "embed", embed)
     model.language_model.lm_head.register_forward_hook(force)
