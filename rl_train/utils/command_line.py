@@ -68,7 +68,8 @@ class FlagParser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Parse all words. An unknown flag is an error that names the nearest, missing ones later.
 
-        Words behind a flag that takes all the rest (argparse.REMAINDER) are not looked at.
+        Words behind "--", or behind a flag that takes all the rest (argparse.REMAINDER), are not
+        looked at.
         """
         words = list(sys.argv[1:] if args is None else args)
         self._refuse_unknown(words)
@@ -88,7 +89,8 @@ class FlagParser(argparse.ArgumentParser):
                     after = words[words.index(commands[0]) + 1 :]
                     action.choices[commands[0]]._refuse_unknown(after)
                 return
-        flags = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
+        own = words[: words.index("--")] if "--" in words else words
+        flags = [word.partition("=")[0] for word in own if word.startswith("--")]
         unknown = [flag for flag in flags if flag not in self._option_string_actions]
         if unknown:
             self.error("; ".join(map(self._unknown_flag, dict.fromkeys(unknown))))

@@ -50,6 +50,13 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
     assert found["defaults"].likelihood_weight == 0 and found["defaults"].latent_std == "auto"
 
 
+def test_flags_for_all_arms_stand_behind_two_dashes():
+    line = "--arms loop1 --output o --metrics seg_iou cycle_iou -- --max_steps 80 --scale_components"
+    args = sweep.build_parser().parse_args(line.split())
+    assert args.extra == ["--max_steps", "80", "--scale_components"]
+    assert args.metrics == ["seg_iou", "cycle_iou"]
+
+
 def test_a_complete_run_is_not_run_again_a_killed_one_is_resumed_and_one_of_other_flags_refused(
     tmp_path, monkeypatch
 ):
