@@ -51,7 +51,9 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
 
 
 def test_flags_for_all_arms_stand_behind_two_dashes():
-    line = "--arms loop1 --output o --metrics seg_iou cycle_iou -- --max_steps 80 --scale_components"
+    line = (
+        "--arms loop1 --output o --metrics seg_iou cycle_iou -- --max_steps 80 --scale_components"
+    )
     args = sweep.build_parser().parse_args(line.split())
     assert args.extra == ["--max_steps", "80", "--scale_components"]
     assert args.metrics == ["seg_iou", "cycle_iou"]
