@@ -202,7 +202,8 @@ def check_output_dir(config: Config, flags: dict[str, Any]):
         lock(folder).close()  # refused before a model is loaded
         if not resume:
             raise ValueError(
-                f"--output_dir {folder} already holds a run: pass --resume, or another"
+                f"--output_dir {folder} already holds a run: pass --resume to continue it, "
+                "or name another folder"
             )
         check_same(file, config, flags, f"--output_dir {folder}")
     elif resume == "latest":

@@ -41,7 +41,7 @@ from rl_train.loss import MicroBatchLoss, reference_scores
 from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
-from rl_train.run.messages import next_commands
+from rl_train.run.messages import measured_weights, next_commands
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.step import Step
 from rl_train.run.step_callback import StepCallback
@@ -162,7 +162,10 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
         final = output_dir / FINAL_MODEL
         role = export(last, final, config.run.merge_at_end)
         print0(f"final model: {final} (the {role} of {last.name}, merged into its base)")
-    print0(before_after_table(evaluator.values[0], evaluator.values[run.max_steps]))
+    file = output_dir / "evaluation" / f"step_{run.max_steps}.json"
+    weights = measured_weights(state.roles.has_teacher, file)
+    before, after = evaluator.values[0], evaluator.values[run.max_steps]
+    print0(before_after_table(before, after, weights=weights))
     if sentence := end_step.summary():
         print0(sentence)
     print0(next_commands(config, last))

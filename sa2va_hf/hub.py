@@ -82,6 +82,7 @@ def local_folder(
     except DOWNLOAD_ERRORS as error:
         raise ValueError(
             f"{flag} {path} is not a folder here and could not be fetched from the hub; "
-            f"download it on a machine that reaches the hub and give its folder: {error}"
+            "download it on a machine that reaches the hub and give its folder: "
+            + " ".join(str(error).split())
         ) from error
     return Path(folder)

@@ -37,7 +37,8 @@ def test_a_run_says_what_it_does(data, tmp_path, capsys):
         r"evaluation after step 2, 4 samples: cycle_iou .*",
         rf"saved {output}/checkpoint_step_2",
         rf"final model: {output}/final_model \(the \w+ of checkpoint_step_2, .*",
-        r"evaluation split, n = 4: before and after",
+        r"evaluation split, n = 4: before and after, the policy \(the teacher's are in "
+        rf"{output}/evaluation/step_2.json\)",
         r"next, in .*:",
     ]
     remaining = iter(printed)

@@ -53,7 +53,7 @@ from rl_train.data.split import sample_regions
 from rl_train.data.text import clean_caption
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
-from rl_train.distributed.process_group import RankInfo, print0
+from rl_train.distributed.process_group import RankInfo, only_local_rank0, print0
 from rl_train.evaluation import published_points, referring_metrics
 from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
@@ -64,8 +64,10 @@ from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
+from rl_train.run.messages import data_report, machine
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
+from rl_train.utils.command_line import run_program
 from rl_train.utils.io import check_writable
 from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_run
 
@@ -131,7 +133,7 @@ def build_dataset(args: Namespace) -> Dataset:
     """Open the samples that the flags name. Raises ValueError that names the flag or file."""
     opened = opener_of(args.dataset, args.subsets, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
-    print0(f"--data_dir {args.data_dir}: {dataset.report()}")
+    print0(data_report(f"--data_dir {args.data_dir}", dataset.report()))
     if not args.num_samples:
         return dataset
     return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
@@ -231,7 +233,9 @@ def add_caption_columns(result: EvalResult, legacy_cleaner: bool):
     if find_spec("pycocoevalcap"):
         result.values["caption_cider"] = cider(result.references, result.captions)
     else:
-        print0("caption_cider is left out: pip install 'rl-sa2va[eval]'")
+        print0(
+            "caption_cider is left out, since pycocoevalcap is missing: pip install -e '.[eval]'"
+        )
 
 
 def table(result_json: dict) -> str:
@@ -272,6 +276,7 @@ def run(args: Namespace, ranks: RankInfo):
     if args.protocol and args.dataset not in PROTOCOL_DATASETS[args.protocol]:
         known = ", ".join(PROTOCOL_DATASETS[args.protocol])
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
+    print0(machine(ranks))
     find_base(args.model_path, args.checkpoint, "--model_path")  # said before data are read
     dataset = build_dataset(args)
     if args.train_eval_overlap:
@@ -370,7 +375,8 @@ def comparison(before: dict, result: EvalResult, flags: dict) -> str:
         for name, value in flags.items()
         if before["flags"].get(name) != value
     ]
-    return "\n".join([*changed, before_after_table(before["values"], result.values)])
+    samples = str(flags["data_dir"])
+    return "\n".join([*changed, before_after_table(before["values"], result.values, samples)])
 
 
 def main(argv: Sequence[str] | None = None):
@@ -386,10 +392,10 @@ def main(argv: Sequence[str] | None = None):
             parser.set_defaults(**published_points.DEFAULTS, **published_points.FIXED)
         run(parser.parse_args(argv), ranks)
     except ValueError as error:  # the user's input: one sentence, no traceback
-        raise SystemExit(f"evaluate: {error}") from error
+        raise SystemExit(only_local_rank0(f"evaluate: {error}")) from error
     finally:
         process_group.close()
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -86,7 +86,8 @@ def open_image(flag: str, path: Path) -> Image.Image:
             image.load()
             return image
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{flag} {path} is no picture that can be read: {error}") from error
+        reason = error.strerror if isinstance(error, FileNotFoundError) else error
+        raise ValueError(f"{flag} {path} is no picture that can be read: {reason}") from error
 
 
 def read_region(path: Path, size: tuple[int, int]) -> np.ndarray:
@@ -197,7 +198,9 @@ def predict(args: argparse.Namespace):
         image = tint(image, read_region(args.region, image.size), REGION)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(image, masks, prompts).save(args.output)
-    print(f"{args.output}: {args.image} with {len(masks)} masks of the answer")
+    print(
+        f"{args.output}: {args.image} with {len(masks)} mask{'s' * (len(masks) != 1)} of the answer"
+    )
 
 
 def main(argv: Sequence[str] | None = None):

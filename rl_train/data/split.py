@@ -55,8 +55,8 @@ def split_dataset(
         )
         if shared.any() and train_eval_overlap == "refuse":
             raise ValueError(
-                f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images: of "
-                f"{shared.sum()} of {len(dataset)} training regions, as "
+                f"--data_dir {data_dir} and --eval_data_dir {eval_data_dir} share images, of "
+                f"{shared.sum()} of {len(dataset)} training regions, such as "
                 f"{dataset.image_id(int(shared.argmax()))}; --train_eval_overlap drop leaves "
                 "these out, keep trains on them"
             )

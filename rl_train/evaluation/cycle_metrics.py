@@ -1,6 +1,6 @@
 """Evaluation metrics of Sa2VA's two loops and directions: greedy answers, no latent noise."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -81,12 +81,18 @@ def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> flo
     The default is those of DEFAULT_METRICS_FOR_BEST that were measured. Raises UserFault if one of
     `names`, or all of the default, was not measured.
     """
+    chosen = metrics_for_best(metrics, names)
+    return sum(metrics[name] for name in chosen) / len(chosen)
+
+
+def metrics_for_best(metrics: Collection[str], names: Sequence[str] = ()) -> list[str]:
+    """Return the names of the metrics whose mean is the `selection_score`, which see."""
     missing = [name for name in names if name not in metrics]
-    chosen = [metrics[name] for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
+    chosen = [name for name in names or DEFAULT_METRICS_FOR_BEST if name in metrics]
     if missing or not chosen:
         words = ", ".join(missing) or "is needed to choose checkpoint_best"
         raise UserFault(f"--metric_for_best_model {words}: this run measures {', '.join(metrics)}")
-    return sum(chosen) / len(chosen)
+    return chosen
 
 
 def measure(

@@ -25,11 +25,20 @@ def main_figures(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {metrics[name]:.4f}" for name in MAIN_METRICS if name in metrics)
 
 
-def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> str:
+def before_after_table(
+    before: dict[str, torch.Tensor],
+    after: dict[str, torch.Tensor],
+    samples: str = "evaluation split",
+    weights: str = "",
+) -> str:
     """Format metrics before and after, and the paired differences with their 95 % intervals.
 
     Rows are explained and stand in groups. Metrics that have one value on every sample before and
     after are named below the table.
+
+    Args:
+        samples: what was measured on, for the first line.
+        weights: whose metrics those after are, for the same line.
     """
     means_before, means_after = means(before), means(after)
     descriptions = metrics_of(after)
@@ -45,7 +54,8 @@ def before_after_table(before: dict[str, torch.Tensor], after: dict[str, torch.T
     width = max(map(len, shown), default=0) + 2
     num_samples = len(next(iter(after.values())))
     header = f"{'':{width}s} {'before':>8s} {'after':>8s} {'change':>8s}   95 % interval"
-    lines = [f"evaluation split, n = {num_samples}: before and after", header]
+    of_weights = f", {weights}" if weights else ""
+    lines = [f"{samples}, n = {num_samples}: before and after{of_weights}", header]
     for title, metrics in grouped(shown, "parsable" in after).items():
         lines.append(title)
         for metric in metrics:

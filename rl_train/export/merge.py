@@ -8,11 +8,11 @@ import torch
 
 from rl_train.checkpoint.save_load import WEIGHT_FILES, read_state, replacing
 from rl_train.distributed.process_group import print0
-from rl_train.evaluation.cycle_metrics import DEFAULT_METRICS_FOR_BEST, selection_score
+from rl_train.evaluation.cycle_metrics import metrics_for_best, selection_score
 from rl_train.export.load_policy import load_policy
 from rl_train.export.model_card import CARD, name_of_base_card, write_card
 from rl_train.utils.io import read_json
-from sa2va_hf.hub import model_folder
+from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 ROLES = ["auto", "policy", "teacher"]
 NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
@@ -40,6 +40,7 @@ def export(
             base has, or "auto" finds no metrics.
         CannotWrite: see `replacing`; `output` is then as it was.
     """
+    check_is_checkpoint(folder)
     model_path = model_path or read_json(folder / "config.json")["model_path"]
     base = model_folder("--model_path", model_path)
     role = preferred_role(folder) if role == "auto" else role
@@ -50,6 +51,19 @@ def export(
         policy.save_merged(unfinished, dtype)
         copy_other_files(base, unfinished, dtype)
     return role
+
+
+def check_is_checkpoint(folder: Path):
+    """Raise ValueError, naming the checkpoints nearby, if `folder` is none of a run."""
+    if any((folder / name).is_file() for name in (CHECKPOINT_FILE, *WEIGHT_FILES.values())):
+        return  # if one of its other files is missing, that is said where it is read
+    nearby = [
+        *folder.glob(f"*/{CHECKPOINT_FILE}"),
+        *folder.resolve().parent.glob(f"*/{CHECKPOINT_FILE}"),
+    ]
+    newest = max(nearby, key=lambda file: file.stat().st_mtime, default=None)
+    remedy = f"give one, such as {newest.parent}" if newest else "it is named checkpoint_step_N"
+    raise ValueError(f"--checkpoint {folder}: is no checkpoint of a run; {remedy}")
 
 
 def copy_other_files(base: Path, output: Path, dtype: torch.dtype | None):
@@ -90,6 +104,7 @@ def preferred_role(folder: Path) -> str:
     scores = {role: selection_score(means, names) for role, means in metrics.items()}
     best = max(scores, key=scores.get)
     shown = ", ".join(f"{role} {score:.4f}" for role, score in scores.items())
-    mean_of = " and ".join(names or DEFAULT_METRICS_FOR_BEST)
-    print0(f"--role auto: {best}, by the mean of {mean_of} on the evaluation split: {shown}")
+    chosen = metrics_for_best(evaluation["means"], names)
+    score = f"the mean of {' and '.join(chosen)}" if len(chosen) > 1 else chosen[0]
+    print0(f"--role auto: {best}, by {score} on the evaluation split: {shown}")
     return best

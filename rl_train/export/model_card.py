@@ -13,7 +13,7 @@ from rl_train.config.sft_config import ALL_PARTS
 from rl_train.evaluation.table import before_after_table
 from rl_train.policies.registry import FAMILIES, family_of
 from rl_train.utils.io import read_json
-from sa2va_hf.hub import HUB_NAME
+from sa2va_hf.hub import FINAL_MODEL, HUB_NAME
 
 CARD = "README.md"
 TRAININGS = "rl_sa2va_trainings"  # key of a card's metadata: all trainings since the base
@@ -80,6 +80,8 @@ def write_card(output: Path, folder: Path, base: Path, role: str):
     flags, step = read_json(folder / "config.json"), read_state(folder)["step"]
     on_hub, family = HUB_CACHE.search(str(base)), FAMILIES[family_of(base)]
     name = "/".join(on_hub.groups()) if on_hub else base.name
+    if name == FINAL_MODEL:  # of a run, which alone tells it from others
+        name = f"{name} of {base.resolve().parent.name}"
     # The base's own card alone knows its licence and, if it was trained here too, its history.
     metadata = card_metadata(base)
     earlier = metadata.get(TRAININGS, [])

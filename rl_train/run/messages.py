@@ -167,6 +167,15 @@ def no_group_has_signal(values: dict[str, float], tasks: Iterable[str]) -> bool:
 # The end
 
 
+def measured_weights(has_teacher: bool, evaluation: Path) -> str:
+    """Return whose metrics the last table has; "" if a run without a teacher has no choice.
+
+    Args:
+        evaluation: the file of the last evaluation, which holds the teacher's too.
+    """
+    return f"the policy (the teacher's are in {evaluation})" if has_teacher else ""
+
+
 def next_commands(config: Config, last: Path) -> str:
     """Return commands to run next in the working directory: look, read, measure.
 

@@ -24,6 +24,7 @@ from rl_train.rewards.iou import best_objects, mask_spread
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
 from rl_train.tasks.base import LatentAction
 from rl_train.tasks.latent_noise import (
+    SIGMA_IOU,
     calibrate_sigma,
     collect_calibration,
     correlated_noise,
@@ -62,7 +63,10 @@ class LatentMaskAction(LatentAction):
         factor = covariance_factor(torch.cat(embeddings)) if calibration else None
         if self.sigma == "auto":
             self.sigma = calibrate_sigma(calibration, factor)
-            print0(f"--latent_std auto: {self.sigma:.3g}")
+            print0(
+                f"--latent_std auto: {self.sigma:.3g}, at which sampled masks have a mean IoU of "
+                f"{SIGMA_IOU} with the unsampled one"
+            )
         self.load_state_dict(dict(sigma=self.sigma, factor=factor))
 
     def draw(self, rollout: Rollout, rng: RowRNG) -> SampledLatents:

@@ -88,6 +88,8 @@ class FlagParser(argparse.ArgumentParser):
                 if commands:
                     after = words[words.index(commands[0]) + 1 :]
                     action.choices[commands[0]]._refuse_unknown(after)
+                elif not words:
+                    self.error(f"one of {', '.join(action.choices)} must be given")
                 return
         own = words[: words.index("--")] if "--" in words else words
         flags = [word.partition("=")[0] for word in own if word.startswith("--")]

@@ -29,6 +29,8 @@ class DamagedFile(UserFault):
     """A file of a run or of a checkpoint is missing or damaged; the sentence names it."""
 
     def __init__(self, file: Path, reason: Exception | str):
+        if isinstance(reason, OSError) and reason.strerror:
+            reason = reason.strerror  # without the file's name, which stands before it
         super().__init__(f"{file} is missing or damaged: {reason}")
 
 

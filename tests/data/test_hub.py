@@ -98,7 +98,10 @@ def test_of_parts_nothing_else_is_fetched(repository):
 
 def test_of_a_part_that_there_is_not_nothing_is_fetched(repository):
     write_gar([ROW], repository.source / "Seed")
-    with pytest.raises(ValueError, match="--data_dir .* holds no data-"):
+    with pytest.raises(
+        ValueError,
+        match="--data_dir .* holds no data-.* --dataset dam, .* python -m tools.convert_data",
+    ):
         GraspAnyRegionDataset("owner/name", ["Sead"])
     assert repository.fetched == []
 
@@ -250,7 +253,7 @@ def test_neither_folder_nor_name(name, tmp_path, monkeypatch):
     [
         OSError("no route"),
         ConnectionError("refused"),
-        huggingface_hub.errors.LocalEntryNotFoundError("not cached"),
+        huggingface_hub.errors.LocalEntryNotFoundError("not\ncached"),
         HTTP.ProxyError("403 Forbidden"),
     ],
 )
@@ -263,5 +266,6 @@ def test_no_network(monkeypatch, error):
         ValueError,
         match="--data_dir owner/name is not a folder here and could not be fetched from the hub; "
         "download it",
-    ):
+    ) as refused:
         GraspAnyRegionDataset("owner/name")
+    assert "\n" not in str(refused.value)

@@ -152,7 +152,7 @@ def sharing(tmp_path_factory):
 
 def test_shared_images_are_refused(data, sharing):
     with pytest.raises(
-        ValueError, match=f"^--data_dir .* share images: of {SHARED} of {REGIONS} "
+        ValueError, match=f"^--data_dir .* share images, of {SHARED} of {REGIONS} "
     ) as refused:
         split_dataset(GraspAnyRegionDataset, data / "train", sharing, 4, 0)
     name = GraspAnyRegionDataset(data / "train").image_id(0)
@@ -234,7 +234,7 @@ def test_describe_anything_too(tmp_path):
     write_dam(tmp_path / "train" / "LVIS", dict.fromkeys("abc", region()), members)
     write_dam(tmp_path / "heldout" / "PACO", {"x": region()}, [("x.png", PNGS[1])])
     where = (DescribeAnythingDataset, tmp_path / "train", tmp_path / "heldout", 4, 0)
-    with pytest.raises(ValueError, match="1 of 3 training regions, as LVIS/b/0; "):
+    with pytest.raises(ValueError, match="1 of 3 training regions, such as LVIS/b/0; "):
         split_dataset(*where)
     training, _, _ = split_dataset(*where, "drop")
     assert [training[i]["image_id"] for i in range(2)] == ["LVIS/a/0", "LVIS/c/0"]

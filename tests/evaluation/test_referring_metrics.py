@@ -113,7 +113,7 @@ def test_images_that_another_of_the_three_trains_on(root, tmp_path, capsys):
     assert np.isin(*picture_keys(training, other)).sum() == shared
     how = dict(dataset="refcoco", data_dir=root, eval_data_dir=f"refcocog:{tmp_path / 'g'}")
     argv = flags(root, tmp_path / "run", **how)
-    assert f"share images: of {shared} of {len(training)} training" in complaint_of(capsys, argv)
+    assert f"share images, of {shared} of {len(training)} training" in complaint_of(capsys, argv)
     how |= dict(
         dataset="refcocog", data_dir=tmp_path / "g", subsets="val", data_mixture=f"refcoco:{root}"
     )

@@ -213,9 +213,10 @@ def test_the_role_with_the_better_score(tmp_path, capsys):
 
     assert preferred(policy, teacher, []) == "teacher"
     printed = capsys.readouterr().out
-    assert "seg_iou and caption_meteor" in printed and "policy 0.5000, teacher 0.5500" in printed
+    assert "by the mean of seg_iou and caption_meteor on the evaluation split: " in printed
+    assert "policy 0.5000, teacher 0.5500" in printed
     assert preferred(policy, teacher, ["seg_iou"]) == "policy"
-    assert "mean of seg_iou on the evaluation split: policy 0.6000" in capsys.readouterr().out
+    assert ": policy, by seg_iou on the evaluation split: policy 0.6000" in capsys.readouterr().out
     assert preferred(teacher, policy, []) == preferred(policy, policy, []) == "policy"
     write_json(file, dict(means=policy))  # of a run that did not measure the teacher
     with pytest.raises(ValueError, match="^--role auto: .*--role policy or --role teacher"):
@@ -237,7 +238,12 @@ def test_bad_input(trained, tmp_path, capsys):
     assert (tmp_path / "full" / "mine.txt").read_text() == "precious"
     for output in (tmp_path / "full" / "mine.txt", tmp_path / "full" / "mine.txt" / "new"):
         refused(f"--output {output} cannot be written: ", "Not a directory", output=output)
-    refused(f"{tmp_path}/config.json is missing or damaged", checkpoint=tmp_path)
+    sentence = f"--checkpoint {trained.parent}: is no checkpoint of a run; give one, such as"
+    refused(sentence, str(trained.parent / "checkpoint_"), checkpoint=trained.parent)
+    (trained.parent / "final_model").mkdir()
+    shutil.copy(CHECKPOINT / "config.json", trained.parent / "final_model")
+    refused("is no checkpoint of a run; give one", checkpoint=trained.parent / "final_model")
+    refused("is named checkpoint_step_N", checkpoint=tmp_path / "full")
     refused("--model_path", "no such folder", model_path=tmp_path / "nowhere")
     broken = tmp_path / "broken"
     shutil.copytree(trained, broken)

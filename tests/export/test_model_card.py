@@ -24,11 +24,10 @@ def chain(data, tmp_path_factory):
     for _ in unmeasured(monkeypatch):
         how = dict(max_steps=1, save_steps=1, merge_at_end=None)
         supervised.run(data, root / "sft", model_path=base, **how)
-        export.main(words(root / "sft" / "checkpoint_step_1", root / "warm"))
-        run(data, root / "rl", model_path=root / "warm", **how)
+        run(data, root / "rl", model_path=root / "sft" / "final_model", **how)
         export.main(words(root / "rl" / "checkpoint_step_1", root / "final"))
     monkeypatch.undo()
-    return base, root / "warm", root / "final"
+    return base, root / "sft" / "final_model", root / "final"
 
 
 def words(checkpoint, output):
@@ -44,14 +43,14 @@ def test_fields_are_those_of_the_first_base(chain):
         assert fields.pipeline_tag == "image-text-to-text"
     trainings = ModelCard.load(chain[2] / "README.md").data.to_dict()[TRAININGS]
     assert [t["method"] for t in trainings] == ["supervised training", "reinforcement learning"]
-    assert [t["base"] for t in trainings] == ["owner/Tiny-Sa2VA", "warm"]
+    assert [t["base"] for t in trainings] == ["owner/Tiny-Sa2VA", "final_model of sft"]
     assert [t["data"] for t in trainings] == [["gar:train"]] * 2
 
 
 def test_text_says_data_metrics_and_loading(chain):
     text = ModelCard.load(chain[2] / "README.md").text
     assert "# owner/Tiny-Sa2VA, trained further" in text and "/tmp" not in text
-    assert "merged into warm. The licence is that of owner/Tiny-Sa2VA." in text
+    assert "merged into final_model of sft. The licence is that of owner/Tiny-Sa2VA." in text
     assert "1. supervised training (region_captions, referring_segmentation), from owner/Ti" in text
     assert "2. reinforcement learning (mask_caption_mask" in text and "`gar:train`" in text
     assert "seg_iou" in text and "95 % interval" in text

@@ -1,5 +1,6 @@
 """Every command starts in a process of its own: no import depends on another's order."""
 
+import runpy
 import subprocess
 import sys
 
@@ -14,3 +15,26 @@ COMMANDS = ["rl_train.train", "rl_train.sft", "tools.evaluate", "tools.export", 
 def test_a_command_is_imported_alone(module):
     command = [sys.executable, "-c", f"import {module}"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+
+
+PROGRAMS = ["evaluate", "export", "predict", "inspect_data", "rollouts"]
+PROGRAMS += ["benchmarks/random_checkpoint", "demo/refcoco_writer", "demo/make_demo"]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_unknown_flag_is_status_2(program, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program, "--no_such_flag"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / f"{program}.py"), run_name="__main__")
+    assert ended.value.code == 2 and "--no_such_flag: no such flag" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [("convert_data", "one of coco, folders must be given"), ("benchmarks/__main__", "data, decode, head, logprob")],
+)
+def test_a_missing_command_is_named(program, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "tools" / f"{program}.py"), run_name="__main__")
+    assert ended.value.code == 2 and words in capsys.readouterr().err

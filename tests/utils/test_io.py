@@ -16,6 +16,13 @@ def test_json_that_is_damaged_names_the_file(tmp_path, content):
     ) and "\n" not in str(raised.value)
 
 
+def test_a_missing_file_is_named_once(tmp_path):
+    with pytest.raises(DamagedFile) as raised:
+        read_json(tmp_path / "config.json")
+    file = tmp_path / "config.json"
+    assert str(raised.value) == f"{file} is missing or damaged: No such file or directory"
+
+
 def test_json_that_is_whole(tmp_path):
     (tmp_path / "config.json").write_text('{"step": 1}')
     assert read_json(tmp_path / "config.json") == {"step": 1}

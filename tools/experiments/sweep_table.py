@@ -1,7 +1,8 @@
 """Summarise the changes in a sweep's runs: means with 95 % intervals, as markdown.
 
-Runs count as independent, though those of one demo share its checkpoint and its held-out regions:
-of one demo an interval is for other seeds, not for other regions.
+An interval over runs counts them as independent, though those of one checkpoint share it and its
+held-out regions: it is for other seeds. Beside it stands the interval over checkpoints, of which
+each counts once, where runs began from several.
 """
 
 import json
@@ -17,7 +18,9 @@ from rl_train.grpo import group_std
 
 HEAD = """\
 Change of held-out measures, after minus before: mean over runs (demos x seeds) ± half of its 95 %
-interval (Student's t of the runs' changes). zero std: fraction of groups without variance."""
+interval (Student's t of the runs' changes). Behind a comma, where runs began from several
+checkpoints: the same over these, of the mean change of each one's runs. zero std: fraction of
+groups without variance."""
 
 
 def evaluations(output: Path) -> list[Path]:
@@ -72,6 +75,29 @@ def interval(values: list[float]) -> dict:
     return dict(mean=mean, half=half, runs=runs)
 
 
+def start_of(output: Path) -> str:
+    """Return the digest of the checkpoint that a run began from; if unknown, its demo's name."""
+    settings = json.loads(evaluations(output)[0].read_text()).get("settings", {})
+    return settings.get("base") or output.parent.name
+
+
+def change_cell(changed: dict[tuple, float], start: dict[tuple, str]) -> dict:
+    """Return the `interval` over runs, and that over checkpoints where there are several.
+
+    Args:
+        changed: {run: change}, NaN where it is not known.
+        start: {run: checkpoint that it began from}.
+    """
+    of_checkpoint = defaultdict(list)
+    for run, value in changed.items():
+        if not math.isnan(value):
+            of_checkpoint[start[run]].append(value)
+    found = interval(list(changed.values()))
+    if len(of_checkpoint) > 1:
+        found["over_checkpoints"] = interval([float(np.mean(v)) for v in of_checkpoint.values()])
+    return found
+
+
 def zero_std(output: Path) -> dict[str, float]:
     """Return {task: fraction of a run's groups whose rewards were equal}."""
     groups = defaultdict(list)
@@ -105,19 +131,21 @@ def summary(folder: Path, metrics: list[str], against: list[str]) -> dict:
     changed = {arm: {m: changes(of_arm, m) for m in metrics} for arm, of_arm in ends.items()}
     before = {m: interval([base.get(m, math.nan) for base in bases])["mean"] for m in metrics}
     summarised = dict(before=before, arms={}, against={control: {} for control in against})
+    start = {run: start_of(output) for of_arm in runs.values() for run, output in of_arm.items()}
     for arm, of_arm in runs.items():
         of_runs = [zero_std(output) for output in of_arm.values()]
         fractions = {task: float(np.mean([run[task] for run in of_runs])) for task in of_runs[0]}
-        cells = {m: interval(list(changed[arm][m].values())) for m in metrics}
+        cells = {m: change_cell(changed[arm][m], start) for m in metrics}
         summarised["arms"][arm] = dict(num_runs=len(of_arm), zero_std=fractions, **cells)
         for control in set(against) - {arm}:
             # Paired by (demo, seed): both runs began alike.
             pairs = [run for run in of_arm if run in runs[control]]
             if pairs:
-                summarised["against"][control][arm] = dict(num_runs=len(pairs)) | {
-                    m: interval([changed[arm][m][p] - changed[control][m][p] for p in pairs])
-                    for m in metrics
-                }
+                cells = {}
+                for m in metrics:
+                    own, other = changed[arm][m], changed[control][m]
+                    cells[m] = change_cell({pair: own[pair] - other[pair] for pair in pairs}, start)
+                summarised["against"][control][arm] = dict(num_runs=len(pairs)) | cells
     return summarised
 
 
@@ -176,7 +204,10 @@ def row(name: str, count: int | str, cells: Iterable[str]) -> str:
 
 
 def cell(change: dict, num_runs: int) -> str:
-    """Format mean ± half of the interval, and the number of runs if not all."""
+    """Format mean ± half of the interval, the number of runs if not all, and over checkpoints."""
     n = len(change["runs"])
     count = "" if n == num_runs else f" ({n})"
-    return f"{change['mean']:+.3f} ± {change['half']:.3f}{count}"
+    text = f"{change['mean']:+.3f} ± {change['half']:.3f}{count}"
+    if over := change.get("over_checkpoints"):
+        text += f", ± {over['half']:.3f} over {len(over['runs'])}"
+    return text

@@ -50,7 +50,8 @@ def test_the_table_by_hand(tmp_path):
     assert lines[0] == f"| arm | runs | {' | '.join(FOUR)} | zero std |"
     assert lines[1] == "|---" * 7 + "|"
     assert lines[2] == "| *before* |  | 0.200 | 0.200 | 0.200 | 0.200 |  |"
-    assert lines[3].startswith("| `arm` | 4 | +0.250 ± 0.205 | ")
+    # Of the demos' means, .15 and .35: t of 1 degree of freedom times .1.
+    assert lines[3].startswith("| `arm` | 4 | +0.250 ± 0.205, ± 1.271 over 2 | ")
     assert lines[3].endswith(" | loop1 0.50 |")
 
 
@@ -74,9 +75,25 @@ def test_differences_are_paired_by_demo_and_seed(tmp_path):
     half = 12.706 * (0.02 / 2**0.5) / 2**0.5
     assert pairs["seg_iou"]["half"] == pytest.approx(half, rel=1e-3)
     lines = markdown(found, ["seg_iou"]).split("\n")[-3:]
-    assert lines == ["| arm | pairs | seg_iou |", "|---|---|---|", "| `arm` | 2 | +0.110 ± 0.127 |"]
+    assert lines == [
+        "| arm | pairs | seg_iou |",
+        "|---|---|---|",
+        "| `arm` | 2 | +0.110 ± 0.127, ± 0.127 over 2 |",
+    ]
     with pytest.raises(ValueError, match="--against loop9: .* but of apart, arm, plain"):
         summary(tmp_path, ["seg_iou"], ["loop9"])
+
+
+def test_demos_of_one_checkpoint_count_once(tmp_path):
+    """Three demos, two of them with the same checkpoint by its digest; gains .1, .3 and .6."""
+    for number, (base, gain) in enumerate((("x", 0.1), ("x", 0.3), ("y", 0.6))):
+        folder = tmp_path / "arm" / f"demo{number}" / "seed0"
+        finished(folder, [0.0], [gain], [0.5] * 2)
+        file = folder / "evaluation" / "step_0.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | dict(settings=dict(base=base))))
+    over = summary(tmp_path, ["seg_iou"], [])["arms"]["arm"]["seg_iou"]["over_checkpoints"]
+    assert over["runs"] == pytest.approx([0.2, 0.6]) and over["mean"] == pytest.approx(0.4)
+    assert over["half"] == pytest.approx(12.706 * 0.2, rel=1e-3)
 
 
 def test_any_measure_of_the_evaluations(tmp_path):
