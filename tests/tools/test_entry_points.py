@@ -31,7 +31,10 @@ def test_an_unknown_flag_is_status_2(program, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     "program, words",
-    [("convert_data", "one of coco, folders must be given"), ("benchmarks/__main__", "data, decode, head, logprob")],
+    [
+        ("convert_data", "one of coco, folders must be given"),
+        ("benchmarks/__main__", "data, decode, head, logprob"),
+    ],
 )
 def test_a_missing_command_is_named(program, words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [program])

@@ -27,7 +27,13 @@ REAL_SIZES = SimpleNamespace(
     image_size=448,
     grid_size=16,
     sam2=SimpleNamespace(image_size=1024),  # of Sa2VA-4B
-    raw=dict(max_dynamic_patch=12, min_dynamic_patch=1, use_thumbnail=True),
+    raw=dict(
+        vision_config={},  # these two say that it is an InternVL
+        llm_config={},
+        max_dynamic_patch=12,
+        min_dynamic_patch=1,
+        use_thumbnail=True,
+    ),
 )
 
 
