@@ -264,6 +264,10 @@ def unsupported(language_model: nn.Module) -> str | None:
     linears = [module for layer in model.layers for group in _groups(layer) for module in group]
     if any(type(_base(module)) is not nn.Linear for module in linears):
         return "it has linears of another kind"
+    # The decode step adds a bias to q, k and v alone.
+    others = [module for layer in model.layers for group in _groups(layer)[1:] for module in group]
+    if any(_base(module).bias is not None for module in others):
+        return "linears beside q, k and v have a bias"
     parameters = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
     base = [parameter for name, parameter in parameters if "lora_" not in name]
     # Frozen weights get no gradient here, so a trainable one would silently not learn.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM
 
 from rl_train.engine import Engine, StopText, hf_backend
 from rl_train.engine.sampling import sample_token
@@ -24,10 +24,10 @@ SIZES = dict(
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def tiny_llm(lora_r=4, dtype=torch.float32, device="cpu", seed=0, **sizes):
-    """A frozen Qwen2 with a float32 LoRA that does something on all linears (lora_r 0: without)."""
+def tiny_llm(lora_r=4, dtype=torch.float32, device="cpu", seed=0, kind=Qwen2ForCausalLM, **sizes):
+    """A frozen LLM with a float32 LoRA that does something on all linears (lora_r 0: without)."""
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(Qwen2Config(**SIZES | sizes)).to(device, dtype).requires_grad_(False)
+    model = kind(kind.config_class(**SIZES | sizes)).to(device, dtype).requires_grad_(False)
     if lora_r:
         get_peft_model(model, LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules=LINEARS))
         train_lora(model)
