@@ -4,6 +4,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PretrainedConfig
 
+from .internlm2_tokenizer import is_internlm2, load_internlm2
+
 
 def load_tokenizer(path: str | Path):
     """Load the tokenizer in folder `path`, which pads on the left; no code of the folder runs.
@@ -11,6 +13,8 @@ def load_tokenizer(path: str | Path):
     Raises:
         ValueError: there is none, it needs code of the folder, or it has no pad token.
     """
+    if is_internlm2(Path(path)):
+        return load_internlm2(Path(path))
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             path,

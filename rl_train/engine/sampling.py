@@ -3,6 +3,7 @@
 Letters: N rows, T new tokens, C width, V vocabulary, S states of the stop text's automaton.
 """
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # of sentencepiece
 BLOCK = 512  # classes whose probabilities are summed together before the search among them
 LOWEST = torch.finfo(torch.float32).min
 
@@ -87,7 +89,7 @@ class StopText:
     sync.
 
     Args:
-        tokenizer: byte-level BPE.
+        tokenizer: byte-level BPE, or one of sentencepiece with byte fallback.
         vocab_size: of the model, which may have more rows than its tokenizer has tokens; those
             decode to nothing.
     """
@@ -152,12 +154,19 @@ def _automaton(texts: list[bytes]) -> tuple[np.ndarray, int]:
 def _token_bytes(tokenizer, vocab_size: int) -> list[bytes]:
     """Return the bytes that each id adds to the decoded text.
 
-    Byte-level pieces add the bytes of their alphabet; added tokens are spelt as they are.
+    Byte-level pieces add the bytes of their alphabet; those of sentencepiece have ▁ for a space and
+    `<0x0A>` for a byte. Added tokens are spelt as they are.
     """
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     pieces = [piece or "" for piece in tokenizer.convert_ids_to_tokens(range(len(tokenizer)))]
     # Rows of the embedding beyond the tokenizer: they add no text.
     pieces += [""] * (vocab_size - len(tokenizer))
+    if "<0x00>" in pieces:  # of sentencepiece
+        bytes_of = [BYTE_PIECE.fullmatch(piece) for piece in pieces]
+        return [
+            bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+            for piece, byte in zip(pieces, bytes_of)
+        ]
     return [
         bytes(map(byte_of.get, piece)) if set(piece) <= byte_of.keys() else piece.encode()
         for piece in pieces
