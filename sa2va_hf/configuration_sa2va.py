@@ -127,8 +127,11 @@ class Sa2VAConfig:
         return self.sam2.prompt_encoder_config.hidden_size
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> "Sa2VAConfig":
-        """Read the configuration in `path/config.json`; ValueError if it is absent or no JSON."""
+    def from_pretrained(cls, path: str | Path, **changes: Any) -> "Sa2VAConfig":
+        """Read the configuration in `path/config.json`, with some keys changed.
+
+        Raises ValueError if the file is absent, no JSON or not supported.
+        """
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{file} does not exist: {path} is not a Sa2VA checkpoint folder")
@@ -136,7 +139,7 @@ class Sa2VAConfig:
             raw = json.loads(file.read_text())
         except json.JSONDecodeError as error:
             raise ValueError(f"{file} is not valid JSON: {error}") from error
-        config = cls(**raw)
+        config = cls(**(raw | changes))
         config.folder = Path(path)
         return config
 

@@ -12,6 +12,13 @@ from .configuration_sa2va import Sa2VAConfig
 from .internvl import InternVLConfig, InternVLModel, InternVLProcessor
 from .modeling_sa2va import Sa2VAModel
 from .processing_sa2va import Sa2VAProcessor
+from .qwen_vl import (
+    Qwen3Sa2VAConfig,
+    Qwen3Sa2VAModel,
+    Qwen25Sa2VAConfig,
+    Qwen25Sa2VAModel,
+    QwenVLProcessor,
+)
 
 MODEL_TYPE = "sa2va_chat"
 
@@ -40,6 +47,28 @@ FAMILIES = (
         InternVLConfig,
         InternVLModel,
         InternVLProcessor,
+    ),
+    Family(
+        "Qwen3-VL",
+        "text_config and vision_config.deepstack_visual_indexes",
+        lambda raw: (
+            _has(raw, "vision_config", "text_config")
+            and "deepstack_visual_indexes" in raw["vision_config"]
+        ),
+        Qwen3Sa2VAConfig,
+        Qwen3Sa2VAModel,
+        QwenVLProcessor,
+    ),
+    Family(
+        "Qwen2.5-VL",
+        "text_config and vision_config.fullatt_block_indexes",
+        lambda raw: (
+            _has(raw, "vision_config", "text_config")
+            and "fullatt_block_indexes" in raw["vision_config"]
+        ),
+        Qwen25Sa2VAConfig,
+        Qwen25Sa2VAModel,
+        QwenVLProcessor,
     ),
 )
 

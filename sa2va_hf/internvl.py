@@ -113,6 +113,8 @@ class InternVLConfig(Sa2VAConfig):
                 f"config.json: llm_config.architectures is {llms[0]}; supported: "
                 f"{', '.join(LLMS)} (Sa2VA-1B, 4B, 8B, 26B and the InternVL3-based ones)"
             )
+        if self.raw.get("seg_state", "after_norm") != "after_norm":
+            raise ValueError("seg_state: only a Sa2VA of Qwen-VL has another than after_norm")
         # What the modules here compute; another value would give other numbers without an error.
         expected = dict(ps_version="v2", select_layer=-1, downsample_ratio=0.5)
         for key, value in expected.items():

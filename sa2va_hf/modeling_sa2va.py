@@ -197,6 +197,7 @@ class Sa2VAModel(nn.Module):
         *,
         torch_dtype: torch.dtype | str | None = None,
         device_map: str | dict | None = None,
+        seg_state: str | None = None,
         **others: Any,
     ) -> "Sa2VAModel":
         """Load the model in the folder `path`: `blank`, then `load_weights`; see there.
@@ -205,6 +206,8 @@ class Sa2VAModel(nn.Module):
             path: a folder, or a name on the hub, from which it is downloaded into the hub's cache.
             dtype, torch_dtype: of the weights; default float32, "auto" what config.json says, else
                 the files. device, device_map: one device; default the CPU.
+            seg_state: "before_norm" or "after_norm": which last hidden state of a Qwen-VL at [SEG]
+                prompts SAM2; default by the transformers_version in config.json.
             others: what else transformers knows and means the same model, such as
                 `low_cpu_mem_usage`; no remote code runs whatever `trust_remote_code` says.
 
@@ -213,12 +216,17 @@ class Sa2VAModel(nn.Module):
         """
         dtype, device = loading.resolve(path, dtype, device, torch_dtype, device_map, others)
         path = model_folder(loading.CALL, path)
-        model = cls.blank(path, dtype)
+        model = cls.blank(path, dtype, seg_state)
         model.load_weights(path)
         return model.to(device)
 
     @classmethod
-    def blank(cls, path: str | Path, dtype: torch.dtype = torch.float32) -> "Sa2VAModel":
+    def blank(
+        cls,
+        path: str | Path,
+        dtype: torch.dtype = torch.float32,
+        seg_state: str | None = None,
+    ) -> "Sa2VAModel":
         """Build the model of the folder `path` by its config.json alone; weights are not filled in.
 
         Raises:
@@ -226,7 +234,8 @@ class Sa2VAModel(nn.Module):
         """
         # Initial weights would be overwritten: drawing them is skipped.
         with default_dtype(dtype), no_init_weights():
-            model = cls(Sa2VAConfig.from_pretrained(path))
+            changes = dict(seg_state=seg_state) if seg_state else {}
+            model = cls(Sa2VAConfig.from_pretrained(path, **changes))
         model.folder = Path(path)
         return model
 

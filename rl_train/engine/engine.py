@@ -25,7 +25,7 @@ class ScoreOutput:
 
     logp: torch.Tensor  # (n, T), 0 where not valid
     entropy: torch.Tensor  # (n, T), detached unless asked, 0 where not valid
-    hidden: torch.Tensor  # (P, S, C) last hidden states, after the final norm
+    hidden: torch.Tensor  # (P, S, C) last hidden states, as the model returns them
     packed: Packed
 
     def hidden_of(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -56,6 +56,8 @@ class Engine:
             transformers, is frozen but for its LoRA, which is attached already.
         pad_id: token after the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
+        head_norm: norm before lm_head, where the model returns its last states before the final
+            norm; None: it returns them after it. Models with one are not supported on CUDA's path.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class Engine:
         pad_id: int,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        head_norm: nn.Module | None = None,
     ):
         self.language_model, self.pad_id, self.temperature = language_model, pad_id, temperature
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing, self.head_norm = gradient_checkpointing, head_norm
         if gradient_checkpointing:
             hf_backend.prepare_checkpointing(language_model)
         reason = unsupported(language_model)
+        assert reason or head_norm is None, "the fast path knows only states after the final norm"
         if reason:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
@@ -144,7 +148,9 @@ class Engine:
             uniforms=uniforms,
         )
         if self.fused(embeds) is None:  # the model's own modules
-            return hf_backend.generate(self.language_model, embeds, mask, position_ids_cpu, params)
+            return hf_backend.generate(
+                self.language_model, embeds, mask, position_ids_cpu, params, self.head_norm
+            )
         prefix_layout = shared_prefix_layout(mask, position_ids_cpu, shared_prefix_lengths)
         return self._decoder.generate(embeds, mask, position_ids_cpu, prefix_layout, params)
 
@@ -240,6 +246,7 @@ class Engine:
     def _token_logps(self, hidden, ids, fused, entropy_gradient=False):
         weight = self.language_model.lm_head.weight  # (V, C)
         matrix = weight if fused is None else fused.padded_head
+        hidden = self.head_norm(hidden) if self.head_norm else hidden
         return token_logps(
             hidden,
             matrix,

@@ -43,7 +43,7 @@ def hidden_states(
     position_ids: torch.Tensor,
     gradient_checkpointing: bool = False,
 ) -> torch.Tensor:
-    """Return the last hidden states (P, L, C) after the final norm.
+    """Return the last hidden states (P, L, C), as the model returns them: mostly normed.
 
     Args:
         mask: (P, L), or a bias (P, 1, L, L) of the attention scores; position_ids: (A, P, L).
@@ -79,8 +79,12 @@ def generate(
     attention_mask: torch.Tensor,
     position_ids: torch.Tensor,
     params: SamplingParams,
+    head_norm: nn.Module | None = None,
 ) -> Completions:
-    """Sample a token at a time with the cache of transformers; see `Engine.generate`."""
+    """Sample a token at a time with the cache of transformers; see `Engine.generate`.
+
+    Args: head_norm: see `Engine`.
+    """
     mask, positions = (t.to(embeds.device) for t in (attention_mask, position_ids))
     num_generations, stop = params.num_generations, params.stop
     cache, inputs = DynamicCache(config=language_model.config), embeds
@@ -108,7 +112,8 @@ def generate(
                 torch.zeros_like(next_position, dtype=torch.bool),
             )
         u = None if params.uniforms is None else params.uniforms[:, t].to(hidden.device)
-        logits = product(hidden, language_model.lm_head.weight.t())
+        normed = head_norm(hidden) if head_norm else hidden
+        logits = product(normed, language_model.lm_head.weight.t())
         token, logp = sample_token(logits, params.temperature, u)
         # Rows that are done go on with pads, which `valid` marks.
         token = torch.where(done, params.pad_id, token)

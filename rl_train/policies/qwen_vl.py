@@ -20,12 +20,7 @@ from rl_train.points.parser import STYLE_SCALES, AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
 from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
-from rl_train.policies.qwen_vl_inputs import (
-    QUESTION_TOKENS,
-    ImagePreprocessing,
-    QwenPreprocessor,
-    patches,
-)
+from rl_train.policies.qwen_vl_inputs import QUESTION_TOKENS, QwenPreprocessor
 from rl_train.policies.qwen_vl_model import (
     PointModel,
     TextModel,
@@ -39,6 +34,7 @@ from rl_train.rollout import Batch
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf.batches import Prompts, pad_left
 from sa2va_hf.loading import stored_dtype
+from sa2va_hf.qwen_images import ImagePreprocessing, patches
 from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 

@@ -9,48 +9,17 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import pack
 from rl_train.data.text import phrase
 from rl_train.policies.base import check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
+from sa2va_hf.qwen_images import ImagePreprocessing
 
 MAX_ASPECT = 200  # of an image's longer side to its shorter one
 # Text tokens of a prompt beside the phrase: the chat template and the question.
 QUESTION_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class ImagePreprocessing:
-    """Sizes, patches and normalisation of Qwen2.5-VL's images."""
-
-    patch: int  # pixels of a patch's side
-    merge: int  # patches of a token's side
-    min_pixels: int
-    max_pixels: int
-    side: int  # every image is resized to side x side; 0: it keeps its shape
-    mean: tuple[float, float, float]  # of the three colours, in [0, 1]
-    std: tuple[float, float, float]
-    frames: int = 2  # equal frames of which a still image consists
-    resampling: Image.Resampling = Image.Resampling.BICUBIC  # as Qwen2.5-VL's own processor
-
-    @property
-    def factor(self) -> int:
-        """Pixels of a token's side."""
-        return self.patch * self.merge
-
-    @property
-    def max_tokens(self) -> int:
-        """Largest number of tokens of an image."""
-        return (self.side**2 or self.max_pixels) // self.factor**2
-
-    def resized(self, height: int, width: int) -> tuple[int, int]:
-        """Return (H', W') of an image: multiples of `factor`, within the limits on pixels."""
-        if self.side:
-            return self.side, self.side
-        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
 
 
 @dataclass
@@ -110,21 +79,3 @@ class QwenPreprocessor:
     def collate(self, prepared: list[tuple[torch.Tensor, torch.Tensor]]) -> PointInputs:
         pixels, sam_pixels = zip(*prepared)
         return PointInputs(pack(pixels), torch.stack(sam_pixels))
-
-
-def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Tensor:
-    """Return normalised patches (n, 3 * frames * patch^2) float32 of an image (3, H', W') uint8.
-
-    They have the order of Qwen2-VL's image processor: the patches of one token are neighbours, and
-    an image stands as `frames` equal frames.
-    """
-    device, p, m = pixels.device, preprocessing.patch, preprocessing.merge
-    mean = torch.tensor(preprocessing.mean, device=device).view(3, 1, 1)
-    std = torch.tensor(preprocessing.std, device=device).view(3, 1, 1)
-    # A product with 1 / 255 rounds as the image processor does, a division would not.
-    values = (pixels.float() * (1 / 255) - mean) / std
-    rows, columns = (side // preprocessing.factor for side in pixels.shape[1:])
-    values = values.view(3, rows, m, p, columns, m, p)
-    values = values.permute(1, 4, 2, 5, 0, 3, 6)  # (rows, columns, m, m, 3, p, p)
-    values = values[..., None, :, :].expand(*values.shape[:5], preprocessing.frames, p, p)
-    return values.reshape(rows * columns * m * m, -1)

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from rl_train.config.grpo_config import PolicyConfig
-from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
 from rl_train.utils.io import read_json
+from sa2va_hf.qwen_images import ImagePreprocessing
 from sa2va_hf.weights import INDEX, find_keys
 
 # SAM2 has one such matrix. transformers keeps two copies; a file may hold only one of them.

@@ -7,7 +7,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train.data.loader import Batches
 from rl_train.loss import reference_scores
-from rl_train.policies.qwen_vl_inputs import patches
+from sa2va_hf.qwen_images import patches
 from tests.engine.tiny import fast, slow
 from tests.policies.tiny_points import samples, tiny_policy
 

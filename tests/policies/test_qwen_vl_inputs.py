@@ -9,8 +9,8 @@ from PIL import Image
 from transformers import Qwen2VLImageProcessorPil
 
 from rl_train.data.errors import DamagedSample
-from rl_train.policies.qwen_vl_inputs import ImagePreprocessing, patches
 from rl_train.rollout import Batch
+from sa2va_hf.qwen_images import ImagePreprocessing, patches
 from tests.policies.tiny_points import PREPROCESSOR, samples, tiny_tokenizer
 
 FREE = ImagePreprocessing(

@@ -36,13 +36,13 @@ FACTS = {
 }  # fields of the recording's JSON file that the tests read; None = all of one
 
 
-def thin(tensor: torch.Tensor) -> torch.Tensor:
+def thin(tensor: torch.Tensor, large: int = LARGE) -> torch.Tensor:
     """The tensor itself if it is small, else every 7th element, row-major, as one vector.
 
     Of a float tensor the means of 64 neighbours each follow, so that no element can be far off
     unseen; the last mean is of those that are left and zeros.
     """
-    if tensor.numel() <= LARGE:
+    if tensor.numel() <= large:
         return tensor
     flat = tensor.flatten()
     if not tensor.is_floating_point():

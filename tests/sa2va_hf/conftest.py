@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
-from tests.reference.subsample import checksum, thin, unpack
+from tests.reference.subsample import LARGE, checksum, thin, unpack
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 EMBEDDING = re.compile(
@@ -56,12 +56,9 @@ class Recording:
         facts: the recorded values that are no tensors.
     """
 
-    def __init__(self):
-        self.numbers = load_file(REFERENCE / "numbers.safetensors")
-        self.facts = json.loads((REFERENCE / "facts.json").read_text())
-        for x in "AB":
-            width = self.numbers[f"image_{x}_hwc_u8"].shape[1]
-            self.numbers[f"mask_{x}_nhw_u8"] = unpack(self.numbers[f"mask_{x}_nhw_u8"], width)
+    def __init__(self, numbers: str, facts: str, large: int = LARGE):
+        self.numbers, self.large = load_file(REFERENCE / numbers), large
+        self.facts = json.loads((REFERENCE / facts).read_text())
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """The whole tensor `key`; an error for one of which the recording holds a part."""
@@ -72,7 +69,7 @@ class Recording:
         expected = self.numbers[key]
         shape = self.facts["shapes"].get(key, list(expected.shape))
         assert list(computed.shape) == shape, key
-        return thin(computed), expected
+        return thin(computed, self.large), expected
 
     def close(self, key: str, computed: torch.Tensor, tolerance: float = 1e-4):
         """Assert that `computed` is within tolerance of `key`, relative to its largest value."""
@@ -93,7 +90,21 @@ class Recording:
 
 @pytest.fixture(scope="package")
 def recorded() -> Recording:
-    return Recording()
+    recording = Recording("numbers.safetensors", "facts.json")
+    for x in "AB":
+        width = recording[f"image_{x}_hwc_u8"].shape[1]
+        recording.numbers[f"mask_{x}_nhw_u8"] = unpack(recording[f"mask_{x}_nhw_u8"], width)
+    return recording
+
+
+def fill_by_rule(state, layout):
+    """Write `rule_weight` into native tensors, by the shapes {original key: shape}."""
+    for name, tensor in state.items():
+        tensor.copy_(
+            checkpoint_keys.native_tensor(
+                name, lambda key: torch.from_numpy(np.asarray(rule_weight(key, layout[key])))
+            )
+        )
 
 
 @pytest.fixture(scope="package")
@@ -101,12 +112,7 @@ def original():
     """The recording's model: a tiny vision encoder and LLM with the full-size SAM2 (Hiera-L)."""
     layout = json.loads((REFERENCE / "tiny_layout.json").read_text())
     model = Sa2VAModel(Sa2VAConfig(**json.loads((REFERENCE / "tiny_config.json").read_text())))
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(
-            checkpoint_keys.native_tensor(
-                name, lambda key: torch.from_numpy(np.asarray(rule_weight(key, layout[key])))
-            )
-        )
+    fill_by_rule(model.state_dict(), layout)
     model.img_context_id, model.seg_id = 500, 501
     return model.requires_grad_(False)
 

@@ -11,9 +11,9 @@ from transformers import (
     Sam2Model,
 )
 
-from rl_train.policies.qwen_vl_inputs import ImagePreprocessing
 from rl_train.policies.qwen_vl_model import PointModel, TextModel
 from sa2va_hf.configuration_sa2va import HIERA_L
+from sa2va_hf.qwen_images import ImagePreprocessing
 from sa2va_hf.weights import default_dtype
 from tools.benchmarks.random_checkpoint import NUM_TEXT_TOKENS, tokenizer
 from tools.demo import points_model

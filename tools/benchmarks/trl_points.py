@@ -15,9 +15,9 @@ from rl_train import grpo
 from rl_train.engine import Completions
 from rl_train.policies import sam2_prompting
 from rl_train.policies.qwen_vl import QwenImageFeatures
-from rl_train.policies.qwen_vl_inputs import patches
 from rl_train.rollout import Batch
 from sa2va_hf.batches import Prompts, pad_left
+from sa2va_hf.qwen_images import patches
 from tools.benchmarks.common import free_sampling
 from tools.benchmarks.workload_points import ForcedPoints
 

@@ -20,8 +20,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_
 from rl_train.points.parser import PointPrompt
 from rl_train.points.prompts import point_question
 from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, CHAT_START
-from rl_train.policies.qwen_vl_inputs import ImagePreprocessing, patches
 from sa2va_hf.processing_sa2va import planes
+from sa2va_hf.qwen_images import ImagePreprocessing, patches
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE, inside, make_scene
 from tools.demo.points_model import PREPROCESSOR, SEEN, form
 from tools.demo.scenes import WARM_START

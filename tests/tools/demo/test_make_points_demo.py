@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 
 from rl_train.points.parser import PointPrompt
 from rl_train.policies.qwen_vl import QwenVLPolicy
-from rl_train.policies.qwen_vl_inputs import patches
 from rl_train.policies.qwen_vl_model import load_qwen, load_sam
+from sa2va_hf.qwen_images import patches
 from tests.runs import on_one_core, rollouts, run
 from tools.demo.clump_scenes import RADIUS, SIDE, inside, make_scene
 from tools.demo.make_points_demo import main

@@ -1,0 +1,78 @@
+"""Images of Qwen2.5-VL and Qwen3-VL: sizes, and patches of pixels as their processors make them.
+
+Letters: n patches of an image, H', W' its resized sides in pixels.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+
+@dataclass(frozen=True)
+class ImagePreprocessing:
+    """Sizes, patches and normalisation of images."""
+
+    patch: int  # pixels of a patch's side
+    merge: int  # patches of a token's side
+    min_pixels: int
+    max_pixels: int
+    side: int  # every image is resized to side x side; 0: it keeps its shape
+    mean: tuple[float, float, float]  # of the three colours, in [0, 1]
+    std: tuple[float, float, float]
+    frames: int = 2  # equal frames of which a still image consists
+    resampling: Image.Resampling = Image.Resampling.BICUBIC  # as Qwen2.5-VL's own processor
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch * self.merge
+
+    @property
+    def max_tokens(self) -> int:
+        """Largest number of tokens of an image."""
+        return (self.side**2 or self.max_pixels) // self.factor**2
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return (H', W') of an image: multiples of `factor`, within the limits on pixels."""
+        if self.side:
+            return self.side, self.side
+        return smart_resize(height, width, self.factor, self.min_pixels, self.max_pixels)
+
+
+def patches(pixels: torch.Tensor, preprocessing: ImagePreprocessing) -> torch.Tensor:
+    """Return normalised patches (n, 3 * frames * patch^2) float32 of an image (3, H', W') uint8.
+
+    They have the order of Qwen2-VL's image processor: the patches of one token are neighbours, and
+    an image stands as `frames` equal frames.
+    """
+    device, p, m = pixels.device, preprocessing.patch, preprocessing.merge
+    mean = torch.tensor(preprocessing.mean, device=device).view(3, 1, 1)
+    std = torch.tensor(preprocessing.std, device=device).view(3, 1, 1)
+    # A product with 1 / 255 rounds as the image processor does, a division would not.
+    values = (pixels.float() * (1 / 255) - mean) / std
+    rows, columns = (side // preprocessing.factor for side in pixels.shape[1:])
+    values = values.view(3, rows, m, p, columns, m, p)
+    values = values.permute(1, 4, 2, 5, 0, 3, 6)  # (rows, columns, m, m, 3, p, p)
+    values = values[..., None, :, :].expand(*values.shape[:5], preprocessing.frames, p, p)
+    return values.reshape(rows * columns * m * m, -1)
+
+
+def inference_size(height: int, width: int) -> tuple[int, int]:
+    """Return (H', W') to which the original's inference resizes an image before its processor does.
+
+    They are multiples of 28, whatever the size of a token is.
+
+    Source: `smart_resize` of qwen_vl_utils, with its defaults.
+    """
+    unit, min_pixels, max_pixels = 28, 4 * 28**2, 16384 * 28**2
+    sides = [max(unit, round(side / unit) * unit) for side in (height, width)]
+    if math.prod(sides) > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        sides = [max(unit, math.floor(side / scale / unit) * unit) for side in (height, width)]
+    elif math.prod(sides) < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        sides = [math.ceil(side * scale / unit) * unit for side in (height, width)]
+    return sides[0], sides[1]

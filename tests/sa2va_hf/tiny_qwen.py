@@ -1,0 +1,103 @@
+"""Folders of a tiny Sa2VA of Qwen2.5-VL and of Qwen3-VL, with random weights, as published."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from sa2va_hf import Sa2VAConfig, Sa2VAModel
+from tests.runs import CHECKPOINT
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
+SPECIAL += ["<|image_pad|>", "<|video_pad|>", "[SEG]", "<p>", "</p>", "<vp>", "</vp>"]
+IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for c in m.content %}"
+    "{% if c.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = dict(
+    vocab_size=256 + len(SPECIAL),
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-6,
+    eos_token_id=IDS["<|im_end|>"],
+)
+VISION = dict(depth=3, hidden_size=32, intermediate_size=64, num_heads=2, out_hidden_size=64)
+PARTS = {
+    "qwen25vl": dict(
+        text_config=TEXT
+        | dict(rope_theta=1e4, rope_scaling=dict(type="default", mrope_section=[2, 3, 3])),
+        vision_config=VISION | dict(patch_size=14, window_size=56, fullatt_block_indexes=[1]),
+    ),
+    "qwen3vl": dict(
+        text_config=TEXT
+        | dict(
+            head_dim=16,
+            rope_theta=1e4,
+            rope_scaling=dict(rope_type="default", mrope_interleaved=True, mrope_section=[2, 3, 3]),
+        ),
+        vision_config=VISION
+        | dict(patch_size=16, num_position_embeddings=64, deepstack_visual_indexes=[0, 2]),
+    ),
+}
+
+
+def config(family: str) -> dict:
+    """config.json as the original writes it, with our keys for a small SAM2 and small images."""
+    sam2 = json.loads((CHECKPOINT / "config.json").read_text())["sam2_config"]
+    return PARTS[family] | dict(
+        model_type="sa2va_chat",
+        architectures=["Sa2VAChatModelQwen"],
+        dtype="float32",
+        image_token_id=IDS["<|image_pad|>"],
+        video_token_id=IDS["<|video_pad|>"],
+        vision_start_token_id=IDS["<|vision_start|>"],
+        vision_end_token_id=IDS["<|vision_end|>"],
+        template="qwen_chat",
+        tie_word_embeddings=False,
+        transformers_version="4.57.1",
+        sam2_config=sam2,
+        pixel_limits=[9 * 28**2, 25 * 28**2],
+    )
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and Qwen's special tokens, with a chat template."""
+    letters = bytes_to_unicode()
+    built = Tokenizer(models.BPE({letters[b]: b for b in range(256)}, []))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    built.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=built,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=TEMPLATE,
+    )
+
+
+def write_folder(folder: Path, family: str, seed: int = 0) -> Path:
+    """Write a model of `family` with random weights into `folder`."""
+    torch.manual_seed(seed)
+    model = Sa2VAModel(Sa2VAConfig(**config(family)))
+    # Answers of random weights are noise, and longer than one token.
+    torch.nn.init.normal_(model.model.lm_head.weight, std=0.3)
+    for block in model.modules():
+        if isinstance(block, torch.nn.Linear) and block.bias is not None:
+            torch.nn.init.normal_(block.bias, std=0.02)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    patch = PARTS[family]["vision_config"]["patch_size"]
+    settings = dict(image_processor_type="Qwen2VLImageProcessor", patch_size=patch, merge_size=2)
+    settings |= dict(temporal_patch_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return folder
