@@ -17,6 +17,7 @@ from rl_train.distributed.process_group import (
     fail_together,
     only_local_rank0,
 )
+from rl_train.rewards.ablations import check_ablation
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
@@ -186,6 +187,8 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
     for name, needed in config.flags_with("needs").items():
         if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
+    if config.reward.ablation_reward != "none":
+        check_ablation(config.reward.ablation_reward, [chosen[name].name for name in config.tasks])
     if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:
         raise ValueError(
             "--ablation_reward other: takes the target of another sample of the batch, and "

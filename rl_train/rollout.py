@@ -112,6 +112,7 @@ class RewardOutput:
     # N (H, W) bool that were rewarded, for pictures and reward-hacking signals
     masks: list[torch.Tensor]
     replies: list[str] = field(default_factory=list)  # N texts of the teacher, if it was asked
+    mask_confidence: list[float] = field(default_factory=list)  # N, of the masks, 0 if empty
     # Where answers have a format: {reason: (N,) bool} of those that could not be parsed for it
     unparsed: dict[str, torch.Tensor] = field(default_factory=dict)
     # {repair: (N,) bool} of those that could be parsed only with it

@@ -179,6 +179,8 @@ def test_share_of_judge_failures(complaint, share):
 
 
 def test_another_s_target_needs_another_sample(complaint):
+    sentence = complaint(ablation_reward="near")
+    assert "--ablation_reward near: is of points, not of the task loop1" in sentence
     sentence = complaint(ablation_reward="other", batch_size=1)
     assert "--ablation_reward other: " in sentence and "--batch_size 1 has none" in sentence
 

@@ -21,7 +21,7 @@ from rl_train.config.flags import (
 )
 from rl_train.data.registry import DATASETS
 from rl_train.grpo import LOSSES, SCALES, clip_window
-from rl_train.rewards.ablations import ABLATION_REWARDS
+from rl_train.rewards.ablations import ABLATION_HELP, ABLATION_REWARDS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
 
 
@@ -258,12 +258,8 @@ class RewardConfig:
     )
     ablation_reward: str = flag(
         "none",
-        "for ablations, train on rewards that do not depend on the region, while the tasks' own "
-        "are still logged. shuffled: permuted in each group; constant: equal; length: "
-        "-|words - n| / n, n the mean of the batch's true captions (loop 2: fractions of the "
-        "image, n of the true regions); fixed: one caption of the data set is the target of all "
-        "(loop 1: METEOR with it); other: region and caption of another sample of the batch are "
-        "the target",
+        "for ablations, train on a cheap cause in the place of the tasks' own rewards, which are "
+        f"still logged. {ABLATION_HELP}",
         choices=("none", *ABLATION_REWARDS),
         aliases=("control",),
     )

@@ -126,4 +126,4 @@ class CaptionMaskCaption(Task):
             replies=replies,
             mask_confidence=rollout.latents.confidence,
         )
-        return RewardOutput(rewards, masks, replies)
+        return RewardOutput(rewards, masks, replies, rollout.latents.confidence)

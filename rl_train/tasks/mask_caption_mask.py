@@ -86,4 +86,4 @@ class MaskCaptionMask(Task):
         rewards = with_measurements(
             self, rollout, rewards, questions, masks, targets, mask_confidence=confidence
         )
-        return RewardOutput(rewards, masks)
+        return RewardOutput(rewards, masks, mask_confidence=confidence)

@@ -277,6 +277,7 @@ class PointSegmentation(PointTask):
         if self.options.reward_set in REWARD_SETS:
             rewards |= self.published_rewards(rollout)
         captions = rollout.of_rows(batch.captions)
+        mask_confidence = [pair[self.options.hide_negatives] for pair in confidences]
         rewards = with_measurements(
             self,
             rollout,
@@ -285,13 +286,14 @@ class PointSegmentation(PointTask):
             masks,
             targets,
             answers=answers,
-            mask_confidence=[pair[self.options.hide_negatives] for pair in confidences],
+            mask_confidence=mask_confidence,
             solution=rollout.of_rows(batch.solutions or [None] * len(batch)),
         )
         reasons, repairs = [p.reason for p in parsed], [p.repairs for p in parsed]
         return RewardOutput(
             rewards,
             masks,
+            mask_confidence=mask_confidence,
             unparsed={name: torch.tensor([name == r for r in reasons]) for name in REASONS},
             repaired={name: torch.tensor([name in r for r in repairs]) for name in REPAIRS},
             point_prompts=answers,

@@ -1,13 +1,25 @@
 """Rewards that must not teach: what counts in place of a task's own, which stays measured."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from rl_train.grpo import group_advantages, group_std
+from rl_train.points.parser import PointPrompt
 from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.ablations import ABLATION_REWARDS, AblationReward, shift_by_one, shuffled
+from rl_train.rewards.ablations import (
+    ABLATIONS,
+    Ablation,
+    AblationReward,
+    ablations_of,
+    check_ablation,
+    group_iou,
+    shift_by_one,
+    shuffled,
+    word_agreement,
+)
 from rl_train.rollout import Batch, RewardOutput, Rollout
 
 NAN = math.nan
@@ -111,7 +123,7 @@ def test_other_images_have_other_sizes():
     assert [mask.tolist() for mask in resized] == [corner.tolist(), large.tolist()]
 
 
-@pytest.mark.parametrize("kind", ABLATION_REWARDS)
+@pytest.mark.parametrize("kind", ablations_of("custom"))
 def test_what_the_task_did_not_score_is_not_scored(kind):
     task = Task(replies=["a cat"] * 4, unscored=[1])
     _, found = controlled(kind, task, rollout_of(TEXTS, MASKS), caption="a dog", seed=1)
@@ -155,3 +167,93 @@ def test_constant_rewards_teach_nothing():
     assert len(set(constant[[0, 1, 3]].tolist())) == 1
     assert group_advantages(constant, 2).tolist() == [0, 0, 0, 0]
     assert group_std(constant[:2], 2).tolist() == [0]
+
+
+def of_task(name, rollout, ablation, **outcome) -> torch.Tensor:
+    """The ablation's reward (N,) of a rollout of the task `name`, whose policy is on the CPU."""
+    context = SimpleNamespace(policy=SimpleNamespace(device="cpu"))
+    task = SimpleNamespace(name=name, context=context, reward_weights=WEIGHTS)
+    outcome = RewardOutput({"iou": torch.zeros(len(rollout))}, rollout.latents, **outcome)
+    return AblationReward(ablation)(task, rollout, outcome, TURN).rewards["ablation_reward"]
+
+
+def test_a_new_one_is_a_function_and_a_line(monkeypatch):
+    def first_letter(rows):
+        """Return 1 for a text that begins with an a."""
+        return torch.tensor([float(text.startswith("a")) for text in rows.rollout.texts])
+
+    monkeypatch.setitem(ABLATIONS, "first_letter", Ablation(first_letter, "text begins with a"))
+    assert "first_letter" in ablations_of("loop1")
+    _, found = controlled("first_letter", Task(unscored=[2]), rollout_of(TEXTS, MASKS))
+    assert found.tolist()[:2] == [1, 0] and found[2].isnan() and found[3] == 0
+
+
+def test_agreement_by_hand():
+    """Texts by Dice of their words, masks by IoU, each with the others of its group."""
+    found = word_agreement(["a red dog", "a red dog", "a cat", "", "b", "b", "b", "b"], 4)
+    assert found.tolist() == pytest.approx([1.4 / 3, 1.4 / 3, 0.8 / 3, 0, 1, 1, 1, 1])
+    found = group_iou([mask(40), mask(20), mask(10), mask(0), mask(0), mask(0)], 3)
+    assert found.tolist() == pytest.approx([0.75 / 2, 1 / 2, 0.75 / 2, 1, 1, 1])
+    texts = of_task("loop1", rollout_of(TEXTS, MASKS), "majority")
+    assert texts.tolist() == word_agreement(TEXTS, 2).tolist()
+    masks = of_task("loop2", rollout_of(TEXTS, MASKS), "majority")
+    assert masks.tolist() == pytest.approx([0.25, 0.25, 1 / 3, 1 / 3])
+
+
+def test_confidence_and_position_by_hand():
+    """Regions and masks fill rows from the top: of `mask(60)` 5/6 lie in the upper half."""
+    sure = [0.9, 0.6, 0.0, 0.7]
+    rollout = rollout_of(TEXTS, MASKS, ["in the top", "an owl"], [mask(40), mask(60)])
+    found = of_task("points", rollout, "confidence", mask_confidence=sure)
+    assert found.tolist() == pytest.approx(sure)
+    said = ["at the top", "bottom right", "an owl", "the upper left"]
+    spoken = rollout_of(said, MASKS, ["a", "b"], [mask(40), mask(60)])
+    assert of_task("loop1", spoken, "position").tolist() == pytest.approx([1, 0, 0, 5 / 12])
+    rollout.latents[1] = mask(80)
+    assert of_task("loop2", rollout, "position").tolist() == pytest.approx([1, 5 / 8, 0, 0])
+
+
+def points(*negative, positive=((50.0, 50.0),), boxes=((10.0, 10.0, 90.0, 90.0),)):
+    return PointPrompt(boxes=boxes, positive=positive, negative=negative)
+
+
+@pytest.mark.parametrize(
+    "ablation, expected",
+    [
+        ("away", [0, 1, 0.5, 0, 0, 1]),
+        ("near", [0, 1, 0, 0, 0, 0]),
+        ("edge", [0, 0, 0.5, 0, 0, 1]),
+        ("offset", [-0.2, 0, -(0.2 + math.dist((12, 50), (70, 50)) / 100) / 2, -1, -1, -0.5]),
+    ],
+)
+def test_habits_of_negative_points_by_hand(ablation, expected):
+    """In an image of 100 x 100 around whose middle lies the positive point."""
+    prompts = [
+        points((50.0, 50.0)),
+        points((70.0, 50.0)),
+        points((50.0, 50.0), (12.0, 50.0)),
+        points(),
+        None,
+        points((20.0, 50.0)),
+    ]
+    region = mask(40, 100, 100)
+    rollout = rollout_of([""] * 6, [region] * 6, ["a"] * 3, [region] * 3)
+    found = of_task("points", rollout, ablation, point_prompts=prompts)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+    assert group_std(found, 2).max() > 0  # a group's rewards differ
+
+
+def test_hidden_is_the_reward_of_the_masks_without_negative_points():
+    rollout = rollout_of([""] * 4, MASKS, regions=REGIONS)
+    without = [mask(40), mask(20), mask(20), mask(40)]
+    found = of_task("points", rollout, "hidden", masks_without_negatives=without)
+    assert found.tolist() == pytest.approx([1, 0.5, 1, 0.5])
+
+
+def test_an_ablation_of_other_tasks_is_refused_in_a_sentence():
+    assert check_ablation("near", ["points"]) is None
+    assert check_ablation("shuffled", ["loop1", "of_a_user"]) is None
+    with pytest.raises(ValueError, match="^--ablation_reward near: is of points, not of .* loop1,"):
+        check_ablation("near", ["loop1"])
+    with pytest.raises(ValueError, match="--ablation_reward salient: is of loop1 and loop2, not"):
+        check_ablation("salient", ["loop2", "points"])

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from rl_train.cli import check_same, parse
-from rl_train.rewards.ablations import ABLATION_REWARDS
+from rl_train.rewards import ablations
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import read_json
 from tools.experiments.sweep_table import evaluations, markdown, summary
@@ -57,8 +57,7 @@ LOOPS = dict(
 ARMS = LOOPS | {
     f"{loop}_{control}": f"{flags} --ablation_reward {control}"
     for loop, flags in LOOPS.items()
-    for control in ABLATION_REWARDS
-    if control != "none"
+    for control in ablations.ablations_of(loop)
 }
 ARMS |= {  # loop2's reward is METEOR
     "loop2_half_likelihood": f"{LOOPS['loop2']} --likelihood_weight 0.5",
@@ -80,11 +79,14 @@ POINT_ARMS = dict(
     points="",
     points_positive="--negative_points off",
     points_hidden="--hide_negatives",
-    points_shuffled="--ablation_reward shuffled",
-    points_constant="--ablation_reward constant",
     points_bonus="--negative_weight 0.3",
     points_two_passes="--sam_passes 2",
 )
+POINT_ARMS |= {
+    f"points_{control}": f"--ablation_reward {control}"
+    for control in ablations.ablations_of(ablations.POINTS)
+    if f"points_{control}" not in POINT_ARMS
+}
 ARMS |= POINT_ARMS
 METRICS = ("cycle_iou", "cycle_meteor", "seg_iou", "caption_meteor")
 POINT_METRICS = ("seg_iou", "gain_negative", "gain_over_swapped", "gain_over_random")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_train.cli import build_parser, parse
-from rl_train.rewards.ablations import ABLATION_REWARDS
+from rl_train.rewards.ablations import ablations_of
 from rl_train.tasks import TASKS
 from tests.runs import ROOT
 from tests.tools.experiments.test_sweep_table import finished
@@ -44,8 +44,8 @@ def test_every_arm_is_flags_that_the_run_knows(tmp_path):
         arm: args.ablation_reward for arm, args in found.items() if args.ablation_reward != "none"
     }
     assert [arm for arm, args in found.items() if args.scale_components] == ["loop2_scaled"]
-    of_points = {f"points_{c}": c for c in ("shuffled", "constant")}
-    of_loops = {f"loop{n}_{c}": c for n in (1, 2) for c in ABLATION_REWARDS if c != "none"}
+    of_points = {f"points_{c}": c for c in ablations_of("points") if c != "hidden"}
+    of_loops = {f"{loop}_{c}": c for loop in ("loop1", "loop2") for c in ablations_of(loop)}
     assert controls == of_loops | of_points
     assert found["defaults"].likelihood_weight == 0 and found["defaults"].latent_std == "auto"
 

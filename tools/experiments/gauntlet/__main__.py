@@ -30,12 +30,13 @@ from rl_train.export.load_policy import find_base, open_policy
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
-from tools.experiments.gauntlet import loop1
+from tools.experiments.gauntlet import loop1, loop2
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.table import LoopResult, markdown, summarise, verdict
 
 LOOPS = {
     1: ("Loop 1: captions of regions", loop1),
+    2: ("Loop 2: masks of captions", loop2),
 }
 FILES = ("table.md", "table.json")
 
@@ -63,6 +64,7 @@ def build_parser() -> FlagParser:
     return parser
 
 
+@torch.no_grad()
 def results_of(
     policy: Sa2VAPolicy,
     chosen_on: Subset,
@@ -151,7 +153,6 @@ def run(
 
 def main(argv: list[str] | None = None):
     args = build_parser().parse_args(argv)
-    torch.set_grad_enabled(False)
     ranks = process_group.init()
     try:
         if ranks.world_size > 1:

@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 import torch
 
 from rl_train.evaluation.best_of_n import pick_best
+from rl_train.rewards.ablations import word_agreement
 from tools.experiments.gauntlet.regions import Heard, Regions
-from tools.experiments.gauntlet.samples import PickBy, agreement, choose_direction
+from tools.experiments.gauntlet.samples import PickBy, choose_direction
 from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
 from tools.experiments.gauntlet.words import Rewording, rewordings, words_of
 
@@ -38,11 +39,15 @@ def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Ten
     flat = {field.name: [getattr(each, field.name) for each in heard] for field in fields(Heard)}
     flat["length"] = [float(len(words_of(text))) for text in texts]
     flat["likelihood without image"] = regions.likelihood_without_image(texts)
+    majority = word_agreement(texts, num_generations)
     scores = {
         name: torch.tensor(values, dtype=torch.float64).view(-1, num_generations)
         for name, values in flat.items()
     }
-    return scores | {"own likelihood": logps.double(), "majority": agreement(groups)}
+    return scores | {
+        "own likelihood": logps.double(),
+        "majority": majority.double().view(-1, num_generations),
+    }
 
 
 def choose(training: Regions, num_generations: int) -> Chosen:

@@ -136,14 +136,19 @@ class Regions:
                 iou * spoken, hit * spoken, sure * spoken, mask.float().mean().item() * spoken
             )
 
-    def likelihood_without_image(self, texts: Sequence[str]) -> list[float]:
-        """Return the base's likelihood per token of each text as the caption of a grey image."""
+    def blank_features(self) -> "ImageFeatures":
+        """Return the features of a grey image, made once."""
         if self.blank is None:
             self.blank = blank_features(self.policy, self.tokens)
+        return self.blank
+
+    def likelihood_without_image(self, texts: Sequence[str]) -> list[float]:
+        """Return the base's likelihood per token of each text as the caption of a grey image."""
+        blank = self.blank_features()
         new = [text for text in dict.fromkeys(texts) if text not in self.priors]
-        whole = torch.ones(self.blank.sizes[0], dtype=torch.bool, device=self.policy.device)
+        whole = torch.ones(blank.sizes[0], dtype=torch.bool, device=self.policy.device)
         values = caption_likelihood(
-            self.policy, self.blank, [0] * len(new), [whole] * len(new), new, self.tokens
+            self.policy, blank, [0] * len(new), [whole] * len(new), new, self.tokens
         )
         self.priors |= zip(new, values.tolist())
         return [self.priors[text] for text in texts]

@@ -3,14 +3,11 @@
 Letters: n regions, G samples of each.
 """
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rl_train.evaluation.best_of_n import pick_best
-from tools.experiments.gauntlet.words import words_of
 
 DIRECTIONS = ("largest", "smallest", "nearest to the mean")
 
@@ -47,21 +44,3 @@ def choose_direction(name: str, scores: torch.Tensor, rewards: torch.Tensor) -> 
         return sum(pick_best(rewards, preference(scores, direction, mean)))
 
     return PickBy(name, max(DIRECTIONS, key=reward), mean)
-
-
-def agreement(groups: Sequence[Sequence[str]]) -> torch.Tensor:
-    """Return (n, G): the mean overlap (Dice) of each caption's words with the others of its group.
-
-    The largest is the majority's caption.
-    """
-
-    def dice(a: Counter, b: Counter) -> float:
-        total = a.total() + b.total()
-        return 2 * (a & b).total() / total if total else 1.0
-
-    rows = []
-    for group in groups:
-        bags = [Counter(words_of(text)) for text in group]
-        rows.append([sum(dice(bag, other) for other in bags) for bag in bags])
-    # A caption agrees with itself.
-    return (torch.tensor(rows, dtype=torch.float64) - 1) / max(len(groups[0]) - 1, 1)

@@ -25,6 +25,7 @@ class Rival:
     chosen: Any  # JSON, what was chosen on training regions
     baseline: str  # of BASELINES, from which its gain is counted
     values: Measures
+    cheap: bool = True  # False of a true reward or a ceiling, which are shown and never marked
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ def summarise(results: list[LoopResult]) -> list[dict]:
     ]
     for rivals in zip(*(result.rivals for result in results), strict=True):
         first = rivals[0]
-        row = _row(first.name, first.baseline, [rival.values for rival in rivals], results)
+        values = [rival.values for rival in rivals]
+        row = _row(first.name, first.baseline, values, results, first.cheap)
         rows.append(row | dict(chosen=[rival.chosen for rival in rivals]))
     return rows
 
 
-def _row(name: str, baseline: str, values: list[Measures], results: list[LoopResult]) -> dict:
+def _row(
+    name: str,
+    baseline: str,
+    values: list[Measures],
+    results: list[LoopResult],
+    cheap: bool = False,
+) -> dict:
     """Return gains of K checkpoints' values over a baseline, with intervals and fractions."""
     row = dict(name=name, baseline=baseline, measures={})
     for measure in values[0]:
@@ -79,9 +87,12 @@ def _row(name: str, baseline: str, values: list[Measures], results: list[LoopRes
             checkpoints=interval(gains),
             **_fraction((after - before).mean(0), (best - before).mean(0)),
         )
-    # The first measure is the reward's own.
-    fraction = next(iter(row["measures"].values()))["fraction"]
-    row["too_much"] = fraction is not None and fraction > TOO_MUCH and "true" not in name
+    # The first measure is the one that fractions are of.
+    main = next(iter(row["measures"].values()))
+    if main["fraction"] is None:  # any gain is more than the true reward's
+        row["too_much"] = cheap and main["interval"][0] > 0
+    else:
+        row["too_much"] = cheap and main["fraction"] > TOO_MUCH
     return row
 
 
@@ -127,7 +138,7 @@ def markdown(title: str, rows: list[dict], measures: dict[str, str], num_checkpo
 def fraction_cell(values: dict, mark: str) -> str:
     """Format the fraction of the true reward's gain with its interval."""
     if values["fraction"] is None:
-        return "the true reward gains nothing"
+        return f"{mark}the true reward gains nothing{mark}"
     low, high = values["fraction_interval"]
     return f"{mark}{values['fraction']:.2f}{mark} [{low:.2f}, {high:.2f}]"
 

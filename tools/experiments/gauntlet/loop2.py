@@ -1,0 +1,149 @@
+"""Loop 2's cheap causes: chosen on training regions by the IoU with them, measured on others.
+
+Letters: n regions, G samples of each.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from rl_train.evaluation.best_of_n import pick_best
+from rl_train.policies.sa2va_queries import caption_likelihood, segment_generated
+from rl_train.rewards import mask_iou
+from rl_train.rewards.ablations import SALIENT, group_iou
+from rl_train.rewards.meteor import require_wordnet
+from rl_train.rewards.positions import fraction_in_named_part
+from rl_train.tasks.base import TaskContext
+from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
+from rl_train.utils.rng import RowRNG
+from tools.experiments.gauntlet.masks import (
+    UNCHANGED,
+    Variant,
+    choose_variants,
+    measure_variants,
+    variants_of,
+)
+from tools.experiments.gauntlet.regions import Regions
+from tools.experiments.gauntlet.samples import PickBy, choose_direction
+from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
+
+MEASURES = {"iou": "mask IoU", "found": "object found"}
+REWARD = "meteor"  # the task's default
+# Scores that are rewards of the task, or its ceiling: not cheap.
+TRUE_SCORES = {
+    REWARD: "METEOR, the true reward",
+    "likelihood": "likelihood with the image, the true reward at --likelihood_weight 1",
+    "iou": "IoU with the region: the ceiling",
+}
+
+
+class OneModel:
+    """Roles of one model without training: each is the base itself."""
+
+    def use(self, name: str) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen on training regions."""
+
+    variants: dict[str, tuple[str, Variant]]  # {cause: (what was chosen, variant)}
+    picks: list[PickBy]
+    task: CaptionMaskCaption  # its noise is fitted to training regions
+
+
+@torch.no_grad()
+def sample_scores(
+    regions: Regions, task: CaptionMaskCaption, num_generations: int
+) -> dict[str, torch.Tensor]:
+    """Return {score: (n, G)} of G masks that the base samples: rewards, measures, cheap scores."""
+    policy, G, parts = regions.policy, num_generations, []
+    for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
+        rng = RowRNG(0, 0, 1, batch.index, G)
+        prompts = task.prompts(batch, features)
+        uniforms = rng.uniforms(regions.tokens)
+        rollout = policy.sample(batch, features, prompts, G, regions.tokens, uniforms)
+        rollout.latents = task.action.draw(rollout, rng)
+        rewards, masks = task.rewards(rollout).rewards, rollout.latents.masks
+        captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
+        salient = segment_generated(
+            policy, features, rows, [SALIENT] * len(rows), regions.tokens
+        ).masks
+        blank = regions.blank_features()
+        prior = caption_likelihood(policy, blank, [0] * len(masks), masks, captions, regions.tokens)
+        parts.append(
+            {name: rewards[name] for name in (REWARD, "likelihood", "iou")}
+            | dict(
+                found=rewards["on_target"],
+                confidence=torch.tensor(rollout.latents.confidence),
+                area=torch.tensor([mask.float().mean().item() for mask in masks]),
+                majority=group_iou(masks, G),
+                **{
+                    "the most salient object": mask_iou(masks, rollout.of_rows(salient)).cpu(),
+                    "the part named in the phrase": torch.tensor(
+                        [fraction_in_named_part(mask, text) for mask, text in zip(masks, captions)]
+                    ),
+                    "likelihood without image": prior.cpu(),
+                },
+            )
+        )
+    regions.check()
+    return {
+        name: torch.cat([part[name] for part in parts]).double().view(-1, G) for name in parts[0]
+    }
+
+
+def choose(training: Regions, num_generations: int) -> Chosen:
+    """Choose every cheap cause on training regions, by the IoU with them: the strongest rivals."""
+    require_wordnet()
+    options = CaptionMaskCaption.Options(mask_loss_coef=0.0, likelihood_weight=0.5)
+    task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
+    task.action.calibrate([batch for batch, _ in training.parts], training.tokens)
+    causes = variants_of(training)
+    named = {
+        f"{cause}: {name}": variant for cause, of in causes.items() for name, variant in of.items()
+    }
+    names = {cause: [f"{cause}: {name}" for name in of] for cause, of in causes.items()}
+    best = choose_variants(measure_variants(training, named), names)
+    scores = sample_scores(training, task, num_generations)
+    cheap = [name for name in scores if name not in (*TRUE_SCORES, *MEASURES)]
+    return Chosen(
+        {cause: (name.partition(": ")[2], named[name]) for cause, name in best.items()},
+        [choose_direction(name, scores[name], scores["iou"]) for name in cheap],
+        task,
+    )
+
+
+def measure(heldout: Regions, chosen: Chosen, num_generations: int) -> LoopResult:
+    """Measure what was chosen on held-out regions; nothing is chosen here."""
+    measured = measure_variants(
+        heldout, {cause: variant for cause, (_, variant) in chosen.variants.items()}
+    )
+    rivals = [
+        Rival(cause, name, "greedy", measured[cause])
+        for cause, (name, _) in chosen.variants.items()
+    ]
+    scores = sample_scores(heldout, chosen.task, num_generations)
+
+    def picked(by: torch.Tensor) -> Measures:
+        return {name: pick_best(scores[name], by) for name in MEASURES}
+
+    rivals += [
+        Rival(f"best of G by {text}", "largest", "samples", picked(scores[name]), cheap=False)
+        for name, text in TRUE_SCORES.items()
+        if name != REWARD
+    ]
+    rivals += [
+        Rival(f"best of G by {pick.name}", pick.direction, "samples", picked(by))
+        for pick in chosen.picks
+        for by in [pick.preference(scores[pick.name])]
+    ]
+    return LoopResult(
+        greedy=measured[UNCHANGED],
+        samples={name: scores[name].mean(1).tolist() for name in MEASURES},
+        best=picked(scores[REWARD]),
+        rivals=rivals,
+    )

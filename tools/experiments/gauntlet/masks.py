@@ -1,0 +1,150 @@
+"""Cheap causes of loop 2 that change a mask alike for all regions, whatever the phrase means.
+
+A threshold, a scale of the prompt embedding, one area for all, the half of the image that the
+phrase names by its position, and the mask of a phrase that names nothing ("the most salient
+object").
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from rl_train.data.text import phrase
+from rl_train.policies.sa2va_queries import row_masks, segment_by_own_answer, segment_generated
+from rl_train.rewards import mask_iou
+from rl_train.rewards.ablations import SALIENT
+from rl_train.rewards.iou import on_target
+from rl_train.rewards.positions import named_part
+from tools.experiments.gauntlet.regions import Regions
+from tools.experiments.gauntlet.table import Measures
+from tools.experiments.scalar_baseline import GRIDS, row_logits
+
+UNCHANGED = "unchanged"
+QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)  # of the areas of true training regions
+BONUSES = (2.0, 5.0)  # logits, inside the named part against outside
+SALIENT_PHRASES = (SALIENT, "the object", "the largest object")
+MAX_FREQUENT = 4  # phrases of the data that are tried for all regions
+
+
+@dataclass
+class Answered:
+    """The base's own answers to the true captions of a batch of B regions."""
+
+    regions: Regions
+    part: int  # of the regions, whose batch it is
+    seg_rows: list[int]  # rows of the M [SEG]
+    embeddings: torch.Tensor  # (M, D)
+    logits: list[torch.Tensor]  # B (H, W), -inf without [SEG]
+
+    @property
+    def captions(self) -> list[str]:
+        return self.regions.parts[self.part][0].captions
+
+
+Variant = Callable[[Answered], list[torch.Tensor]]  # B masks (H, W) bool
+
+
+def threshold(value: float) -> Variant:
+    return lambda answered: [logits > value for logits in answered.logits]
+
+
+def scale(value: float) -> Variant:
+    def masks(answered: Answered) -> list[torch.Tensor]:
+        policy, (batch, features) = answered.regions.policy, answered.regions.parts[answered.part]
+        embeddings = value * answered.embeddings
+        return row_masks(policy, features, range(len(batch)), answered.seg_rows, embeddings).masks
+
+    return masks
+
+
+def one_area(fraction: float) -> Variant:
+    """Return the variant whose masks are the highest logits of a fraction of the image."""
+
+    def mask(logits: torch.Tensor) -> torch.Tensor:
+        count = max(round(fraction * logits.numel()), 1)
+        # The smallest of the `count` largest; at least that, where logits are equal.
+        return (logits >= logits.flatten().topk(count).values[-1]) & logits.isfinite()
+
+    return lambda answered: [mask(logits) for logits in answered.logits]
+
+
+def in_named_part(bonus: float) -> Variant:
+    """Return the variant that favours the part that the phrase names; inf: nothing else."""
+
+    def mask(logits: torch.Tensor, caption: str) -> torch.Tensor:
+        part = named_part(caption, tuple(logits.shape))
+        if part is None:
+            return logits > 0
+        part = part.to(logits.device)
+        if bonus == torch.inf:
+            return (logits > 0) & part
+        return torch.where(part, logits + bonus, logits - bonus) > 0
+
+    return lambda answered: [
+        mask(logits, caption) for logits, caption in zip(answered.logits, answered.captions)
+    ]
+
+
+def one_phrase(text: str) -> Variant:
+    def masks(answered: Answered) -> list[torch.Tensor]:
+        regions, (batch, features) = answered.regions, answered.regions.parts[answered.part]
+        rows = list(range(len(batch)))
+        texts = [text] * len(rows)
+        return segment_generated(regions.policy, features, rows, texts, regions.tokens).masks
+
+    return masks
+
+
+def variants_of(training: Regions) -> dict[str, dict[str, Variant]]:
+    """Return {cause: {what is chosen: variant}}, made of the training regions alone."""
+    areas = torch.tensor([mask.float().mean().item() for mask in training.masks])
+    quantiles = {q: areas.quantile(q).item() for q in QUANTILES}
+    frequent = [text for text, _ in Counter(map(phrase, training.references)).most_common()]
+    phrases = [*SALIENT_PHRASES, *frequent[:MAX_FREQUENT]]
+    bonuses = {**{f"bonus {bonus:g}": bonus for bonus in BONUSES}, "cut": torch.inf}
+    return {
+        "threshold of the mask": {
+            f"{value:g}": threshold(value) for value in GRIDS["threshold"][0]
+        },
+        "scale of the prompt": {f"{value:g}": scale(value) for value in GRIDS["scale"][0]},
+        "one area for all": {
+            f"{area:.4f} of the image": one_area(area) for area in quantiles.values()
+        },
+        "part named in the phrase": {name: in_named_part(bonus) for name, bonus in bonuses.items()},
+        "most salient object": {text: one_phrase(text) for text in dict.fromkeys(phrases)},
+    }
+
+
+@torch.no_grad()
+def measure_variants(regions: Regions, variants: dict[str, Variant]) -> dict[str, Measures]:
+    """Return {variant: its measures on all regions}, with the base's own masks as UNCHANGED."""
+    measured = {name: dict(iou=[], found=[]) for name in (UNCHANGED, *variants)}
+    for part, (batch, features) in enumerate(
+        tqdm(regions.parts, desc="masks", leave=False, disable=None)
+    ):
+        policy, rows = regions.policy, list(range(len(batch)))
+        segmented, seg_rows, embeddings = segment_by_own_answer(
+            policy, features, rows, batch.captions, regions.tokens
+        )
+        logits = row_logits(policy, features, seg_rows.tolist(), embeddings)
+        answered = Answered(regions, part, seg_rows.tolist(), embeddings, logits)
+        targets = [mask.to(policy.device) for mask in batch.masks]
+        for name, values in measured.items():
+            masks = segmented.masks if name == UNCHANGED else variants[name](answered)
+            values["iou"] += mask_iou(masks, targets).tolist()
+            values["found"] += on_target(masks, targets, batch.distractors).tolist()
+    regions.check()
+    return measured
+
+
+def choose_variants(
+    measured: dict[str, Measures], names: dict[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return {cause: the variant with the highest mean IoU} of {cause: variants}."""
+    return {
+        cause: max(variants, key=lambda name: sum(measured[name]["iou"]))
+        for cause, variants in names.items()
+    }
