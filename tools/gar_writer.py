@@ -36,7 +36,8 @@ def write_gar(
 
     Args:
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
-            list of str). With "image_bytes" that file is stored as it is, in place of "image".
+            list of str). With "image_bytes" that file is stored as it is, in place of "image";
+            with "image_path" only this path is, which begins at the folder of the part.
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
@@ -73,16 +74,18 @@ def _records(rows, image_format: str):
     for row in rows:
         if row["image"] is not image:
             image = row["image"]
-            data = row.get("image_bytes") or encode_image(image, image_format)
+            data = row.get("image_bytes")
+            if not data and not row.get("image_path"):
+                data = encode_image(image, image_format)
         yield _record(row, data)
 
 
-def _record(row: dict, image_data: bytes) -> dict:
+def _record(row: dict, image_data: bytes | None) -> dict:
     width, height = row["image"].size
     assert row["mask"].shape == (height, width), "a mask has the size of its image"
     category = row["category"]
     return {
-        "image": {"bytes": image_data, "path": None},
+        "image": {"bytes": image_data, "path": row.get("image_path")},
         "mask_rle": encode_mask(row["mask"]),
         "conversations": [
             {"from": "human", "value": INSTRUCTION},

@@ -107,22 +107,26 @@ def table(report: dict, damaged: Counter, sizes: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def contact_sheet(samples: list[dict]) -> Image.Image:
-    """Draw samples in a grid: image with its region outlined, id and caption below."""
-    sheet = Image.new("RGB", (COLUMNS * SIDE, -(-len(samples) // COLUMNS) * (SIDE + TEXT)), "white")
+def contact_sheet(samples: list[dict], columns: int = COLUMNS, side: int = SIDE) -> Image.Image:
+    """Draw samples in a grid: image with its region outlined, id and caption below.
+
+    Args:
+        side: pixels of a cell's side, without the text.
+    """
+    sheet = Image.new("RGB", (columns * side, -(-len(samples) // columns) * (side + TEXT)), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(12)
     for k, sample in enumerate(samples):
-        left, top = k % COLUMNS * SIDE, k // COLUMNS * (SIDE + TEXT)
-        picture = outlined(sample["image"], sample["mask"], SIDE - 8)
+        left, top = k % columns * side, k // columns * (side + TEXT)
+        picture = outlined(sample["image"], sample["mask"], side - 8)
         sheet.paste(
-            picture, (left + (SIDE - picture.width) // 2, top + (SIDE - picture.height) // 2)
+            picture, (left + (side - picture.width) // 2, top + (side - picture.height) // 2)
         )
         lines = [
             f"..{sample['image_id'][-40:]}" if len(sample["image_id"]) > 42 else sample["image_id"]
         ]
         lines += textwrap.wrap(sample["caption"], 46, max_lines=5, placeholder=" ..")
         draw.multiline_text(
-            (left + 6, top + SIDE), "\n".join(lines), fill=INK, font=font, spacing=3
+            (left + 6, top + side), "\n".join(lines), fill=INK, font=font, spacing=3
         )
     return sheet
 
