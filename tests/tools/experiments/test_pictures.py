@@ -12,7 +12,13 @@ from rl_train.data import GraspAnyRegionDataset
 from tools.experiments.pictures import __main__ as pictures
 from tools.experiments.pictures import dataset, packages
 from tools.experiments.pictures.captions import Named, by_label, by_tag
-from tools.experiments.pictures.concepts import Concept, fault_of_words, name_in, read_library
+from tools.experiments.pictures.concepts import (
+    Concept,
+    fault_of_words,
+    name_in,
+    read_library,
+    with_hypernyms,
+)
 from tools.experiments.pictures.dataset import NO_CAPTION, read_truth
 from tools.experiments.pictures.report import leaks, num_near, perceptual_hash
 from tools.experiments.pictures.splits import fraction_of, unnamed_concepts
@@ -89,7 +95,7 @@ def is_true(caption: str, region: dict, scene: list[dict]) -> bool:
             (other,) = [r for r in scene if r["label"] == neighbour]
             middle = sum(other["box"][axis::2]) / 2
             return region["label"] == name and sign * (sum(region["box"][axis::2]) / 2 - middle) > 0
-    return region["label"] == caption or caption in region["tags"]
+    return region["label"] == caption or caption in region["tags"] + region["also"]
 
 
 def test_every_caption_is_true_of_its_region_and_of_no_other(written):
@@ -389,6 +395,20 @@ def test_packages_that_are_there_become_a_library(tmp_path, monkeypatch):
     ]
     licences = (output / "LICENCES.txt").read_text()
     assert all(package.name in licences for package in packages.PACKAGES)
+
+
+def test_a_rooster_is_a_chicken_too():
+    concepts = [Concept(label) for label in ("rooster", "chicken", "key", "fox")]
+    also = {concept.label: concept.also for concept in with_hypernyms(concepts)}
+    assert also == {"rooster": ("chicken",), "chicken": (), "key": (), "fox": ()}
+    places = [(20, 50), (80, 50), (50, 50)]
+    rooster, chicken, key = (
+        Named(label, (), (x, y), (x - 5, y - 5, x + 5, y + 5), also[label])
+        for label, (x, y) in zip(("rooster", "chicken", "key"), places)
+    )
+    scene = [rooster, chicken, key]
+    assert by_label(scene, 0, 100, lambda label, other: True) == "rooster"
+    assert by_label(scene, 1, 100, lambda label, other: True) == "chicken right of the key"
 
 
 def test_words_that_name_an_object():

@@ -17,7 +17,7 @@ from pathlib import Path
 from rl_train.config.flags import COUNT, COUNT_OR_0, FRACTION, SEED, number
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import CannotWrite, check_writable
-from tools.experiments.pictures.concepts import read_library, read_own
+from tools.experiments.pictures.concepts import read_library, read_own, with_hypernyms
 from tools.experiments.pictures.dataset import Settings, write_datasets
 from tools.experiments.pictures.fetch import fetch
 from tools.experiments.pictures.packages import PACKAGES
@@ -85,7 +85,7 @@ def run_scenes(args: argparse.Namespace):
     if args.library:
         root, concepts = args.library, read_library(args.library)
     else:
-        root, concepts = args.cutouts, read_own(args.cutouts, args.names)
+        root, concepts = args.cutouts, with_hypernyms(read_own(args.cutouts, args.names))
     backgrounds = args.backgrounds or (args.library and args.library / "backgrounds")
     if not backgrounds or not backgrounds.is_dir():
         raise ValueError(f"--backgrounds {backgrounds}: must be a folder of wallpapers")

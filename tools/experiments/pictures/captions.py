@@ -20,6 +20,8 @@ class Named:
     """An object of a scene as its words see it.
 
     Attributes:
+        tags: second wordings of the object.
+        also: other labels that are true of it.
         center: (x, y), the mean of its visible pixels.
         box: of its visible pixels.
     """
@@ -28,6 +30,7 @@ class Named:
     tags: tuple[str, ...]
     center: tuple[float, float]
     box: tuple[int, int, int, int]
+    also: tuple[str, ...] = ()
 
 
 def fits(wording: str, named: Named) -> bool:
@@ -35,7 +38,11 @@ def fits(wording: str, named: Named) -> bool:
 
     A black cat is a "cat", and an owl with the tag "bird" is a "bird".
     """
-    return wording in named.tags or set(wording.split()) <= set(named.label.split())
+    return (
+        wording in named.tags
+        or wording in named.also
+        or set(wording.split()) <= set(named.label.split())
+    )
 
 
 def is_clear(named: Named, relation: str, other: Named, side: int) -> bool:

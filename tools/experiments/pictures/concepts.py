@@ -7,13 +7,16 @@ one of packages; `read_own` takes a folder of the user's own cut-outs in its pla
 import csv
 import re
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from nltk.corpus import wordnet
 from PIL import Image
 
+from rl_train.rewards.meteor import require_wordnet
 from rl_train.utils.io import read_json, write_json
 
 CONCEPTS_FILE = "concepts.json"
@@ -25,6 +28,7 @@ OPAQUE = 128  # alpha from which a pixel belongs to the object
 OBJECT_GROUPS = ("animals-nature", "food-drink", "travel-places", "activities", "objects")
 CLOCK_FACE = re.compile(r"o'clock$|-thirty$")
 MAX_WORDS = 4
+NUM_SENSES = 2  # of a word in WordNet, the most frequent ones
 MIN_FILL = 0.12  # least opaque fraction of the square around a picture; below it is a line
 # A picture of a place fills its box, at least so much of it, and the box is nearly a square.
 PLACE_GROUPS, PLACE_FILL, PLACE_SIDES = ("travel-places", "activities"), 0.9, (0.8, 1.25)
@@ -48,6 +52,7 @@ class Concept:
         theme: the family that distractors come from, as "animal-bird".
         pictures: {artist: paths below the library}.
         sentence: what the artist says of it, "" if nothing.
+        also: labels of other concepts that are true of it too, as "chicken" of a rooster.
     """
 
     label: str
@@ -55,6 +60,7 @@ class Concept:
     theme: str = ""
     pictures: dict[str, list[str]] = field(default_factory=dict)
     sentence: str = ""
+    also: tuple[str, ...] = ()
 
 
 def plain(text: str) -> str:
@@ -76,7 +82,33 @@ def read_library(folder: Path) -> list[Concept]:
             f"python -m tools.experiments.pictures fetch --output_dir {folder}"
         )
     content = read_json(folder / CONCEPTS_FILE)
-    return [Concept(**c | dict(tags=tuple(c["tags"]))) for c in content["concepts"]]
+    return [
+        Concept(**c | dict(tags=tuple(c["tags"]), also=tuple(c["also"])))
+        for c in content["concepts"]
+    ]
+
+
+def with_hypernyms(concepts: list[Concept]) -> list[Concept]:
+    """Return the concepts with the labels that are true of them by WordNet, in `also`.
+
+    A label is true of a concept if one of its first NUM_SENSES senses is a sense of the concept, or
+    stands above one. Raises UserFault if WordNet is not there.
+    """
+    require_wordnet()
+    labels = {concept.label for concept in concepts}
+    senses = {label: wordnet.synsets(label.replace(" ", "_"), "n")[:NUM_SENSES] for label in labels}
+    labels_of = defaultdict(set)
+    for label, own in senses.items():
+        for sense in own:
+            labels_of[sense].add(label)
+    result = []
+    for concept in concepts:
+        above = set(senses[concept.label])
+        for sense in senses[concept.label]:
+            above |= set(sense.closure(lambda lower: lower.hypernyms()))
+        also = set().union(*(labels_of[sense] for sense in above if sense in labels_of))
+        result.append(replace(concept, also=tuple(sorted(also - {concept.label}))))
+    return result
 
 
 def read_own(folder: Path, names: Path | None) -> list[Concept]:

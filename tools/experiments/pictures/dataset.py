@@ -167,6 +167,7 @@ def describe(scene: Scene, index: int) -> list[dict]:
                 label_caption=drawn.label_caption,
                 tag_caption=drawn.tag_caption,
                 tags=list(drawn.concept.tags),
+                also=list(drawn.concept.also),
                 theme=drawn.concept.theme,
                 sentence=drawn.concept.sentence,
                 artist=drawn.artist,

@@ -28,6 +28,7 @@ from tools.experiments.pictures.concepts import (
     look,
     name_in,
     plain,
+    with_hypernyms,
     write_library,
 )
 from tools.experiments.pictures.packages import PACKAGES, Package, unpacked
@@ -70,7 +71,8 @@ def fetch(output_dir: Path, package_dirs: dict[str, Path]):
     render_svg = importlib.import_module("resvg_py").svg_to_bytes
     write_backgrounds(output_dir / "backgrounds", folders, render_svg)
     concepts, dropped = read_emoji(output_dir, folders, render_svg)
-    concepts += read_photographs(output_dir, folders[packages.STAMPS])
+    concepts = with_hypernyms(concepts)
+    concepts += with_hypernyms(read_photographs(output_dir, folders[packages.STAMPS]))
     write_licences(output_dir / "LICENCES.txt")
     (output_dir / "dropped.json").write_text(json.dumps(dropped, indent=1))
     write_library(output_dir, concepts)

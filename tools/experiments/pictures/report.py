@@ -1,5 +1,6 @@
 """Says what a folder of data sets holds, and draws some of its scenes."""
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,7 @@ def split_lines(name: str, regions: list[dict]) -> list[str]:
     for title, values in (
         ("longest side, pixels", [r["size"] for r in regions]),
         ("hidden, %", [100 * (1 - r["visible"]) for r in regions]),
+        ("regions of a concept", list(Counter(r["label"] for r in regions).values())),
         ("objects in a scene", np.unique([r["scene"] for r in regions], return_counts=True)[1]),
     ):
         numbers = "  ".join(f"{np.percentile(values, q):.3g}" for q in QUANTILES)

@@ -306,4 +306,4 @@ def named_object(concept: Concept, mask: np.ndarray) -> Named:
     rows, cols = np.nonzero(mask)
     box = (int(cols.min()), int(rows.min()), int(cols.max()) + 1, int(rows.max()) + 1)
     center = (float(cols.mean()), float(rows.mean()))
-    return Named(concept.label, concept.tags, center, box)
+    return Named(concept.label, concept.tags, center, box, concept.also)
