@@ -28,6 +28,7 @@ setup(
         "nltk",
         "tqdm",
         "tensorboard",
+        "protobuf",
         "pyarrow",
         "safetensors",
         "huggingface_hub",

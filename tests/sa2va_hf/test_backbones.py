@@ -5,6 +5,7 @@ Floats are within 1e-4 of each tensor's largest value; ids and masks are equal.
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from rl_train.engine import Engine
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
+from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.prompts import PromptBuilder
 from tests.reference.backbones.subsample import unfold
 from tests.runs import CHECKPOINT, ROOT
@@ -109,6 +111,57 @@ def greedy(model, embeds, mask):
     engine = Engine(model.language_model, pad_id=0)
     sampled = engine.generate(embeds, mask, num_generations=1, max_new_tokens=12, stop=None)
     return sampled.ids.tolist()
+
+
+@pytest.mark.parametrize("name", ["e2e_A", "e2e_B_vp"])
+def test_predict_forward(internlm2, recorded, facts, image, name, monkeypatch):
+    """From image, text and regions to masks at the image's size, the recorded answer forced.
+
+    SAM2 runs in one of the two: at its full size it costs more than all the rest.
+    """
+    seen, forced = {}, iter(facts[name]["generated"])
+    x, regions = name[4], None
+    if name == "e2e_B_vp":
+        shape = facts["B_prompt_masks_shape"]
+        bits = np.unpackbits(recorded["B_prompt_masks_packbits"].numpy())
+        regions = [bits[: np.prod(shape)].reshape(shape)]
+
+    def force(module, args, logits):
+        token = torch.tensor(next(forced))
+        return torch.nn.functional.one_hot(token, logits.shape[-1]).float().expand_as(logits)
+
+    def embed(ids, *rest):
+        seen["prompt"] = ids
+        return type(internlm2).embed(internlm2, ids, *rest)
+
+    def decode_masks(features, rows, prompts):
+        seen["prompts"] = prompts
+        seen["logits"] = type(internlm2).decode_masks(internlm2, features, rows, prompts)
+        return seen["logits"]
+
+    monkeypatch.setattr(internlm2, "embed", embed)
+    monkeypatch.setattr(internlm2, "decode_masks", decode_masks)
+    if name == "e2e_A":
+        blank = [torch.zeros(1, 256, size, size) for size in (256, 128, 64)]
+        monkeypatch.setattr(internlm2, "sam_features", lambda pixels: blank)
+    hook = internlm2.language_model.lm_head.register_forward_hook(force)
+    words = facts["texts"][x] if regions is None else "What is region1? And segment it."
+    try:
+        result = internlm2.predict_forward(
+            image(x), text=f"<image>{words}", mask_prompts=regions, rounded_normalisation=True
+        )
+    finally:
+        hook.remove()
+    assert seen["prompt"].tolist() == recorded[f"{name}_input_ids"].tolist()
+    assert result["prediction"] == facts[name]["prediction"]
+    assert_close(seen["prompts"], recorded[f"{name}_seg_emb"])
+    masks, size = result["prediction_masks"], image(x).size[::-1]
+    assert [mask.shape for mask in masks] == [(1, *size)] * len(facts[name]["mask_sums"])
+    if name == "e2e_B_vp":
+        logits = upsample_masks(seen["logits"], 1024, size)[:1, ::3, ::3]
+        assert_close(logits, recorded[f"{name}_logits_orig_0_stride3"])
+        bits = recorded[f"{name}_mask_0_packbits"].numpy()
+        assert np.array_equal(np.packbits(masks[0]), bits)
 
 
 def test_left_padded_batch(internlm2, recorded, facts):

@@ -26,7 +26,10 @@ PUBLISHED = (
 # {family: (tensors that no test reads, {name in the facts: configurations kept with it})}
 FAMILIES = {
     "internlm2": (
-        ("A_inputs_embeds", "text1_logits_last24", "sam_A_low_stride2", "sam_B_low_stride2"),
+        (
+            *("A_inputs_embeds", "text1_logits_last24", "sam_A_low_stride2", "sam_B_low_stride2"),
+            *("e2e_A_logits_orig_0_stride3", "e2e_A_mask_0_packbits", "e2e_A_mask_1_packbits"),
+        ),
         ("internlm2_tiny", "internvit6b_tiny"),
     ),
 }
