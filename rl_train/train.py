@@ -39,10 +39,11 @@ from rl_train.loggers.tensorboard import RunLogger
 from rl_train.loggers.text_log import TextLog
 from rl_train.loss import MicroBatchLoss, reference_scores
 from rl_train.rewards.combine import combine
-from rl_train.run.build import Run, build, claim_output_dir, roles_to_keep
+from rl_train.run.build import Run, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
 from rl_train.run.messages import measured_weights, next_commands
 from rl_train.run.signals import Interrupted, SignalHandler
+from rl_train.run.start import claim_output_dir, start_run
 from rl_train.run.step import Step
 from rl_train.run.step_callback import StepCallback
 from rl_train.utils.command_line import run_program
@@ -121,13 +122,13 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
     config, state, data = run.config, run.state, run.config.data
     max_tokens = config.rollout.max_completion_length
     spec = EvalSpec(
-        run.eval_set,
+        run.data.eval_set,
         TRAIN_BATCHES_PER_EVAL_BATCH * config.rollout.batch_size,
         max_tokens,
         data.num_workers,
         data.max_prompt_length,
         distractors=data.distractors,
-        attribute_phrases=run.attribute_phrases,
+        attribute_phrases=run.data.attribute_phrases,
         measure=state.tasks[0].measure,
     )
     with closing(
@@ -138,14 +139,17 @@ def train_and_evaluate(run: Run, signals: SignalHandler, loop: Callable = train)
             spec, config.run, run.ranks, run.flags, signals, config.samples_answers
         )
         evaluator.measure_base(state, logger)
-        if not roles_to_keep(config):
+        if not roles_to_keep(config.task_classes, config.samples_answers):
             state.roles.copies.clear()  # the initial weights of a resumed run
         if not signals.agreed and evaluator.missing(state.step):
             evaluator(state, logger)
         if not signals.agreed:
-            preprocessor = state.policy.preprocessor(max_tokens, data.max_prompt_length)
             loader = batch_loader(
-                run.train_set, preprocessor, run.sampler, data.num_workers, data.distractors
+                run.data.train_set,
+                run.preprocessor(),
+                run.sampler,
+                data.num_workers,
+                data.distractors,
             )
             end_step = StepCallback(run, logger, evaluator, signals)
             run.phases.time_calls(state.policy, state.tasks)
@@ -180,7 +184,7 @@ def main(argv: list[str] | None = None, program: cli.EntryPoint = cli.GRPO, loop
     try:
         with TextLog() as text_log, reporter, signals.listening():
             with process_group.fail_together():
-                run = build(config, ranks)
+                run = start_run(config, ranks)
                 claim_output_dir(run, text_log)
             reporter.run = run
             reporting_dead_workers(config.data.num_workers, train_and_evaluate, run, signals, loop)

@@ -5,7 +5,7 @@ import torch
 from rl_train import cli, sft, train
 from rl_train.data.loader import Batches
 from rl_train.distributed.process_group import RankInfo
-from rl_train.run import build
+from rl_train.run.start import start_run
 from rl_train.tasks.sft_tasks import ReferringSegmentation
 from tests.runs import flags
 
@@ -27,12 +27,12 @@ def run(data, output, **changes):
 def built(data, output, **changes):
     """The parts of a run that does not begin."""
     config = cli.parse(line(data, output, **changes), sft.SFT)
-    return build.build(config, RankInfo(0, 1, torch.device("cpu")))
+    return start_run(config, RankInfo(0, 1, torch.device("cpu")))
 
 
 def losses(made, index):
     """(loss, statistics, batch, examples) of samples `index` in the first step."""
-    batch = Batches(made.train_set, made.state.policy.preprocessor(24))[index]
+    batch = Batches(made.data.train_set, made.state.policy.preprocessor(24))[index]
     features = made.state.policy.encode(batch)
     examples = sft.build_examples(made, batch, features)
     totals = sft.step_totals([examples], 1)

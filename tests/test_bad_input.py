@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_train import cli, train
 from rl_train.cli import check_output_dir
-from rl_train.run import build
+from rl_train.run import open_data
 from rl_train.utils.io import write_json
 from tests.runs import CHECKPOINT, REGIONS, complaint_of, flags, on_one_core
 
@@ -161,7 +161,7 @@ def test_output_folder_that_cannot_be_written(data, tmp_path, monkeypatch, place
     """Known before data and model are read."""
     (tmp_path / "file").write_text("")
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    monkeypatch.setattr(build, "split_dataset", None)
+    monkeypatch.setattr(open_data, "split_dataset", None)
     with pytest.raises(
         SystemExit, match=f"^rl_train: --output_dir {tmp_path / place} cannot be written: .*: [NI]"
     ) as stopped:

@@ -143,7 +143,9 @@ def test_the_activations_of_one_batch_are_held(data, tmp_path, monkeypatch, chos
     made.state.policy.model.vision_model.register_forward_pre_hook(
         lambda *_: gradient.append(torch.is_grad_enabled())
     )
-    batches = [Batches(made.train_set, made.state.policy.preprocessor(24))[[i]] for i in (0, 7)]
+    batches = [
+        Batches(made.data.train_set, made.state.policy.preprocessor(24))[[i]] for i in (0, 7)
+    ]
     sft.train(made, batches, lambda *_: None)
     assert gradient == [False, False, *second]
 
@@ -244,7 +246,7 @@ def test_frozen_encoders_have_no_gradient(data, tmp_path):
     made.state.policy.model.vision_model.register_forward_pre_hook(
         lambda *_: asked.append(torch.is_grad_enabled())
     )
-    made.state.policy.encode(Batches(made.train_set, made.state.policy.preprocessor(24))[[0]])
+    made.state.policy.encode(Batches(made.data.train_set, made.state.policy.preprocessor(24))[[0]])
     assert asked == [False]
 
 

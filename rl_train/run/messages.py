@@ -17,7 +17,7 @@ import torch
 from rl_train.config.grpo_config import Config
 from rl_train.data.dataset_flags import eval_entry
 from rl_train.data.errors import Report
-from rl_train.distributed.process_group import RankInfo
+from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.run.memory_estimate import GIB
 
 LARGE_FOR_A_CPU = 1_000_000_000  # parameters
@@ -31,6 +31,12 @@ NO_UPDATE = (
 
 
 # The start
+
+
+def print_warning(sentence: str | None):
+    """Print a warning, if there is one."""
+    if sentence:
+        print0(sentence)
 
 
 def machine(ranks: RankInfo) -> str:

@@ -101,8 +101,8 @@ class StepCallback:
             metrics.add_rollout(scored_rollout)
             self.logger.rollouts(state.step - 1, scored_rollout)
             metrics.add_mixture(run.sampler.mixture, scored_rollout.rollout.batch.index)
-        if run.judge:
-            num_asked, metrics.judge_reasons = run.judge.take_failures()
+        if run.rewards.judge:
+            num_asked, metrics.judge_reasons = run.rewards.judge.take_failures()
             metrics.add_mean(failed_frac, metrics.judge_reasons.total(), num_asked)
         metrics.interrupt = self.signals.received
         # Signals travel with the metrics, so they need no collective of their own.
@@ -110,21 +110,21 @@ class StepCallback:
         self.signals.agree([m.interrupt for m in all_metrics])
         values = reduce_metrics(all_metrics, {task.name: task.loss_weight for task in state.tasks})
         values |= timer.metrics(sum(m.num_tokens for m in all_metrics))
-        for name in run.damaged.add(name for m in all_metrics for name in m.damaged):
+        for name in run.data.damaged.add(name for m in all_metrics for name in m.damaged):
             print0(f"left out, another sample in its place: {name}")
-        if run.damaged.names:
-            values["data/damaged"] = len(run.damaged.names)
+        if run.data.damaged.names:
+            values["data/damaged"] = len(run.data.damaged.names)
         values |= state.roles.drift()
         self.logger.scalars(values, state.step)
         self.show(state, scored, values)
-        if run.judge:
+        if run.rewards.judge:
             failed = sum(m.mean_totals[failed_frac] for m in all_metrics)
             num_judged = sum(m.mean_counts[failed_frac] for m in all_metrics)
             if failed:
                 reasons = sum((m.judge_reasons for m in all_metrics), Counter())
                 print0(f"step {state.step}: {failure_sentence(failed, num_judged, reasons)}")
-            run.judge_failures.add(failed, num_judged)
-        run.damaged.check()
+            run.rewards.judge_failures.add(failed, num_judged)
+        run.data.damaged.check()
 
     def show(
         self, state: save_load.RunState, scored: list[ScoredRollout], values: dict[str, float]

@@ -16,7 +16,7 @@ from transformers import Qwen2ForCausalLM
 from rl_train import cli
 from rl_train.checkpoint import save_load
 from rl_train.distributed.process_group import RankInfo
-from rl_train.run import build
+from rl_train.run.start import start_run
 from sa2va_hf import Sa2VAModel
 from tests.ranks import start_fork
 from tests.runs import (
@@ -163,7 +163,7 @@ def test_resume_with_a_second_rate_and_a_calibrated_sigma(data, tmp_path, capsys
 def test_resume_before_the_first_checkpoint_starts_over(data, whole, tmp_path):
     shutil.copy(whole / "config.json", tmp_path)
     config = cli.parse(flags(data, tmp_path, resume="", **RUN))
-    built = build.build(config, ALONE)
+    built = start_run(config, ALONE)
     assert built.state.step == 0 and not built.state.optimizer.state
 
 
@@ -210,7 +210,7 @@ def test_a_resume_goes_on_with_torch_s_random_numbers(data, whole, tmp_path):
     """Nothing in a step draws from them; whoever comes to do so finds them where they were."""
     argv = flags(data, tmp_path, resume=whole / "checkpoint_step_4", **RUN)
     torch.manual_seed(123)
-    build.build(cli.parse(argv), ALONE)
+    start_run(cli.parse(argv), ALONE)
     drawn = torch.rand(2)
     torch.set_rng_state(training_state(whole, 4)["rng"][0])
     assert torch.equal(drawn, torch.rand(2))
@@ -253,7 +253,7 @@ def test_adapter_loads_with_peft(data, whole, tmp_path):
         .eval()(input_ids=ids)
         .logits
     )
-    policy = build.build(cli.parse(flags(data, tmp_path, **RUN)), ALONE).state.policy
+    policy = start_run(cli.parse(flags(data, tmp_path, **RUN)), ALONE).state.policy
     save_load.load_weights(whole / "checkpoint_step_4", policy.trainable)
     trained = policy.model.language_model(input_ids=ids).logits
     torch.testing.assert_close(adapted, trained, atol=1e-6, rtol=0)

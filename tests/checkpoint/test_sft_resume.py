@@ -26,9 +26,7 @@ def test_a_copy_is_kept_for_whom_asks_it(data, tmp_path):
         with made.state.roles.use("reference"):
             pass
     copies = {
-        asks: build.roles_to_keep(
-            SimpleNamespace(samples_answers=samples, task_classes=dict(task=kind))
-        )
+        asks: build.roles_to_keep(dict(task=kind), samples)
         for asks, samples, kind in (
             ("reinforcement", True, RegionCaptions),
             ("a user's", False, TakesNothing),

@@ -116,7 +116,7 @@ def poisoned(fault: str, build):
 
 def work(data: Path, folder: Path, ports: list[str]):
     """Do each case and each fault on this rank; what was seen goes to a file."""
-    rank, build = int(os.environ["RANK"]), train.build
+    rank, build = int(os.environ["RANK"]), train.start_run
     os.chdir(folder)
     evaluate.measure, tensorboard.rollout_picture = measure, picture
     seen = {}
@@ -142,7 +142,7 @@ def work(data: Path, folder: Path, ports: list[str]):
         os.environ["MASTER_PORT"] = ports.pop()
         forward, built = MicroBatchLoss.forward, []
         faulty = poisoned(fault, build) if rank == 1 else build
-        train.build = lambda *args: built.append(faulty(*args)) or built[-1]
+        train.start_run = lambda *args: built.append(faulty(*args)) or built[-1]
         try:
             train.main(flags(data, folder / fault, **SAME))
             message = "went on"

@@ -39,7 +39,7 @@ def test_a_curriculum_and_loss_weights(data, tmp_path, monkeypatch):
     tasks = ["loss_weights:Loop1", "loss_weights:Loop2"]
     how = dict(sampler="curriculum:large_first", loop2_weight=2, num_generations=3)
     run(data, tmp_path, tasks=tasks, max_steps=1, **how)
-    sampler, train_set = built[0].sampler, built[0].train_set
+    sampler, train_set = built[0].sampler, built[0].data.train_set
     shares = [train_set[index]["mask"].mean() for index in sampler.indices(0).tolist()]
     quarter = -(-len(shares) // 4)
     assert sorted(shares)[-quarter:] == sorted(shares[:quarter]) and shares != sorted(shares)[::-1]

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from rl_train.run import build
+from rl_train.run import start
 from sa2va_hf import Sa2VAModel
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import CHECKPOINT, complaint_of, flags, on_one_core
@@ -53,7 +53,7 @@ def complaint(data, tmp_path, capsys, monkeypatch):
     def read(*args):
         raise AssertionError("data were read before the folders were looked at")
 
-    monkeypatch.setattr(build, "open_data", read)
+    monkeypatch.setattr(start, "open_data", read)
 
     def run(**changes):
         return complaint_of(capsys, flags(data, tmp_path / "run", **changes))

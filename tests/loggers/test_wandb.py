@@ -17,7 +17,7 @@ from rl_train.distributed.process_group import RankInfo
 from rl_train.export.merge import export
 from rl_train.loggers.text_log import TextLog
 from rl_train.loggers.wandb import start_wandb
-from rl_train.run import build
+from rl_train.run.start import claim_output_dir
 from tests.runs import ROOT, complaint_of, events, flags, run, unmeasured
 
 WANDB = """
@@ -96,7 +96,7 @@ def test_a_resume_goes_on_in_the_same_run(resumed, wandb):
 def test_only_the_first_rank_starts_it(tmp_path, wandb):
     number = len(wandb.runs)
     config = SimpleNamespace(run=SimpleNamespace(output_dir=str(tmp_path), wandb="cycles"))
-    build.claim_output_dir(
+    claim_output_dir(
         SimpleNamespace(config=config, ranks=RankInfo(1, 2, "cpu"), state=SimpleNamespace(step=0)),
         TextLog(),
     )

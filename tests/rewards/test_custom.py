@@ -247,7 +247,7 @@ def test_a_new_reward_is_a_function_and_a_flag(tmp_path):
     source = "def brevity(completions): return [-len(text) for text in completions]"
     (tmp_path / "user_new.py").write_text(source)
     flags = RewardConfig(reward=["user_new:brevity=0.5"], overlong_buffer=4)
-    new, overlong = build_rewards(flags, 12)
+    new, overlong = build_rewards(flags, 12, seed=0).user_rewards
     assert (new.name, new.weight, overlong.name) == ("brevity", 0.5, "overlong")
     batch = Batch([0], [], ["a dog"], ["image"], [], inputs=None)
     valid, stopped = torch.tensor([[True] * 12, [True] * 2 + [False] * 10]), torch.tensor([0, 1])

@@ -6,9 +6,9 @@ import torch
 from rl_train import cli
 from rl_train.distributed.process_group import RankInfo
 from rl_train.policies.sa2va import FLOAT32_MODULES
-from rl_train.run import build
 from rl_train.run.lr_schedule import cosine_schedule
 from rl_train.run.memory_estimate import standing_memory
+from rl_train.run.start import start_run
 from tests.runs import flags, on_one_core
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
@@ -17,7 +17,7 @@ ALONE = RankInfo(0, 1, torch.device("cpu"))
 
 def test_length_from_epochs(data, tmp_path):
     config = cli.parse(flags(data, tmp_path, max_steps=0, num_train_epochs=0.7, batch_size=4))
-    assert build.build(config, ALONE).max_steps == 21  # ceil(0.7 * 29 whole steps of 117 regions)
+    assert start_run(config, ALONE).max_steps == 21  # ceil(0.7 * 29 whole steps of 117 regions)
 
 
 def test_learning_rate_schedule():
@@ -36,20 +36,20 @@ def test_learning_rate_schedule():
 def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
     """Those before the step too, whether they were done, skipped or done before a resume."""
     changes = dict(max_steps=50, num_iterations=2, ema_half_life=0.2)
-    built = build.build(cli.parse(flags(data, tmp_path, **changes)), ALONE)
+    built = start_run(cli.parse(flags(data, tmp_path, **changes)), ALONE)
     assert [built.teacher_decay(i) for i in (0, 1)] == [1 / 2, 2 / 3]
     built.state.step = 3
     assert [built.teacher_decay(i) for i in (0, 1)] == [7 / 8, 8 / 9]
     built.state.step = 49
     assert built.teacher_decay(0) ** 20 == pytest.approx(0.5)  # .2 of 100 updates
-    given = build.build(cli.parse(flags(data, tmp_path / "given", ema_decay=0)), ALONE)
+    given = start_run(cli.parse(flags(data, tmp_path / "given", ema_decay=0)), ALONE)
     assert given.teacher_decay(0) == 0
 
 
 @pytest.mark.parametrize("rate, groups", [(None, 1), (1e-4, 1), (1e-3, 2)])
 def test_the_prompt_embedding_has_a_rate_of_its_own(data, tmp_path, rate, groups):
     config = cli.parse(flags(data, tmp_path, learning_rate=1e-4, text_hidden_fcs_lr=rate))
-    built = build.build(config, ALONE).state
+    built = start_run(config, ALONE).state
     assert len(built.optimizer.param_groups) == groups
     rate_of = {
         id(p): group["initial_lr"]
@@ -108,6 +108,6 @@ def test_groups_follow_the_flags(data, tmp_path, changes, expected):
 
 def test_only_what_a_task_reaches_is_built_to_train(data, tmp_path):
     config = cli.parse(flags(data, tmp_path, mask_loss_coef=0))
-    policy = build.build(config, ALONE).state.policy
+    policy = start_run(config, ALONE).state.policy
     groups = {policy.group_of[name] for name in policy.trainable}
     assert groups == {"lora", "mlp1", "text_hidden_fcs"}

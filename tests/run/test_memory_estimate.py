@@ -61,7 +61,7 @@ def test_memory_that_ends_is_one_sentence(
 
     The first call of the vision encoder, and of `complete`, is the calibration's.
     """
-    monkeypatch.setattr("rl_train.run.build.CALIBRATION_SAMPLES", 2)  # one batch
+    monkeypatch.setattr("rl_train.run.start.CALIBRATION_SAMPLES", 2)  # one batch
     runs_out(monkeypatch, owner, name, at_call)
     assert complaint_of(capsys, flags(data, tmp_path, **TINY)) == (
         f"rl_train: out of GPU memory on rank 0, in step 1, in {where}; {remedy}; "

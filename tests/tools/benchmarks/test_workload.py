@@ -75,7 +75,7 @@ def test_the_step_is_the_trainings():
     mine.step()
     state = theirs.state
     state.scheduler = SimpleNamespace(step=lambda: None)
-    parts = Run(theirs.config, {}, theirs.ranks, state, *[None] * 6, max_steps=1, phases=None)
+    parts = Run(theirs.config, theirs.ranks, None, None, None, state, max_steps=1, phases=None)
 
     def end_of_step(state, *_):
         state.step += 1
