@@ -74,8 +74,12 @@ def find_in_the_way(output_dir: Path, with_checkpoints: bool) -> str | None:
     """
     patterns = ["rollouts/rank*.jsonl", "evaluation/step_*.json", "train.log", "wandb.json"]
     patterns += [BEST_CHECKPOINT, FINAL_MODEL]
-    found = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
-    found = [p for p in found if p.suffix != ".jsonl" or p.stem.removeprefix("rank").isdecimal()]
+    paths = [path for pattern in patterns for path in sorted(output_dir.glob(pattern))]
+    in_the_way = [
+        path
+        for path in paths
+        if path.suffix != ".jsonl" or path.stem.removeprefix("rank").isdecimal()
+    ]
     if with_checkpoints:
-        found += [p for p in output_dir.glob("*") if CHECKPOINT_NAME.fullmatch(p.name)]
-    return found[0].relative_to(output_dir).as_posix() if found else None
+        in_the_way += [p for p in output_dir.glob("*") if CHECKPOINT_NAME.fullmatch(p.name)]
+    return in_the_way[0].relative_to(output_dir).as_posix() if in_the_way else None

@@ -261,9 +261,9 @@ def _beside(target: Path, run_id: str, suffix: str) -> Path:
 def _leftovers(target: Path, run_id: str, suffix: str = "") -> list[Path]:
     """Return the run's unfinished and replaced folders of the name `target`, the newest last."""
     name = re.compile(rf"\.{re.escape(target.name)}\.{run_id}\.([0-9]+)({UNFINISHED}|{REPLACED})")
-    found = [path for path in target.parent.glob(".*") if name.fullmatch(path.name)]
-    found.sort(key=lambda path: int(name.fullmatch(path.name)[1]))
-    return [path for path in found if path.name.endswith(suffix)]
+    leftovers = [path for path in target.parent.glob(".*") if name.fullmatch(path.name)]
+    leftovers.sort(key=lambda path: int(name.fullmatch(path.name)[1]))
+    return [path for path in leftovers if path.name.endswith(suffix)]
 
 
 def recover(output: Path, run_id: str, names: Iterable[str] | None = None):

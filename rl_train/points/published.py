@@ -25,12 +25,10 @@ SEGZERO_POINTS = re.compile(r"<points>\((\d+),(\d+)\),\((\d+),(\d+)\)</points>")
 def load_answer(text: str, style: str) -> JsonValue:
     """Return the JSON that the published code of a style finds in a text, None without any."""
     if style == "segzero":
-        found = FIRST_OBJECT.search(text)
-        found = found and found[0]
+        match, group = FIRST_OBJECT.search(text), 0
     else:
-        found = TAGGED.search(text)
-        found = found and found[1]
-    return load_json(found) if found else None
+        match, group = TAGGED.search(text), 1
+    return load_json(match[group]) if match and match[group] else None
 
 
 def load_json(text: str) -> JsonValue:

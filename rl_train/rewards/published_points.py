@@ -43,8 +43,8 @@ def segzero_rewards(
         solution: one box and two points.
         scale: of the answer's coordinates.
     """
-    found = load_answer(text, "segzero")
-    answer = found if isinstance(found, dict) else {}
+    loaded = load_answer(text, "segzero")
+    answer = loaded if isinstance(loaded, dict) else {}
     box, points = answer.get("bbox"), [answer.get("points_1"), answer.get("points_2")]
     formatted = _has_length(box, 4) and all(_has_length(point, 2) for point in points)
     rewards = dict(

@@ -117,15 +117,15 @@ class PointTask(Task):
         published sets were made of masks.
         """
         num_points = 2 if self.format.style == "segzero" else 1
-        found = []
+        solutions = []
         for i, size in enumerate(batch.sizes):
             if batch.solutions and batch.solutions[i]:
-                found.append(parse_solution(batch.solutions[i]))
+                solutions.append(parse_solution(batch.solutions[i]))
                 continue
             prompt = prompt_of_mask(batch.masks[i].to(self.context.policy.device), num_points)
             prompt = prompt.scaled(FRAME / size[1], FRAME / size[0])
-            found.append(prompt.map(lambda values: tuple(float(int(v + 0.5)) for v in values)))
-        return found
+            solutions.append(prompt.map(lambda values: tuple(float(int(v + 0.5)) for v in values)))
+        return solutions
 
     def solutions_in_pixels(self, batch: Batch) -> list[PointPrompt]:
         """Return `solutions` in pixels of the original images."""
