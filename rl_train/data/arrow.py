@@ -1,4 +1,4 @@
-"""Find Arrow shards on disk and read their tables, memory-mapped."""
+"""Files of rows with images; Arrow shards, which are memory-mapped."""
 
 import re
 from collections.abc import Iterator
@@ -12,13 +12,13 @@ import pyarrow as pa
 from rl_train.data.errors import BadData, reading
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-# Rows that `Shard.rows` holds in memory at once, with their encoded images.
+# Rows that `ArrowShard.rows` holds in memory at once, with their encoded images.
 ROWS_AT_ONCE = 16
 
 
 @dataclass
-class Shard:
-    """An Arrow file of rows with images, mapped at its first use in each process.
+class RowFile:
+    """A file of rows with images, opened at its first use in each process.
 
     Attributes:
         columns: {name: type} of the columns that it must have, see `check_columns`.
@@ -27,8 +27,20 @@ class Shard:
     path: Path
     columns: dict[str, pa.DataType]
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict:  # without what was opened
         return dict(path=self.path, columns=self.columns)
+
+    def rows(self, names: list[str]) -> Iterator[dict]:
+        """Yield {column of `names`: value} of each row; a column that is absent has no key."""
+        raise NotImplementedError
+
+    def image(self, row: int) -> dict | None:
+        """Return the cell of the column "image"."""
+        raise NotImplementedError
+
+
+class ArrowShard(RowFile):
+    """A `RowFile` of Arrow, mapped into memory."""
 
     @cached_property
     def table(self) -> pa.Table:
@@ -36,10 +48,12 @@ class Shard:
         return read_shard(self.path, self.columns)
 
     def rows(self, names: list[str]) -> Iterator[dict]:
-        """Yield {column of `names`: value} of each row; a column that is absent has no key."""
         table = self.table.select([name for name in names if name in self.table.column_names])
         for batch in table.to_batches(max_chunksize=ROWS_AT_ONCE):
             yield from batch.to_pylist()
+
+    def image(self, row: int) -> dict | None:
+        return self.table["image"][row].as_py()
 
 
 def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[str, Path]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from rl_train.data.arrow import Shard, natural
+from rl_train.data.arrow import ArrowShard, natural
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import reading
 from rl_train.data.hub import resolve
@@ -55,7 +55,7 @@ class DescribeAnythingDataset(Reader):
 
     def __init__(self, root: str | Path, splits: list[str] | None = None):
         super().__init__()
-        self._files: list[Path | Shard] = []  # tar files and shards
+        self._files: list[Path | ArrowShard] = []  # tar files and shards
         for folder in find_splits(resolve(root, FILES, splits), splits):
             self._scan(folder)
         # (n,) JSON of [image_id, caption, mask_rle, `Location`]
@@ -109,10 +109,10 @@ class DescribeAnythingDataset(Reader):
         tars = sorted(folder.glob("images/*.tar"), key=lambda path: natural(path.name))
         tars = [path for path in tars if path.is_file()]  # reading a pipe would wait for ever
         arrows = sorted(folder.rglob("*.arrow"), key=lambda path: natural(path.as_posix()))
-        files = [*tars, *(Shard(path, {"__key__": pa.string()}) for path in arrows)]
+        files = [*tars, *(ArrowShard(path, {"__key__": pa.string()}) for path in arrows)]
         first = {}  # id -> (time, location)
         for number, file in enumerate(files, len(self._files)):
-            images = shard_cells(file.table) if isinstance(file, Shard) else tar_members(file)
+            images = shard_cells(file.table) if isinstance(file, ArrowShard) else tar_members(file)
             for name, start, end in images:  # of a shard: column and row
                 match = IMAGE_NAME.fullmatch(name)
                 if not match:

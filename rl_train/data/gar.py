@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from rl_train.data.arrow import IMAGE, Shard, find_shards
+from rl_train.data.arrow import IMAGE, ArrowShard, find_shards
 from rl_train.data.base import Reader, Region
 from rl_train.data.hub import resolve
 from rl_train.data.images import check_read, coco_id, read_cell
@@ -44,7 +44,7 @@ class GraspAnyRegionDataset(Reader):
         self._root = resolve(data_dir, ["*.arrow"], parts)
         shards = find_shards(self._root, parts)
         self._parts = [part for part, _ in shards]
-        self._shards = [Shard(path, COLUMNS) for _, path in shards]
+        self._shards = [ArrowShard(path, COLUMNS) for _, path in shards]
         for number in range(len(shards)):
             self._scan(number)
         self._samples = np.array(self._samples, np.int64)  # (n, 3) shard, row, region
@@ -68,7 +68,7 @@ class GraspAnyRegionDataset(Reader):
         category = table[columns[0]][row].as_py() if columns else None
         names = category if isinstance(category, list) else [category]
         return Region(
-            lambda: read_cell(table["image"][row].as_py(), shard.path.parent, self._root),
+            lambda: read_cell(shard.image(row), shard.path.parent, self._root),
             rle if region == SINGLE_REGION else rle[region],
             first_answer(table["conversations"][row].as_py()),
             ", ".join(str(name) for name in names if name),

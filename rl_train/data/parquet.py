@@ -1,7 +1,6 @@
 """Parquet files of rows with images, of which one row group at a time is in memory."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -9,23 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rl_train.data.arrow import check_columns, natural
+from rl_train.data.arrow import RowFile, check_columns, natural
 from rl_train.data.errors import reading
 
 
-@dataclass
-class ParquetShard:
-    """A Parquet file of rows with images.
-
-    Attributes:
-        columns: {name: type} of the columns that it must have, see `check_columns`.
-    """
-
-    path: Path
-    columns: dict[str, pa.DataType]
-
-    def __getstate__(self) -> dict:
-        return dict(path=self.path, columns=self.columns)
+class ParquetShard(RowFile):
+    """A `RowFile` of Parquet."""
 
     @cached_property
     def names(self) -> list[str]:
@@ -43,14 +31,12 @@ class ParquetShard:
         return np.concatenate([[0], np.cumsum(sizes)]).astype(int)
 
     def rows(self, names: list[str]) -> Iterator[dict]:
-        """Yield {column of `names`: value} of each row; a column that is absent has no key."""
         present = [name for name in names if name in self.names]
         with reading(self.path, "Parquet file"):
             for batch in pq.ParquetFile(self.path).iter_batches(columns=present):
                 yield from batch.to_pylist()
 
     def image(self, row: int) -> dict | None:
-        """Return the cell of the column "image"."""
         group = int(np.searchsorted(self.starts, row, side="right")) - 1
         return read_images(self.path, group)[row - int(self.starts[group])].as_py()
 

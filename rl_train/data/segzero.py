@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from PIL import Image
 
-from rl_train.data.arrow import IMAGE, Shard, find_shards
+from rl_train.data.arrow import IMAGE, ArrowShard, RowFile, find_shards
 from rl_train.data.base import Reader, Region, read_image, read_mask
 from rl_train.data.errors import DamagedSample
 from rl_train.data.hub import resolve
@@ -84,7 +84,7 @@ class SegZeroDataset(Reader):
         if files:
             shards = [ParquetShard(path, COLUMNS) for path in files]
         else:
-            shards = [Shard(path, COLUMNS) for _, path in find_shards(self._root)]
+            shards = [ArrowShard(path, COLUMNS) for _, path in find_shards(self._root)]
         for shard in shards:
             self._scan(shard)
         try:
@@ -97,11 +97,9 @@ class SegZeroDataset(Reader):
                 "sets need the column 'solution'"
             ) from error
 
-    def _scan(self, shard: Shard | ParquetShard):
+    def _scan(self, shard: RowFile):
         """Add the rows of a file."""
-        is_parquet = isinstance(shard, ParquetShard)
-        names = [name for name in (*COLUMNS, *OPTIONAL) if name != "image" or not is_parquet]
-        for number, row in enumerate(shard.rows(names)):
+        for number, row in enumerate(shard.rows(["id", "problem", *OPTIONAL])):
             self._num_rows += 1
             read = partial(self._read, shard, number)
             region = SolvedRegion(read, None, row["problem"], image_id=row["id"])
@@ -124,10 +122,8 @@ class SegZeroDataset(Reader):
             image = (BAD_SOLUTION, 0)
         return image, region.caption, whole_mask(image[0])
 
-    def _read(self, shard: Shard | ParquetShard, row: int) -> Encoded:
-        is_parquet = isinstance(shard, ParquetShard)
-        cell = shard.image(row) if is_parquet else shard.table["image"][row].as_py()
-        return read_cell(cell, shard.path.parent, self._root)
+    def _read(self, shard: RowFile, row: int) -> Encoded:
+        return read_cell(shard.image(row), shard.path.parent, self._root)
 
     def _mask_area(self, name: str | None) -> RLE | None:
         """Return a mask of the size of a row's mask file, or None."""
