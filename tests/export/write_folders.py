@@ -17,6 +17,16 @@ import torch
 import transformers
 from run_folder import logits_and_ids
 from safetensors.torch import save_file
+from tiny_sizes import (
+    MROPE_SECTION,
+    ROPE_THETA,
+    SAM_MASK_DECODER,
+    SAM_PROMPT_ENCODER,
+    SAM_VISION,
+    SPECIAL,
+    TEXT,
+    VISION,
+)
 from transformers import (
     AutoProcessor,
     Qwen2_5_VLConfig,
@@ -26,22 +36,13 @@ from transformers import (
     Qwen2VLImageProcessor,
 )
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}{% endfor %}"
 # The form of the published config.json, which every version takes.
-TEXT = dict(
+FLAT_TEXT = TEXT | dict(
     vocab_size=272,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
     rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    rope_scaling=dict(type="mrope", mrope_section=[2, 3, 3]),
-    initializer_range=0.1,
+    rope_theta=ROPE_THETA,
+    rope_scaling=dict(type="mrope", mrope_section=MROPE_SECTION),
     use_sliding_window=False,
     tie_word_embeddings=False,
 )
@@ -53,19 +54,7 @@ TOKEN_IDS = dict(
     vision_start_token_id="<|vision_start|>",
     vision_end_token_id="<|vision_end|>",
 )
-VISION = dict(
-    depth=2,
-    hidden_size=32,
-    intermediate_size=64,
-    num_heads=2,
-    out_hidden_size=64,
-    patch_size=14,
-    spatial_patch_size=14,
-    window_size=56,
-    fullatt_block_indexes=[1],
-    tokens_per_second=2,
-    initializer_range=0.1,
-)
+PUBLISHED_VISION = VISION | dict(spatial_patch_size=14, tokens_per_second=2)
 
 
 def byte_alphabet() -> list[str]:
@@ -97,7 +86,7 @@ def write_qwen(folder: Path):
         parts.append(transformers.Qwen2VLVideoProcessor())
     Qwen2_5_VLProcessor(*parts, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
     torch.manual_seed(0)
-    config = Qwen2_5_VLConfig(**TEXT, **ids, vision_config=dict(VISION))
+    config = Qwen2_5_VLConfig(**FLAT_TEXT, **ids, vision_config=dict(PUBLISHED_VISION))
     model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config.update(do_sample=True, temperature=0.1, repetition_penalty=1.05)
     model.save_pretrained(folder)
@@ -112,30 +101,10 @@ def resave_qwen(folder: Path, output: Path):
 
 def write_sam(folder: Path):
     """Write a SAM2 for single images."""
-    backbone = dict(
-        model_type="sam2_hiera_det_model",
-        hidden_size=8,
-        num_attention_heads=1,
-        blocks_per_stage=[1, 1, 2, 1],
-        embed_dim_per_stage=[8, 16, 32, 64],
-        num_attention_heads_per_stage=[1, 1, 2, 2],
-        window_size_per_stage=[8, 4, 8, 4],
-        global_attention_blocks=[3],
-        image_size=[128, 128],
-        window_positional_embedding_background_size=[4, 4],
-    )
-    vision = transformers.Sam2VisionConfig(
-        backbone_config=backbone,
-        backbone_channel_list=[64, 32, 16, 8],
-        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
-        fpn_hidden_size=32,
-    )
     config = transformers.Sam2Config(
-        vision_config=vision,
-        prompt_encoder_config=dict(hidden_size=32, image_size=128, mask_input_channels=8),
-        mask_decoder_config=dict(
-            hidden_size=32, num_attention_heads=2, mlp_dim=64, iou_head_hidden_dim=32
-        ),
+        vision_config=transformers.Sam2VisionConfig(**SAM_VISION),
+        prompt_encoder_config=dict(SAM_PROMPT_ENCODER),
+        mask_decoder_config=dict(SAM_MASK_DECODER),
     )
     torch.manual_seed(0)
     transformers.Sam2Model(config).save_pretrained(folder)

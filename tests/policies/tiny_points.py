@@ -18,36 +18,32 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.policies.qwen_vl import build_policy
+from tests.export.tiny_sizes import (
+    MROPE_SECTION,
+    ROPE_THETA,
+    SAM_MASK_DECODER,
+    SAM_PROMPT_ENCODER,
+    SAM_SIDE,
+    SAM_VISION,
+    SAM_WIDTH,
+    SPECIAL,
+    TEXT,
+    VISION,
+)
 
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL += ["<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"]
 VOCAB = 256 + len(SPECIAL) + 3  # the model has more rows than its tokenizer tokens, as published
 IDS = {token: 256 + i for i, token in enumerate(SPECIAL)}
 QWEN = dict(
-    text_config=dict(
+    text_config=TEXT
+    | dict(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 3, 3]),
-        initializer_range=0.1,
+        rope_parameters=dict(
+            rope_type="default", rope_theta=ROPE_THETA, mrope_section=MROPE_SECTION
+        ),
         bos_token_id=None,
         eos_token_id=IDS["<|im_end|>"],
     ),
-    vision_config=dict(
-        depth=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_heads=2,
-        out_hidden_size=64,
-        patch_size=14,
-        window_size=56,
-        fullatt_block_indexes=[1],
-        initializer_range=0.1,
-    ),
+    vision_config=VISION,
     image_token_id=IDS["<|image_pad|>"],
     video_token_id=IDS["<|video_pad|>"],
     vision_start_token_id=IDS["<|vision_start|>"],
@@ -63,43 +59,23 @@ PREPROCESSOR = dict(  # as published
     image_std=[0.26862954, 0.26130258, 0.27577711],
     image_processor_type="Qwen2VLImageProcessor",
 )
-SAM_SIDE = 128
-_WIDTH = 32
 SAM = dict(
-    vision_config=dict(
-        backbone_config=dict(
-            model_type="sam2_hiera_det_model",
-            hidden_size=8,
-            num_attention_heads=1,
-            blocks_per_stage=[1, 1, 2, 1],
-            embed_dim_per_stage=[8, 16, 32, 64],
-            num_attention_heads_per_stage=[1, 1, 2, 2],
-            window_size_per_stage=[8, 4, 8, 4],
-            global_attention_blocks=[3],
-            image_size=[SAM_SIDE, SAM_SIDE],
-            window_positional_embedding_background_size=[4, 4],
-        ),
-        backbone_channel_list=[64, 32, 16, 8],
-        backbone_feature_sizes=[[32, 32], [16, 16], [8, 8]],
-        fpn_hidden_size=_WIDTH,
-    ),
-    prompt_encoder_config=dict(hidden_size=_WIDTH, image_size=SAM_SIDE, mask_input_channels=8),
-    mask_decoder_config=dict(
-        hidden_size=_WIDTH, num_attention_heads=2, mlp_dim=64, iou_head_hidden_dim=_WIDTH
-    ),
+    vision_config=SAM_VISION,
+    prompt_encoder_config=SAM_PROMPT_ENCODER,
+    mask_decoder_config=SAM_MASK_DECODER,
 )
 SAM_MEMORY = dict(  # of the model for videos, as which SAM2 is published
     image_size=SAM_SIDE,
-    memory_attention_hidden_size=_WIDTH,
-    memory_attention_feed_forward_hidden_size=_WIDTH,
+    memory_attention_hidden_size=SAM_WIDTH,
+    memory_attention_feed_forward_hidden_size=SAM_WIDTH,
     memory_attention_num_layers=1,
     memory_attention_num_attention_heads=1,
     memory_attention_rope_feat_sizes=[8, 8],
-    memory_encoder_hidden_size=_WIDTH,
+    memory_encoder_hidden_size=SAM_WIDTH,
     memory_encoder_output_channels=8,
-    mask_downsampler_embed_dim=_WIDTH,
-    memory_fuser_embed_dim=_WIDTH,
-    memory_fuser_intermediate_dim=_WIDTH,
+    mask_downsampler_embed_dim=SAM_WIDTH,
+    memory_fuser_embed_dim=SAM_WIDTH,
+    memory_fuser_intermediate_dim=SAM_WIDTH,
     memory_fuser_num_layers=1,
 )
 
@@ -135,7 +111,7 @@ def write_sam(folder: Path, seed=0) -> Path:
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "norm" not in name:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
-    shared = torch.randn(2, _WIDTH // 2)
+    shared = torch.randn(2, SAM_WIDTH // 2)
     model.shared_image_embedding.positional_embedding.copy_(shared)
     model.prompt_encoder.shared_embedding.positional_embedding.copy_(shared)
     model.save_pretrained(folder)
