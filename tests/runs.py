@@ -122,6 +122,14 @@ def run(data: Path, output: Path, **changes) -> Path:
     return output
 
 
+def run_unmeasured(data: Path, output: Path, **changes) -> Path:
+    """`run` under `unmeasured`, for the fixtures of a module."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for _ in unmeasured(monkeypatch):
+            run(data, output, **changes)
+    return output
+
+
 def start(
     data: Path, output: Path, environment: dict[str, str] | None = None, **changes
 ) -> subprocess.Popen:

@@ -12,7 +12,7 @@ from tests.updates import (
     largest_difference,
     mean,
     moved,
-    roll,
+    roll_loops,
     task_of,
     work_of,
 )
@@ -26,8 +26,7 @@ def model(policy):
 @pytest.fixture(scope="module")
 def rollouts(scenes, prepare, model):
     """{loop: rollout of 4 rows}."""
-    two = prepare(scenes[:2], model.processor)
-    return {loop: roll(model, task_of(model, loop), two) for loop in (1, 2)}
+    return roll_loops(model, scenes, prepare)
 
 
 def test_without_a_kl_the_reference_changes_nothing_and_is_not_needed(model, rollouts):

@@ -22,7 +22,7 @@ from tests.updates import (
     largest_difference,
     mean,
     moved,
-    roll,
+    roll_loops,
     task_of,
     work_of,
 )
@@ -36,8 +36,7 @@ def model(policy):
 @pytest.fixture(scope="module")
 def rollouts(scenes, prepare, model):
     """{loop: rollout of 4 rows}."""
-    two = prepare(scenes[:2], model.processor)
-    return {loop: roll(model, task_of(model, loop), two) for loop in (1, 2)}
+    return roll_loops(model, scenes, prepare)
 
 
 class Rows(SimpleNamespace):

@@ -58,6 +58,12 @@ def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, 
     return rollout
 
 
+def roll_loops(model, scenes, prepare) -> dict:
+    """{loop: its rollout of 4 rows about the first two scenes}."""
+    two = prepare(scenes[:2], model.processor)
+    return {loop: roll(model, task_of(model, loop), two) for loop in (1, 2)}
+
+
 @torch.no_grad()
 def reference_of(model, task, rollout) -> ReferenceScores:
     """What the weights in use say of a rollout."""

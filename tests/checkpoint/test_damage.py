@@ -13,7 +13,7 @@ from rl_train.distributed.process_group import RankInfo
 from rl_train.evaluation import evaluate
 from rl_train.loggers.tensorboard import RunLogger
 from rl_train.utils.io import DamagedFile
-from tests.runs import run, unmeasured, weights
+from tests.runs import run, run_unmeasured, unmeasured, weights
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 RUN = dict(max_steps=4, save_steps=1, save_total_limit=0, num_generations=4)
@@ -23,11 +23,7 @@ WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of four steps."""
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("whole"), **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("whole"), **RUN)
 
 
 def test_weights_of_other_names_are_refused(whole):

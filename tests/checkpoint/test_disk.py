@@ -22,18 +22,23 @@ from rl_train.rewards.judge import FailureWindow, JudgeFailed
 from rl_train.utils import io
 from rl_train.utils.io import CannotWrite, lock, wrap_write_errors, write_json
 from tests.campaigns.kill_campaign import RUN, differences
-from tests.runs import ENVIRONMENT, ROOT, complaint_of, curve, flags, run, unmeasured
+from tests.runs import (
+    ENVIRONMENT,
+    ROOT,
+    complaint_of,
+    curve,
+    flags,
+    run,
+    run_unmeasured,
+    unmeasured,
+)
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
 
 
 @contextmanager

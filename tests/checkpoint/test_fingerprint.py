@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.fingerprint import fingerprint_of
-from tests.runs import CHECKPOINT, run, unmeasured
+from tests.runs import CHECKPOINT, run, run_unmeasured, unmeasured
 from tools import evaluate, export
 from tools.experiments import cross_play
 
@@ -20,11 +20,7 @@ RUN = dict(max_steps=1, loop2_weight=0)
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
     """A checkpoint of one step."""
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("run"), **RUN)
-    monkeypatch.undo()
-    return output / "checkpoint_step_1"
+    return run_unmeasured(data, tmp_path_factory.mktemp("run"), **RUN) / "checkpoint_step_1"
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from rl_train.checkpoint import save_load
 from rl_train.checkpoint.record import RECORD
 from rl_train.utils.io import CannotWrite
 from tests.campaigns.kill_campaign import RUN, differences
-from tests.runs import complaint_of, flags, run, unmeasured
+from tests.runs import complaint_of, flags, run, run_unmeasured, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -58,11 +58,7 @@ AT_A_START = [name for name in FILES if not name[:-6].endswith(("rank1", "rank7"
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
 
 
 def seed(output, names):

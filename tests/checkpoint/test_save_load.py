@@ -27,6 +27,7 @@ from tests.runs import (
     flags,
     rollouts,
     run,
+    run_unmeasured,
     unmeasured,
     weights,
 )
@@ -47,11 +48,7 @@ WEIGHT_FILES = ("trainables.safetensors", "ema.safetensors")
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of four steps that nobody disturbed."""
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("whole"), **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("whole"), **RUN)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from rl_train.data.digest import digest
 from rl_train.distributed import process_group
 from rl_train.run import consistency
 from tests.ranks import forked
-from tests.runs import CHECKPOINT, flags, run, unmeasured
+from tests.runs import CHECKPOINT, flags, run_unmeasured, unmeasured
 from tools.demo.make_demo import TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -23,11 +23,7 @@ RUN = dict(loop2_weight=0, eval_samples=1)
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
     """A run of two steps by one process."""
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("whole"), save_steps=1, **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("whole"), save_steps=1, **RUN)
 
 
 def on_its_own_machine(argv):

@@ -19,18 +19,14 @@ from rl_train.run.signals import EXIT_INTERRUPTED, SignalHandler, ignore_signals
 from tests.campaigns import kill_campaign
 from tests.campaigns.kill_campaign import RUN, differences
 from tests.ranks import fork, wait_for_exit
-from tests.runs import ENVIRONMENT, ROOT, run, unmeasured
+from tests.runs import ENVIRONMENT, ROOT, run, run_unmeasured, unmeasured
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    monkeypatch = pytest.MonkeyPatch()
-    for _ in unmeasured(monkeypatch):
-        output = run(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
-    monkeypatch.undo()
-    return output
+    return run_unmeasured(data, tmp_path_factory.mktemp("run") / "whole", **RUN)
 
 
 def send_before(monkeypatch, number: int, owner, name: str, call: int):
