@@ -149,7 +149,7 @@ def video_lisa_encode_fn(
     if len(turns) > 1 and not input_ids_with_output:
         raise ValueError("a conversation of several turns needs input_ids_with_output=True")
 
-    def encode(text):
+    def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]

@@ -58,7 +58,7 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
             for file in set(files.values())
         }
 
-        def read(key):
+        def read(key: str) -> torch.Tensor:
             return readers[files[key]].get_tensor(source.get(key, key))
 
         for name, tensor in state.items():

@@ -13,6 +13,7 @@ Exit status: 0; 75 after a signal; else that of the rank that failed first, 128 
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 import torch
 from torch.distributed import run as torchrun
@@ -25,6 +26,8 @@ from rl_train.config.flags import COUNT_OR_0
 from rl_train.distributed.process_group import COLLECTIVE_TIMEOUT
 from rl_train.utils.command_line import EXIT_BAD_INPUT, FlagParser, run_program
 
+# `LocalElasticAgent._monitor_workers`
+MonitorWorkers = Callable[[LocalElasticAgent, WorkerGroup], RunResult]
 RENDEZVOUS = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")  # torchrun has the defaults
 
 
@@ -35,7 +38,7 @@ def rendezvous_options() -> list[str]:
     return [f"--{name.lower()}={os.environ[name]}" for name in RENDEZVOUS if name in os.environ]
 
 
-def restart_unless_bad_input(monitor_workers):
+def restart_unless_bad_input(monitor_workers: MonitorWorkers) -> MonitorWorkers:
     """Wrap `LocalElasticAgent._monitor_workers`: bad input on a rank leaves no restart.
 
     torchrun restarts after any exit status and has no option that says after which.

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # DDP imports it; with a group its defaults would hold it
+from torch.autograd.function import FunctionCtx
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -204,12 +205,14 @@ class _TouchParameters(torch.autograd.Function):
     """Identity of a loss, whose backward reaches all parameters without a gradient."""
 
     @staticmethod
-    def forward(ctx, loss: torch.Tensor, *parameters: torch.nn.Parameter) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, loss: torch.Tensor, *parameters: torch.nn.Parameter
+    ) -> torch.Tensor:
         ctx.num_parameters = len(parameters)
         return loss.view_as(loss)
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradient, *[None] * ctx.num_parameters
 
 

@@ -9,7 +9,7 @@ Letters: m scored tokens, c of a chunk, C LLM width, V vocabulary.
 import functools
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rl_train.engine.layers import any_number
@@ -70,7 +70,15 @@ class _TokenLogps(torch.autograd.Function):
     """`token_logps` with derivatives computed in the forward, where the logits are at hand."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, ids, temperature, vocabulary, entropy_gradient):
+    def forward(
+        ctx: FunctionCtx,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        temperature: float,
+        vocabulary: int,
+        entropy_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert not ctx.needs_input_grad[1], "lm_head is frozen: no gradient is computed for it"
         logp, entropy = (hidden.new_empty(len(ids), dtype=torch.float32) for _ in range(2))
         # Derivatives (m, C) by hidden: of the log-probs, and of the entropies if asked for.
@@ -96,7 +104,7 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *d):
+    def backward(ctx: FunctionCtx, *d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Each row's derivative is known: only the incoming scalar (m,) is missing.
         d = sum(by_value[:, None] * slope for by_value, slope in zip(d, ctx.saved_tensors))
         return d.to(ctx.dtype), *[None] * 5

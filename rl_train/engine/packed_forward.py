@@ -11,7 +11,7 @@ K key-value heads, D head size.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from rl_train.engine import layers
 from rl_train.engine.fused_weights import FusedLayer, FusedModel, address
@@ -85,7 +85,15 @@ class _Checkpoint(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, fused: FusedModel, layer: FusedLayer, rotation, runs, residual, *lora):
+    def forward(
+        ctx: FunctionCtx,
+        fused: FusedModel,
+        layer: FusedLayer,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        runs: layers.VarlenSegments,
+        residual: torch.Tensor,
+        *lora: torch.nn.Parameter,
+    ) -> torch.Tensor:
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
         operands = layer.operands(rotation, live=False)
@@ -107,7 +115,7 @@ class _Checkpoint(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, d):
+    def backward(ctx: FunctionCtx, d: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         fused, functions = ctx.fused, ctx.fused.functions
         num_lora = len(ctx.needs_input_grad) - 5  # 5: the inputs before *lora
         lora, (residual, *attended) = ctx.saved_tensors[:num_lora], ctx.saved_tensors[num_lora:]

@@ -216,7 +216,9 @@ class CompiledGraph(Graph):
         self.prefix, self.end = self.caches[..., :length, :], self.pad.clone()
         pad, end = self.pad, self.end  # (P,)
 
-        def seen(prompt, head, row, slot):
+        def seen(
+            prompt: torch.Tensor, head: torch.Tensor, row: torch.Tensor, slot: torch.Tensor
+        ) -> torch.Tensor:
             own = (slot >= length) & ((slot - length) % group == row) & (slot < end[prompt])
             return own | ((slot >= pad[prompt]) & (slot < length))
 

@@ -11,6 +11,7 @@ from rl_train.config.flags import AT_LEAST_2, COUNT, flag
 from rl_train.engine import Engine
 from rl_train.engine.decode import Decoder
 from rl_train.engine.fused_weights import FusedModel
+from rl_train.engine.sampling import Completions
 from tools.benchmarks import common, compiled
 from tools.benchmarks.roofline import LanguageModel
 
@@ -114,7 +115,7 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
     uniforms = torch.rand(rows, options.num_tokens, dtype=torch.float64, device=options.device)
     decoders = {}
 
-    def ours(num_tokens, name="decoder"):
+    def ours(num_tokens: int, name: str = "decoder") -> Completions:
         fused = engine.fused(embeds)
         if fused is not None:
             if name not in decoders:
@@ -131,7 +132,7 @@ def samplers(engine: Engine, num_prompts: int, options: Options) -> dict:
             uniforms=uniforms[:, :num_tokens],
         )
 
-    def huggingface(num_tokens):
+    def huggingface(num_tokens: int):
         ids = engine.language_model.generate(
             inputs_embeds=embeds.repeat_interleave(group, 0),
             attention_mask=mask.repeat_interleave(group, 0),
