@@ -34,7 +34,7 @@ CALIBRATION_SAMPLES = 32  # training samples that an action's `calibrate` looks 
 def start_run(config: Config, ranks: RankInfo) -> Run:
     """Return a run before its first step, or before the next step of the checkpoint it resumes.
 
-    What is soon checked comes first. The output folder is only read: see `claim_output_dir`.
+    Cheap checks come first. The output folder is only read: see `claim_output_dir`.
 
     Raises:
         ValueError: names the flag or file that is wrong.
