@@ -6,6 +6,7 @@
 #   bash tools/run_tests.sh
 #   VENV= PYTHON=python3 bash tools/run_tests.sh --gpu   on a machine with a GPU, by the packages that it has: the
 #                                                        tests that need one, each benchmark of docs/ among them
+#                                                        (without a network: NLTK_DATA=/a/copied/nltk_data)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source tools/environment.sh

@@ -4,6 +4,12 @@ Random weights at published shapes and forced lengths: see `tools.benchmarks.wor
 `tools.benchmarks.trl_style`. Of Sa2VA both loops: METEOR, which runs on the CPU, is in the phase
 teacher2. Of Qwen2.5-VL its points: SAM2, which draws the masks, is in teacher1. Data loading and
 logging are not in it.
+
+`--alternatives trl` measures both on the same shapes. A step of the 4B in TRL's way takes over 20 s
+on an H200: transformers' `generate` launches thousands of kernels a token, and every sequence is
+scored with its prompt. So that the comparison ends in about two minutes, TRL's way is warmed up by
+one step and timed by one; the ratio is that step to the median of ours.
+`--alternative_rounds 5 --alternative_warmup 3` measures more.
 """
 
 import gc
@@ -26,16 +32,22 @@ PHASES = ["encode", *(f"{phase}{loop}" for loop in (1, 2) for phase in LOOP), "u
 class Options(common.Ceilings, workload.Options):
     """the step"""
 
-    alternatives: tuple = flag(("trl",), "what to measure beside ours", choices=["trl"], nargs="*")
-    alternative_rounds: int | None = flag(None, "of these; default --rounds", type=COUNT)
-    alternative_warmup: int = flag(3, "of these, at most", type=COUNT_OR_0)
+    alternatives: tuple = flag((), "what to measure beside ours", choices=["trl"], nargs="*")
+    alternative_rounds: int = flag(
+        1,
+        "of these, on the same shapes: fewer than ours, since one of the 4B takes over 20 s; with "
+        "1 their spread is not known",
+        type=COUNT,
+    )
+    alternative_warmup: int = flag(
+        1, "rounds before those, at most: they compile nothing, so few are enough", type=COUNT_OR_0
+    )
 
 
 def measure(options: Options) -> dict:
     """Return {"ours", alternatives: seconds by phase and in all; "floor"; "ratios" to ours, ..}."""
     matmul, bandwidth, ceilings = common.ceilings(options)
-    others = options.alternative_rounds or options.rounds
-    # Alternatives are many times slower, so they get fewer rounds.
+    others = options.alternative_rounds
     as_others = replace(options, rounds=others, warmup=options.alternative_warmup)
     measured = ceilings | dict(
         shapes=options.shapes, rounds=options.rounds, alternative_rounds=others
@@ -67,7 +79,7 @@ def measure(options: Options) -> dict:
     rows = {phase: {way: phases_of[way].get(phase) for way in ways} for phase in [*seen, "step"]}
     for row in rows.values():
         row["ours / floor"] = row["ours"] / row["floor"] if row["ours"] and row["floor"] else None
-    medians_of = dict(ours=options.rounds, alternatives=others)
+    medians_of = dict(ours=options.rounds) | dict.fromkeys(options.alternatives, others)
     columns = dict.fromkeys(ways, ".3f") | {"ours / floor": ".2f"}
     common.print_table(columns, rows, **ceilings, medians_of=medians_of)
     for name, ratio in measured["ratios"].items():

@@ -96,7 +96,9 @@ def test_floor_of_a_token_counts_each_byte_once():
 
 def test_step(tmp_path, output, capsys):
     written = figures(
-        tmp_path, f"step {output} --rounds 2 --warmup 0 --alternative_warmup 0 {CEILINGS} {STEP}"
+        tmp_path,
+        f"step {output} --rounds 2 --warmup 0 --alternatives trl --alternative_rounds 2 "
+        f"--alternative_warmup 0 {CEILINGS} {STEP}",
     )
     assert set(written["ours"]["phases"]) == set(written["floor"]["phases"]) == PHASES
     assert set(written["trl"]["phases"]) == PHASES | {"old1", "old2"}
@@ -116,6 +118,14 @@ def test_step(tmp_path, output, capsys):
     out = capsys.readouterr().out
     assert "times faster than trl" in out and "s a step, NOT SETTLED after 0 rounds" in out
     assert "ours / floor" in out
+
+
+def test_a_comparison_with_trl_is_short_by_default():
+    """A step of the 4B in TRL's way takes over 20 s; alone, ours is not compared."""
+    options = step.Options()
+    assert options.alternatives == ()
+    assert (options.alternative_rounds, options.alternative_warmup) == (1, 1)
+    assert "about two minutes" in step.__doc__
 
 
 def test_profile(tmp_path, output, capsys):
@@ -201,7 +211,7 @@ def test_a_measurement_of_nothing_is_refused(flags):
     [
         ("decode", "samplers", ("decoder", "without_add")),
         ("logprob", "ways", ("packed", "plain")),
-        ("step", "alternatives", ()),
+        ("step", "alternatives", ("trl",)),
         ("scale", "num_processes", (1, 2)),
     ],
 )
