@@ -118,8 +118,9 @@ class RunLogger:
             prediction: the model's mask, see `small_mask`.
         """
         if self.writer and step >= self.start:
-            masks = (torch.from_numpy(sample["mask"]), torch.from_numpy(decode_mask(prediction)))
-            picture = evaluation_picture(sample["image"], *masks, lines)
+            mask = torch.from_numpy(sample["mask"])
+            predicted = torch.from_numpy(decode_mask(prediction))
+            picture = evaluation_picture(sample["image"], mask, predicted, lines)
             with wrap_write_errors(self.folder):
                 self.writer.add_image(f"eval/sample_{number}", picture, step, dataformats="HWC")
 

@@ -8,6 +8,7 @@ Letters: B images, M prompts (a box or none, its points), S pixels of SAM2's sid
 """
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -88,14 +89,26 @@ def point_masks(
             [single[m] for m in with_negative],
             first[with_negative] if passes == 2 else None,
         )
-    counts, masks, confidences = list(map(len, groups)), ([], []), ([], [])
-    for column, all_logits in enumerate((final, first)):
-        for logits, i in zip(all_logits.split(counts), image_index):  # (m, S/4, S/4) of one prompt
-            masks[column].append(union_of_masks(logits, sizes[i]))
-            # The union of the boxes' masks has the maximum of their logits.
-            confidence = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
-            confidences[column].append(float(confidence))
-    return *masks, list(zip(*confidences))
+    counts, native_sizes = list(map(len, groups)), [sizes[i] for i in image_index]
+    masks, confidence = unions_of_groups(final.split(counts), native_sizes)
+    without, confidence_without = unions_of_groups(first.split(counts), native_sizes)
+    return masks, without, list(zip(confidence, confidence_without))
+
+
+def unions_of_groups(
+    groups: Iterable[torch.Tensor], sizes: list[tuple[int, int]]
+) -> tuple[list[torch.Tensor], list[float]]:
+    """Return the union (H, W) bool of each group of logits (m, S/4, S/4), and its confidence.
+
+    The confidence is `mask_confidence`, 0 of a group of none.
+    """
+    masks, confidence = [], []
+    for logits, size in zip(groups, sizes, strict=True):
+        masks.append(union_of_masks(logits, size))
+        # The union of the boxes' masks has the maximum of their logits.
+        value = mask_confidence(logits.amax(0, keepdim=True)) if len(logits) else 0.0
+        confidence.append(float(value))
+    return masks, confidence
 
 
 @torch.no_grad()
