@@ -3,9 +3,10 @@
 Letters: B images, P prompts (each about one image), L their longest length, C LLM width.
 """
 
+import contextlib
 from bisect import bisect
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -18,13 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class ImageFeatures:
-    """Features of B images before trained modules, shared by rows, roles and inner iterations."""
+    """Features of B images before trained modules, shared by rows, roles and inner iterations.
 
-    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1
+    Images of a Qwen-VL are counted in tokens: there a tile is one token.
+    """
+
+    vision: torch.Tensor  # (t, tokens, 4 * ViT width), before mlp1; of a Qwen-VL (t, W)
     tiles: list[int]  # tiles of each image
     sam: list[torch.Tensor]  # SAM2 pyramid, before conv_s0 and conv_s1
     sizes: list[tuple[int, int]]  # (H, W) of each image
     prompt_masks: torch.Tensor  # (B, g, g) bool cells of each region, on the CPU
+    # Of a Qwen-VL
+    grids: list[tuple[int, int, int]] | None = None  # (1, rows, columns) of patches
+    pixels: list[torch.Tensor] | None = None  # (3, H', W') uint8 that the LLM sees
+    # (pixels, cells (g, g)) -> pixels with a region drawn; None: regions are not drawn
+    draw: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    # {(image, cells as bytes): features (tokens, W) of the image with a region drawn}
+    drawn: dict[tuple[int, bytes], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -83,17 +94,22 @@ def pad_left(rows: list[list[int]], pad_id: int) -> tuple[torch.Tensor, torch.Te
 def embed(
     model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts, pad_id: int, num_tokens: int = 0
 ):
-    """Return left-padded embeddings of prompts, with image and region features.
+    """Return left-padded embeddings of prompts, with image and region features, and positions.
 
     Args:
         num_tokens: number of tokens that will follow a prompt; checked against the model's context.
 
     Returns:
-        embeds (P, L, C), attention mask (P, L) on the CPU.
+        embeds (P, L, C), attention mask (P, L) and positions (3, P, L), the last two on the CPU;
+        no positions where tokens are counted.
     """
     ids, mask = pad_left(prompts.ids, pad_id)
     # A prompt longer than the context would be computed at positions never trained.
     _check_length(model, max(prompts.ids, key=len), num_tokens)
+    if images.grids is not None:
+        features = _features_in_tokens(model, images, prompts)
+        grids = torch.tensor([images.grids[i] for i in prompts.image_index])
+        return model.embed(ids, features), mask, model.positions(ids, mask, grids)
     # Project each image once, then repeat its features for the rows that share it.
     used = sorted(set(prompts.image_index))
     starts = torch.tensor([0, *images.tiles]).cumsum(0).tolist()
@@ -105,7 +121,33 @@ def embed(
         tiles = [images.tiles[i] for i in prompts.image_index]
         flags = torch.tensor([t + 1 == n for n in tiles for t in range(n)])
     features = torch.cat([of_image[i] for i in prompts.image_index])
-    return model.embed(ids, features, prompts.prompt_masks, flags), mask
+    return model.embed(ids, features, prompts.prompt_masks, flags), mask, None
+
+
+def _features_in_tokens(model, images, prompts) -> torch.Tensor:
+    """Return the features (tokens, W) of all prompts' images, with their regions drawn.
+
+    An image with a region is encoded at its first use; without gradient it is kept.
+    """
+    whole = images.vision.split(images.tiles)
+    if prompts.prompt_masks is None:
+        return torch.cat([whole[i] for i in prompts.image_index])
+    features, encoded = [], {} if torch.is_grad_enabled() and whole[0].requires_grad else None
+    kept = images.drawn if encoded is None else encoded
+    for i, cells in zip(prompts.image_index, prompts.prompt_masks):
+        key = i, cells.numpy().tobytes()
+        if key not in kept:
+            train = encoded is not None
+            # Without autocast, as whole images are encoded.
+            precision = (
+                contextlib.nullcontext()
+                if train
+                else torch.autocast(model.device.type, enabled=False)
+            )
+            with torch.set_grad_enabled(train), precision:
+                kept[key] = model.encode_images([images.draw(images.pixels[i], cells[0])])[0]
+        features.append(kept[key])
+    return torch.cat(features)
 
 
 def _check_length(model, ids: list[int], num_tokens: int):
@@ -123,8 +165,13 @@ def _check_length(model, ids: list[int], num_tokens: int):
 def shared_prefix_lengths(
     model: "Sa2VAModel", images: ImageFeatures, prompts: Prompts
 ) -> list[int]:
-    """Return how many leading tokens, up to its image's end, each prompt shares with the last."""
+    """Return how many leading tokens, up to its image's end, each prompt shares with the last.
+
+    None where regions are drawn on the images.
+    """
     lengths = [0] * len(prompts)
+    if images.draw is not None and prompts.prompt_masks is not None:
+        return lengths
     for p in range(1, len(prompts)):
         ids, image = prompts.ids[p], prompts.image_index[p]
         start = ids.index(model.img_context_id)

@@ -53,6 +53,7 @@ class Sa2VAConfig:
         template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`; files may have
             - for _.
         llm, sam2: native configurations of the language model and of SAM2.
+        seg_state: which last hidden state at [SEG] prompts SAM2, "before_norm" or "after_norm".
         tied: embed_tokens and lm_head are one tensor; the file may still hold two.
         tokens_per_tile: tokens in a prompt of one of the pieces in which images are counted.
 
@@ -66,6 +67,7 @@ class Sa2VAConfig:
     template: str
     llm: PreTrainedConfig
     tied: bool
+    seg_state: str = "after_norm"
     tokens_per_tile: int
 
     def __new__(cls, **raw: Any) -> "Sa2VAConfig":

@@ -98,3 +98,22 @@ def family_of(raw: dict) -> Family:
         f"config.json: of no known family of Sa2VA ({looked_for}); it has "
         f"{' and '.join(parts) or 'none of them'}"
     )
+
+
+def describe(model: Sa2VAModel, region_prompt: str) -> str:
+    """Return what a model is, in one line: family, sizes, template, special ids and versions.
+
+    Args:
+        region_prompt: the way in which it is asked about regions.
+    """
+    config, llm = model.config, model.config.llm
+    trained = "" if region_prompt == "tokens" else ", which no published model was trained on"
+    seg = {"after_norm": "after", "before_norm": "before"}[config.seg_state]
+    return (
+        f"Sa2VA of {family_of(config.raw).name}, written by transformers "
+        f"{config.raw.get('transformers_version', '(not said)')}: LLM of {llm.num_hidden_layers} "
+        f"layers, width {llm.hidden_size}, {llm.vocab_size} tokens; SAM2 at "
+        f"{config.sam2.image_size} pixels; template {config.template}; {model.image_token} is "
+        f"{model.img_context_id}, [SEG] {model.seg_id}, its state {seg} the final norm; region "
+        f"prompts: {region_prompt}{trained}"
+    )

@@ -35,6 +35,7 @@ from .processing_sa2va import (
     to_rgb,
 )
 from .templates import (
+    IMAGE_STRINGS,
     IMG_CONTEXT_TOKEN,
     SPECIAL_TOKENS,
     chat_template,
@@ -247,6 +248,8 @@ class InternVLModel(Sa2VAModel):
     """Sa2VA of InternVL: a vision encoder of tiles, the projector `mlp1` and a language model."""
 
     image_token, special_tokens = IMG_CONTEXT_TOKEN, SPECIAL_TOKENS
+    image_strings = IMAGE_STRINGS
+    region_prompts = ("tokens",)
     embed_tokens_key = "language_model.model.embed_tokens.weight"
     lm_head_key = "language_model.lm_head.weight"
 
@@ -273,6 +276,15 @@ class InternVLModel(Sa2VAModel):
         # Patch tokens (t, 1024, ViT width) for 448 px; the class token is dropped.
         x = self.vision_model(pixel_values.to(dtype)).last_hidden_state[:, 1:]
         return pixel_shuffle(x)
+
+    def encode_images(self, pixels: list[torch.Tensor]) -> tuple[torch.Tensor, list[int], None]:
+        """Return (`vision_features` of images, tiles of each, None).
+
+        Args:
+            pixels: (t, 3, S, S) uint8 tiles of each. Sent as uint8, a quarter of float32.
+        """
+        tiles = to_device(torch.cat(pixels), self.device)
+        return self.vision_features(normalise_tiles(tiles)), list(map(len, pixels)), None
 
     def project(self, vision: torch.Tensor) -> torch.Tensor:
         """Return the LLM's image tokens (t, tokens, C) of `vision_features`."""
@@ -503,6 +515,14 @@ class InternVLProcessor(Sa2VAProcessor):
         self.image_size, self.grid_size = config.image_size, config.grid_size
         # Each of the two trainings has its rule, and its number of tiles.
         self.rule = "area" if self.max_tiles == 1 else "nearest"
+
+    @property
+    def max_pieces(self) -> int:
+        """Largest number of tiles of an image, with the thumbnail."""
+        return self.max_tiles + (self.max_tiles > 1)
+
+    def image_fault(self, image: Image.Image) -> None:
+        """Return None: images of every shape are cut into tiles."""
 
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
         """Return the tiles in row-major order; then, if there is more than one, the thumbnail."""

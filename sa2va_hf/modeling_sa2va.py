@@ -44,6 +44,9 @@ class Sa2VAModel(nn.Module):
 
     image_token: ClassVar[str]  # stands in a prompt for each token of an image
     special_tokens: ClassVar[tuple[str, ...]]  # single tokens of the family's tokenizers
+    image_strings: ClassVar[tuple[str, str, str]]  # before an image, its token, behind it
+    # Ways to ask about a region, the default first
+    region_prompts: ClassVar[tuple[str, ...]]
     # Names of two tensors in the state dict
     embed_tokens_key: ClassVar[str]
     lm_head_key: ClassVar[str]

@@ -7,13 +7,19 @@ import functools
 import re
 from typing import TYPE_CHECKING
 
-from .templates import IMG_CONTEXT_TOKEN, chat_template, image_string, region_string
+from .templates import IMAGE_STRINGS, chat_template, region_string
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
 DESCRIBE = "Please generate a detailed description for the given image region."
+# Ways to point at a region that is drawn on the image, or named by its box.
+DESCRIBE_DRAWN = {
+    "outline": "Please generate a detailed description for the image region outlined in red.",
+    "box": "Please generate a detailed description for the image region in the red box.",
+    "coordinates": "Please generate a detailed description for the image region in the box {box}.",
+}
 SEGMENT = "Please segment {x} in this image."
 _WORDINGS = (
     "Can you segment the {x} in this image?",
@@ -37,7 +43,6 @@ SEGMENT_ANSWERS = (
     "[SEG].",
 )
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
-CONTEXT = re.compile(f"(?:{re.escape(IMG_CONTEXT_TOKEN)})+")
 
 
 @functools.lru_cache(maxsize=2**12)
@@ -52,9 +57,21 @@ class PromptBuilder:
     Args:
         tokenizer: Sa2VA's tokenizer; template: name from the checkpoint's config; tokens_per_tile:
             256 for 448 px.
+        image_strings: before an image, its token, and behind it.
+        region_prompt: "tokens", or one of DESCRIBE_DRAWN.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", template: str, tokens_per_tile: int):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template: str,
+        tokens_per_tile: int,
+        image_strings: tuple[str, str, str] = IMAGE_STRINGS,
+        region_prompt: str = "tokens",
+    ):
+        self.image_strings, self.region_prompt = image_strings, region_prompt
+        self.image_token = image_strings[1]
+        self.image_run = re.compile(f"(?:{re.escape(self.image_token)})+")
         self.tokenizer, self.tokens_per_tile = tokenizer, tokens_per_tile
         self.template = chat_template(template)
         self.stop_texts = self.template.get("STOP_WORDS", [])
@@ -64,7 +81,7 @@ class PromptBuilder:
         self.ends = [re.compile(end) for end in ends]
         # What the tokenizer puts in front of a text: `<s>` of InternLM2's, nothing of Qwen2's.
         self.bos = tokenizer.encode("")
-        self.context_id, seg_id = tokenizer.convert_tokens_to_ids([IMG_CONTEXT_TOKEN, "[SEG]"])
+        self.context_id, seg_id = tokenizer.convert_tokens_to_ids([self.image_token, "[SEG]"])
         answer = tokenizer.encode(FORCED_ANSWER, add_special_tokens=False)
         # Up to [SEG]: its hidden state needs no token after it.
         self.forced_answer = answer[: answer.index(seg_id) + 1]
@@ -72,7 +89,9 @@ class PromptBuilder:
     def question(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
         """Return the user's turn: image, regions of cells[i] tokens or a newline, question."""
         regions = "\n" if cells is None else region_string(cells)
-        return image_string(num_tiles, self.tokens_per_tile) + regions + question
+        before, token, behind = self.image_strings
+        image = before + token * (num_tiles * self.tokens_per_tile) + behind
+        return image + regions + question
 
     def text(self, question: str, num_tiles: int, cells: list[int] | None = None) -> str:
         """Return `question` in the chat template, ready for the answer."""
@@ -88,14 +107,22 @@ class PromptBuilder:
         """
         text = self.text(question, num_tiles, cells)
         # One token stands for each run while the text is encoded.
-        lengths = iter([len(run) // len(IMG_CONTEXT_TOKEN) for run in CONTEXT.findall(text)])
-        ids = self.bos + _encode(self.tokenizer, CONTEXT.sub(IMG_CONTEXT_TOKEN, text))
+        lengths = iter([len(run) // len(self.image_token) for run in self.image_run.findall(text)])
+        ids = self.bos + _encode(self.tokenizer, self.image_run.sub(self.image_token, text))
         runs = ([i] * next(lengths) if i == self.context_id else [i] for i in ids)
         return [i for run in runs for i in run]
 
     def describe(self, num_tiles: int, num_cells: int) -> list[int]:
         """Return prompt ids that ask for a caption of one region of `num_cells` grid cells."""
         return self.ids(DESCRIBE, num_tiles, [num_cells])
+
+    def describe_drawn(self, num_tiles: int, box: str = "") -> list[int]:
+        """Return prompt ids that ask for a caption of the region that `region_prompt` points at.
+
+        Args:
+            box: the region's, in words, for "coordinates".
+        """
+        return self.ids(DESCRIBE_DRAWN[self.region_prompt].replace("{box}", box), num_tiles)
 
     def segment(self, phrase: str, num_tiles: int, wording: str = SEGMENT) -> list[int]:
         """Return prompt ids that ask for the mask of `phrase` (lower case, no special tokens)."""

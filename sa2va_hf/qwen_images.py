@@ -7,8 +7,11 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+LINE, RED = 1 / 150, (255, 0, 0)  # of a region: width as a fraction of the image's side, colour
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,40 @@ def inference_size(height: int, width: int) -> tuple[int, int]:
         scale = math.sqrt(min_pixels / (height * width))
         sides = [math.ceil(side * scale / unit) * unit for side in (height, width)]
     return sides[0], sides[1]
+
+
+def region_box(cells: torch.Tensor) -> tuple[float, float, float, float]:
+    """Return (left, top, right, bottom) of a region's cells (g, g) bool, as fractions."""
+    rows, columns = (cells.any(axis).nonzero()[:, 0] for axis in (1, 0))
+    side = len(cells)
+    left, top = columns[0].item() / side, rows[0].item() / side
+    return left, top, (columns[-1].item() + 1) / side, (rows[-1].item() + 1) / side
+
+
+def draw_region(pixels: torch.Tensor, cells: torch.Tensor, shape: str) -> torch.Tensor:
+    """Return an image (3, H', W') uint8 with a region drawn on it in red.
+
+    The line lies outside the region, so that it hides none of it; or inside, if that is the whole
+    image.
+
+    Args:
+        cells: (g, g) bool of the region, or all False, which draws nothing.
+        shape: "outline" or "box", its bounding box.
+    """
+    if not cells.any():
+        return pixels
+    height, width = pixels.shape[1:]
+    mask = F.interpolate(cells[None, None].to(pixels.device).float(), size=(height, width))
+    if shape == "box":
+        rows, columns = mask[0, 0].any(1).float(), mask[0, 0].any(0).float()
+        top, bottom = rows.argmax(), height - rows.flip(0).argmax()
+        left, right = columns.argmax(), width - columns.flip(0).argmax()
+        mask = torch.zeros_like(mask)
+        mask[..., top:bottom, left:right] = 1
+    thickness = max(2, round((height * width) ** 0.5 * LINE))  # pixels
+    window = 2 * thickness + 1
+    line = F.max_pool2d(mask, window, 1, thickness) > mask
+    if not line.any():
+        line = mask > 1 - F.max_pool2d(F.pad(1 - mask, [thickness] * 4, value=1), window, 1)
+    colour = torch.tensor(RED, dtype=torch.uint8, device=pixels.device).view(3, 1, 1)
+    return torch.where(line[0], colour, pixels)

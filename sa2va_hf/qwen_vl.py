@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
@@ -34,7 +35,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .configuration_sa2va import Sa2VAConfig
 from .modeling_sa2va import Sa2VAModel
 from .prediction import PredictionInputs, Request
-from .processing_sa2va import Sa2VAProcessor, planes, to_rgb
+from .processing_sa2va import Sa2VAProcessor, planes, region_grid, to_rgb
 from .qwen_images import ImagePreprocessing, inference_size, patches
 from .templates import chat_template, template_map, video_lisa_encode_fn
 from .to_device import to_device
@@ -47,6 +48,8 @@ VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vi
 PIXEL_LIMITS = (512 * 28**2, 2048 * 28**2)
 TRAINING_FRAME_LIMITS = (128 * 28**2, 512 * 28**2)  # of a frame of a video in training
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+MAX_ASPECT = 200  # of an image's longer side to its shorter one, as transformers' processor has it
+REGION_GRID = 128  # cells of a region's side
 SEG_STATES = ("before_norm", "after_norm")
 
 
@@ -233,6 +236,10 @@ class QwenVLModel(Sa2VAModel):
     """
 
     image_token = IMAGE_PAD
+    image_strings = (VISION_START, IMAGE_PAD, VISION_END)
+    # None was trained.
+    region_prompts = ("outline", "box", "coordinates")
+    relative_boxes: ClassVar[bool]  # the base's boxes are in thousandths, else in seen pixels
     special_tokens = (IMAGE_PAD, VISION_START, VISION_END, "<|im_start|>", "<|im_end|>", "[SEG]")
     embed_tokens_key = "model.model.language_model.embed_tokens.weight"
     lm_head_key = "model.lm_head.weight"
@@ -287,9 +294,29 @@ class QwenVLModel(Sa2VAModel):
         levels = [out.pooler_output]
         if self.num_deepstack:
             levels += out.deepstack_features
-        return torch.cat([torch.cat(list(level)) for level in levels], dim=-1)
+        # transformers splits a level by images, or (before 5.23) leaves the deepstack's whole.
+        levels = [
+            level if isinstance(level, torch.Tensor) else torch.cat(level) for level in levels
+        ]
+        return torch.cat(levels, dim=-1)
 
     extract_feature = vision_features
+
+    def encode_images(
+        self, pixels: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[int], list[tuple[int, int, int]]]:
+        """Return (`vision_features` of images, tokens of each, (1, rows, columns) in patches).
+
+        Args:
+            pixels: (3, H', W') uint8 of each, in whole tokens. Sent as uint8, a quarter of float32.
+        """
+        settings = self.config.preprocessing()
+        sent = [to_device(image, self.device) for image in pixels]
+        rows = torch.cat([patches(image, settings) for image in sent])
+        sizes = [image.shape[1:] for image in pixels]
+        grids = [(1, h // settings.patch, w // settings.patch) for h, w in sizes]
+        tokens = [rows * columns // settings.merge**2 for _, rows, columns in grids]
+        return self.vision_features(rows, torch.tensor(grids)), tokens, grids
 
     def project(self, vision: torch.Tensor) -> torch.Tensor:
         """Return the features: no module stands between them and the LLM."""
@@ -429,13 +456,13 @@ class QwenVLModel(Sa2VAModel):
 class Qwen25Sa2VAModel(QwenVLModel):
     """Sa2VA of Qwen2.5-VL."""
 
-    native = Qwen2_5_VLForConditionalGeneration
+    native, relative_boxes = Qwen2_5_VLForConditionalGeneration, False
 
 
 class Qwen3Sa2VAModel(QwenVLModel):
     """Sa2VA of Qwen3-VL."""
 
-    native = Qwen3VLForConditionalGeneration
+    native, relative_boxes = Qwen3VLForConditionalGeneration, True
 
 
 class QwenVLProcessor(Sa2VAProcessor):
@@ -448,7 +475,28 @@ class QwenVLProcessor(Sa2VAProcessor):
 
     def __init__(self, config: QwenVLConfig, limits: tuple[int, int] | None = None):
         super().__init__(config)
-        self.preprocessing = config.preprocessing(limits)
+        self.preprocessing, self.grid_size = config.preprocessing(limits), REGION_GRID
+
+    @property
+    def max_pieces(self) -> int:
+        """Largest number of tokens of an image."""
+        return self.preprocessing.max_tokens
+
+    def image_fault(self, image: Image.Image) -> str | None:
+        """Return why an image cannot be resized to whole tokens, or None."""
+        width, height = image.size
+        narrow = max(width, height) > MAX_ASPECT * min(width, height)
+        fault = f"image of {width}x{height} pixels, narrower than 1 to {MAX_ASPECT}"
+        return fault if narrow else None
+
+    def tile_pixels(self, image: Image.Image) -> torch.Tensor:
+        """Return `pixels` as the supervised training has them, resized once."""
+        return self.pixels(image)
+
+    def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
+        """Return cells (g, g) bool of a mask (H, W), from which a region is drawn or named."""
+        mask = torch.as_tensor(mask).bool()
+        return region_grid(mask[None], self.grid_size, 4 * self.grid_size, "nearest")[0]
 
     def pixels(self, image: Image.Image, twice: bool = False) -> torch.Tensor:
         """Return an image (3, H', W') uint8 whose sides are multiples of a token's.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 IMG_CONTEXT_TOKEN = "<IMG_CONTEXT>"
+IMAGE_STRINGS = ("<img>", IMG_CONTEXT_TOKEN, "</img>")  # before an image, its token, behind it
 SPECIAL_TOKENS = (IMG_CONTEXT_TOKEN, "[SEG]", "<img>", "</img>", "<vp>", "</vp>")
 
 PROMPT_TEMPLATE = {

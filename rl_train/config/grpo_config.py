@@ -71,6 +71,22 @@ class PolicyConfig:
         type=COUNT,
         lowers_memory_of=("encode",),
     )
+    region_prompt: str | None = flag(
+        None,
+        "how the model is asked about a region. tokens: the region's own image tokens (trained in "
+        "Sa2VA of InternVL); outline, box: drawn in red on the image that the LLM sees; "
+        "coordinates: its box in the question (Sa2VA of Qwen-VL, trained on none of them)",
+        default_is="tokens, or outline for Qwen-VL",
+        family="sa2va",
+        choices=["tokens", "outline", "box", "coordinates"],
+    )
+    seg_state: str | None = flag(
+        None,
+        "last hidden state of a Qwen-VL at [SEG] that prompts SAM2",
+        default_is="by the transformers_version in config.json",
+        family="sa2va",
+        choices=["before_norm", "after_norm"],
+    )
     max_masks_per_answer: int = 8  # [SEG] that are decoded to masks; further ones stay text
     temperature: float = flag(
         1.0,

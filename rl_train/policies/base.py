@@ -49,6 +49,10 @@ class Policy(Protocol):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def summary(self) -> str:
+        """Return what the model is, in one line; "" if its folder's type says all."""
+        return ""
+
     def preprocessor(
         self, max_new_tokens: int, max_prompt_length: int | None = None
     ) -> Preprocessor:
@@ -212,6 +216,7 @@ class ModelSpec:
         card_loading: text of the model card that says how an exported folder (FOLDER) is loaded,
             with and without this package; QUESTION stands for an example question.
         library: `library_name` in the card: the library that loads the folder alone.
+        absent_groups: (folder) -> groups of `group_patterns` of which its model has no weights.
         example_question: ({flag: value} of the run) -> a question in a wording of the training.
     """
 
@@ -226,3 +231,4 @@ class ModelSpec:
     card_loading: str
     library: str
     example_question: Callable[[dict], str]
+    absent_groups: Callable[[str], set[str]] = lambda folder: set()

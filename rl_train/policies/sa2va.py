@@ -5,6 +5,7 @@ tokens, C LLM width, D prompt-embedding width.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,20 +22,26 @@ from rl_train.policies import lora
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
 from rl_train.policies.sa2va_inputs import Sa2VAPreprocessor
 from rl_train.rollout import Batch, Rollout
+from rl_train.utils.io import read_json
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import ImageFeatures, Prompts, pad_left, shared_prefix_lengths
+from sa2va_hf.families import describe, family_of
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
-from sa2va_hf.processing_sa2va import normalise_sam_pixels, normalise_tiles
+from sa2va_hf.processing_sa2va import normalise_sam_pixels
 from sa2va_hf.prompts import SEGMENT, PromptBuilder
+from sa2va_hf.qwen_images import draw_region, region_box
+from sa2va_hf.qwen_vl import QwenVLModel
 from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 
 # Weights that may train, by group. The mask path does not reach all of the mask decoder: token 0's
 # hypernetwork, the heads of IoU and object score and other embeddings receive no gradient.
+# InternVL's and Qwen-VL's names of the same parts differ.
+LLM, VISION = r"language_model|model\.model\.language_model", r"vision_model|model\.model\.visual"
 TRAINABLE = {
-    "lora": r"^language_model\..*\.lora_[AB]\.",
+    "lora": rf"^({LLM})\..*\.lora_[AB]\.",
     "mlp1": r"^mlp1\.",
     "text_hidden_fcs": r"^text_hidden_fcs\.",
     "sam2": r"^grounding_encoder\.(mask_decoder\.(?!output_hypernetworks_mlps\.0\.|"
@@ -45,11 +52,12 @@ TRAINABLE = {
 # but leaves on which object they lie.
 GROUPS = TRAINABLE | {
     "hypernetworks": r"^grounding_encoder\.mask_decoder\.output_hypernetworks_mlps\.[123]\.",
-    "embeddings": r"^language_model\.(.*\.)?(embed_tokens|lm_head)\.",
-    "language_model": r"^language_model\.model\.(layers|norm)\.",
-    "vision": r"^vision_model\.",
+    "embeddings": r"^(language_model|model)\.(.*\.)?(embed_tokens|lm_head)\.",
+    "language_model": r"^(language_model\.model|model\.model\.language_model)\.(layers|norm)\.",
+    "vision": rf"^({VISION})\.",
     "sam2_encoder": r"^grounding_encoder\.(vision_encoder\.|no_memory_embedding$)",
 }
+LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"  # of a Qwen-VL's text decoder
 ENCODERS = {"vision", "sam2_encoder"}  # groups that train through `encode`
 # Modules kept in float32 under a bf16 base, because they train or stand between trained ones.
 FLOAT32_MODULES = [
@@ -107,8 +115,18 @@ class Sa2VAPolicy(Policy):
         if {"lora", "language_model"} <= set(groups):
             raise ValueError("--trainable_modules lora language_model: one of them, not both")
         self.model, self.processor, self.tokenizer = model, processor, tokenizer
+        is_qwen_vl = isinstance(model, QwenVLModel)
+        if is_qwen_vl:  # its projector is frozen, as in the supervised training
+            groups = [group for group in groups if group != "mlp1"]
         model.bind_tokenizer(tokenizer)
-        self.prompts = PromptBuilder(tokenizer, model.config.template, model.config.tokens_per_tile)
+        self.region_prompt = config.region_prompt or model.region_prompts[0]
+        self.prompts = PromptBuilder(
+            tokenizer,
+            model.config.template,
+            model.config.tokens_per_tile,
+            model.image_strings,
+            self.region_prompt,
+        )
         # The original's inference ends an answer at these texts, not at EOS alone.
         self.stop = StopText(tokenizer, self.prompts.stop_texts, model.config.llm.vocab_size)
         self.pad_id, self.max_masks = tokenizer.pad_token_id, config.max_masks_per_answer
@@ -116,15 +134,21 @@ class Sa2VAPolicy(Policy):
         self.encoders_train = bool(ENCODERS & set(groups))
         self.peft = None
         if "lora" in groups:
-            self.peft = lora.attach_lora(model.language_model, config.lora_r, config.lora_alpha)
+            module, targets = model.language_model, lora.PROJECTIONS
+            if is_qwen_vl:  # by path: the vision encoder's MLP has linears of the same names
+                module, targets = model.model, LINEARS
+            self.peft = lora.attach_lora(module, config.lora_r, config.lora_alpha, targets=targets)
         for name in FLOAT32_MODULES:
-            model.get_submodule(name).float()
+            if name != "mlp1" or not is_qwen_vl:
+                model.get_submodule(name).float()
         self.trainable, self.group_of = lora.freeze_all_but(model, patterns)
         model.eval()
         self.nan_watcher = NanWatcher()
         self.rounded_normalisation = False  # of SAM2's pixels: see `normalise_sam_pixels`
+        language_model = model.language_model
         self.engine = Engine(
-            model.language_model,
+            language_model,
+            head_norm=language_model.head_norm if is_qwen_vl else None,
             pad_id=self.pad_id,
             temperature=config.temperature,
             gradient_checkpointing=config.gradient_checkpointing,
@@ -139,6 +163,10 @@ class Sa2VAPolicy(Policy):
         if self.peft:
             self.peft.merge_and_unload()
         self.model.save_pretrained(folder, dtype or stored_dtype(self.model.folder))
+
+    def summary(self) -> str:
+        """Return what the model is, in one line."""
+        return describe(self.model, self.region_prompt)
 
     def preprocessor(
         self, max_new_tokens: int, max_prompt_length: int | None = None
@@ -161,15 +189,21 @@ class Sa2VAPolicy(Policy):
         train, inputs = self.encoders_train, batch.inputs
         precision = self.autocast() if train else contextlib.nullcontext()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), precision:
-            # Sent as uint8, a quarter of float32; normalised on the device.
-            tiles = to_device(torch.cat(inputs.tiles), self.device)
             pixels = to_device(inputs.sam_pixels, self.device)
             # (t, tokens, 4 * ViT width), and a list of (B, 256, h, w) from SAM2.
-            vision = self.model.vision_features(normalise_tiles(tiles))
+            vision, tiles, grids = self.model.encode_images(inputs.tiles)
             pixels = normalise_sam_pixels(pixels, self.rounded_normalisation)
             sam = self.model.sam_features(pixels)
+        draws = self.region_prompt in ("outline", "box")
         return ImageFeatures(
-            vision, list(map(len, inputs.tiles)), sam, batch.sizes, inputs.prompt_masks
+            vision,
+            tiles,
+            sam,
+            batch.sizes,
+            inputs.prompt_masks,
+            grids=grids,
+            pixels=inputs.tiles if grids else None,
+            draw=partial(draw_region, shape=self.region_prompt) if draws else None,
         )
 
     def describe_prompts(
@@ -178,10 +212,26 @@ class Sa2VAPolicy(Policy):
         image_index: Sequence[int],
         prompt_masks: Sequence[torch.Tensor],
     ) -> Prompts:
-        """Return prompts that ask for a caption of prompt_masks[p] (g, g) bool."""
-        pairs = zip(image_index, prompt_masks)
-        ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
-        return Prompts(ids, list(image_index), [mask[None] for mask in prompt_masks])
+        """Return prompts that ask for a caption of prompt_masks[p] (g, g) bool.
+
+        The region is in the image's tokens, drawn on the image, or named by its box.
+        """
+        pairs, masks = zip(image_index, prompt_masks), [mask[None] for mask in prompt_masks]
+        if self.region_prompt == "tokens":
+            ids = [self.prompts.describe(images.tiles[i], int(grid.sum())) for i, grid in pairs]
+        elif self.region_prompt == "coordinates":
+            boxes = [(images.tiles[i], self._box(images, i, grid)) for i, grid in pairs]
+            ids, masks = [self.prompts.describe_drawn(*box) for box in boxes], None
+        else:
+            ids = [self.prompts.describe_drawn(images.tiles[i]) for i in image_index]
+        return Prompts(ids, list(image_index), masks)
+
+    def _box(self, images: ImageFeatures, i: int, grid: torch.Tensor) -> str:
+        """Return the box of a region's cells (g, g) as the base model writes boxes."""
+        height, width = (1000, 1000) if self.model.relative_boxes else images.pixels[i].shape[1:]
+        left, top, right, bottom = region_box(grid)
+        corners = [left * width, top * height, right * width, bottom * height]
+        return json.dumps(dict(bbox_2d=[round(corner) for corner in corners]))
 
     def segment_prompts(
         self,
@@ -202,9 +252,9 @@ class Sa2VAPolicy(Policy):
 
     def embed(
         self, images: ImageFeatures, prompts: Prompts, num_tokens: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        """Return (embeds (P, L, C), attention mask (P, L), None): see `sa2va_hf.batches.embed`."""
-        return *batches.embed(self.model, images, prompts, self.pad_id, num_tokens), None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return (embeds (P, L, C), mask (P, L), positions): see `sa2va_hf.batches.embed`."""
+        return batches.embed(self.model, images, prompts, self.pad_id, num_tokens)
 
     @torch.no_grad()
     def complete(
@@ -216,7 +266,7 @@ class Sa2VAPolicy(Policy):
         uniforms: torch.Tensor | None = None,
     ) -> tuple[Completions, list[str]]:
         with self.autocast():
-            embeds, mask, _ = self.embed(images, prompts)
+            embeds, mask, positions = self.embed(images, prompts)
             completions = self.engine.generate(
                 embeds,
                 mask,
@@ -224,6 +274,7 @@ class Sa2VAPolicy(Policy):
                 max_new_tokens=max_new_tokens,
                 stop=self.stop,
                 uniforms=uniforms,
+                position_ids=positions,
                 shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
             )
         self.nan_watcher("log-probs of sampled answers", completions.logp)
@@ -237,9 +288,14 @@ class Sa2VAPolicy(Policy):
         Neighbouring prompts about one image share its computation.
         """
         with self.autocast():
-            embeds, mask, _ = self.embed(images, prompts)
-            shared = shared_prefix_lengths(self.model, images, prompts)
-            return self.engine.read(embeds, mask, num_last=num_last, shared_prefix_lengths=shared)
+            embeds, mask, positions = self.embed(images, prompts)
+            return self.engine.read(
+                embeds,
+                mask,
+                num_last=num_last,
+                position_ids=positions,
+                shared_prefix_lengths=shared_prefix_lengths(self.model, images, prompts),
+            )
 
     @torch.no_grad()
     def mean_logp(
@@ -322,9 +378,27 @@ def by_chunks(compute: Callable[[slice], torch.Tensor], num_masks: int) -> torch
 
 
 def check_folders(config: PolicyConfig):
-    """Raise ValueError if --sam_path is given."""
+    """Raise ValueError if the folder is no Sa2VA, or for flags of another family."""
     if config.sam_path:
         raise ValueError(f"--sam_path {config.sam_path}: the model in --model_path has its own")
+    try:
+        family = family_of(read_json(Path(config.model_path) / "config.json"))
+    except ValueError as error:
+        raise ValueError(f"--model_path {config.model_path}: {error}") from error
+    name, ways = family.name, family.model.region_prompts
+    if config.region_prompt not in (None, *ways):
+        raise ValueError(
+            f"--region_prompt {config.region_prompt}: a Sa2VA of {name} is asked about regions by "
+            f"{' or '.join(ways)}"
+        )
+    if config.max_tiles != 1 and name != "InternVL":
+        raise ValueError(f"--max_tiles {config.max_tiles}: the image of a {name} has no tiles")
+
+
+def absent_groups(folder: str) -> set[str]:
+    """Return {"mlp1"} for a Sa2VA of Qwen-VL, whose projector is in the vision encoder."""
+    raw = read_json(Path(folder) / "config.json")
+    return set() if family_of(raw).name == "InternVL" else {"mlp1"}
 
 
 def build_policy(
@@ -339,10 +413,13 @@ def build_policy(
         ValueError: the longest prompt leaves no room for an answer.
     """
     dtype = getattr(torch, config.dtype)
-    model = Sa2VAModel.from_pretrained(config.model_path, dtype=dtype, device=device)
-    processor = Sa2VAProcessor(model.config, config.max_tiles)
+    model = Sa2VAModel.from_pretrained(
+        config.model_path, dtype=dtype, device=device, seg_state=config.seg_state
+    )
+    tiles = {} if isinstance(model, QwenVLModel) else dict(max_tiles=config.max_tiles)
+    processor = Sa2VAProcessor(model.config, **tiles)
     policy = Sa2VAPolicy(model, processor, load_tokenizer(config.model_path), config, groups)
-    num_tiles = config.max_tiles + (config.max_tiles > 1) + 1  # with the thumbnail and a region
+    num_tiles = processor.max_pieces + 1  # with a region
     longest = num_tiles * model.config.tokens_per_tile + max_new_tokens
     context = model.config.llm.max_position_embeddings
     if longest > context:
@@ -381,7 +458,9 @@ from transformers import AutoModel, AutoTokenizer
 model = AutoModel.from_pretrained(FOLDER, trust_remote_code=True, torch_dtype="auto").cuda().eval()
 tokenizer = AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True)
 answer = model.predict_forward(image=image, text="<image>\\nQUESTION", tokenizer=tokenizer)
-```""",
+```
+A Sa2VA of Qwen-VL needs `processor=AutoProcessor.from_pretrained(FOLDER)` in that call too.""",
     library="rl-sa2va",
     example_question=lambda flags: SEGMENT.replace("{x}", "the dog"),
+    absent_groups=absent_groups,
 )

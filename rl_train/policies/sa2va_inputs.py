@@ -1,9 +1,13 @@
-"""Sa2VA's inputs, made in the loader's workers: image tiles, SAM2's image and region grids."""
+"""Sa2VA's inputs, made in the loader's workers: image tiles, SAM2's image and region grids.
+
+A Qwen-VL has no tiles: its image stands in their place.
+"""
 
 from dataclasses import dataclass
 
 import torch
 
+from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import pack
 from rl_train.data.text import phrase
 from rl_train.policies.base import check_caption
@@ -15,7 +19,8 @@ from sa2va_hf.prompts import PromptBuilder
 class BatchInputs:
     """Inputs of B samples. Letters: t tiles of S x S pixels, g x g cells."""
 
-    tiles: list[torch.Tensor]  # (t, 3, S, S) uint8 of each, a quarter of float32
+    # (t, 3, S, S) uint8 of each, a quarter of float32; of a Qwen-VL (3, H', W')
+    tiles: list[torch.Tensor]
     sam_pixels: torch.Tensor  # (B, 3, 1024, 1024) uint8
     prompt_masks: torch.Tensor  # (B, g, g) bool cells of each region
 
@@ -36,8 +41,9 @@ class Sa2VAPreprocessor:
         No other prompt holds a whole caption. The prompt is measured with the most tiles, so that
         the result does not depend on the image.
         """
-        question, max_tiles = phrase(sample["caption"]), self.processor.max_tiles
-        num_tiles = max_tiles + (max_tiles > 1)  # with the thumbnail
+        if fault := self.processor.image_fault(sample["image"]):
+            raise DamagedSample(sample["image_id"], fault)
+        question, num_tiles = phrase(sample["caption"]), self.processor.max_pieces
         num_tokens = len(self.prompts.segment(question, num_tiles))
         num_image_tokens = num_tiles * self.prompts.tokens_per_tile
         # Text tokens of a question that leave room for the longest answer.

@@ -110,10 +110,11 @@ def build(
     )
     # Of the fresh LoRA's weights; rollouts have random numbers of their own.
     torch.manual_seed(config.run.seed)
+    absent = FAMILIES[family].absent_groups(config.policy.model_path)
     policy = build_policy(
         config.policy,
         families_of(config.task_classes),
-        trainable_groups(family, config.rollout.trainable_modules, config.tasks),
+        trainable_groups(family, config.rollout.trainable_modules, config.tasks, absent),
         max_tokens,
         ranks.device,
     )
@@ -180,7 +181,8 @@ def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
 
 
 def print_sizes(policy: Policy, roles: Roles, ranks: RankInfo):
-    """Print how many parameters train, and the memory that the run holds."""
+    """Print what the model is, how many parameters train, and the memory that the run holds."""
+    messages.print_warning(policy.summary())
     counts = parameter_counts(policy.model, policy.group_of)
     print0(messages.parameters(counts))
     messages.print_warning(messages.large_on_cpu(counts.total(), ranks))
@@ -188,17 +190,26 @@ def print_sizes(policy: Policy, roles: Roles, ranks: RankInfo):
 
 
 def trainable_groups(
-    family: str, trainable_modules: Collection[str], tasks: dict[str, Any]
+    family: str,
+    trainable_modules: Collection[str],
+    tasks: dict[str, Any],
+    absent: Collection[str] = (),
 ) -> list[str]:
     """Return the groups of weights that --trainable_modules names, or else the tasks.
 
     Args:
         tasks: {name in --tasks: its options}.
+        absent: groups of the family of which this model has no weights.
 
     Raises:
-        ValueError: no task's loss reaches a group, which would only decay.
+        ValueError: the model lacks a group, or no task's loss reaches it, so that it would only
+            decay.
     """
     requested, spec = set(trainable_modules), FAMILIES[family]
+    if missing := sorted(requested & set(absent)):
+        raise ValueError(
+            f"--trainable_modules {' '.join(missing)}: the model in --model_path has no such weights"
+        )
     of_tasks = {group for options in tasks.values() for group in options.trainable_modules}
     idle = [
         group
@@ -209,7 +220,7 @@ def trainable_groups(
         raise ValueError(
             f"--trainable_modules {' '.join(idle)}: no loss of --tasks {' '.join(tasks)} reaches it"
         )
-    return sorted(requested or of_tasks)
+    return sorted((requested or of_tasks) - set(absent))
 
 
 def roles_to_keep(task_classes: dict[str, type], samples_answers: bool) -> tuple[str, ...]:

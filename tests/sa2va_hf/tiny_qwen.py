@@ -89,8 +89,12 @@ def write_folder(folder: Path, family: str, seed: int = 0) -> Path:
     """Write a model of `family` with random weights into `folder`."""
     torch.manual_seed(seed)
     model = Sa2VAModel(Sa2VAConfig(**config(family)))
-    # Answers of random weights are noise, and longer than one token.
+    # Answers of random weights are noise, with [SEG] in some of them.
     torch.nn.init.normal_(model.model.lm_head.weight, std=0.3)
+    model.model.lm_head.weight.data[IDS["[SEG]"]] *= 3
+    # SAM2 is the demo's, whose masks differ by their prompts.
+    demo = Sa2VAModel.from_pretrained(CHECKPOINT).grounding_encoder
+    model.grounding_encoder.load_state_dict(demo.state_dict())
     for block in model.modules():
         if isinstance(block, torch.nn.Linear) and block.bias is not None:
             torch.nn.init.normal_(block.bias, std=0.02)
