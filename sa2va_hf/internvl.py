@@ -509,6 +509,8 @@ class InternVLProcessor(Sa2VAProcessor):
             a thumbnail as in `predict_forward`. Default: the config's `max_dynamic_patch`.
     """
 
+    max_aspect = None  # images of every shape are cut into tiles
+
     def __init__(self, config: InternVLConfig, max_tiles: int | None = None):
         super().__init__(config)
         self.max_tiles = config.raw["max_dynamic_patch"] if max_tiles is None else max_tiles
@@ -520,9 +522,6 @@ class InternVLProcessor(Sa2VAProcessor):
     def max_pieces(self) -> int:
         """Largest number of tiles of an image, with the thumbnail."""
         return self.max_tiles + (self.max_tiles > 1)
-
-    def image_fault(self, image: Image.Image) -> None:
-        """Return None: images of every shape are cut into tiles."""
 
     def tile_images(self, image: Image.Image) -> list[Image.Image]:
         """Return the tiles in row-major order; then, if there is more than one, the thumbnail."""

@@ -48,7 +48,6 @@ VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vi
 PIXEL_LIMITS = (512 * 28**2, 2048 * 28**2)
 TRAINING_FRAME_LIMITS = (128 * 28**2, 512 * 28**2)  # of a frame of a video in training
 PREPROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-MAX_ASPECT = 200  # of an image's longer side to its shorter one, as transformers' processor has it
 REGION_GRID = 128  # cells of a region's side
 SEG_STATES = ("before_norm", "after_norm")
 
@@ -473,6 +472,8 @@ class QwenVLProcessor(Sa2VAProcessor):
         limits: (smallest, largest) number of pixels of an image; default the config's.
     """
 
+    max_aspect = 200  # of an image's longer side to its shorter one, as transformers' processor
+
     def __init__(self, config: QwenVLConfig, limits: tuple[int, int] | None = None):
         super().__init__(config)
         self.preprocessing, self.grid_size = config.preprocessing(limits), REGION_GRID
@@ -481,13 +482,6 @@ class QwenVLProcessor(Sa2VAProcessor):
     def max_pieces(self) -> int:
         """Largest number of tokens of an image."""
         return self.preprocessing.max_tokens
-
-    def image_fault(self, image: Image.Image) -> str | None:
-        """Return why an image cannot be resized to whole tokens, or None."""
-        width, height = image.size
-        narrow = max(width, height) > MAX_ASPECT * min(width, height)
-        fault = f"image of {width}x{height} pixels, narrower than 1 to {MAX_ASPECT}"
-        return fault if narrow else None
 
     def tile_pixels(self, image: Image.Image) -> torch.Tensor:
         """Return `pixels` as the supervised training has them, resized once."""

@@ -30,6 +30,7 @@ from rl_train.export.load_policy import open_policy
 from rl_train.loggers.pictures import PREDICTED, REGION, overlay
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.rollout import Batch
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import FlagParser, run_program
@@ -109,6 +110,8 @@ def ask_sa2va(
 ) -> tuple[str, list[np.ndarray]]:
     """Return Sa2VA's answer and its masks (H, W) bool."""
     model, regions, text = policy.model, None, args.text
+    if args.region and policy.region_prompt != "tokens":
+        return describe_drawn(policy, image, args), []
     if args.region:
         regions = [torch.from_numpy(read_region(args.region, image.size)[None])]
         text = text or DESCRIBE
@@ -120,6 +123,25 @@ def ask_sa2va(
     for end in policy.prompts.ends:
         words = end.split(words, 1)[0]
     return words.strip(), [mask[0] for mask in answer["prediction_masks"]]
+
+
+def describe_drawn(policy: Sa2VAPolicy, image: Image.Image, args: argparse.Namespace) -> str:
+    """Return the description of --region by a model that sees it drawn on the image.
+
+    Raises ValueError for a question of one's own: `predict_forward` takes no such region.
+    """
+    if args.text:
+        raise ValueError(
+            f"--text {args.text}: with --region this model is asked for a description alone"
+        )
+    region = read_region(args.region, image.size)
+    sample = dict(image=image, mask=region, caption="", category="", image_id=str(args.image))
+    inputs = policy.preprocessor(args.max_completion_length)
+    inputs = inputs.collate([inputs.prepare(sample)])
+    batch = Batch([0], [torch.from_numpy(region)], [""], [str(args.image)], [], inputs)
+    features = policy.encode(batch)
+    prompts = policy.describe_prompts(features, [0], inputs.prompt_masks)
+    return policy.complete(features, prompts, 1, args.max_completion_length)[1][0]
 
 
 def ask_for_points(

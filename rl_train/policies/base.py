@@ -189,6 +189,14 @@ def check_caption(
                 raise DamagedSample(sample["image_id"], fault)
 
 
+def check_aspect(sample: dict, max_aspect: int):
+    """Raise DamagedSample if an image's longer side is over max_aspect times its shorter one."""
+    width, height = sample["image"].size
+    if max(width, height) > max_aspect * min(width, height):
+        fault = f"image of {width}x{height} pixels, narrower than 1 to {max_aspect}"
+        raise DamagedSample(sample["image_id"], fault)
+
+
 SAM2_CITATION = """@article{ravi2024sam2,
   title = {{SAM} 2: Segment Anything in Images and Videos},
   author = {Ravi, Nikhila and Gabeur, Valentin and Hu, Yuan-Ting and Hu, Ronghang and others},

@@ -10,10 +10,9 @@ import torch
 from PIL import Image
 from transformers import PreTrainedTokenizerBase
 
-from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import pack
 from rl_train.data.text import phrase
-from rl_train.policies.base import check_caption
+from rl_train.policies.base import check_aspect, check_caption
 from sa2va_hf.processing_sa2va import planes, to_rgb
 from sa2va_hf.qwen_images import ImagePreprocessing
 
@@ -54,10 +53,7 @@ class QwenPreprocessor:
 
     def check(self, sample: dict):
         """Raise DamagedSample if the image is too narrow: see `check_caption` for the phrase."""
-        width, height = sample["image"].size
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            fault = f"image of {width}x{height} pixels, narrower than 1 to {MAX_ASPECT}"
-            raise DamagedSample(sample["image_id"], fault)
+        check_aspect(sample, MAX_ASPECT)
         text = phrase(sample["caption"])
         num_tokens = len(self.tokenizer.encode(text, add_special_tokens=False))
         check_caption(sample, self.tokenizer, num_tokens, self.max_phrase_tokens, texts=[text])

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import pack
 from rl_train.data.text import phrase
-from rl_train.policies.base import check_caption
+from rl_train.policies.base import check_aspect, check_caption
 from sa2va_hf import Sa2VAProcessor
 from sa2va_hf.prompts import PromptBuilder
 
@@ -38,11 +37,11 @@ class Sa2VAPreprocessor:
     def check(self, sample: dict):
         """Raise DamagedSample if the caption's prompt is too long or holds a special token.
 
+        Or if the image is too narrow for the model.
+
         No other prompt holds a whole caption. The prompt is measured with the most tiles, so that
         the result does not depend on the image.
         """
-        if fault := self.processor.image_fault(sample["image"]):
-            raise DamagedSample(sample["image_id"], fault)
         question, num_tiles = phrase(sample["caption"]), self.processor.max_pieces
         num_tokens = len(self.prompts.segment(question, num_tiles))
         num_image_tokens = num_tiles * self.prompts.tokens_per_tile
@@ -55,6 +54,8 @@ class Sa2VAPreprocessor:
             min(fits, self.max_prompt_length or fits),
             texts=(question, sample["caption"]),  # in a question, and as an answer
         )
+        if self.processor.max_aspect:
+            check_aspect(sample, self.processor.max_aspect)
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, ...]:
         """Return (tiles, SAM2's pixels, region cells) of one sample; see `BatchInputs`."""

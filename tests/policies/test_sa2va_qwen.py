@@ -7,19 +7,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 from rl_train import sft, train
 from rl_train.config.grpo_config import PolicyConfig
+from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import Batches
 from rl_train.engine.packing import input_mask
 from rl_train.export.load_policy import load_policy
 from rl_train.policies.sa2va import build_policy, check_folders
-from sa2va_hf import Sa2VAModel, Sa2VAProcessor
+from sa2va_hf import Sa2VAModel
 from sa2va_hf.qwen_images import draw_region, patches, region_box
 from tests import runs, supervised
 from tests.runs import curve, weights
 from tests.sa2va_hf.tiny_qwen import IDS, write_folder
-from tools import export
+from tools import export, predict
 
 unmeasured = pytest.fixture(autouse=True)(runs.unmeasured)
 FAMILIES = ("qwen25vl", "qwen3vl")
@@ -283,8 +285,20 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
     assert not torch.allclose(out.logits, base(ids, torch.ones_like(ids)).logits, atol=1e-2)
 
 
+def test_predict_describes_a_region(folder, scenes, tmp_path, capsys):
+    scenes[0]["image"].save(tmp_path / "image.png")
+    Image.fromarray(scenes[0]["mask"]).save(tmp_path / "region.png")
+    line = ["--model_path", str(folder), "--image", f"{tmp_path}/image.png", "--dtype", "float32"]
+    line += ["--region", f"{tmp_path}/region.png", "--max_completion_length", "4"]
+    predict.main(line)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="--text What is it: with --region this model is asked"):
+        predict.main([*line, "--text", "What is it"])
+
+
 def test_narrow_images_are_damaged_samples(policy, scenes):
-    processor = Sa2VAProcessor(policy.model.config)
-    assert processor.image_fault(scenes[0]["image"]) is None
-    narrow = scenes[0]["image"].resize((2000, 8))
-    assert processor.image_fault(narrow) == "image of 2000x8 pixels, narrower than 1 to 200"
+    preprocessor = policy.preprocessor(8)
+    preprocessor.check(scenes[0])
+    narrow = scenes[0] | dict(image=scenes[0]["image"].resize((2000, 8)))
+    with pytest.raises(DamagedSample, match="image of 2000x8 pixels, narrower than 1 to 200"):
+        preprocessor.check(narrow)
