@@ -208,7 +208,8 @@ def trainable_groups(
     requested, spec = set(trainable_modules), FAMILIES[family]
     if missing := sorted(requested & set(absent)):
         raise ValueError(
-            f"--trainable_modules {' '.join(missing)}: the model in --model_path has no such weights"
+            f"--trainable_modules {' '.join(missing)}: the model in --model_path has no such "
+            "weights"
         )
     of_tasks = {group for options in tasks.values() for group in options.trainable_modules}
     idle = [
