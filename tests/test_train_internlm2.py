@@ -43,6 +43,8 @@ def test_both_loops(data, folder, tmp_path):
         assert max(curve(whole, f"{loop}/reward_std").values()) > 0.05
         assert max(curve(whole, f"{loop}/sampler_gap").values()) < 1e-3
     assert_gradients(whole, TRAINABLE)
+    projections = {name.split(".lora_")[0].split(".")[-1] for name in weights(whole, 3)}
+    assert projections >= {f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")}
     assert any("[SEG]" in line["completion"] for line in rollouts(whole))
     assert_resumes(run, data, tmp_path / "again", whole, **same)
     assert rollouts(tmp_path / "again") == rollouts(whole)

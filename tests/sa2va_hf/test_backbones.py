@@ -4,18 +4,20 @@ Floats are within 1e-4 of each tensor's largest value; ids and masks are equal.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.initialization import no_init_weights
 
 from rl_train.engine import Engine
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor, checkpoint_keys
 from sa2va_hf.processing_sa2va import upsample_masks
 from sa2va_hf.prompts import PromptBuilder
+from tests.internlm2 import write_internlm2
 from tests.reference.backbones.subsample import unfold
 from tests.runs import CHECKPOINT, ROOT
 from tests.sa2va_hf.conftest import CharTokenizer, rule_weight
@@ -288,3 +290,76 @@ def test_internvl3_is_written_as_it_was_read(internvl3, tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
     raw = [json.loads((folder / "config.json").read_text()) for folder in (internvl3, tmp_path)]
     assert raw[0] == raw[1]
+
+
+# Folders of InternLM2 that are wrong
+
+
+@pytest.fixture(scope="module")
+def tiny_internlm2(tmp_path_factory):
+    return write_internlm2(tmp_path_factory.mktemp("internlm2"))
+
+
+@pytest.fixture
+def folder(tiny_internlm2, tmp_path):
+    shutil.copytree(tiny_internlm2, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change(folder, change_tensors=None, **llm):
+    """Write the folder's weights or llm_config anew."""
+    if change_tensors:
+        tensors = load_file(folder / "model.safetensors")
+        change_tensors(tensors)
+        save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["llm_config"] |= llm
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+WQKV = "language_model.model.layers.1.attention.wqkv.weight"
+EMBED, HEAD = "language_model.model.tok_embeddings.weight", "language_model.output.weight"
+
+
+@pytest.mark.parametrize(
+    "tensors, llm, message",
+    [
+        (lambda t: t.pop(WQKV), {}, r"1 keys missing \['.*layers.1.attention.wqkv.weight'\], 0 un"),
+        (
+            lambda t: t.update({EMBED.replace("tok_", "embed_"): t[EMBED].clone()}),
+            {},
+            "0 keys missing .*1 unexpected",
+        ),
+        (
+            lambda t: t.update({WQKV: t[WQKV][:-2].clone()}),
+            {},
+            r"wqkv.weight has shape \(254, 128\), config.json asks for \(256, 128\)",
+        ),
+        (None, dict(bias=True), r"8 keys missing \['.*attention.wo.bias', "),
+        (None, dict(num_key_value_heads=3), "num_attention_heads 4 is not a multiple of num_key"),
+        (None, dict(rope_scaling=dict(type="linear", factor=2.0)), "rope_scaling .* not supported"),
+    ],
+)
+def test_wrong_folders(folder, tensors, llm, message):
+    change(folder, tensors, **llm)
+    with pytest.raises(ValueError, match=message):
+        Sa2VAModel.from_pretrained(folder)
+
+
+def test_a_tokenizer_beyond_the_embedding(folder):
+    cut = lambda t: t.update({key: t[key][:525].clone() for key in (EMBED, HEAD)})  # noqa: E731
+    change(folder, cut, vocab_size=525)
+    model = Sa2VAModel.from_pretrained(folder)
+    with pytest.raises(ValueError, match="has ids beyond the model's vocabulary of 525"):
+        model.require_tokenizer()
+
+
+@pytest.mark.parametrize("absent", [EMBED, HEAD])
+def test_tied_embeddings_come_back(folder, tmp_path, absent):
+    change(folder, lambda t: t.pop(absent), tie_word_embeddings=True)
+    model = Sa2VAModel.from_pretrained(folder)
+    assert model.language_model.lm_head.weight is model.get_input_embeddings().weight
+    model.save_pretrained(tmp_path / "again", dtype=torch.bfloat16)
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)

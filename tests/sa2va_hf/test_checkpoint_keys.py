@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.checkpoint_keys import native_tensor, original_keys, to_original
@@ -128,3 +129,20 @@ def test_qkv_splits_in_thirds():
     }  # in any order
     ((key, joined),) = to_original(state).items()
     assert key == "vision_model.encoder.layers.0.attn.qkv.weight" and torch.equal(joined, fused)
+
+
+def test_wqkv_has_a_block_for_each_key_value_head():
+    """InternLM2: of each of 2 key-value heads its 3 query heads, its key, its value; D = 2."""
+    llm = LlamaConfig(num_attention_heads=6, num_key_value_heads=2, hidden_size=12)
+    names = [f"language_model.model.layers.0.self_attn.{x}_proj.weight" for x in "qkv"]
+    assert original_keys(names[1], llm) == (
+        ["language_model.model.layers.0.attention.wqkv.weight"],
+        1,
+    )
+    fused = torch.arange(20.0)[:, None]  # (2 blocks, 3 + 2 heads, D), 1 column
+    q, k, v = (native_tensor(name, lambda key: fused, llm)[:, 0].tolist() for name in names)
+    assert q == [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15]
+    assert k == [6, 7, 16, 17] and v == [8, 9, 18, 19]
+    state = {name: torch.tensor(rows)[:, None] for name, rows in zip(names[::-1], (v, k, q))}
+    ((_, joined),) = to_original(state, llm).items()
+    assert torch.equal(joined, fused)
