@@ -6,7 +6,7 @@ import torch
 from rl_train import cli
 from rl_train.distributed.process_group import RankInfo
 from rl_train.policies.sa2va import FLOAT32_MODULES
-from rl_train.run.lr_schedule import cosine_schedule
+from rl_train.run.lr_schedule import cosine_schedule, follow_new_length
 from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.start import start_run
 from tests.runs import flags, on_one_core
@@ -31,6 +31,21 @@ def test_learning_rate_schedule():
         schedule.step()
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert rates[6] == pytest.approx(0.5) and rates[10] == pytest.approx(0.0)
+
+
+def test_a_run_of_another_length_takes_its_rates_at_once():
+    """A run of 4 steps is loaded at its end, where its rate is 0, to go on to 8."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    short, long = (torch.optim.SGD([parameter], lr=1.0) for _ in range(2))
+    saved, schedule = cosine_schedule(short, 4, 0.0), cosine_schedule(long, 8, 0.0)
+    for _ in range(4):
+        short.step()
+        saved.step()
+    long.load_state_dict(short.state_dict())
+    schedule.load_state_dict(saved.state_dict())
+    assert long.param_groups[0]["lr"] == pytest.approx(0)
+    follow_new_length(schedule)
+    assert long.param_groups[0]["lr"] == schedule.get_last_lr()[0] == pytest.approx(0.5)
 
 
 def test_the_teacher_s_decay_counts_the_updates_of_the_run(data, tmp_path):
