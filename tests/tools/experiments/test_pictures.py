@@ -241,6 +241,7 @@ def test_a_folder_of_ones_own_is_named_by_its_files(source, tmp_path, capsys):
     sheet = tmp_path / "sheet.png"
     pictures.main(["report", "--data_dir", str(output), "--output", str(sheet)])
     printed = capsys.readouterr().out
+    assert "of 2 concepts that it never names it says all words of" in printed
     assert "train: 3 scenes" in printed and "nearly equal one of train: 0" in printed
     with Image.open(sheet) as image:
         assert image.width == 4 * 448

@@ -39,8 +39,8 @@ SIDE_OF_LOOK = 24  # pixels of the small copies that are compared
 SENTENCE = re.compile(r"(?:an?|the) ([\w -]+)\.", re.IGNORECASE)
 MIN_PHOTOGRAPH = 96  # pixels of the longer side
 MAX_FLAT = 0.13  # fraction of equal neighbours above which a picture is drawn
-# Folders of drawings, and one of graves under six names that mean the same.
-NO_PHOTOGRAPHS = ("symbols", "cartoon", "roadsigns", "flags", "planets", "halloween")
+# Folders of drawings; halloween holds graves under six names that mean the same.
+NO_PHOTOGRAPHS = "symbols cartoon roadsigns flags planets easter clothes halloween".split()
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,20 @@ def leaks(truth: dict[str, list[dict]]) -> dict[str, int]:
     }
 
 
+def supervision_line(truth: dict[str, list[dict]]) -> str:
+    """Say how many concepts supervision names, and of how many others it says every word."""
+    regions = [region for name in truth for region in truth[name]]
+    supervised = [region for region in regions if region["part"] == "captioned"]
+    named = {region["label"] for region in supervised}
+    words = {word for region in supervised for word in region["caption"].split()}
+    unnamed = {region["label"] for region in regions if region["unnamed"]}
+    said = sum(set(label.split()) <= words for label in unnamed)
+    return (
+        f"supervision: {len(supervised)} captions name {len(named)} concepts in {len(words)} words;"
+        f" of {len(unnamed)} concepts that it never names it says all words of {said}"
+    )
+
+
 def report(data_dir: Path, library: Path | None, output: Path | None):
     """Print what the data sets below `data_dir` hold; draw scenes into `output`.
 
@@ -116,6 +130,7 @@ def report(data_dir: Path, library: Path | None, output: Path | None):
                 for scene in tqdm(scenes, desc="hashes", unit="scene", leave=False)
             ]
         )
+    tqdm.write("\n" + supervision_line(truth))
     tqdm.write("\nto be 0:")
     for name, count in leaks(truth).items():
         tqdm.write(f"  {name}: {count}")

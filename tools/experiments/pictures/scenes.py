@@ -121,7 +121,7 @@ def pool_of(root: Path, concepts: list[Concept], split: Split, backgrounds: list
             f"split {split.name}: {len(own)} concepts with pictures by {', '.join(split.artists)} "
             f"are too few: a scene holds up to {NUM_OBJECTS[1]}"
         )
-    tags = Counter(tag for concept in concepts for tag in concept.tags)
+    tags = Counter(tag for concept in own for tag in concept.tags)
     return Pool(root, split, own, several, backgrounds, tags)
 
 
