@@ -169,6 +169,8 @@ class Sa2VAProcessor:
             cls = family_of(config.raw).processor
         return super().__new__(cls)
 
+    resize_twice = False  # images of a Qwen-VL, as the original's inference and not its training
+
     def __init__(self, config: Sa2VAConfig):
         self.config, self.sam_size = config, config.sam2.image_size
 

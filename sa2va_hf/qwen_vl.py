@@ -484,8 +484,8 @@ class QwenVLProcessor(Sa2VAProcessor):
         return self.preprocessing.max_tokens
 
     def tile_pixels(self, image: Image.Image) -> torch.Tensor:
-        """Return `pixels` as the supervised training has them, resized once."""
-        return self.pixels(image)
+        """Return `pixels`, resized once as in the supervised training unless `resize_twice`."""
+        return self.pixels(image, self.resize_twice)
 
     def region_grid(self, mask: np.ndarray | torch.Tensor) -> torch.Tensor:
         """Return cells (g, g) bool of a mask (H, W), from which a region is drawn or named."""

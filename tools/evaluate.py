@@ -61,7 +61,7 @@ from rl_train.evaluation.table import before_after_table
 from rl_train.export.load_policy import drop_trained_images, find_base, open_policy
 from rl_train.policies.base import Policy
 from rl_train.policies.qwen_vl import QwenVLPolicy
-from rl_train.policies.sa2va import Sa2VAPolicy
+from rl_train.policies.sa2va import Sa2VAPolicy, has_tiles
 from rl_train.rewards.attributes import load_attributes
 from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
 from rl_train.run.messages import data_report, machine
@@ -111,7 +111,7 @@ def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
     if args.protocol == "sa2va":
         if policy.family != Sa2VAPolicy.family:
             raise ValueError("--protocol sa2va: --model_path is of points")
-        policy.rounded_normalisation = True
+        policy.follow_original_inference()
         return referring_metrics.measure
     if policy.family != QwenVLPolicy.family:
         raise ValueError(f"--protocol {args.protocol}: --model_path does not answer with points")
@@ -252,6 +252,9 @@ def table(result_json: dict) -> str:
 def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
     """Open the policy that the flags name. Raises ValueError that names the flag."""
     most_masks = PolicyConfig.max_masks_per_answer
+    # Not given, they are those of a checkpoint's run, or the model's.
+    names = ("region_prompt", "seg_state")
+    given = {name: vars(args)[name] for name in names if vars(args)[name]}
     return open_policy(
         args.model_path,
         args.checkpoint,
@@ -264,6 +267,7 @@ def policy_of(args: Namespace, ranks: RankInfo) -> Policy:
         sam_path=args.sam_path,
         image_size=args.image_size,
         max_image_tokens=args.max_image_tokens,
+        **given,
         # In the protocol all that an answer can hold.
         max_masks_per_answer=args.max_completion_length if args.protocol else most_masks,
     )
@@ -387,7 +391,9 @@ def main(argv: Sequence[str] | None = None):
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
         if args.protocol == "sa2va":
-            parser.set_defaults(max_tiles=referring_metrics.MAX_TILES)
+            base, _ = find_base(args.model_path, args.checkpoint, "--model_path")
+            if has_tiles(base):
+                parser.set_defaults(max_tiles=referring_metrics.MAX_TILES)
         elif args.protocol:
             parser.set_defaults(**published_points.DEFAULTS, **published_points.FIXED)
         run(parser.parse_args(argv), ranks)

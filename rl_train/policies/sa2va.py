@@ -26,7 +26,7 @@ from rl_train.utils.io import read_json
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf import Sa2VAModel, Sa2VAProcessor, batches
 from sa2va_hf.batches import ImageFeatures, Prompts, pad_left, shared_prefix_lengths
-from sa2va_hf.families import describe, family_of
+from sa2va_hf.families import MODEL_TYPE, describe, family_of
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.prediction import MASKS_AT_ONCE
 from sa2va_hf.processing_sa2va import normalise_sam_pixels
@@ -167,6 +167,15 @@ class Sa2VAPolicy(Policy):
     def summary(self) -> str:
         """Return what the model is, in one line."""
         return describe(self.model, self.region_prompt)
+
+    def follow_original_inference(self):
+        """Prepare images as the original's inference does, where its training differs.
+
+        SAM2's mean and std are rounded; a Qwen-VL's images are resized twice. Prompts stay those of
+        the supervised training.
+        """
+        self.rounded_normalisation = True
+        self.processor.resize_twice = True
 
     def preprocessor(
         self, max_new_tokens: int, max_prompt_length: int | None = None
@@ -397,8 +406,13 @@ def check_folders(config: PolicyConfig):
 
 def absent_groups(folder: str) -> set[str]:
     """Return {"mlp1"} for a Sa2VA of Qwen-VL, whose projector is in the vision encoder."""
+    return set() if has_tiles(folder) else {"mlp1"}
+
+
+def has_tiles(folder: str | Path) -> bool:
+    """Return whether the Sa2VA in a folder cuts images into tiles: that of InternVL does."""
     raw = read_json(Path(folder) / "config.json")
-    return set() if family_of(raw).name == "InternVL" else {"mlp1"}
+    return raw.get("model_type", MODEL_TYPE) == MODEL_TYPE and family_of(raw).name == "InternVL"
 
 
 def build_policy(

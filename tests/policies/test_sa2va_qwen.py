@@ -5,6 +5,7 @@ import re
 import shutil
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,6 +14,7 @@ from rl_train import sft, train
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import Batches
+from rl_train.data.refcoco import RefCOCODataset
 from rl_train.engine.packing import input_mask
 from rl_train.export.load_policy import load_policy
 from rl_train.policies.sa2va import build_policy, check_folders
@@ -21,7 +23,8 @@ from sa2va_hf.qwen_images import draw_region, patches, region_box
 from tests import runs, supervised
 from tests.runs import curve, weights
 from tests.sa2va_hf.tiny_qwen import IDS, write_folder
-from tools import export, predict
+from tools import evaluate, export, predict
+from tools.demo import refcoco_writer
 
 unmeasured = pytest.fixture(autouse=True)(runs.unmeasured)
 FAMILIES = ("qwen25vl", "qwen3vl")
@@ -283,6 +286,38 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
     assert torch.allclose(out.hidden_states[-1], expected.hidden_states[-1], atol=1e-4)
     base = Sa2VAModel.from_pretrained(folder)
     assert not torch.allclose(out.logits, base(ids, torch.ones_like(ids)).logits, atol=1e-2)
+
+
+def test_evaluate_by_the_originals_protocol(folder, tmp_path):
+    """The answers and masks of `predict_forward`, whose images are resized twice; no tiles."""
+    refcoco_writer.main(f"--output_dir {tmp_path} --num_train 1 --num_heldout 1".split())
+    flags = f"--model_path {folder} --data_dir {tmp_path} --dataset refcoco --subsets testA "
+    flags += "--protocol sa2va --dtype float32 --num_samples 3 --num_workers 0 "
+    flags += f"--max_completion_length 8 --output {tmp_path}/e.json"
+    evaluate.main(flags.split())
+    found = json.loads((tmp_path / "e.json").read_text())
+    assert found["flags"]["max_tiles"] == 1
+    model = Sa2VAModel.from_pretrained(folder)
+    model.require_tokenizer()
+    model.max_new_tokens = 8
+    policy = policy_of(folder)
+    dataset = RefCOCODataset(tmp_path, "refcoco", "testA")
+    by_name = {
+        (s["image_id"], s["caption"]): s for s in map(dataset.__getitem__, range(len(dataset)))
+    }
+    for k, (name, phrase) in enumerate(zip(found["image_ids"], found["references"])):
+        sample = by_name[name, phrase]
+        answer = model.predict_forward(
+            image=sample["image"],
+            text=f"<image>\n Please segment {phrase} in this image.",
+            rounded_normalisation=True,
+        )
+        ids = policy.tokenizer.encode(answer["prediction"], add_special_tokens=False)
+        assert found["captions"][k] == policy.prompts.completion_text(ids)
+        mask = np.zeros_like(sample["mask"])
+        for drawn in answer["prediction_masks"]:
+            mask |= drawn[0]
+        assert found["values"]["seg_intersection"][k] == (mask & sample["mask"]).sum()
 
 
 def test_predict_describes_a_region(folder, scenes, tmp_path, capsys):

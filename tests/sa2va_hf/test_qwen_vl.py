@@ -50,6 +50,10 @@ def test_a_folder_is_read_used_and_written_back(family, folder, tmp_path):
     model.max_new_tokens = 6
     result = model.predict_forward(image=IMAGE, text="<image>Please segment it.")
     assert set(result) == {"prediction", "prediction_masks"}
+    model.model.lm_head.weight.data[IDS["[SEG]"]] *= 100
+    video = model.predict_forward(video=[IMAGE] * 7, text="<image>Please segment it.")
+    assert {mask.shape for mask in video["prediction_masks"]} <= {(7, 60, 80)}
+    model = Sa2VAModel.from_pretrained(folder)
     model.save_pretrained(tmp_path / "again")
     files = [load_file(path / "model.safetensors") for path in (folder, tmp_path / "again")]
     assert files[0].keys() == files[1].keys()
