@@ -156,7 +156,7 @@ def shared_tokens(work: Work, prompts: Prompts) -> torch.Tensor:
     """Return how many leading tokens (P,) each prompt shares with the one before: an image's."""
     if work.options.sizes in SHAPES:  # whose prompts are about an image each
         return torch.zeros(len(prompts), dtype=torch.float64)
-    images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch))
+    images = SimpleNamespace(tiles=[work.options.num_tiles] * len(work.batch), draw=None)
     shared = shared_prefix_lengths(work.policy.model, images, prompts)
     return torch.tensor(shared, dtype=torch.float64)
 

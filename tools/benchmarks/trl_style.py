@@ -24,7 +24,7 @@ from tools.benchmarks.trl_points import MICRO_BATCH, FullPoints
 from tools.benchmarks.workload import ForcedPolicy, Options, Work, build
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ImagesOfBatch(ImageFeatures):
     """Features of images, whose vision every forward computes anew."""
 
