@@ -46,7 +46,7 @@ from rl_train.run import build
 from rl_train.run.signals import EXIT_INTERRUPTED, SIGNALS
 from tests.runs import draw_data, flags, measure, picture
 
-PHASES = ("start", "evaluation", "step", "log", "checkpoint")
+PHASES = ("start", "evaluation", "step", "log", "checkpoint", "end")
 RUN = dict(max_steps=4, save_steps=2, save_total_limit=1, eval_steps=2, eval_samples=1)
 # Whole captions: the first three words of two often earn the same, and a step learns nothing. At
 # this seed all four learn.
@@ -76,18 +76,18 @@ class Board:
 def show_phases(board: Board):
     """Make this process tell the board where it is."""
 
-    def during(phase, function):
+    def during(phase, function, afterwards=None):
         def wrapped(*args, **kwargs):
             before, board[0] = board[0], PHASES.index(phase)
             try:
                 return function(*args, **kwargs)
             finally:
-                board[0] = before
+                board[0] = PHASES.index(afterwards) if afterwards else before
 
         return wrapped
 
     board[0] = 0
-    train.train = during("step", train.train)
+    train.train = during("step", train.train, afterwards="end")
     evaluate.evaluate = during("evaluation", evaluate.evaluate)
     save_load.write = during("checkpoint", save_load.write)
     save_load.remove_oldest = during("checkpoint", save_load.remove_oldest)
@@ -303,8 +303,12 @@ class Campaign:
         time.sleep(self.random.uniform(0, self.seconds))
         number = self.random.choice(SIGNALS)
         self.last = self.board.phase
+        late = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
         os.kill(self.random.choice(pids), number)
         statuses = set(ended(pids))
+        if late:  # a rank had ended by then: no signal reached a run
+            assert statuses == {0}, f"undisturbed ({self.last}): ended {statuses}"
+            return
         early = self.last == "start" and statuses <= {
             EXIT_INTERRUPTED,
             1,
