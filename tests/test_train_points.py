@@ -171,3 +171,13 @@ def test_sets_without_masks_are_refused_where_masks_are_needed(
 )
 def test_a_sentence_for_each_wrong_flag(data, tmp_path, points, capsys, changes, words):
     assert words in complaint_of(capsys, flags(data, tmp_path / "run", **points | changes))
+
+
+@pytest.mark.parametrize("name", ["hidden", "away", "majority"])
+def test_trained_on_a_cheap_cause(data, tmp_path, points, answering, name):
+    """--ablation_reward: it alone counts, and the task's own components are logged beside it."""
+    output = run(data, tmp_path, **points, max_steps=1, ablation_reward=name, num_generations=4)
+    lines = rollouts(output)
+    assert {line["format"] for line in lines} == {1.0}
+    assert all(line["reward"] == line["ablation_reward"] for line in lines)
+    assert len({line["ablation_reward"] for line in lines}) > 1
