@@ -228,6 +228,33 @@ class LanguageModel:
         return lambda ids: F.pad(self.model.embed_tokens(ids), (0, extra))
 
 
+def num_deepstack(vlm: PreTrainedModel) -> int:
+    """Return behind how many decoder layers a Qwen-VL adds image features."""
+    return len(getattr(vlm.config.vision_config, "deepstack_visual_indexes", ()))
+
+
+def text_model(vlm: PreTrainedModel, before_norm: bool = False) -> LanguageModel:
+    """Return the text decoder of a Qwen-VL; see `TextDecoder` for `before_norm`."""
+    text, head, levels = vlm.model.language_model, vlm.lm_head, num_deepstack(vlm)
+    if not before_norm and not levels:
+        return LanguageModel(text, head, None, 0)
+    norm = text.norm if before_norm else None
+    return LanguageModel(TextDecoder(text, before_norm), head, norm, levels)
+
+
+def image_features(
+    vlm: PreTrainedModel, pixel_values: torch.Tensor, image_grid_thw: torch.Tensor
+) -> torch.Tensor:
+    """Return a Qwen-VL's features (n, W) of images; see `QwenVLModel.vision_features`."""
+    out = vlm.get_image_features(pixel_values, image_grid_thw)
+    levels = [out.pooler_output]
+    if num_deepstack(vlm):
+        levels += out.deepstack_features
+    # transformers splits a level by images, or (before 5.23) leaves the deepstack's whole.
+    levels = [level if isinstance(level, torch.Tensor) else torch.cat(level) for level in levels]
+    return torch.cat(levels, dim=-1)
+
+
 class QwenVLModel(Sa2VAModel):
     """Sa2VA of a Qwen-VL: transformers' own conditional generation model is `model`.
 
@@ -248,16 +275,10 @@ class QwenVLModel(Sa2VAModel):
         self.model = self.native(config.vlm)
         if config.tied:
             self.model.lm_head.weight = self.get_input_embeddings().weight
-        self.num_deepstack = len(getattr(config.vlm.vision_config, "deepstack_visual_indexes", ()))
 
     @property
     def language_model(self) -> LanguageModel:
-        text, head = self.model.model.language_model, self.model.lm_head
-        before_norm = self.config.seg_state == "before_norm"
-        if not before_norm and not self.num_deepstack:
-            return LanguageModel(text, head, None, 0)
-        decoder, norm = TextDecoder(text, before_norm), text.norm if before_norm else None
-        return LanguageModel(decoder, head, norm, self.num_deepstack)
+        return text_model(self.model, self.config.seg_state == "before_norm")
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.model.get_input_embeddings()
@@ -289,15 +310,7 @@ class QwenVLModel(Sa2VAModel):
             pixel_values: rows of patches of all images; image_grid_thw: (images, 3) their grids, in
                 patches. Both as transformers' processors return them.
         """
-        out = self.model.get_image_features(pixel_values, image_grid_thw.to(pixel_values.device))
-        levels = [out.pooler_output]
-        if self.num_deepstack:
-            levels += out.deepstack_features
-        # transformers splits a level by images, or (before 5.23) leaves the deepstack's whole.
-        levels = [
-            level if isinstance(level, torch.Tensor) else torch.cat(level) for level in levels
-        ]
-        return torch.cat(levels, dim=-1)
+        return image_features(self.model, pixel_values, image_grid_thw.to(pixel_values.device))
 
     extract_feature = vision_features
 

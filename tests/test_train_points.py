@@ -1,16 +1,16 @@
-"""Points through the real entry point: a tiny Qwen2.5-VL and SAM2, a few steps, resumed."""
+"""Points through the real entry point: a tiny Qwen-VL and SAM2, a few steps, resumed."""
 
 import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rl_train.export.merge import export
 from rl_train.policies.qwen_vl import QwenVLPolicy
+from rl_train.policies.qwen_vl_model import version_of
 from tests.data.parquet_rows import row, visionreasoner_solution, write_parquet
-from tests.policies.tiny_points import write_qwen, write_sam
+from tests.policies.tiny_points import write_qwen, write_qwen3, write_sam
 from tests.runs import (
     CHECKPOINT,
     complaint_of,
@@ -51,14 +51,24 @@ def answering(monkeypatch):
     """Make each answer a point and a negative one, as its first tokens say."""
 
     def text(policy, ids):
-        spots = [[1 + token % 53, 1 + token * 7 % 53] for token in (ids * 2)[:2]]
+        spots = [[1 + token % 53, 1 + token * 7 % 53] for token in (ids * 2)[:2]]  # of 56 pixels
+        if policy.coordinates == "thousand":
+            spots = [[value * 1000 // 56 for value in spot] for spot in spots]
         return f'{{"points": [{spots[0]}], "negative_points": [{spots[1]}]}}'
 
     monkeypatch.setattr(QwenVLPolicy, "completion_text", text)
 
 
-def test_two_steps_and_resumed(data, tmp_path, points, answering):
+@pytest.fixture(scope="module")
+def points3(points, tmp_path_factory):
+    """The same for Qwen3-VL, whose cells have 32 pixels a side."""
+    return points | dict(model_path=write_qwen3(tmp_path_factory.mktemp("qwen3")), image_size=64)
+
+
+@pytest.mark.parametrize("flags_of", ["points", "points3"])
+def test_two_steps_and_resumed(data, tmp_path, flags_of, answering, request):
     """No teacher is kept or logged, rewards are those of masks, and the LoRA moves."""
+    points = request.getfixturevalue(flags_of)
     whole = run(data, tmp_path / "whole", **points, save_steps=1, max_steps=2, eval_steps=1)
     lines = rollouts(whole)
     assert {line["task"] for line in lines} == {"points"} and len(lines) == 2 * 4
@@ -83,10 +93,12 @@ def test_two_steps_and_resumed(data, tmp_path, points, answering):
 def exported_loads(checkpoint, output, points):
     """The merged folder is one that transformers loads: base and LoRA summed, in its own dtype."""
     assert export(checkpoint, output, role="auto") == "policy"
+    model_class = version_of(points["model_path"]).model_class
     merged, base = (
-        Qwen2_5_VLForConditionalGeneration.from_pretrained(f)
-        for f in (output, points["model_path"])
+        model_class.from_pretrained(folder) for folder in (output, points["model_path"])
     )
+    config = (output / "config.json").read_bytes()
+    assert config == (points["model_path"] / "config.json").read_bytes()
     assert (output / "tokenizer.json").is_file() and (output / "preprocessor_config.json").is_file()
     trained = {
         n.removeprefix("vlm."): t

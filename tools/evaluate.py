@@ -14,7 +14,7 @@ choosing among 8 sampled captions, by an oracle or by what the model itself make
 
     python -m tools.evaluate ... --attributes D/attributes.json --distractors --best_of 8
 
-Qwen2.5-VL, which answers with box and points, and SAM2; of a checkpoint its run's flags hold:
+Qwen-VL, which answers with box and points, and SAM2; of a checkpoint its run's flags hold:
 
     python -m tools.evaluate --model_path Q --sam_path S --answer_style segzero --data_dir D
     python -m tools.evaluate --model_path O/checkpoint_step_N --data_dir D --dataset reasonseg

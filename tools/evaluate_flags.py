@@ -56,10 +56,10 @@ def build_parser(description: str) -> FlagParser:
     ways = ["tokens", "outline", "box", "coordinates"]
     add("--region_prompt", choices=ways, help="how regions are asked about, as in training")
     add("--seg_state", choices=["before_norm", "after_norm"], help="of a Qwen-VL, as in training")
-    add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
+    add("--sam_path", help="SAM2 folder, which Qwen-VL needs beside it")
     add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
-    add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
+    add_flags(parser, PointSegmentation.Options, "answers of Qwen-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
     add(
         "--protocol",

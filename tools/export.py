@@ -6,7 +6,7 @@
 It takes policy or teacher, whichever scored better on the evaluation split at that step.
 The folder holds the weights (safetensors, original key names), a copy of every other file of the
 base's folder: config, tokenizer and, if it is there, the original code, which can then load what
-was trained here; and a model card with what the run knows of itself. Of a run with Qwen2.5-VL it is
+was trained here; and a model card with what the run knows of itself. Of a run with Qwen-VL it is
 as transformers loads it, without the SAM2 that stood beside it. A run's --merge_at_end does the
 same at its end.
 """

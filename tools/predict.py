@@ -1,7 +1,7 @@
 """Ask a model about a picture of your own: print its answer, and draw the masks that it gives.
 
 A phrase to segment, a region to describe (a picture of the same size, not black inside), a
-checkpoint of a run; Qwen2.5-VL, which answers with box and points, and SAM2:
+checkpoint of a run; Qwen2.5-VL or Qwen3-VL, which answers with box and points, and SAM2:
 
     python -m tools.predict --model_path M --image photo.jpg --text "Please segment the dog." \\
         --output dog.png
@@ -11,7 +11,7 @@ checkpoint of a run; Qwen2.5-VL, which answers with box and points, and SAM2:
         --text "the dog" --output dog.png
 
 The answer is greedy. Sa2VA is asked the text as it stands (`Sa2VAModel.predict_forward`);
-Qwen2.5-VL is asked for box and points of what the text names.
+Qwen-VL is asked for box and points of what the text names.
 """
 
 import argparse
@@ -73,10 +73,10 @@ def build_parser() -> FlagParser:
         default=256,
         help="longest answer, tokens; default: %(default)s",
     )
-    add("--sam_path", help="SAM2 folder, which Qwen2.5-VL needs beside it")
+    add("--sam_path", help="SAM2 folder, which Qwen-VL needs beside it")
     add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
     add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
-    add_flags(parser, PointSegmentation.Options, "answers of Qwen2.5-VL, as in training")
+    add_flags(parser, PointSegmentation.Options, "answers of Qwen-VL, as in training")
     return parser
 
 
@@ -147,7 +147,7 @@ def describe_drawn(policy: Sa2VAPolicy, image: Image.Image, args: argparse.Names
 def ask_for_points(
     policy: QwenVLPolicy, image: Image.Image, args: argparse.Namespace
 ) -> tuple[str, list[np.ndarray], list]:
-    """Return Qwen2.5-VL's answer, the mask (H, W) bool that SAM2 draws, and its prompt."""
+    """Return Qwen-VL's answer, the mask (H, W) bool that SAM2 draws, and its prompt."""
     if args.region:
         raise ValueError(f"--region {args.region}: {policy.family} takes none, name it by --text")
     task = PointSegmentation(

@@ -14,7 +14,7 @@ from typing import Any
 from rl_train.utils.command_line import FlagParser
 
 REQUIRED = dataclasses.MISSING
-FAMILY_TITLES = {"sa2va": "Sa2VA", "qwen2_5_vl": "Qwen2.5-VL"}  # as `policies.registry.FAMILIES`
+FAMILY_TITLES = {"sa2va": "Sa2VA", "qwen_vl": "Qwen-VL"}  # as `policies.registry.FAMILIES`
 
 
 def flag(

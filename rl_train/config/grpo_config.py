@@ -31,7 +31,7 @@ class PolicyConfig:
 
     model_path: str = flag(
         help="folder or hub name of the model to train: Sa2VA in the original layout, or "
-        "Qwen2.5-VL for the tasks of points",
+        "Qwen2.5-VL or Qwen3-VL for the tasks of points",
         metavar="FOLDER",
         aliases=("model_name_or_path",),
         free_on_resume=True,
@@ -40,21 +40,22 @@ class PolicyConfig:
     sam_path: str | None = flag(
         None,
         "folder or hub name of the SAM2 that draws the masks of the answered points; always needed",
-        family="qwen2_5_vl",
+        family="qwen_vl",
         metavar="FOLDER",
         free_on_resume=True,
         may_differ_by_rank=True,
     )
-    image_size: int = flag(
-        840,
+    image_size: int | None = flag(
+        None,
         "side in pixels of the square to which images are resized; 0 keeps their shape",
-        family="qwen2_5_vl",
+        default_is="840; with Qwen3-VL, whose tokens have 32 pixels a side, 832",
+        family="qwen_vl",
         type=COUNT_OR_0,
     )
     max_image_tokens: int = flag(
         1280,
         "largest number of tokens of an image that keeps its shape (--image_size 0)",
-        family="qwen2_5_vl",
+        family="qwen_vl",
         type=COUNT,
     )
     dtype: str = flag(

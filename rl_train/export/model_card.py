@@ -119,7 +119,7 @@ def write_card(output: Path, folder: Path, base: Path, role: str):
         trainings=trainings,
         RL=RL,
         metrics=metrics_table(folder, role, step),
-        loading=family.card_loading.replace("QUESTION", family.example_question(flags)),
+        loading=family.card_loading.replace("QUESTION", family.example_question(flags, base)),
         settings=settings,
         citation=family.citation,
     )

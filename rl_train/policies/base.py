@@ -212,7 +212,7 @@ class ModelSpec:
 
     Attributes:
         name: name by which tasks ask for the family.
-        model_type: value of model_type in the config.json of its folders.
+        model_types: values of model_type in the config.json of its folders.
         check: check(config) raises ValueError for flags or folders of other models, by their
             config.json alone.
         build: (config, groups, max_new_tokens, device) -> the policy.
@@ -225,11 +225,11 @@ class ModelSpec:
             with and without this package; QUESTION stands for an example question.
         library: `library_name` in the card: the library that loads the folder alone.
         absent_groups: (folder) -> groups of `group_patterns` of which its model has no weights.
-        example_question: ({flag: value} of the run) -> a question in a wording of the training.
+        example_question: ({flag: value} of the run, its base) -> a question as in training.
     """
 
     name: str
-    model_type: str
+    model_types: tuple[str, ...]
     check: Callable[[PolicyConfig], None]
     build: Callable[..., Policy]
     rl_patterns: dict[str, str]
@@ -238,5 +238,5 @@ class ModelSpec:
     citation: str
     card_loading: str
     library: str
-    example_question: Callable[[dict], str]
+    example_question: Callable[[dict, Path], str]
     absent_groups: Callable[[str], set[str]] = lambda folder: set()

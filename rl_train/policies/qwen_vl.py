@@ -1,4 +1,4 @@
-"""Qwen2.5-VL as a policy that answers boxes and points, from which SAM2 predicts masks.
+"""Qwen2.5-VL or Qwen3-VL as a policy that answers boxes and points, for which SAM2 draws masks.
 
 Only a LoRA on the language model trains. So an image is encoded once for all rows, tasks and roles.
 
@@ -22,35 +22,43 @@ from rl_train.policies import lora, sam2_prompting
 from rl_train.policies.base import SAM2_CITATION, ModelSpec, Policy
 from rl_train.policies.qwen_vl_inputs import QUESTION_TOKENS, QwenPreprocessor
 from rl_train.policies.qwen_vl_model import (
+    VERSIONS,
     PointModel,
-    TextModel,
     check_sam,
     image_preprocessing,
     load_qwen,
     load_sam,
     save_qwen,
+    version_of,
 )
 from rl_train.rollout import Batch
 from rl_train.utils.nan_check import NanWatcher
 from sa2va_hf.batches import Prompts, pad_left
 from sa2va_hf.loading import stored_dtype
 from sa2va_hf.qwen_images import ImagePreprocessing, patches
+from sa2va_hf.qwen_vl import image_features, text_model
 from sa2va_hf.to_device import to_device
 from sa2va_hf.tokenizer import load_tokenizer
 
 TRAINABLE = {"lora": r"^vlm\.model\.language_model\..*\.lora_[AB]\."}
 # Matched by path, because the vision encoder's MLP has linears of the same names.
 LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"
-# The chat template: CHAT_START, the image, AFTER_IMAGE, the question, AFTER_QUESTION.
-CHAT_START = (
-    "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_start|>"
-)
+# The chat template: the system prompt if any, CHAT_START, the image, AFTER_IMAGE, the question,
+# AFTER_QUESTION.
+SYSTEM_START, SYSTEM_END = "<|im_start|>system\n", "<|im_end|>\n"
+CHAT_START = "<|im_start|>user\n<|vision_start|>"
 AFTER_IMAGE, AFTER_QUESTION = "<|vision_end|>", "<|im_end|>\n<|im_start|>assistant\n"
 STOP_TEXTS = ["<|im_end|>", "<|endoftext|>"]
-QWEN_VL_CITATION = """@article{bai2025qwen25vl,
+QWEN_VL_CITATIONS = """@article{bai2025qwen25vl,
   title = {{Qwen2.5-VL} Technical Report},
   author = {Bai, Shuai and others},
   journal = {arXiv preprint arXiv:2502.13923},
+  year = {2025}
+}
+@article{qwen2025qwen3vl,
+  title = {{Qwen3-VL} Technical Report},
+  author = {Bai, Shuai and others},
+  journal = {arXiv preprint arXiv:2511.21631},
   year = {2025}
 }
 """
@@ -60,7 +68,8 @@ QWEN_VL_CITATION = """@article{bai2025qwen25vl,
 class QwenImageFeatures:
     """Frozen features of B images."""
 
-    vision: list[torch.Tensor]  # (tokens, C) of each
+    # (tokens, W) of each: W = C, or C + K * C with features that follow the first K layers
+    vision: list[torch.Tensor]
     grids: list[tuple[int, int]]  # (rows, columns) of its tokens
     seen_sizes: list[tuple[int, int]]  # (H', W') of the resized image
     sam: list[torch.Tensor]  # `sam2_prompting.sam_features`
@@ -68,14 +77,14 @@ class QwenImageFeatures:
 
 
 class QwenVLPolicy(Policy):
-    """Qwen2.5-VL with a LoRA, its tokenizer and prompts, and a SAM2 beside it.
+    """Qwen-VL with a LoRA, its tokenizer and prompts, and a SAM2 beside it.
 
     Args:
         preprocessing: sizes and normalisation of images.
         config: LoRA, temperature (of sampling and scoring alike) and checkpointing are used.
     """
 
-    family = "qwen2_5_vl"
+    family = "qwen_vl"
 
     def __init__(
         self,
@@ -85,13 +94,16 @@ class QwenVLPolicy(Policy):
         config: PolicyConfig,
     ):
         self.model, self.tokenizer, self.preprocessing = model, tokenizer, preprocessing
-        vlm = model.vlm
+        vlm, version = model.vlm, VERSIONS[model.vlm.config.model_type]
+        self.coordinates = version.coordinates
         self.context = vlm.config.text_config.max_position_embeddings  # tokens
         # An answer ends where the chat template's turn does.
         self.stop = StopText(tokenizer, STOP_TEXTS, vlm.config.text_config.vocab_size)
         self.base_dtype = vlm.lm_head.weight.dtype
         self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
-        self.chat_start = self.encode_text(CHAT_START)
+        system = version.system_prompt
+        system = f"{SYSTEM_START}{system}{SYSTEM_END}" if system else ""
+        self.chat_start = self.encode_text(system + CHAT_START)
         self.after_image = self.encode_text(AFTER_IMAGE)
         self.after_question = self.encode_text(AFTER_QUESTION)
         self.peft = lora.attach_lora(vlm, config.lora_r, config.lora_alpha, targets=LINEARS)
@@ -99,14 +111,14 @@ class QwenVLPolicy(Policy):
         model.eval()
         self.nan_watcher = NanWatcher()
         self.engine = Engine(
-            TextModel(vlm.model.language_model, vlm.lm_head),
+            text_model(vlm),
             pad_id=self.pad_id,
             temperature=config.temperature,
             gradient_checkpointing=config.gradient_checkpointing,
         )
 
     def save_merged(self, folder: Path, dtype: torch.dtype | None = None):
-        """Write Qwen2.5-VL's weights with the LoRA merged in, in `dtype` or that of its own folder.
+        """Write Qwen-VL's weights with the LoRA merged in, in `dtype` or that of its own folder.
 
         The folder holds no SAM2. The policy is used up.
         """
@@ -134,17 +146,18 @@ class QwenVLPolicy(Policy):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> QwenImageFeatures:
-        """Return Qwen2.5-VL's and SAM2's features of a batch's images."""
+        """Return Qwen-VL's and SAM2's features of a batch's images."""
         pixels, preprocessing = batch.inputs.pixels, self.preprocessing
         values = torch.cat([patches(image.to(self.device), preprocessing) for image in pixels])
         seen_sizes = [tuple(image.shape[1:]) for image in pixels]
         p, unit = preprocessing.patch, preprocessing.factor
         patch_grids = torch.tensor([(1, h // p, w // p) for h, w in seen_sizes])
         # All images in one call: (patches of all, ..) -> (tokens, C) of each.
-        vision = self.model.vlm.get_image_features(values, patch_grids.to(self.device))
+        vision = image_features(self.model.vlm, values, patch_grids.to(self.device))
         sam = sam2_prompting.sam_features(self.model.sam, batch.inputs.sam_pixels.to(self.device))
         grids = [(h // unit, w // unit) for h, w in seen_sizes]
-        return QwenImageFeatures(list(vision.pooler_output), grids, seen_sizes, sam, batch.sizes)
+        split = list(vision.split([rows * columns for rows, columns in grids]))
+        return QwenImageFeatures(split, grids, seen_sizes, sam, batch.sizes)
 
     def point_questions(
         self, images: QwenImageFeatures, image_index: list[int], questions: list[str]
@@ -169,9 +182,9 @@ class QwenVLPolicy(Policy):
     def embed(
         self, images: QwenImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return (embeds (P, L, C), attention mask (P, L), positions (3, P, L)), left-padded.
+        """Return (embeds (P, L, W), attention mask (P, L), positions (3, P, L)), left-padded.
 
-        Embeddings are on the policy's device, the others on the CPU.
+        Embeddings are on the policy's device, the others on the CPU. See `QwenImageFeatures` for W.
 
         Raises:
             ValueError: a prompt and `num_tokens` behind it exceed the model's context.
@@ -192,7 +205,7 @@ class QwenVLPolicy(Policy):
         # Found on the CPU, so that nothing waits for the GPU.
         slots = is_image.flatten().nonzero()[:, 0]
         ids, slots = (to_device(t, self.device) for t in (ids, slots))
-        embeds = self.model.vlm.get_input_embeddings()(ids)
+        embeds = self.engine.language_model.get_input_embeddings()(ids)
         vision = torch.cat([images.vision[i] for i in prompts.image_index]).to(embeds.dtype)
         embeds = embeds.flatten(0, 1).index_copy(0, slots, vision).view(embeds.shape)  # (P, L, C)
         return embeds, mask, positions
@@ -257,7 +270,8 @@ def check_folders(config: PolicyConfig):
     """Raise ValueError if no SAM2 is given, or another model as one."""
     if config.sam_path is None:
         raise ValueError(
-            f"--model_path {config.model_path}: Qwen2.5-VL draws no mask, give a SAM2 as --sam_path"
+            f"--model_path {config.model_path}: {version_of(config.model_path).title} draws no "
+            "mask, give a SAM2 as --sam_path"
         )
     check_sam(config.sam_path)
 
@@ -287,13 +301,13 @@ def build_policy(
     return policy
 
 
-def example_question(flags: dict[str, object]) -> str:
-    """Return the question for a dog, in the style of a run with these flags."""
+def example_question(flags: dict[str, object], base: Path) -> str:
+    """Return the question for a dog, in the style of a run with these flags on a base."""
     style = flags["answer_style"]
     answer_format = AnswerFormat(
         style,
         flags["negative_points"],
-        flags["coordinates"] or STYLE_SCALES.get(style, "pixels"),
+        flags["coordinates"] or STYLE_SCALES.get(style, version_of(base).coordinates),
         flags["max_points"],
     )
     return point_question("the dog", answer_format)
@@ -301,14 +315,14 @@ def example_question(flags: dict[str, object]) -> str:
 
 QWEN_VL = ModelSpec(
     name=QwenVLPolicy.family,
-    model_type="qwen2_5_vl",
+    model_types=tuple(VERSIONS),
     check=check_folders,
     build=build_policy,
     rl_patterns=TRAINABLE,
     group_patterns=TRAINABLE,
     gradient_via={},
-    citation=QWEN_VL_CITATION + SAM2_CITATION,
-    card_loading="""With transformers 4.49 or later:
+    citation=QWEN_VL_CITATIONS + SAM2_CITATION,
+    card_loading="""With transformers 4.49 or later (Qwen3-VL: 4.57):
 ```python
 from transformers import AutoModelForImageTextToText, AutoProcessor
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's and SAM2's inputs, made in the loader's workers.
+"""Qwen-VL's and SAM2's inputs, made in the loader's workers.
 
 Letters: B images, n patches of an image, H', W' its resized sides in pixels, S pixels of SAM2's
 side.
@@ -31,7 +31,7 @@ class PointInputs:
 
 @dataclass
 class QwenPreprocessor:
-    """Preprocessing for Qwen2.5-VL and SAM2, the loader's `Preprocessor`; holds no weights.
+    """Preprocessing for Qwen-VL and SAM2, the loader's `Preprocessor`; holds no weights.
 
     Args:
         max_prompt_length: text tokens of a phrase; None: all that fit the context.
@@ -59,7 +59,7 @@ class QwenPreprocessor:
         check_caption(sample, self.tokenizer, num_tokens, self.max_phrase_tokens, texts=[text])
 
     def prepare(self, sample: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pixels (3, H', W') for Qwen2.5-VL and (3, S, S) for SAM2, uint8, of one sample.
+        """Return pixels (3, H', W') for Qwen-VL and (3, S, S) for SAM2, uint8, of one sample.
 
         An image that was stored square is resized once where a square is asked for: SAM2 always
         takes one. So both see it as if it had never been another shape.

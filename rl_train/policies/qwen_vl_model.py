@@ -1,4 +1,4 @@
-"""Qwen2.5-VL and SAM2 from their folders, by transformers' own classes and strictly."""
+"""Qwen2.5-VL or Qwen3-VL and SAM2 from their folders, by transformers' own classes, strictly."""
 
 import re
 import shutil
@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3VLForConditionalGeneration,
     Sam2Model,
 )
 
@@ -26,17 +27,61 @@ from sa2va_hf.weights import INDEX, find_keys
 SHARED_EMBEDDINGS = ("prompt_encoder.shared_embedding", "shared_image_embedding")
 
 
-class PointModel(nn.Module):
-    """Qwen2.5-VL, which answers, and SAM2, which predicts the mask."""
+QwenVL = Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
 
-    def __init__(self, vlm: Qwen2_5_VLForConditionalGeneration, sam: Sam2Model):
+
+@dataclass(frozen=True)
+class Version:
+    """Differences between the versions of Qwen-VL.
+
+    Attributes:
+        system_prompt: that the chat template puts before a conversation without one.
+        coordinates: unit in which the base answers, one of `parser.COORDINATE_SCALES`.
+        image_size: default of --image_size; 0 keeps the shape of images.
+    """
+
+    title: str
+    model_class: type[QwenVL]
+    system_prompt: str
+    coordinates: str
+    image_size: int
+
+
+# By the model_type in config.json.
+VERSIONS = {
+    "qwen2_5_vl": Version(
+        "Qwen2.5-VL",
+        Qwen2_5_VLForConditionalGeneration,
+        system_prompt="You are a helpful assistant.",
+        coordinates="pixels",
+        image_size=840,
+    ),
+    "qwen3_vl": Version(
+        "Qwen3-VL",
+        Qwen3VLForConditionalGeneration,
+        system_prompt="",
+        coordinates="thousand",
+        image_size=832,
+    ),
+}
+
+
+def version_of(path: str | Path) -> Version:
+    """Return the version of the Qwen-VL in a folder, by its config.json."""
+    return VERSIONS[read_json(Path(path) / "config.json")["model_type"]]
+
+
+class PointModel(nn.Module):
+    """Qwen-VL, which answers, and SAM2, which predicts the mask."""
+
+    def __init__(self, vlm: QwenVL, sam: Sam2Model):
         super().__init__()
         self.vlm, self.sam = vlm, sam
 
 
 @dataclass
 class TextModel:
-    """Text decoder of Qwen2.5-VL as a causal language model, the form that `Engine` takes."""
+    """Text decoder of Qwen-VL as a causal language model, the form that `Engine` takes."""
 
     model: nn.Module
     lm_head: nn.Linear
@@ -49,27 +94,23 @@ class TextModel:
         return self.model.embed_tokens
 
 
-def load_qwen(
-    path: str | Path, dtype: torch.dtype = torch.float32
-) -> Qwen2_5_VLForConditionalGeneration:
-    """Load Qwen2.5-VL from a folder in its published layout. Raises ValueError: see `_load`."""
-    return _load("--model_path", Qwen2_5_VLForConditionalGeneration, path, dtype)
+def load_qwen(path: str | Path, dtype: torch.dtype = torch.float32) -> QwenVL:
+    """Load Qwen-VL from a folder in its published layout. Raises ValueError: see `_load`."""
+    return _load("--model_path", version_of(path).model_class, path, dtype)
 
 
 def module_key(key: str) -> str:
     """Return the name that a tensor of a weight file has in transformers' module.
 
-    Published files have `visual.` and `model.`, for which the module has `model.visual.` and
-    `model.language_model.`; files with the module's names exist too.
+    Qwen2.5-VL's published files have `visual.` and `model.`, for which the module has
+    `model.visual.` and `model.language_model.`; Qwen3-VL's have the module's names.
     """
     if key.startswith("visual."):
         return f"model.{key}"
     return re.sub(r"^model\.(?!visual\.|language_model\.)", "model.language_model.", key)
 
 
-def save_qwen(
-    model: Qwen2_5_VLForConditionalGeneration, base: Path, folder: Path, dtype: torch.dtype
-):
+def save_qwen(model: QwenVL, base: Path, folder: Path, dtype: torch.dtype):
     """Write a model's weights in `dtype`, under the keys and in the files that `base` has.
 
     transformers' `save_pretrained` would write config.json too, in a form that older versions
@@ -156,6 +197,8 @@ def image_preprocessing(path: str | Path, config: PolicyConfig) -> ImagePreproce
     processor = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
     min_pixels, max_pixels = processor.size["shortest_edge"], processor.size["longest_edge"]
     side, token_side = config.image_size, processor.patch_size * processor.merge_size
+    if side is None:
+        side = version_of(path).image_size
     if side % token_side or side and not min_pixels <= side**2 <= max_pixels:
         raise ValueError(
             f"--image_size {side}: must be 0 or a multiple of {token_side}, whose square is from "

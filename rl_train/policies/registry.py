@@ -20,14 +20,14 @@ def family_of(path: str | Path, flag: str = "--model_path") -> str:
     Raises ValueError, naming `flag`, if the folder holds no model or one of another type.
     """
     folder = Path(path)
-    families = {family.model_type: family.name for family in FAMILIES.values()}
+    families = {kind: family.name for family in FAMILIES.values() for kind in family.model_types}
     if not (folder / "config.json").is_file():
         names = sorted(file.name for file in folder.iterdir())
         raise ValueError(
             f"{flag} {folder}: holds no config.json, so it is no model folder; found "
             f"{', '.join(names[:3]) or 'nothing'}{' ..' * (len(names) > 3)} in it"
         )
-    model_type = read_json(folder / "config.json").get("model_type", SA2VA.model_type)
+    model_type = read_json(folder / "config.json").get("model_type", SA2VA.model_types[0])
     if model_type not in families:
         advice = "; a SAM2 is given as --sam_path" * str(model_type).startswith("sam2")
         raise ValueError(

@@ -446,7 +446,7 @@ def build_policy(
 
 SA2VA = ModelSpec(
     name=Sa2VAPolicy.family,
-    model_type="sa2va_chat",
+    model_types=("sa2va_chat",),
     check=check_folders,
     build=build_policy,
     rl_patterns=TRAINABLE,
@@ -475,6 +475,6 @@ answer = model.predict_forward(image=image, text="<image>\\nQUESTION", tokenizer
 ```
 A Sa2VA of Qwen-VL needs `processor=AutoProcessor.from_pretrained(FOLDER)` in that call too.""",
     library="rl-sa2va",
-    example_question=lambda flags: SEGMENT.replace("{x}", "the dog"),
+    example_question=lambda flags, base: SEGMENT.replace("{x}", "the dog"),
     absent_groups=absent_groups,
 )

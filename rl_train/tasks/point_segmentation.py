@@ -59,7 +59,7 @@ class AnswerOptions:
         None,
         "unit of the answers' coordinates. pixels: of the image as the model sees it (Qwen2.5-VL); "
         "unit: [0, 1]; thousand: 0..1000 (Qwen3-VL)",
-        default_is="unit with --answer_style segzero_plus, else pixels",
+        default_is="unit with --answer_style segzero_plus, else the model's own",
         choices=list(COORDINATE_SCALES),
     )
     max_points: int = flag(
@@ -82,7 +82,7 @@ class PointTask(Task):
     """
 
     name = "points"
-    family = "qwen2_5_vl"
+    family = "qwen_vl"
 
     def __init__(self, options: AnswerOptions, context: TaskContext):
         self.options, self.context, self.loss_weight = options, context, options.weight
@@ -92,7 +92,7 @@ class PointTask(Task):
         self.format = AnswerFormat(
             style,
             options.negative_points,
-            options.coordinates or STYLE_SCALES.get(style, "pixels"),
+            options.coordinates or STYLE_SCALES.get(style, context.policy.coordinates),
             options.max_points,
         )
 

@@ -83,10 +83,15 @@ def test_names_of_data_sets(tmp_path, monkeypatch):
     assert hub_datasets(["gar:/home/me/x"], []) is None
 
 
-def test_the_question_of_points_is_that_of_the_run():
+def test_the_question_of_points_is_that_of_the_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     flags = dict(negative_points="off", coordinates="pixels", max_points=8)
-    assert example_question(flags | dict(answer_style="points")) == (
+    assert example_question(flags | dict(answer_style="points"), tmp_path) == (
         'Please find "the dog" with points.'
     )
-    segzero = example_question(json.loads(json.dumps(flags | dict(answer_style="segzero"))))
+    written = json.loads(json.dumps(flags | dict(answer_style="segzero")))
+    segzero = example_question(written, tmp_path)
     assert segzero.startswith("Please find 'the dog' with bbox and points.")
+    assert "normalized" not in segzero
+    default = dict(flags, answer_style="segzero", coordinates=None)  # Qwen3-VL's
+    assert "normalized to [0, 1000]" in example_question(default, tmp_path)

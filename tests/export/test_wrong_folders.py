@@ -66,11 +66,11 @@ def complaint(data, tmp_path, capsys, monkeypatch):
     "model, sam, tasks, words",
     [
         ("qwen", None, "loops", "asks a model of the family sa2va, and --model_path {qwen} is"),
-        ("sa2va", "sam", "points", "asks a model of the family qwen2_5_vl, and --model_path {sa2v"),
+        ("sa2va", "sam", "points", "asks a model of the family qwen_vl, and --model_path {sa2v"),
         ("pictures", None, "loops", "--model_path {pictures}: holds no config.json, so it is no "),
         ("pictures", None, "loops", "found 0.png, 1.png, 2.png .. in it"),
         ("sam", None, "loops", "--model_path {sam}: config.json says model_type 'sam2_video'; k"),
-        ("sam", "sam", "points", "known: sa2va_chat, qwen2_5_vl; a SAM2 is given as --sam_path"),
+        ("sam", "sam", "points", "known: sa2va_chat, qwen2_5_vl, qwen3_vl; a SAM2 is given as"),
         ("qwen", None, "points", "--model_path {qwen}: Qwen2.5-VL draws no mask, give a SAM2 as"),
         ("qwen", "qwen", "points", "--sam_path {qwen}: config.json says model_type 'qwen2_5_vl'"),
         ("qwen", "pictures", "points", "--sam_path {pictures}: holds no config.json, so it is no"),

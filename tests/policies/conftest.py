@@ -1,13 +1,19 @@
-"""Folders of a tiny Qwen2.5-VL and a tiny SAM2."""
+"""Folders of a tiny Qwen2.5-VL, a tiny Qwen3-VL and a tiny SAM2."""
 
 import pytest
 
-from tests.policies.tiny_points import tiny_policy, write_qwen, write_sam
+from tests.policies.tiny_points import WRITERS, tiny_policy, write_sam
 
 
 @pytest.fixture(scope="session")
-def qwen(tmp_path_factory):
-    return write_qwen(tmp_path_factory.mktemp("qwen"))
+def qwens(tmp_path_factory):
+    """{model_type: folder}."""
+    return {name: write(tmp_path_factory.mktemp(name)) for name, write in WRITERS.items()}
+
+
+@pytest.fixture(scope="session")
+def qwen(qwens):
+    return qwens["qwen2_5_vl"]
 
 
 @pytest.fixture(scope="session")

@@ -111,20 +111,41 @@ def test_wrong_sizes_end_with_a_sentence(qwen, sam, tmp_path):
     refused("--image_size 28: .* from 3136 to 12845056", qwen, sam, image_size=28)
     refused("--max_completion_length 8: with 900 tokens of an image", qwen, sam)
     folder = copied(qwen, tmp_path / "other")
-    (folder / "config.json").write_text('{"model_type": "qwen3_vl"}')
-    refused("says model_type 'qwen3_vl'; known: sa2va_chat, qwen2_5_vl", folder, sam)
+    (folder / "config.json").write_text('{"model_type": "qwen2_vl"}')
+    refused("says model_type 'qwen2_vl'; known: sa2va_chat, qwen2_5_vl, qwen3_vl", folder, sam)
 
 
 def test_a_task_asks_its_own_family(qwen, sam):
     config = PolicyConfig(model_path=str(qwen), sam_path=str(sam), dtype="float32", image_size=56)
     with pytest.raises(ValueError, match="--tasks loop: asks a model of the family sa2va, and"):
         registry.build_policy(config, dict(loop="sa2va"), ["lora"], 8, CPU)
-    tasks = dict(points="qwen2_5_vl")
+    tasks = dict(points="qwen_vl")
     policy = registry.build_policy(config, tasks, ["lora"], 8, CPU)
     assert (
         policy.preprocessor(8).preprocessing.max_tokens == 4
         and policy.preprocessor(8).sam_size == SAM_SIDE
     )
+
+
+def test_qwen3_is_told_by_its_model_type(qwens, sam, tmp_path):
+    """By its own class and keys, in cells of 32 pixels, with coordinates of 0 to 1000."""
+    folder = qwens["qwen3_vl"]
+    keys = load_file(folder / "model.safetensors").keys()
+    assert "model.visual.pos_embed.weight" in keys  # the published layout
+    policy = registry.build_policy(
+        PolicyConfig(model_path=str(folder), sam_path=str(sam), dtype="float32", max_image_tokens=9,
+                     image_size=0), dict(points="qwen_vl"), ["lora"], 8, CPU
+    )  # fmt: skip
+    assert type(policy.model.vlm).__name__ == "Qwen3VLForConditionalGeneration"
+    assert policy.coordinates == "thousand" and policy.preprocessing.factor == 32
+    assert policy.preprocessing.resized(300, 300) == (96, 96)
+    # Without --image_size a side that its cells divide.
+    sizes = [image_preprocessing(qwens[n], PolicyConfig(model_path="")).side for n in qwens]
+    assert sizes == [840, 832]
+    refused("--image_size 840: must be 0 or a multiple of 32", folder, sam, image_size=840)
+    refused("Qwen3-VL draws no mask, give a SAM2 as --sam_path", folder, None)
+    policy.save_merged(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == keys
 
 
 def test_larger_images_are_reduced(qwen):

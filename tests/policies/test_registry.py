@@ -39,14 +39,14 @@ def folder(tmp_path, monkeypatch) -> Path:
     tiny = replace(
         QWEN_VL,
         name="tiny",
-        model_type="tiny_chat",
+        model_types=("tiny_chat",),
         check=lambda config: None,
         build=build,
         group_patterns={"head": "^head"},
         citation=ENTRY,
         card_loading="Load it with `tiny.load(FOLDER)`, ask QUESTION",
         library="tiny",
-        example_question=lambda flags: f"where? ({flags['dataset']})",
+        example_question=lambda flags, base: f"where? ({flags['dataset']})",
     )
     monkeypatch.setitem(registry.FAMILIES, tiny.name, tiny)
     folder = tmp_path / "tiny_model"

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL and a tiny SAM2 of random weights, as folders, and the policy of both."""
+"""Tiny Qwen-VLs and a tiny SAM2 of random weights, as folders, and the policy of both."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     Sam2VideoConfig,
     Sam2VideoModel,
 )
@@ -49,6 +51,20 @@ QWEN = dict(
     vision_start_token_id=IDS["<|vision_start|>"],
     vision_end_token_id=IDS["<|vision_end|>"],
 )
+QWEN3 = QWEN | dict(
+    text_config=QWEN["text_config"] | dict(head_dim=16),
+    vision_config=dict(
+        depth=3,
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=2,
+        out_hidden_size=64,
+        patch_size=16,
+        num_position_embeddings=36,
+        deepstack_visual_indexes=[0, 1],
+        initializer_range=0.1,
+    ),
+)
 PREPROCESSOR = dict(  # as published
     min_pixels=3136,
     max_pixels=12845056,
@@ -58,6 +74,15 @@ PREPROCESSOR = dict(  # as published
     image_mean=[0.48145466, 0.4578275, 0.40821073],
     image_std=[0.26862954, 0.26130258, 0.27577711],
     image_processor_type="Qwen2VLImageProcessor",
+)
+PREPROCESSOR3 = dict(
+    size=dict(shortest_edge=4096, longest_edge=16777216),  # published: from 65536
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    image_mean=[0.5, 0.5, 0.5],
+    image_std=[0.5, 0.5, 0.5],
+    image_processor_type="Qwen2VLImageProcessorFast",
 )
 SAM = dict(
     vision_config=SAM_VISION,
@@ -102,6 +127,23 @@ def write_qwen(folder: Path, seed=0, **changes) -> Path:
     tiny_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
     return folder
+
+
+def write_qwen3(folder: Path, seed=0, **changes) -> Path:
+    """`folder` with a Qwen3-VL of random weights, whose norms have weights of their own."""
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(Qwen3VLConfig(**QWEN3 | changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            torch.nn.init.normal_(parameter, mean=1, std=0.3)
+    torch.nn.init.normal_(model.model.visual.pos_embed.weight, std=0.3)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR3))
+    return folder
+
+
+WRITERS = dict(qwen2_5_vl=write_qwen, qwen3_vl=write_qwen3)
 
 
 def write_sam(folder: Path, seed=0) -> Path:

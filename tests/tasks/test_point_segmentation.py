@@ -25,7 +25,7 @@ HALF = 8  # pixels beside a negative point that the drawn mask loses
 class Policy:
     """Fills the boxes of an answer, less the columns from its negative points on."""
 
-    device = torch.device("cpu")
+    device, coordinates = torch.device("cpu"), "pixels"
 
     def __init__(self, said=(), done=None):
         self.said, self.asked, self.drawn = list(said), None, []
@@ -198,7 +198,7 @@ def test_it_is_no_part_of_a_run_by_default_and_trains_alone(tmp_path):
     config = cli.parse([*base, "--tasks", "point_segmentation", "--negative_weight", "0.3"])
     [options] = config.tasks.values()
     assert options.negative_weight == 0.3 and options.trainable_modules == ("lora",)
-    with pytest.raises(SystemExit, match="ask models of qwen2_5_vl and sa2va"):
+    with pytest.raises(SystemExit, match="ask models of qwen_vl and sa2va"):
         cli.parse([*base, "--tasks", "point_segmentation", "mask_caption_mask"])
     assert not PointSegmentation.asks_teacher and MaskCaptionMask.asks_teacher
 

@@ -11,7 +11,7 @@ from transformers import (
     Sam2Model,
 )
 
-from rl_train.policies.qwen_vl_model import PointModel, TextModel
+from rl_train.policies.qwen_vl_model import VERSIONS, PointModel, TextModel
 from sa2va_hf.configuration_sa2va import HIERA_L
 from sa2va_hf.qwen_images import ImagePreprocessing
 from sa2va_hf.weights import default_dtype
@@ -76,8 +76,9 @@ class Shapes:
     def tokenizer(self):
         return tokenizer(self.num_text_tokens, points_model.SPECIAL)
 
-    def preprocessing(self, side: int) -> ImagePreprocessing:
-        """Return the preprocessing of images into squares of `side` pixels."""
+    def preprocessing(self, side: int | None) -> ImagePreprocessing:
+        """Return the preprocessing of images into squares of `side` pixels; None: the default."""
+        side = VERSIONS["qwen2_5_vl"].image_size if side is None else side
         patch, merge = self.qwen["vision_config"]["patch_size"], 2
         if side < 1 or side % (patch * merge):
             raise ValueError(f"--image_size {side}: must be a multiple of {patch * merge}")

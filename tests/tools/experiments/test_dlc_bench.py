@@ -307,7 +307,7 @@ def test_captions_are_those_of_the_model(folder):
 def test_a_model_of_points_describes_nothing(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     argv = ["caption", "--data_dir", str(folder), "--captions", str(tmp_path / "said.json")]
-    sentence = f"--model_path {tmp_path}: its family is qwen2_5_vl, not sa2va$"
+    sentence = f"--model_path {tmp_path}: its family is qwen_vl, not sa2va$"
     with pytest.raises(SystemExit, match=sentence):
         dlc_bench.main([*argv, "--model_path", str(tmp_path)])
 
