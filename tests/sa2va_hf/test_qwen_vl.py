@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from sa2va_hf import Sa2VAConfig, Sa2VAModel, Sa2VAProcessor
 from sa2va_hf.families import FAMILIES
 from sa2va_hf.qwen_images import inference_size
+from sa2va_hf.qwen_vl import num_deepstack
 from tests.sa2va_hf.tiny_qwen import IDS, TEXT, config, write_folder
 
 NAMES = {"qwen25vl": "Qwen2.5-VL", "qwen3vl": "Qwen3-VL"}
@@ -143,7 +144,7 @@ def test_tokenizer_of_another_model(copy):
 
 def test_number_of_image_tokens(folder):
     model = Sa2VAModel.from_pretrained(folder)
-    features = torch.zeros(2, model.config.llm.hidden_size * (1 + model.num_deepstack))
+    features = torch.zeros(2, model.config.llm.hidden_size * (1 + num_deepstack(model.model)))
     with pytest.raises(ValueError, match="hold 1 <.image_pad.> tokens, the images give 2 features"):
         model.embed(torch.tensor([[IDS["<|image_pad|>"]]]), features)
 
