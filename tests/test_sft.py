@@ -95,7 +95,7 @@ def test_boxes_and_points_of_a_published_set_are_taught(tmp_path):
 class Speller:
     """A policy whose tokens are letters."""
 
-    device = torch.device("cpu")
+    device, coordinates = torch.device("cpu"), "pixels"
 
     def encode_text(self, text):
         return text
