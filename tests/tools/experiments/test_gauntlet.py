@@ -12,6 +12,7 @@ from rl_train.policies.sa2va_queries import blank_features
 from tests.runs import CHECKPOINT, on_one_core
 from tools.experiments.gauntlet import __main__ as gauntlet
 from tools.experiments.gauntlet.regions import Regions
+from tools.experiments.scalar_baseline import GRIDS
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -34,8 +35,11 @@ def argv(data, output, *more) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + [*more]
 
 
-def test_as_a_user_runs_it(data, tmp_path, capsys):
-    gauntlet.main(argv(data, tmp_path / "out"))
+def test_as_a_user_runs_it(data, tmp_path, capsys, monkeypatch):
+    for name in GRIDS:
+        monkeypatch.setitem(GRIDS, name, ([0.5, 1.0], 1.0))
+    twice = ["--model_path", str(CHECKPOINT), str(CHECKPOINT), "--latent_std", "1"]
+    gauntlet.main(argv(data, tmp_path / "out", *twice))
     printed, text = capsys.readouterr().out, (tmp_path / "out" / "table.md").read_text()
     assert text in printed and "chosen on 4 training regions, measured on 3 held-out" in text
     found = json.loads((tmp_path / "out" / "table.json").read_text())
@@ -44,8 +48,13 @@ def test_as_a_user_runs_it(data, tmp_path, capsys):
         best, *_ = rows[0]["measures"].values()
         assert best["fraction"] in (None, pytest.approx(1)) and len(rows) > 9
         assert all(len(of["iou"]) == 3 for of in values[0].values())
+        assert len(values) == 2 and values[0] == values[1]  # of one model
+        assert all(row["measures"]["iou"]["checkpoints"]["half"] == 0 for row in rows)
+    assert "± checkpoints" in text
     with pytest.raises(SystemExit, match="gauntlet: --output_dir .*: holds a table, name another"):
         gauntlet.main(argv(data, tmp_path / "out"))
+    with pytest.raises(SystemExit, match="gauntlet: --num_generations 1: "):
+        gauntlet.main(argv(data, tmp_path / "a", "--num_generations", "1"))
     shared = argv(data, tmp_path / "b", "--eval_data_dir", str(data / "train"))
     with pytest.raises(SystemExit, match="gauntlet: --data_dir .* share images"):
         gauntlet.main(shared)
@@ -61,13 +70,14 @@ def test_held_out_regions_are_read_when_all_is_chosen(monkeypatch):
 
     def loop(name):
         return SimpleNamespace(
-            choose=lambda regions, _: order.append(f"{name} chooses on {regions}") or name,
+            choose=lambda regions, *_: order.append(f"{name} chooses on {regions}") or name,
             measure=lambda regions, chosen, _: order.append(f"{chosen} measured on {regions}"),
         )
 
     monkeypatch.setattr(gauntlet, "Regions", opened)
     monkeypatch.setattr(gauntlet, "LOOPS", {1: ("", loop("1")), 2: ("", loop("2"))})
-    flags = dict.fromkeys(("max_prompt_length", "batch_size", "num_workers", "num_generations"))
+    names = "max_prompt_length batch_size num_workers num_generations latent_std"
+    flags = dict.fromkeys(names.split())
     args = Namespace(loops=[1, 2], max_completion_length=8, **flags)
     gauntlet.results_of(None, "training", "heldout", args)
     assert order == [

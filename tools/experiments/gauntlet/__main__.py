@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
-from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE
+from rl_train.config.flags import AT_LEAST_2, COUNT, COUNT_OR_0, POSITIVE, WEIGHT
 from rl_train.config.grpo_config import DataConfig
 from rl_train.data import DATASETS
 from rl_train.data.split import sample_regions, split_dataset
@@ -53,7 +53,13 @@ def build_parser() -> FlagParser:
     add("--dataset", choices=list(DATASETS), default="gar", help="format of both")
     add("--num_samples", type=COUNT, default=256, help="to choose on, spread over images")
     add("--eval_samples", type=COUNT, default=128, help="held out; as of rl_train.train")
-    add("--num_generations", type=COUNT, default=8, help="G, samples of each region")
+    add("--num_generations", type=AT_LEAST_2, default=8, help="G, samples of each region")
+    add(
+        "--latent_std",
+        type=lambda text: text if text == "auto" else WEIGHT(text),
+        default="auto",
+        help="of the noise by which masks are sampled, as of rl_train.train",
+    )
     add("--temperature", type=POSITIVE, default=1.0, help="of the samples")
     add("--batch_size", type=COUNT, default=8)
     add("--max_completion_length", type=COUNT, default=128)
@@ -84,7 +90,7 @@ def results_of(
         )
 
     training, G = opened(chosen_on), args.num_generations
-    chosen = {loop: LOOPS[loop][1].choose(training, G) for loop in args.loops}
+    chosen = {loop: LOOPS[loop][1].choose(training, G, args.latent_std) for loop in args.loops}
     del training
     regions = opened(heldout)
     return {loop: LOOPS[loop][1].measure(regions, chosen[loop], G) for loop in args.loops}

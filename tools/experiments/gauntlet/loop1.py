@@ -50,8 +50,11 @@ def sample_scores(regions: Regions, num_generations: int) -> dict[str, torch.Ten
     }
 
 
-def choose(training: Regions, num_generations: int) -> Chosen:
-    """Choose every cheap cause by the listener's reward on training regions."""
+def choose(training: Regions, num_generations: int, latent_std: float | str) -> Chosen:
+    """Choose every cheap cause by the listener's reward on training regions.
+
+    Args: latent_std: of loop 2 alone.
+    """
     captions = training.greedy_captions()
     chosen = rewordings(
         captions,

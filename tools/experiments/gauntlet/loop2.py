@@ -96,10 +96,12 @@ def sample_scores(
     }
 
 
-def choose(training: Regions, num_generations: int) -> Chosen:
+def choose(training: Regions, num_generations: int, latent_std: float | str) -> Chosen:
     """Choose every cheap cause on training regions, by the IoU with them: the strongest rivals."""
     require_wordnet()
-    options = CaptionMaskCaption.Options(mask_loss_coef=0.0, likelihood_weight=0.5)
+    options = CaptionMaskCaption.Options(
+        latent_std=latent_std, mask_loss_coef=0.0, likelihood_weight=0.5
+    )
     task = CaptionMaskCaption(options, TaskContext(training.policy, OneModel(), training.tokens))
     task.action.calibrate([batch for batch, _ in training.parts], training.tokens)
     causes = variants_of(training)

@@ -135,7 +135,7 @@ def measure_variants(regions: Regions, variants: dict[str, Variant]) -> dict[str
         for name, values in measured.items():
             masks = segmented.masks if name == UNCHANGED else variants[name](answered)
             values["iou"] += mask_iou(masks, targets).tolist()
-            values["found"] += on_target(masks, targets, batch.distractors).tolist()
+            values["found"] += on_target(masks, batch.masks, batch.distractors).tolist()
     regions.check()
     return measured
 

@@ -129,7 +129,9 @@ class Regions:
         masks, confidence = segmented.masks, segmented.confidence
         targets = [batch.masks[i].to(self.policy.device) for i in index]
         ious = mask_iou(masks, targets).tolist()
-        found = on_target(masks, targets, [batch.distractors[i] for i in index]).tolist()
+        # The other objects are on the CPU, as the data set's masks are.
+        others, own = ([values[i] for i in index] for values in (batch.distractors, batch.masks))
+        found = on_target(masks, own, others).tolist()
         for (row, text), iou, hit, sure, mask in zip(pairs, ious, found, confidence, masks):
             spoken = bool(phrase(text))
             self.heard[row, text] = Heard(
