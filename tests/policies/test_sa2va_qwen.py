@@ -337,3 +337,31 @@ def test_narrow_images_are_damaged_samples(policy, scenes):
     narrow = scenes[0] | dict(image=scenes[0]["image"].resize((2000, 8)))
     with pytest.raises(DamagedSample, match="image of 2000x8 pixels, narrower than 1 to 200"):
         preprocessor.check(narrow)
+
+
+def test_the_fast_path_takes_qwen25vl(folder, scenes):
+    """Its kernels' torch form, on the CPU; Qwen3-VL's layers are left to transformers' modules."""
+    policy = policy_of(folder)
+    for name, parameter in policy.trainable.items():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    batch = Batches(scenes, policy.preprocessor(8))[[0, 1, 2, 3]]
+    images, results = policy.encode(batch), {}
+    prompts = policy.segment_prompts(images, [0, 0, 1, 2], ["a", "a b", "c", "d"])
+    drawn = policy.describe_prompts(images, [0, 0, 1], batch.inputs.prompt_masks[[0, 1, 1]])
+    uniforms = torch.rand(8, 3, generator=torch.Generator().manual_seed(0))
+    slow = policy.engine.fast_on
+    for path in (slow, ("cpu",)) if slow else (slow,):
+        policy.engine.fast_on = path
+        rollout = policy.sample(batch, images, prompts, 2, 3, uniforms)
+        with torch.no_grad():
+            results[path] = [
+                rollout.logp,
+                policy.score(rollout).logp,
+                policy.read(images, prompts),
+                policy.read(images, drawn),
+            ]
+    policy.engine.release()
+    assert bool(slow) == ("qwen25vl" in str(folder))
+    for one, other in zip(*results.values()) if slow else ():
+        assert torch.allclose(one, other, atol=1e-4)
