@@ -87,6 +87,41 @@ _RULES = [
     (r"(\.fuser\.layers\.\d+)\.pointwise_conv([12])\.", r"\1.pwconv\2."),
     (rf"^({re.escape(_SAM)}.*)\.o_proj\.", r"\1.out_proj."),
 ]
+# SAM3's tracker, applied before _RULES, which complete the names that it has in common with SAM2.
+_TRUNK = ".backbone.vision_backbone.trunk"
+_SAM3_RULES = [
+    (r"\.vision_encoder\.backbone\.embeddings\.position_embeddings$", f"{_TRUNK}.pos_embed"),
+    (r"\.class_position$", f"{_TRUNK}.pos_embed"),
+    (
+        r"\.vision_encoder\.backbone\.embeddings\.patch_embeddings\.projection\.",
+        f"{_TRUNK}.patch_embed.proj.",
+    ),
+    (r"\.vision_encoder\.backbone\.layer_norm\.", f"{_TRUNK}.ln_pre."),
+    (r"\.vision_encoder\.backbone\.layers\.", f"{_TRUNK}.blocks."),
+    (r"(\.trunk\.blocks\.\d+)\.layer_norm([12])\.", r"\1.norm\2."),
+    (r"(\.trunk\.blocks\.\d+)\.attention\.[qkv]_proj\.", r"\1.attn.qkv."),
+    (r"(\.trunk\.blocks\.\d+)\.attention\.o_proj\.", r"\1.attn.proj."),
+    # the necks of the tracker and of the detector
+    (r"\.vision_encoder\.neck\.fpn_layers\.", ".backbone.vision_backbone.sam2_convs."),
+    (r"\.detector_neck\.fpn_layers\.", ".backbone.vision_backbone.convs."),
+    (r"(convs\.0)\.scale_layers\.0\.", r"\1.dconv_2x2_0."),
+    (r"(convs\.0)\.scale_layers\.2\.", r"\1.dconv_2x2_1."),
+    (r"(convs\.1)\.scale_layers\.0\.", r"\1.dconv_2x2."),
+    (r"(convs\.\d)\.proj1\.", r"\1.conv_1x1."),
+    (r"(convs\.\d)\.proj2\.", r"\1.conv_3x3."),
+    # mask decoder and memory
+    (r"(\.transformer\.layers\.\d+\.mlp)\.proj_in\.", r"\1.lin1."),
+    (r"(\.transformer\.layers\.\d+\.mlp)\.proj_out\.", r"\1.lin2."),
+    (r"\.temporal_positional_encoding_projection_layer\.", ".obj_ptr_tpos_proj."),
+    (r"\.occlusion_spatial_embedding_parameter$", ".no_obj_embed_spatial"),
+    (r"\.memory_attention\.layer_norm\.", ".transformer.encoder.norm."),
+    (
+        r"\.memory_attention\.layers\.(\d+)\.layer_norm(\d)\.",
+        r".transformer.encoder.layers.\1.norm\2.",
+    ),
+    (r"\.memory_attention\.", ".transformer.encoder."),
+]
+_SAM3_LAST_RULES = [(r"\.memory_encoder\.", ".maskmem_backbone.")]  # applied after _RULES
 # InternLM2, whose native modules are Llama's. Qwen2's native names are the original ones.
 _INTERNLM2_RULES = [
     (r"^language_model\.model\.embed_tokens\.", "language_model.model.tok_embeddings."),
@@ -99,29 +134,44 @@ _INTERNLM2_RULES = [
     (r"^(language_model\..*)\.input_layernorm\.", r"\1.attention_norm."),
     (r"^(language_model\..*)\.post_attention_layernorm\.", r"\1.ffn_norm."),
 ]
-_VISION_QKV = re.compile(r"^vision_model\..*\.attention\.([qkv])_proj\.")
+_VISION_QKV = re.compile(
+    r"^(?:vision_model|grounding_encoder\.vision_encoder)\..*\.attention\.([qkv])_proj\."
+)
+# Of SAM3: positions of the class token (part 0) and of the patches (part 1), joined along dim 1.
+_POSITIONS = re.compile(
+    r"^grounding_encoder\.(?:(class_position)|vision_encoder\..*\.position_embeddings)$"
+)
 _INTERNLM2_QKV = re.compile(r"^language_model\..*\.self_attn\.([qkv])_proj\.")
 _DOWNSAMPLER = re.compile(r"\.mask_downsampler\.layers\.(\d)\.(conv|layer_norm)\.")
 
 
-def original_keys(native: str, llm: PreTrainedConfig | None = None) -> tuple[list[str], int | None]:
+def original_keys(
+    native: str, llm: PreTrainedConfig | None = None, sam3: bool = False
+) -> tuple[list[str], int | None]:
     """Return (keys, part): where the native tensor `native` lies in the original layout.
 
     One key and None for a plain copy; one key and 0, 1 or 2 for q, k or v of a fused tensor (see
-    `_fused_heads`); four keys and None for point embeddings, which are concatenated along dim 0.
+    `_fused_heads`); one key and 0 or 1 for SAM3's positions (see `_POSITIONS`); four keys and None
+    for point embeddings, which are concatenated along dim 0.
 
     Args:
         llm: the native config of the LLM; a LlamaConfig has InternLM2's names, others Qwen2's.
+        sam3: whether `grounding_encoder` is SAM3 and not SAM2.
     """
     # The original is one Sequential of (convolution, LayerNorm, GELU), three indices a layer.
     key = _DOWNSAMPLER.sub(
         lambda m: f".mask_downsampler.encoder.{3 * int(m[1]) + (m[2] == 'layer_norm')}.", native
     )
     internlm2 = isinstance(llm, LlamaConfig)
-    for pattern, replacement in _RULES + (_INTERNLM2_RULES if internlm2 else []):
+    rules = _RULES + (_INTERNLM2_RULES if internlm2 else [])
+    if sam3 and native.startswith("grounding_encoder."):
+        rules = _SAM3_RULES + rules + _SAM3_LAST_RULES
+    for pattern, replacement in rules:
         key = re.sub(pattern, replacement, key)
     if "{}" in key:  # the four point embeddings
         return [key.format(i) for i in range(4)], None
+    if sam3 and (positions := _POSITIONS.match(native)):
+        return [key], int(not positions[1])
     qkv = _VISION_QKV.match(native) or (_INTERNLM2_QKV.match(native) if internlm2 else None)
     return [key], "qkv".index(qkv[1]) if qkv else None
 
@@ -139,13 +189,17 @@ def _fused_heads(native: str, llm: PreTrainedConfig | None) -> tuple[int, tuple[
 
 
 def original_shapes(
-    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None
+    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None, sam3: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """Return {original key: shape} that a model of this state, real or meta, reads and writes."""
     shapes = {}
     for name, tensor in native_state.items():
-        keys, part = original_keys(name, llm)
+        keys, part = original_keys(name, llm, sam3)
         rows, *others = tensor.shape
+        if sam3 and _POSITIONS.match(name):
+            others[0] += shapes[keys[0]][1] if keys[0] in shapes else 0
+            shapes[keys[0]] = (rows, *others)
+            continue
         if part is not None:  # q, k and v in one tensor
             rows += shapes.get(keys[0], [0])[0]
         elif len(keys) > 1:
@@ -155,11 +209,16 @@ def original_shapes(
 
 
 def native_tensor(
-    name: str, read: Callable[[str], torch.Tensor], llm: PreTrainedConfig | None = None
+    name: str,
+    read: Callable[[str], torch.Tensor],
+    llm: PreTrainedConfig | None = None,
+    sam3: bool = False,
 ) -> torch.Tensor:
     """Build the native tensor `name` of original ones, which `read(key)` returns."""
-    keys, part = original_keys(name, llm)
+    keys, part = original_keys(name, llm, sam3)
     tensors = [read(key) for key in keys]
+    if sam3 and _POSITIONS.match(name):
+        return tensors[0].split([1, tensors[0].shape[1] - 1], dim=1)[part]
     if part is not None:
         groups, heads = _fused_heads(name, llm)
         size = len(tensors[0]) // (groups * sum(heads))  # rows of a head
@@ -169,13 +228,15 @@ def native_tensor(
 
 
 def to_original(
-    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None
+    native_state: dict[str, torch.Tensor], llm: PreTrainedConfig | None = None, sam3: bool = False
 ) -> dict[str, torch.Tensor]:
     """Convert a native state dict to the original layout; joined or split tensors are new."""
-    out, fused = {}, {}
+    out, fused, positions = {}, {}, {}
     for name, tensor in native_state.items():
-        keys, part = original_keys(name, llm)
-        if part is not None:
+        keys, part = original_keys(name, llm, sam3)
+        if sam3 and _POSITIONS.match(name):
+            positions.setdefault(keys[0], {})[part] = tensor
+        elif part is not None:
             groups, _ = _fused_heads(name, llm)
             fused.setdefault(keys[0], {})[part] = tensor.unflatten(0, (groups, -1))
         elif len(keys) > 1:
@@ -186,4 +247,6 @@ def to_original(
     # A module has all of q, k and v, whatever their order in the state.
     for key, parts in fused.items():
         out[key] = torch.cat([parts[i] for i in range(3)], dim=1).flatten(0, 1)
+    for key, parts in positions.items():
+        out[key] = torch.cat([parts[i] for i in range(2)], dim=1)
     return out

@@ -10,11 +10,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig, Sam2VideoConfig, Sam2VisionConfig
+from transformers import (
+    PreTrainedConfig,
+    Sam2VideoConfig,
+    Sam2VisionConfig,
+    Sam3TrackerVideoConfig,
+)
 from transformers.models.sam2_video.configuration_sam2_video import (
     Sam2VideoMaskDecoderConfig,
     Sam2VideoPromptEncoderConfig,
 )
+
+from .weights import holds_sam3
 
 # SAM 2.0 Hiera-L at 1024: the original code hard-codes it, no published config.json mentions it.
 HIERA_L = dict(
@@ -52,7 +59,7 @@ class Sa2VAConfig:
         folder: where it was read, whose other files belong to it; None without one.
         template: name of the chat template in `sa2va_hf.templates.PROMPT_TEMPLATE`; files may have
             - for _.
-        llm, sam2: native configurations of the language model and of SAM2.
+        llm, sam2: native configurations of the language model and of SAM2, or of SAM3 in its place.
         seg_state: which last hidden state at [SEG] prompts SAM2, "before_norm" or "after_norm".
         tied: embed_tokens and lm_head are one tensor; the file may still hold two.
         tokens_per_tile: tokens in a prompt of one of the pieces in which images are counted.
@@ -80,11 +87,21 @@ class Sa2VAConfig:
     def __init__(self, **raw: Any):
         self.raw = {**self.defaults, **copy.deepcopy(raw)}
         self.read()
-        self.sam2 = self._sam2()
+        # A key of ours, for small models: no original file says that its model has SAM3.
+        self.sam2 = self._sam3() if "sam3_config" in self.raw else self._sam2()
 
     def read(self):
         """Derive the family's attributes from `raw`; ValueError if they are not supported."""
         raise NotImplementedError
+
+    def _sam3(self) -> Sam3TrackerVideoConfig:
+        # The native defaults are the original's.
+        return Sam3TrackerVideoConfig(**copy.deepcopy(self.raw.get("sam3_config", {})))
+
+    @property
+    def has_sam3(self) -> bool:
+        """Whether the masks are drawn by SAM3 and not by SAM2."""
+        return isinstance(self.sam2, Sam3TrackerVideoConfig)
 
     def _sam2(self) -> Sam2VideoConfig:
         # A key of ours, for small models: the original's files have none.
@@ -143,6 +160,8 @@ class Sa2VAConfig:
             raise ValueError(f"{file} is not valid JSON: {error}") from error
         config = cls(**(raw | changes))
         config.folder = Path(path)
+        if holds_sam3(config.folder):
+            config.sam2 = config._sam3()
         return config
 
     @property

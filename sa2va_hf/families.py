@@ -108,11 +108,12 @@ def describe(model: Sa2VAModel, region_prompt: str) -> str:
     """
     config, llm = model.config, model.config.llm
     trained = "" if region_prompt == "tokens" else ", which no published model was trained on"
+    sam = "SAM3" if config.has_sam3 else "SAM2"
     seg = {"after_norm": "after", "before_norm": "before"}[config.seg_state]
     return (
         f"Sa2VA of {family_of(config.raw).name}, written by transformers "
         f"{config.raw.get('transformers_version', '(not said)')}: LLM of {llm.num_hidden_layers} "
-        f"layers, width {llm.hidden_size}, {llm.vocab_size} tokens; SAM2 at "
+        f"layers, width {llm.hidden_size}, {llm.vocab_size} tokens; {sam} at "
         f"{config.sam2.image_size} pixels; template {config.template}; {model.image_token} is "
         f"{model.img_context_id}, [SEG] {model.seg_id}, its state {seg} the final norm; region "
         f"prompts: {region_prompt}{trained}"

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import nn
-from transformers import Sam2VideoModel
 from transformers.initialization import no_init_weights
 
 from . import checkpoint_keys, loading, weights
@@ -23,6 +22,7 @@ from .hub import model_folder
 from .mask_decoder import decode_candidates, decoder_features
 from .prediction import MAX_NEW_TOKENS, predict_forward
 from .processing_sa2va import normalise_sam_pixels
+from .sam3 import build_sam, gate, image_features
 from .templates import token_ids
 from .tokenizer import load_tokenizer
 from .weights import default_dtype
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Sa2VAModel(nn.Module):
-    """Sa2VA of native modules; `grounding_encoder` is SAM2.
+    """Sa2VA of native modules; `grounding_encoder` is SAM2 or SAM3.
 
     `Sa2VAModel(config)` and `Sa2VAModel.from_pretrained(folder)` return the class of the
     configuration's family (`families.FAMILIES`).
@@ -65,11 +65,7 @@ class Sa2VAModel(nn.Module):
         self.config = config
         self.build(config)
         width = config.llm.hidden_size
-        self.grounding_encoder = Sam2VideoModel(config.sam2)
-        # One Gaussian matrix in the original, held by two native modules.
-        self.grounding_encoder.prompt_encoder.shared_embedding = (
-            self.grounding_encoder.shared_image_embedding
-        )
+        self.grounding_encoder = build_sam(config.sam2)
         self.text_hidden_fcs = nn.Sequential(
             nn.Linear(width, width),
             nn.ReLU(),
@@ -148,15 +144,15 @@ class Sa2VAModel(nn.Module):
         if sam_pixels.dtype == torch.uint8:
             sam_pixels = normalise_sam_pixels(sam_pixels)
         dtype = self.grounding_encoder.no_memory_embedding.dtype
-        return list(self.grounding_encoder.vision_encoder(sam_pixels.to(dtype)).fpn_hidden_states)
+        return image_features(self.grounding_encoder, sam_pixels.to(dtype))
 
     def decode_masks(
         self, features: list[torch.Tensor], image: torch.Tensor, prompts: torch.Tensor
     ) -> torch.Tensor:
         """Return float32 mask logits (P, 256, 256) of language prompts.
 
-        Of three candidates it is the one with the highest predicted IoU. The object score does not
-        gate the mask.
+        Of three candidates it is the one with the highest predicted IoU. The object score gates
+        the mask of SAM3 alone.
 
         Args:
             features: `sam_features` of B images.
@@ -169,8 +165,9 @@ class Sa2VAModel(nn.Module):
         # An image's features for each of its prompts: (P, ..).
         levels = [level[image] for level in decoder_features(sam, features)]
         # (P, 3, 256, 256), (P, 3)
-        masks, iou, _, _ = decode_candidates(sam, levels[:2], levels[2], prompts)
-        return masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
+        masks, iou, _, score = decode_candidates(sam, levels[:2], levels[2], prompts)
+        best = masks[torch.arange(len(masks), device=masks.device), iou.argmax(-1)].float()
+        return gate(sam, best, score)
 
     def mask_logits(self, sam_pixels: torch.Tensor, prompts: torch.Tensor) -> torch.Tensor:
         """Return mask logits (n, 256, 256) of prompts (n, 256) in images (n, 3, 1024, 1024)."""
@@ -283,7 +280,7 @@ class Sa2VAModel(nn.Module):
         elif self.language_model.lm_head.weight is self.language_model.model.embed_tokens.weight:
             # Of two names of one storage only one would be written.
             state[self.lm_head_key] = state[self.lm_head_key].clone()
-        original = checkpoint_keys.to_original(state, self.config.llm)
+        original = checkpoint_keys.to_original(state, self.config.llm, self.config.has_sam3)
         state = {key: tensor.detach().to("cpu", dtype) for key, tensor in original.items()}
         Path(path).mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(state, path, max_shard_size=max_shard_size, metadata={"format": "pt"})

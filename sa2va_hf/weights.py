@@ -45,12 +45,8 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
     elif tied and files.keys() & names.keys():  # one tensor under either name
         present, absent = sorted(names, key=lambda key: key not in files)
         files[absent], source, model.unwritten = files[present], {absent: present}, names[absent]
-    if any(SAM3_KEY in key for key in files):
-        raise ValueError(
-            f"{folder}: its files hold SAM3 in the place of SAM2, which is not supported yet"
-        )
-    state = model.state_dict()
-    check_keys(folder, files, original_shapes(state, config))
+    state, has_sam3 = model.state_dict(), model.config.has_sam3
+    check_keys(folder, files, original_shapes(state, config, has_sam3))
     # All files stay open: a native tensor may be put together of several.
     with contextlib.ExitStack() as stack:
         readers = {
@@ -62,7 +58,7 @@ def load(model: nn.Module, folder: Path, write: Callable[[torch.Tensor, torch.Te
             return readers[files[key]].get_tensor(source.get(key, key))
 
         for name, tensor in state.items():
-            write(tensor, native_tensor(name, read, config))
+            write(tensor, native_tensor(name, read, config, has_sam3))
     if tied and torch.equal(llm.lm_head.weight, llm.model.embed_tokens.weight):
         llm.lm_head.weight = llm.model.embed_tokens.weight
 
@@ -102,6 +98,16 @@ def find_keys(folder: Path) -> dict[str, Path]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or truncated: {error}") from error
     return files
+
+
+def holds_sam3(folder: Path) -> bool:
+    """Return whether a folder's weights have SAM3's names; False without weights.
+
+    No config.json says which of SAM2 and SAM3 a model has.
+    """
+    if not (folder / INDEX).is_file() and not (folder / "model.safetensors").is_file():
+        return False
+    return any(SAM3_KEY in key for key in find_keys(folder))
 
 
 def check_keys(path: Path, files: dict[str, Path], expected: dict[str, tuple[int, ...]]):

@@ -55,7 +55,9 @@ GROUPS = TRAINABLE | {
     "embeddings": r"^(language_model|model)\.(.*\.)?(embed_tokens|lm_head)\.",
     "language_model": r"^(language_model\.model|model\.model\.language_model)\.(layers|norm)\.",
     "vision": rf"^({VISION})\.",
-    "sam2_encoder": r"^grounding_encoder\.(vision_encoder\.|no_memory_embedding$)",
+    # SAM3's fourth level is not used.
+    "sam2_encoder": r"^grounding_encoder\.(vision_encoder\.(?!neck\.fpn_layers\.3\.)"
+    r"|no_memory_embedding$)",
 }
 LINEARS = rf".*language_model\..*\.({'|'.join(lora.PROJECTIONS)})"  # of a Qwen-VL's text decoder
 ENCODERS = {"vision", "sam2_encoder"}  # groups that train through `encode`
