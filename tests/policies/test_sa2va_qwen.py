@@ -22,7 +22,7 @@ from sa2va_hf import Sa2VAModel
 from sa2va_hf.qwen_images import draw_region, patches, region_box
 from tests import runs, supervised
 from tests.runs import curve, weights
-from tests.sa2va_hf.tiny_qwen import IDS, write_folder
+from tests.sa2va_hf.tiny_qwen import IDS, write_folder, write_sam3_folder
 from tools import evaluate, export, predict
 from tools.demo import refcoco_writer
 
@@ -239,17 +239,14 @@ def resumed(run, whole, folder, middle, last, **changes):
     return run(output=again, resume="", **changes)
 
 
-def test_ten_steps_of_both_loops(folder, data, tmp_path, capsys):
-    """Gradient in every group, rewards that vary; and after a kill the same numbers."""
+def ten_steps_of_both_loops(folder, data, tmp_path):
+    """Check gradient in every group, rewards that vary, and after a kill the same numbers."""
 
     def run(output, **changes):
         settings = LOOPS | dict(max_steps=10, save_steps=8, likelihood_weight=1)
         return runs.run(data, output, model_path=folder, **settings | changes)
 
     whole = run(tmp_path / "whole")
-    printed = capsys.readouterr().out
-    assert "written by transformers 4.57.1: LLM of 3 layers" in printed
-    assert "region prompts: outline, which no published model was trained on" in printed
     for group in GROUPS:
         assert max(curve(whole, f"grad_norm/{group}").values()) > 0
     for tag in ("loop1/reward_mean", "loop2/reward_mean"):
@@ -257,6 +254,19 @@ def test_ten_steps_of_both_loops(folder, data, tmp_path, capsys):
     again = resumed(run, whole, tmp_path / "again", 8, 10)
     a, b = weights(whole, 10), weights(again, 10)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_ten_steps_of_both_loops(folder, data, tmp_path, capsys):
+    ten_steps_of_both_loops(folder, data, tmp_path)
+    printed = capsys.readouterr().out
+    assert "written by transformers 4.57.1: LLM of 3 layers" in printed
+    assert "region prompts: outline, which no published model was trained on" in printed
+
+
+def test_ten_steps_of_both_loops_with_sam3(data, tmp_path, capsys):
+    """Loop 2 samples the prompt of SAM3's masks as it samples that of SAM2's."""
+    ten_steps_of_both_loops(write_sam3_folder(tmp_path / "sam3"), data, tmp_path)
+    assert "SAM3 at 224 pixels" in capsys.readouterr().out
 
 
 def test_supervised_training_and_its_export(folder, data, tmp_path):

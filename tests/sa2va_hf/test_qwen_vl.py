@@ -125,10 +125,6 @@ def test_weights_are_loaded_strictly(copy):
         ({key: value for key, value in state.items() if key != norm}, f"1 keys missing ['{norm}']"),
         (state | {"mlp1.0.weight": torch.ones(2)}, "1 unexpected ['mlp1.0.weight']"),
         (state | {norm: torch.ones(3)}, "has shape (3,), config.json asks for (64,)"),
-        (
-            state | {"grounding_encoder.sam2_model.neck.sam2_convs.0.weight": torch.ones(2)},
-            "hold SAM3 in the place of SAM2, which is not supported yet",
-        ),
     ]:
         save_file(changed, file)
         with pytest.raises(ValueError, match=re.escape(words)):

@@ -85,6 +85,53 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+# Keyword arguments of the native configuration: 4 windows, a global layer, masks of 64 x 64.
+SAM3 = dict(
+    image_size=224,
+    vision_config=dict(
+        model_type="sam3_vision_model",
+        fpn_hidden_size=32,
+        backbone_config=dict(
+            model_type="sam3_vit_model",
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=224,
+            pretrain_image_size=112,
+            window_size=8,
+            global_attn_indexes=[1],
+        ),
+    ),
+    prompt_encoder_config=dict(hidden_size=32, image_size=224),
+    mask_decoder_config=dict(
+        hidden_size=32, num_attention_heads=2, mlp_dim=48, iou_head_hidden_dim=32
+    ),
+    memory_attention_hidden_size=32,
+    memory_attention_feed_forward_hidden_size=32,
+    memory_attention_num_layers=1,
+    memory_encoder_hidden_size=32,
+    memory_encoder_output_channels=8,
+    mask_downsampler_embed_dim=32,
+    memory_fuser_embed_dim=32,
+    memory_fuser_intermediate_dim=32,
+)
+
+
+def write_sam3_folder(folder: Path, seed: int = 0) -> Path:
+    """Write a Qwen3-VL with SAM3, of random weights by which every object is present."""
+    torch.manual_seed(seed)
+    raw = {key: value for key, value in config("qwen3vl").items() if key != "sam2_config"}
+    model = Sa2VAModel(Sa2VAConfig(**raw, sam3_config=SAM3))
+    torch.nn.init.normal_(model.model.lm_head.weight, std=0.3)
+    model.model.lm_head.weight.data[IDS["[SEG]"]] *= 3
+    for parameter in model.grounding_encoder.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    model.grounding_encoder.mask_decoder.pred_obj_score_head.proj_out.bias.data.fill_(100.0)
+    return finish(model, folder, "qwen3vl")
+
+
 def write_folder(folder: Path, family: str, seed: int = 0) -> Path:
     """Write a model of `family` with random weights into `folder`."""
     torch.manual_seed(seed)
@@ -98,6 +145,11 @@ def write_folder(folder: Path, family: str, seed: int = 0) -> Path:
     for block in model.modules():
         if isinstance(block, torch.nn.Linear) and block.bias is not None:
             torch.nn.init.normal_(block.bias, std=0.02)
+    return finish(model, folder, family)
+
+
+def finish(model: Sa2VAModel, folder: Path, family: str) -> Path:
+    """Write a model with its tokenizer and its image processor's settings."""
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     patch = PARTS[family]["vision_config"]["patch_size"]
