@@ -52,11 +52,10 @@ def test_rows_that_were_not_scored_stay_so(rolled):
         assert values.isnan().nonzero()[:, 0].tolist() == [1], name
 
 
+@pytest.mark.parametrize("rolled", [1], indirect=True)
 def test_no_image_sees_the_text_alone_in_loop_1(rolled):
     """The same text has the same reward in all images."""
     task, rollout = rolled
-    if task.name != "loop1":
-        pytest.skip("loop 2's sees the mask's place")
     texts = ["a red circle", "zebra zebra zebra", "a red circle", "circle"] * len(rollout.batch)
     rollout = dataclasses.replace(rollout, texts=texts)
     values = AblationReward("no_image")(task, rollout, task.rewards(rollout), (0, 0))
