@@ -17,6 +17,7 @@ from transformers import (
     Sam2VideoModel,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers.models.sam2_video.configuration_sam2_video import Sam2VideoMaskDecoderConfig
 
 from rl_train.config.grpo_config import PolicyConfig
 from rl_train.policies.qwen_vl import build_policy
@@ -149,7 +150,10 @@ WRITERS = dict(qwen2_5_vl=write_qwen, qwen3_vl=write_qwen3)
 def write_sam(folder: Path, seed=0) -> Path:
     """`folder` with a SAM2 for videos, of random weights that heed what they are given."""
     torch.manual_seed(seed)
-    model = Sam2VideoModel(Sam2VideoConfig(**SAM, **SAM_MEMORY))
+    # transformers 5.17 makes another part's configuration of a dictionary.
+    decoder = Sam2VideoMaskDecoderConfig(**SAM_MASK_DECODER)
+    sizes = SAM | SAM_MEMORY | dict(mask_decoder_config=decoder)
+    model = Sam2VideoModel(Sam2VideoConfig(**sizes))
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "norm" not in name:
             torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
