@@ -40,6 +40,7 @@ from tqdm import tqdm
 
 from rl_train import cli, train
 from rl_train.checkpoint import save_load
+from rl_train.distributed import process_group
 from rl_train.evaluation import evaluate
 from rl_train.loggers import tensorboard
 from rl_train.run import build
@@ -57,7 +58,10 @@ KILLED = -signal.SIGKILL
 
 
 class Board:
-    """Numbers that a run shows to the process that forked it: its phase, its file operations."""
+    """Numbers that a run shows to the process that forked it.
+
+    They are its phase, its file operations, and 1 when its ranks have met.
+    """
 
     def __init__(self):
         self.memory = mmap.mmap(-1, 16)  # shared with forks
@@ -86,7 +90,14 @@ def show_phases(board: Board):
 
         return wrapped
 
-    board[0] = 0
+    init_group = process_group.init
+
+    def meet():
+        ranks = init_group()
+        board[2] = 1
+        return ranks
+
+    board[0], process_group.init = 0, meet
     train.train = during("step", train.train, afterwards="end")
     evaluate.evaluate = during("evaluation", evaluate.evaluate)
     save_load.write = during("checkpoint", save_load.write)
@@ -146,6 +157,7 @@ def die_at(operation: int, output: Path, board: Board, torn: bool):
 def fork_run(data: Path, output: Path, board: Board, ranks: list[dict], operation=0, torn=False):
     """Process ids of a run's ranks, the first of which dies at its n-th `operation`, if not 0."""
     sys.stdout.flush()
+    board[2] = 0
     resume = dict(resume="") if (output / "config.json").is_file() else {}
     pids = []
     for rank, environment in enumerate(ranks):
@@ -290,6 +302,9 @@ class Campaign:
         else:
             for _ in range(self.random.randint(1, 3)):
                 pids = fork_run(*self._here(output))
+                # Before ranks have met, a lost one ends the others by torchrun alone.
+                while self.ranks > 1 and not self.board[2]:
+                    time.sleep(0.01)
                 time.sleep(self.random.uniform(0, self.seconds))
                 victim = self.random.randrange(self.ranks)
                 os.kill(pids[victim], signal.SIGKILL)
