@@ -18,11 +18,14 @@ import os, signal, sys
 from rl_train.distributed import process_group
 from rl_train.run.error_report import ErrorReporter
 ranks = process_group.init()
-with ErrorReporter(None, ranks):
-    process_group.gather_objects(None)
-    if ranks.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    process_group.gather_objects(None)
+try:
+    with ErrorReporter(None, ranks):
+        process_group.gather_objects(None)
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        process_group.gather_objects(None)
+finally:  # as `train.main`: gloo's threads end before Python
+    process_group.close()
 """
 
 
