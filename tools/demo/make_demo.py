@@ -35,7 +35,7 @@ from rl_train.utils.command_line import FlagParser, run_program
 from sa2va_hf import Sa2VAConfig, Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tools.demo.model import initialise, make_tokenizer
-from tools.demo.new_folder import save
+from tools.demo.new_folder import complete_or_absent, save
 from tools.demo.scenes import HELDOUT, TINY, TRAIN, WARM_START, Kind, in_order, make_scene
 from tools.demo.sizes import SIZES, Size
 from tools.demo.unsettle import unsettle
@@ -205,13 +205,15 @@ def main(argv: list[str] | None = None):
         if not (args.output_dir / name).exists():
             began, folder = time.perf_counter(), args.output_dir / name
             print(f"drawing {count} scenes into {folder}", flush=True)
-            write_split(folder, args.seed, split, count, size.kind, args.workers)
+            with complete_or_absent(folder) as unfinished:
+                write_split(unfinished, args.seed, split, count, size.kind, args.workers)
             print(f"drawn in {time.perf_counter() - began:.0f} s", flush=True)
     checkpoint = args.output_dir / "checkpoint"
     if args.train_checkpoint:
         train_checkpoint(args.output_dir, size, args)
     elif not checkpoint.exists():
-        shutil.copytree(SHIPPED_CHECKPOINT, checkpoint)
+        with complete_or_absent(checkpoint) as unfinished:
+            shutil.copytree(SHIPPED_CHECKPOINT, unfinished, dirs_exist_ok=True)
     load_tokenizer(checkpoint)
     print(f"demo: {args.output_dir}/train, {args.output_dir}/heldout, {checkpoint}")
     print(f"What the demo shows: {SHOWS}", flush=True)

@@ -21,17 +21,18 @@ from tqdm import tqdm
 
 from rl_train.utils.command_line import FlagParser, run_program
 from tools.demo.clump_scenes import rows
+from tools.demo.new_folder import complete_or_absent
 from tools.demo.points_drawing import DrawingStart
 from tools.demo.points_model import make_tokenizer, new_qwen, new_sam, save_qwen, save_sam
 from tools.demo.points_warm_start import PointingStart, draw
 from tools.demo.scenes import HELDOUT, TRAIN
 from tools.gar_writer import write_gar
 
-# docs/results.md has the figures.
+# docs/points.md has the figures.
 SHOWS = """the loop works from end to end, and rewards and evaluation metrics rise.
 It does not show that the model learns to see where a negative point helps. What it learns is a
 habit: a reward for any negative point that is not at the middle of the image, which sees neither
-image nor phrase nor mask, gains as much (docs/results.md)."""
+image nor phrase nor mask, gains as much (docs/points.md)."""
 MODELS = ("qwen", "sam")
 SHIPPED = Path(__file__).parent / "points_checkpoint"
 IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
@@ -88,14 +89,16 @@ def main(argv: list[str] | None = None):
         if not (output / name).exists():
             began, folder = time.perf_counter(), output / name
             print(f"drawing {number} scenes into {folder}", flush=True)
-            write_gar(rows(args.seed, split, number), folder)
+            with complete_or_absent(folder) as unfinished:
+                write_gar(rows(args.seed, split, number), unfinished)
             print(f"drawn in {time.perf_counter() - began:.0f} s", flush=True)
     if args.train_checkpoint:
         steps, scenes = args.warm_start_steps, args.warm_start_scenes
         train_checkpoint(output, args.seed, steps, scenes, args.device)
     for name in MODELS:
         if not (output / name).exists():
-            shutil.copytree(SHIPPED / name, output / name)
+            with complete_or_absent(output / name) as unfinished:
+                shutil.copytree(SHIPPED / name, unfinished, dirs_exist_ok=True)
     print(f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam")
     print(f"What the demo shows: {SHOWS}", flush=True)
 

@@ -1,9 +1,11 @@
-"""Configuration and tokenizer of a new Sa2VA folder.
+"""New folders: of data, complete or absent, and of a Sa2VA.
 
-Both are in the form that the original's code and transformers 4 read too.
+Configuration and tokenizer are in the form that the original's code and transformers 4 read too.
 """
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +13,18 @@ from tokenizers import AddedToken, Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from sa2va_hf import Sa2VAModel
+
+
+@contextlib.contextmanager
+def complete_or_absent(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write in, which is renamed to `folder` once all is written.
+
+    What an interrupted program has left there is written over.
+    """
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    yield unfinished
+    unfinished.rename(folder)
 
 
 def new_config(vision: dict, llm: dict, **top: str | int | float | bool | dict) -> dict:

@@ -35,7 +35,7 @@ from tools.demo.mistakes import MISTAKES, MistakenCaptions, mistaken
 from tools.demo.model import CONFIG, make_tokenizer
 from tools.demo.new_folder import save
 from tools.demo.report import told_apart
-from tools.demo.scenes import MID, TINY, Object, Scene
+from tools.demo.scenes import MID, TINY, TRAIN, Object, Scene, make_scene
 from tools.demo.sizes import SIZES
 
 
@@ -50,6 +50,32 @@ def batch_of(policy, data, number):
     dataset = GraspAnyRegionDataset(data / "train")
     return Batches(dataset, policy.preprocessor(24), distractors=True)[
         list(range(0, 4 * number, 4))
+    ]
+
+
+def test_a_demo_interrupted_while_scenes_are_drawn_is_drawn_anew(tmp_path, monkeypatch):
+    words = ["--output_dir", str(tmp_path), "--train_scenes", "3", "--heldout_scenes", "1"]
+
+    def interrupted(*args, **options):
+        if args[2] == 1:
+            raise KeyboardInterrupt
+        return make_scene(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make_demo, "make_scene", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            main(words)
+    assert not (tmp_path / "train").exists()
+    main(words)
+    main(words)  # all is there: nothing is drawn
+    assert len(GraspAnyRegionDataset(tmp_path / "train")) == sum(
+        len(make_scene(0, TRAIN, i).objects) for i in range(3)
+    )
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "attributes.json",
+        "checkpoint",
+        "heldout",
+        "train",
     ]
 
 
