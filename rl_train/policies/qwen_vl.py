@@ -24,6 +24,7 @@ from rl_train.policies.qwen_vl_inputs import QUESTION_TOKENS, QwenPreprocessor
 from rl_train.policies.qwen_vl_model import (
     VERSIONS,
     PointModel,
+    Version,
     check_sam,
     image_preprocessing,
     load_qwen,
@@ -101,9 +102,7 @@ class QwenVLPolicy(Policy):
         self.stop = StopText(tokenizer, STOP_TEXTS, vlm.config.text_config.vocab_size)
         self.base_dtype = vlm.lm_head.weight.dtype
         self.pad_id, self.image_token = tokenizer.pad_token_id, vlm.config.image_token_id
-        system = version.system_prompt
-        system = f"{SYSTEM_START}{system}{SYSTEM_END}" if system else ""
-        self.chat_start = self.encode_text(system + CHAT_START)
+        self.chat_start = self.encode_text(chat_start(version))
         self.after_image = self.encode_text(AFTER_IMAGE)
         self.after_question = self.encode_text(AFTER_QUESTION)
         self.peft = lora.attach_lora(vlm, config.lora_r, config.lora_alpha, targets=LINEARS)
@@ -264,6 +263,12 @@ class QwenVLPolicy(Policy):
         return sam2_prompting.best_masks(
             self.model.sam, images.sam, images.sizes, image_index, groups
         )
+
+
+def chat_start(version: Version) -> str:
+    """Return the text of a conversation before its image."""
+    system = version.system_prompt
+    return f"{SYSTEM_START}{system}{SYSTEM_END}{CHAT_START}" if system else CHAT_START
 
 
 def check_folders(config: PolicyConfig):

@@ -15,8 +15,8 @@ from transformers import (
 
 from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.points.prompts import point_question
-from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, CHAT_START
-from rl_train.policies.qwen_vl_model import SHARED_EMBEDDINGS
+from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, chat_start
+from rl_train.policies.qwen_vl_model import SHARED_EMBEDDINGS, VERSIONS
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE
 from tools.demo.model import QWEN2_PATTERN
 from tools.demo.new_folder import new_tokenizer
@@ -104,7 +104,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     captions = [f"the {color} {shape}" for color in COLORS for shape in SHAPES]
     prompts = [PointPrompt((), ((10, 10),), negative) for negative in ((), ((10, 10),))]
-    texts = [CHAT_START, AFTER_IMAGE, AFTER_QUESTION]
+    texts = [chat_start(VERSIONS["qwen2_5_vl"]), AFTER_IMAGE, AFTER_QUESTION]
     for answer_format in (form(True), form(False)):
         texts += [point_question(caption, answer_format) for caption in captions]
         texts += [answer_format.format(answer) for answer in prompts]

@@ -19,7 +19,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_
 
 from rl_train.points.parser import PointPrompt
 from rl_train.points.prompts import point_question
-from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, CHAT_START
+from rl_train.policies.qwen_vl import AFTER_IMAGE, AFTER_QUESTION, chat_start
+from rl_train.policies.qwen_vl_model import VERSIONS
 from sa2va_hf.processing_sa2va import planes
 from sa2va_hf.qwen_images import ImagePreprocessing, patches
 from tools.demo.clump_scenes import COLORS, SHAPES, SIDE, inside, make_scene
@@ -152,7 +153,7 @@ class PointingStart:
         image = [self.image_token] * self.grid**2
         question_ids = self.ids(point_question(caption, form(negatives)))
         return [
-            *self.ids(CHAT_START),
+            *self.ids(chat_start(VERSIONS["qwen2_5_vl"])),
             *image,
             *self.ids(AFTER_IMAGE),
             *question_ids,
