@@ -100,7 +100,7 @@ class Sa2VAConfig:
 
     @property
     def has_sam3(self) -> bool:
-        """Whether the masks are drawn by SAM3 and not by SAM2."""
+        """True if the masks are drawn by SAM3 and not by SAM2."""
         return isinstance(self.sam2, Sam3TrackerVideoConfig)
 
     def _sam2(self) -> Sam2VideoConfig:

@@ -49,7 +49,7 @@ class StopWords(StoppingCriteria):
 
 @dataclass
 class Request:
-    """What `predict_forward` is asked, beside the model."""
+    """Arguments of `predict_forward`, beside the model."""
 
     text: str
     frames: list[Image.Image]  # the image, or the frames that the LLM sees; [] for text alone

@@ -47,7 +47,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class AblatedRows:
-    """What an ablation may use of N rows."""
+    """Facts of N rows that an ablation may use."""
 
     task: Task
     rollout: Rollout

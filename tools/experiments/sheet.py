@@ -46,7 +46,7 @@ STYLE = "body{font-family:sans-serif;margin:1em} figure{margin:1em 0} figcaption
 
 @dataclass
 class Shown:
-    """What a model says and finds of n samples."""
+    """Captions and masks of a model for n samples."""
 
     captions: list[str]
     heard: list[torch.Tensor]  # masks (H, W) bool by its own captions

@@ -20,7 +20,7 @@ MEASURES = {"iou": "cycle IoU", "found": "object found"}
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen on training regions."""
+    """Choices made on training regions."""
 
     rewordings: list[Rewording]
     picks: list[PickBy]

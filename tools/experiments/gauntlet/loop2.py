@@ -48,7 +48,7 @@ class OneModel:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen on training regions."""
+    """Choices made on training regions."""
 
     variants: dict[str, tuple[str, Variant]]  # {cause: (what was chosen, variant)}
     picks: list[PickBy]

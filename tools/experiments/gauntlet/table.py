@@ -30,7 +30,7 @@ class Rival:
 
 @dataclass(frozen=True)
 class LoopResult:
-    """What a checkpoint's answers, and the cheap causes on them, score on held-out regions."""
+    """Scores of a checkpoint's answers, and of the cheap causes on them, on held-out regions."""
 
     greedy: Measures
     samples: Measures  # mean of G samples

@@ -44,7 +44,7 @@ JPEG = dict(format="JPEG", quality=92, subsampling=0)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a folder of data sets is made with.
+    """Settings that a folder of data sets is made with.
 
     Attributes:
         source: the library or the folder of cut-outs.

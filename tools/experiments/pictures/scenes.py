@@ -32,7 +32,7 @@ CACHED = 600  # pictures held in memory, 256 KiB each
 
 @dataclass(frozen=True)
 class Pool:
-    """What a split's scenes are drawn from.
+    """Sources of a split's scenes.
 
     Attributes:
         root: folder that the pictures' paths begin at.

@@ -1,4 +1,4 @@
-"""What each split may hold: artists, backgrounds, combinations of words, and who is named.
+"""Contents of the splits: artists, backgrounds, combinations of words, and who is named.
 
 Nothing here depends on a seed: all data sets made of a library share its splits.
 """
