@@ -151,8 +151,8 @@ def salient(rows: AblatedRows) -> torch.Tensor:
     context, rollout = rows.task.context, rows.rollout
     images = list(range(len(rollout.batch)))
     with context.roles.use("reference"):
-        found = segment(context.policy, rollout.features, images, [SALIENT] * len(images))
-    return mask_iou(rows.outcome.masks, rollout.of_rows(found.masks)).cpu()
+        salient_masks = segment(context.policy, rollout.features, images, [SALIENT] * len(images))
+    return mask_iou(rows.outcome.masks, rollout.of_rows(salient_masks.masks)).cpu()
 
 
 def hidden(rows: AblatedRows) -> torch.Tensor:

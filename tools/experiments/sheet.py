@@ -88,9 +88,9 @@ def shown_by(policy: Sa2VAPolicy, dataset: Subset, args: argparse.Namespace) -> 
             (captions, shown.heard, shown.heard_iou),
             (batch.captions, shown.found, shown.found_iou),
         ):
-            found = segment_generated(policy, features, rows, texts, tokens).masks
-            masks += [mask.cpu() for mask in found]
-            ious += mask_iou(found, targets).tolist()
+            segmented = segment_generated(policy, features, rows, texts, tokens).masks
+            masks += [mask.cpu() for mask in segmented]
+            ious += mask_iou(segmented, targets).tolist()
     return shown
 
 

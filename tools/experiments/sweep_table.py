@@ -92,10 +92,12 @@ def change_cell(changed: dict[tuple, float], start: dict[tuple, str]) -> dict:
     for run, value in changed.items():
         if not math.isnan(value):
             of_checkpoint[start[run]].append(value)
-    found = interval(list(changed.values()))
+    statistics = interval(list(changed.values()))
     if len(of_checkpoint) > 1:
-        found["over_checkpoints"] = interval([float(np.mean(v)) for v in of_checkpoint.values()])
-    return found
+        statistics["over_checkpoints"] = interval(
+            [float(np.mean(v)) for v in of_checkpoint.values()]
+        )
+    return statistics
 
 
 def zero_std(output: Path) -> dict[str, float]:

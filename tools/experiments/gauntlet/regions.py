@@ -131,8 +131,8 @@ class Regions:
         ious = mask_iou(masks, targets).tolist()
         # The other objects are on the CPU, as the data set's masks are.
         others, own = ([values[i] for i in index] for values in (batch.distractors, batch.masks))
-        found = on_target(masks, own, others).tolist()
-        for (row, text), iou, hit, sure, mask in zip(pairs, ious, found, confidence, masks):
+        is_on_target = on_target(masks, own, others).tolist()
+        for (row, text), iou, hit, sure, mask in zip(pairs, ious, is_on_target, confidence, masks):
             spoken = bool(phrase(text))
             self.heard[row, text] = Heard(
                 iou * spoken, hit * spoken, sure * spoken, mask.float().mean().item() * spoken

@@ -110,8 +110,8 @@ def substitute(text: str, table: Table) -> str:
     """Return the phrase of a caption with all substitutions made at once, the longest first."""
     if not table:
         return phrase(text)
-    said = sorted(table, key=lambda words: (-len(words), words))
-    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, said))})\b")
+    longest_first = sorted(table, key=lambda words: (-len(words), words))
+    pattern = re.compile(rf"\b(?:{'|'.join(map(re.escape, longest_first))})\b")
     return pattern.sub(lambda match: table[match[0]], phrase(text))
 
 

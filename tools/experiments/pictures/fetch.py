@@ -90,10 +90,10 @@ def code_of(name: str) -> str:
 
 def only(folder: Path, pattern: str) -> Path:
     """Return the one path below `folder` that fits `pattern`. Raises ValueError."""
-    found = sorted(folder.glob(f"**/{pattern}"))
-    if not found:
+    paths = sorted(folder.glob(f"**/{pattern}"))
+    if not paths:
         raise ValueError(f"{folder} holds no {pattern}: is it the unpacked package?")
-    return found[0]
+    return paths[0]
 
 
 def keep_picture(path: Path, make: Callable[[], Image.Image]) -> Image.Image:
