@@ -6,8 +6,10 @@ exception.
 """
 
 import io
+import multiprocessing.connection
 import pickle
 import time
+import traceback
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -46,9 +48,13 @@ def reporting_dead_workers(
     try:
         try:
             return function(*args, **kwargs)
-        except (EOFError, ConnectionError):
+        except (EOFError, ConnectionError) as error:
             time.sleep(1)  # of a worker that died while it sent: SIGCHLD comes a moment later
-            raise
+            *_, innermost = traceback.extract_tb(error.__traceback__)
+            if innermost.filename != multiprocessing.connection.__file__:
+                raise
+            # torch's error is lost if SIGCHLD comes inside a callback of the garbage collector.
+            raise RuntimeError("DataLoader worker exited unexpectedly") from error
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         if "shared memory(shm)" in str(error):

@@ -1,5 +1,6 @@
 """A loader's worker that dies, or cannot send: one sentence that names the flag."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -68,6 +69,21 @@ def test_a_killed_worker(dataset, act, words):
     with pytest.raises(UserFault, match=message) as raised:
         reporting_dead_workers(1, list, eval_loader(Deadly(dataset, act), Pixels(), 1, 1))
     assert "\n" not in str(raised.value)
+
+
+def test_a_worker_whose_death_was_not_signalled():
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.close()
+    with pytest.raises(UserFault, match="^--num_workers 1: DataLoader worker exited unexpectedly;"):
+        reporting_dead_workers(1, receiver.recv)
+
+
+def test_other_lost_connections_pass():
+    def lose():
+        raise ConnectionResetError("of a judge")
+
+    with pytest.raises(ConnectionResetError, match="^of a judge$"):
+        reporting_dead_workers(1, lose)
 
 
 def test_other_errors_pass():
