@@ -1,8 +1,8 @@
 """Group-relative policy optimisation: rewards -> advantages -> clipped loss with a KL term.
 
-Definitions follow GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783) and GSPO
-(2507.18071) as huggingface/trl 1.16 computes them (with `use_bias_correction_kl=False`);
-`docs/algorithm.md` has the equations.
+Definitions follow GRPO (arXiv 2402.03300), DAPO (2503.14476), Dr. GRPO (2503.20783), GSPO
+(2507.18071) and CISPO (2506.13585) as huggingface/trl 1.16 computes them (with
+`use_bias_correction_kl=False`); `docs/algorithm.md` has the equations.
 
 Letters: N rows = B prompts x G samples, row i*G+j answers prompt i; T completion tokens; V
 vocabulary.
@@ -26,12 +26,15 @@ class LossType:
         clip_range: default clip range of the ratio, below and above 1.
         ratio_per_row: one ratio per row, exp of its mean log-ratio, instead of one per token. It
             moves less than a token's, so that its clip range is narrower.
+        ratio_is_weight: the clipped ratio is a weight without gradient of the log-prob, so that a
+            clipped token still has a gradient.
     """
 
     average: str
     advantage_scale: str = "group"
     clip_range: tuple[float, float] = (0.2, 0.2)
     ratio_per_row: bool = False
+    ratio_is_weight: bool = False
 
 
 LOSSES = dict(
@@ -40,6 +43,8 @@ LOSSES = dict(
     dr_grpo=LossType("length", advantage_scale="none"),
     dapo=LossType("tokens"),
     gspo=LossType("rows", clip_range=(3e-4, 4e-4), ratio_per_row=True),
+    # Weights up to 5, without a lower limit: TRL's epsilon_high of 5 is the limit itself.
+    cispo=LossType("tokens", clip_range=(1.0, 4.0), ratio_is_weight=True),
 )
 ADVANTAGE_EPS = 1e-4  # added to the standard deviation, as in TRL
 MIN_STD = 1e-6  # below it a group's rewards are equal up to rounding and carry no signal
@@ -157,15 +162,16 @@ def grpo_loss(
     """Compute the clipped policy-gradient loss with a KL penalty.
 
     Per token L = -min(rho A, clip(rho, 1 - clip_range, 1 + clip_range_high) A) + kl_coef k3,
-    rho = exp(logp - old_logp).
+    rho = exp(logp - old_logp). With cispo the first term is -clip(rho, ..) A logp, in which the
+    clipped ratio has no gradient.
 
     Args:
         logp, old_logp, ref_logp: (N, T) log-probs of the sampled tokens: now (with gradient), when
             sampled, under the reference (may be None if kl_coef is 0). advantages: (N,).
         valid: (N, T) bool, up to and including the token that ends the answer.
         loss_type: grpo: mean over rows of each row's mean over valid tokens; gspo: the same with
-            one ratio per row, exp of the mean log-ratio; bnpo, dapo: sum / num_tokens; dr_grpo: sum
-            / (N max_completion_length).
+            one ratio per row, exp of the mean log-ratio; bnpo, dapo, cispo: sum / num_tokens;
+            dr_grpo: sum / (N max_completion_length).
         num_tokens: by default the valid tokens given. The training loop passes the count of the
             whole step over ranks, so that the sum over micro-batches is exact.
 
@@ -191,8 +197,12 @@ def grpo_loss(
         log_ratio = _row_mean(log_ratio, valid)[:, None]  # (N, 1)
     ratio = log_ratio.exp()
     a = advantages[:, None]  # (N, 1)
-    # Pessimistic: the smaller of both, so moving beyond the window gains nothing.
-    policy = -torch.minimum(ratio * a, ratio.clamp(1 - clip_range, 1 + high) * a)
+    clipped_ratio = ratio.clamp(1 - clip_range, 1 + high)
+    if definition.ratio_is_weight:
+        policy = -clipped_ratio.detach() * a * torch.where(valid, logp, 0.0)
+    else:
+        # Pessimistic: the smaller of both, so moving beyond the window gains nothing.
+        policy = -torch.minimum(ratio * a, clipped_ratio * a)
     policy = policy.expand_as(logp)  # (N, T)
 
     def reduce(per_token: torch.Tensor) -> torch.Tensor:

@@ -1,14 +1,19 @@
-"""Advantages, losses and KL against numbers worked by hand; test_grpo_oracle.py asks TRL."""
+"""Losses and KL against numbers worked by hand, and against numbers recorded of TRL's code.
+
+test_grpo_oracle.py asks TRL itself, where it is installed.
+"""
 
 import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributions import Normal, kl_divergence
 
 from rl_train import cli, grpo, train
 from rl_train.utils.io import read_json
 from tests.runs import flags
+from tests.trl_oracle import KL_COEFS, RECORDED, our_options
 
 NAN = math.nan
 
@@ -33,6 +38,8 @@ LOSS = dict(
     # One ratio per row, the geometric mean: row 0 (1.5 * 0.5)^(1/3), row 1 (1.5 * 0.5)^(1/2);
     # neither is clipped.
     gspo=(-(0.75 ** (1 / 3)) + 2 * 0.75**0.5) / 3,
+    # -clip(rho) A ln(rho): row 0 -(1.2 ln 1.5 + 0 + .8 ln .5), row 1 twice that, the other sign.
+    cispo=(2 - 1) * (1.2 * math.log(1.5) + 0.8 * math.log(0.5)) / 5,
 )
 KL = dict(
     grpo=(K3_UP / 3 + K3_DOWN / 2) / 3,
@@ -40,8 +47,10 @@ KL = dict(
     dapo=(K3_UP + K3_DOWN) / 5,
     dr_grpo=(K3_UP + K3_DOWN) / (3 * LENGTH),
     gspo=(K3_UP / 3 + K3_DOWN / 2) / 3,
+    cispo=(K3_UP + K3_DOWN) / 5,
 )
-# d L / d logp is 0 where clipped, else -A rho; of the row's ratio in gspo, shared by its tokens.
+# d L / d logp is 0 where clipped, else -A rho; of the row's ratio in gspo, shared by its tokens. In
+# cispo it is -A clip(rho) everywhere.
 _TOKEN = torch.tensor([[0, -1.0, -0.5], [3.0, 0, 0], [0, 0, 0]])
 _ROW0, _ROW1 = -(0.75 ** (1 / 3)), 2 * 0.75**0.5
 GRADIENT = dict(
@@ -50,6 +59,7 @@ GRADIENT = dict(
     dapo=_TOKEN / 5,
     dr_grpo=_TOKEN / (3 * LENGTH),
     gspo=torch.tensor([[_ROW0 / 3] * 3, [_ROW1 / 2, _ROW1 / 2, 0], [0, 0, 0]]) / 3,
+    cispo=torch.tensor([[-1.2, -1.0, -0.8], [2.4, 1.6, 0], [0, 0, 0]]) / 5,
 )
 
 
@@ -78,6 +88,21 @@ def test_loss_and_gradient_by_hand(loss_type):
     assert stats["tokens"] == 5
     loss.backward()
     torch.testing.assert_close(logp.grad, GRADIENT[loss_type], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kl_coef", KL_COEFS)
+@pytest.mark.parametrize("loss_type", grpo.LOSSES)
+def test_loss_and_gradient_that_trl_computed(loss_type, kl_coef):
+    """Recorded by `python -m tests.trl_oracle`, which a new loss needs too."""
+    recorded = load_file(RECORDED)
+    logp = recorded["logp"].requires_grad_()
+    inputs = [recorded[name] for name in ("old", "ref", "advantages", "valid")]
+    loss, _ = grpo.grpo_loss(logp, *inputs, kl_coef=kl_coef, **our_options(loss_type))
+    loss.backward()
+    close = dict(rtol=1e-10, atol=1e-10)  # float64
+    torch.testing.assert_close(loss, recorded[f"{loss_type}/{kl_coef}/loss"], **close)
+    torch.testing.assert_close(logp.grad, recorded[f"{loss_type}/{kl_coef}/gradient"], **close)
+    assert logp.grad.abs().max() > 1e-3
 
 
 def test_a_new_loss_is_one_line(data, tmp_path, monkeypatch):
@@ -141,14 +166,14 @@ def test_upper_clip_alone():
 
 def test_the_window_is_the_losss_own_unless_given():
     for loss_type in grpo.LOSSES:
-        own = (3e-4, 4e-4) if loss_type == "gspo" else (0.2, 0.2)
+        own = dict(gspo=(3e-4, 4e-4), cispo=(1.0, 4.0)).get(loss_type, (0.2, 0.2))
         assert grpo.clip_window(loss_type) == own
         assert grpo.clip_window(loss_type, 0.1) == (0.1, 0.1)
         assert grpo.clip_window(loss_type, None, 0.3) == (own[0], 0.3)
         assert grpo.clip_window(loss_type, 0.1, 0.3) == (0.1, 0.3)
 
 
-@pytest.mark.parametrize("loss_type", ["bnpo", "dapo"])
+@pytest.mark.parametrize("loss_type", ["bnpo", "dapo", "cispo"])
 def test_micro_batches_add_up(loss_type):
     whole, _, logp = loss_of(loss_type, kl_coef=0.1, num_tokens=5.0)
     parts = [
@@ -156,7 +181,7 @@ def test_micro_batches_add_up(loss_type):
         for rows in (slice(0, 1), slice(1, 3))
     ]
     assert sum(p.item() for p, _ in parts) == pytest.approx(whole.item(), abs=1e-6)
-    assert whole.item() == pytest.approx(LOSS["bnpo"] + 0.1 * KL["bnpo"], abs=1e-6)
+    assert whole.item() == pytest.approx(LOSS[loss_type] + 0.1 * KL["bnpo"], abs=1e-6)
     whole.backward()
     for part, _ in parts:
         part.backward()

@@ -192,7 +192,7 @@ def test_the_opposite_advantages_give_the_opposite_gradient(model, rollouts, loo
 # Normalisation
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo"])
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "grpo", "dr_grpo", "gspo", "cispo"])
 def test_micro_batches_give_the_gradient_of_the_whole(model, rollouts, loss_type):
     config = LossConfig(loss_type=loss_type, kl_coef=0.1)
     task = task_of(model, 2, mask_loss_coef=0.1)

@@ -331,14 +331,18 @@ class LossConfig:
         None,
         "how far below 1 the ratio of new to old probability may lie before it is clipped; at "
         "--num_iterations 1 the ratio is 1, up to rounding",
-        default_is="0.2; {} with --loss_type gspo".format(LOSSES["gspo"].clip_range[0]),
+        default_is="0.2; {} with --loss_type gspo, {} with cispo".format(
+            LOSSES["gspo"].clip_range[0], LOSSES["cispo"].clip_range[0]
+        ),
         type=POSITIVE,
         aliases=("epsilon",),
     )
     clip_range_high: float | None = flag(
         None,
         "how far above 1 the ratio of new to old probability may lie before it is clipped",
-        default_is="--clip_range; {} with --loss_type gspo".format(LOSSES["gspo"].clip_range[1]),
+        default_is="--clip_range; {} with --loss_type gspo, {} with cispo".format(
+            LOSSES["gspo"].clip_range[1], LOSSES["cispo"].clip_range[1]
+        ),
         type=POSITIVE,
         aliases=("epsilon_high",),
     )
