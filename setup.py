@@ -37,9 +37,9 @@ setup(
     ],
     extras_require={
         "test": ["pytest", "pytest-xdist", "hypothesis", "datasets", "openai", "ruff", "inflect"],
-        "oracle": ["trl==1.16.0", "pytest", "datasets"],
+        "oracle": ["trl==1.16.0", "pytest", "datasets", "pycocoevalcap"],
         "judge": ["openai"],
         "wandb": ["wandb"],
-        "eval": ["pycocoevalcap", "inflect"],
+        "eval": ["inflect"],
     },
 )

@@ -37,10 +37,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import Dataset, Subset
@@ -63,7 +61,8 @@ from rl_train.policies.base import Policy
 from rl_train.policies.qwen_vl import QwenVLPolicy
 from rl_train.policies.sa2va import Sa2VAPolicy, has_tiles
 from rl_train.rewards.attributes import load_attributes
-from rl_train.rewards.meteor import meteor, require_wordnet, tokenize
+from rl_train.rewards.cider import cider
+from rl_train.rewards.meteor import meteor, require_wordnet
 from rl_train.run.messages import data_report, machine
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
@@ -191,22 +190,6 @@ def check_same_samples(before: dict, file: Path, result: EvalResult):
             )
 
 
-def cider(references: list[str], captions: list[str]) -> torch.Tensor:
-    """Return (n,) float64 CIDEr-D of each caption, with document frequencies of the n references.
-
-    By pycocoevalcap (extra "eval"), on the words of `rewards.meteor.tokenize`: lower case, without
-    punctuation. Published numbers are of the PTB tokenizer, which needs Java, and of several
-    references for a sample.
-    """
-    from pycocoevalcap.cider.cider import Cider
-
-    words = [
-        {i: [" ".join(tokenize(text))] for i, text in enumerate(texts)}
-        for texts in (references, captions)
-    ]
-    return torch.from_numpy(np.asarray(Cider().compute_score(*words)[1], dtype=np.float64))
-
-
 # "region1: ", "region1 is ", "The region shows ": only at the start, and only as whole words.
 BOILERPLATE = re.compile(
     r"\A\s*(?:region1(?![\w'’])\s*[:,]?\s*(?:(?:is|shows|contains)\s+)?"
@@ -230,12 +213,8 @@ def add_caption_columns(result: EvalResult, legacy_cleaner: bool):
     if legacy_cleaner:
         cleaned = [legacy_clean(caption) for caption in result.captions]
         result.values["caption_meteor"] = meteor(result.references, cleaned).double()
-    if find_spec("pycocoevalcap"):
-        result.values["caption_cider"] = cider(result.references, result.captions)
-    else:
-        print0(
-            "caption_cider is left out, since pycocoevalcap is missing: pip install -e '.[eval]'"
-        )
+    one_each = [[reference] for reference in result.references]
+    result.values["caption_cider"] = cider(one_each, result.captions)
 
 
 def table(result_json: dict) -> str:
