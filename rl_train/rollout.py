@@ -33,13 +33,22 @@ class Batch:
     # data sets of masks alone
     solutions: list[str | None] | None = None
 
+    # (K, H, W) bool masks of the regions that each caption names, whose union is its mask; K is 0
+    # if it names none. None of data sets whose captions name one region each
+    objects: list[torch.Tensor] | None = None
+
     def __len__(self):
         return len(self.index)
 
     @property
     def has_masks(self) -> bool:
         """False of data sets of boxes and points, in which all masks are empty."""
-        return any(mask.any() for mask in self.masks)
+        return self.objects is not None or any(mask.any() for mask in self.masks)
+
+    @property
+    def no_target(self) -> list[bool]:
+        """Whether each caption names nothing in its image; its true mask is empty."""
+        return [not len(masks) for masks in self.objects or ()] or [False] * len(self)
 
     @property
     def sizes(self) -> list[tuple[int, int]]:

@@ -284,7 +284,7 @@ def run(args: Namespace, ranks: RankInfo):
     result = reporting_dead_workers(args.num_workers, evaluate, policy, spec, ranks)["policy"]
     if not ranks.is_main:
         return
-    if not measures:
+    if "caption_meteor" in result.values:
         add_caption_columns(result, args.legacy_cleaner)
     flags = flags_that_count(args, policy.family)
     result_json = record(result, flags)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +14,7 @@ from rl_train.data.errors import NUM_PLACES, BadData, DamagedSample, Report, des
 from rl_train.data.images import DAMAGED, NOT_COCO, Encoded, ImageCheck, decode_image
 from rl_train.data.rle import (
     BAD_MASK,
+    EMPTY_MASK,
     LOST_MASK,
     RLE,
     check_mask,
@@ -33,12 +34,17 @@ class RegionDataset(Protocol):
         content_keys: (n, 2) int64 keys of each sample's caption and of its mask.
         has_masks: False of a data set of boxes and points, whose samples' masks are empty and which
             have a "solution" (`points.published.parse_solution`) in their place.
+        has_objects: True of a data set whose captions may name several regions or none: samples
+            have the mask of each in "objects", and an empty mask if there is none.
+        names_nothing: True if some caption names no region.
     """
 
     image_keys: np.ndarray
     coco_ids: np.ndarray
     content_keys: np.ndarray
     has_masks: bool
+    has_objects: bool
+    names_nothing: bool
 
     def __len__(self) -> int: ...
 
@@ -68,6 +74,8 @@ class Region:
     Attributes:
         read: returns the encoded image.
         rle: run-length mask; None if the whole image is the region.
+        objects: masks of the regions that the caption names, whose union is `rle`; () if it names
+            none; None in a data set whose captions name one region each.
     """
 
     read: Callable[[], Encoded]
@@ -75,6 +83,8 @@ class Region:
     caption: str
     category: str = ""
     image_id: str = ""
+    # Not in the repr: `content_key` of a sample without it stays what it was.
+    objects: tuple[RLE, ...] | None = field(default=None, repr=False)
 
 
 class Reader:
@@ -85,6 +95,8 @@ class Reader:
     """
 
     has_masks = True
+    has_objects = False
+    names_nothing = False
 
     def __init__(self):
         self._num_rows, self._num_resized = 0, 0
@@ -111,21 +123,28 @@ class Reader:
         """
         size, key = image
         reason, resized = caption_fault(caption), False
+        objects = sample.objects if isinstance(sample, Region) else None
         if isinstance(size, str):
             reason = size
         elif not reason:
             # (W, H) of the image, (H, W) of the mask.
             reason, resized = check_mask(rle, size[::-1])
+            if objects == () and reason == EMPTY_MASK:
+                reason = None
+            faults = [check_mask(mask, size[::-1])[0] for mask in objects or ()]
+            reason = reason or next(filter(None, faults), None)
         if reason:
             self._skipped[reason] += 1
             if self._skipped[reason] <= NUM_PLACES:
                 self._first_skipped.setdefault(reason, []).append(self._place(sample))
             return
         self._num_resized += resized
+        self.names_nothing |= objects == ()
         self._samples.append(sample)
         # All that a reader knows of the target counts as the mask, but not the sample's name.
         target = replace(sample, read=None, image_id="") if isinstance(sample, Region) else ""
-        self._keys.append((key, coco, content_key(caption), content_key(f"{rle!r} {target!r}")))
+        masks = f"{rle!r} {target!r}" + (f" {objects!r}" if objects else "")
+        self._keys.append((key, coco, content_key(caption), content_key(masks)))
 
     def _finish(self, data_dir: str | Path):
         """Set the keys of the samples. Raises ValueError if there is no sample."""
@@ -158,7 +177,8 @@ class Reader:
         return read_sample(self._region(i), self.image_id(i))
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
-        return read_mask(self._region(i).rle, size, self.image_id(i))
+        region = self._region(i)
+        return read_mask(region.rle, size, self.image_id(i), may_be_empty=region.objects == ())
 
     def encoded_image(self, i: int) -> Encoded:
         return self._region(i).read()
@@ -179,15 +199,20 @@ def read_sample(region: Region, image_id: str) -> dict:
     """Return dict(image PIL RGB, mask (H, W) bool of its `mask_size`, caption, category, image_id).
 
     The caption is cleaned of special tokens. A mask of another size is resized to it by nearest
-    pixel. Images are never rotated (EXIF), because masks belong to the stored pixels.
+    pixel. Images are never rotated (EXIF), because masks belong to the stored pixels. Of a data set
+    with `has_objects` there is also "objects", (K, H, W) bool; K is 0 if the caption names nothing.
 
     Raises:
         DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
     """
     image = read_image(region, image_id)
-    return dict(
+    size, objects = mask_size(image.height, image.width), {}
+    if region.objects is not None:
+        masks = [read_mask(rle, size, image_id) for rle in region.objects]
+        objects["objects"] = np.stack(masks) if masks else np.zeros((0, *size), dtype=bool)
+    return objects | dict(
         image=image,
-        mask=read_mask(region.rle, mask_size(image.height, image.width), image_id),
+        mask=read_mask(region.rle, size, image_id, may_be_empty=region.objects == ()),
         caption=clean_caption(region.caption),
         category=region.category,
         image_id=image_id,
@@ -204,7 +229,9 @@ def read_image(region: Region, image_id: str) -> Image.Image:
         raise DamagedSample(image_id, "damaged image") from error
 
 
-def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarray:
+def read_mask(
+    rle: RLE | None, size: tuple[int, int], image_id: str, may_be_empty: bool = False
+) -> np.ndarray:
     """Return the mask at `size` (H, W), bool. Raises DamagedSample as `read_sample` does."""
     try:
         mask = np.ones(size, dtype=bool) if rle is None else decode_mask(rle)
@@ -212,7 +239,7 @@ def read_mask(rle: RLE | None, size: tuple[int, int], image_id: str) -> np.ndarr
         raise DamagedSample(image_id, BAD_MASK) from error
     if mask.shape != size:
         mask = resize_nearest(mask, *size)
-    if not mask.any():
+    if not (mask.any() or may_be_empty):
         raise DamagedSample(image_id, LOST_MASK)
     return mask
 

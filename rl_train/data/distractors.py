@@ -42,5 +42,6 @@ class DistractorMasks:
                 region = np.ascontiguousarray(self.dataset.mask(other, mask.shape))
             except DamagedSample:  # it was good when the data set was opened
                 continue
-            masks.setdefault(region.tobytes(), region)
+            if region.any():  # empty where a caption names nothing
+                masks.setdefault(region.tobytes(), region)
         return np.stack(list(masks.values()))[1:]

@@ -52,6 +52,8 @@ class Batches(Dataset):
         )
         if any("solution" in sample for sample in samples):
             batch.solutions = [sample.get("solution") for sample in samples]
+        if "objects" in samples[0]:  # in all samples of a data set or in none
+            batch.objects = pack([torch.from_numpy(sample["objects"]) for sample in samples])
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.distractors = pack([torch.from_numpy(masks) for masks in distractors])

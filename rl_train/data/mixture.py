@@ -23,7 +23,7 @@ class MixtureDataset:
 
     Attributes:
         sources: (n,) the number of each sample's data set; image_keys, coco_ids, content_keys,
-            has_masks: as in `RegionDataset`.
+            has_masks, has_objects, names_nothing: as in `RegionDataset`.
 
     Raises:
         ValueError: some data sets have masks and others none; names --data_mixture.
@@ -38,6 +38,8 @@ class MixtureDataset:
         self.content_keys = np.concatenate([dataset.content_keys for dataset in datasets.values()])
         without_masks = [name for name, dataset in datasets.items() if not dataset.has_masks]
         self.has_masks = not without_masks
+        self.has_objects = any(dataset.has_objects for dataset in datasets.values())
+        self.names_nothing = any(dataset.names_nothing for dataset in datasets.values())
         if 0 < len(without_masks) < len(datasets):
             raise ValueError(
                 f"--data_mixture: {', '.join(without_masks)} has boxes and points without masks, "
@@ -70,7 +72,10 @@ class MixtureDataset:
 
     def __getitem__(self, i: int) -> dict:
         _, dataset, local = self._locate(i)
-        return dataset[local] | dict(image_id=self.image_id(i))
+        sample = dataset[local] | dict(image_id=self.image_id(i))
+        if self.has_objects:  # the other data sets' captions name the one region of their mask
+            sample.setdefault("objects", sample["mask"][None])
+        return sample
 
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         _, dataset, local = self._locate(i)

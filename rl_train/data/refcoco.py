@@ -1,16 +1,23 @@
-"""RefCOCO, RefCOCO+ and RefCOCOg: regions of COCO train2014 images with the phrases that people
-referred to them by.
+"""RefCOCO, RefCOCO+, RefCOCOg and gRefCOCO: regions of COCO train2014 images with the phrases that
+people referred to them by.
 
 `{root}/{name}/instances.json` is in COCO's format; `{root}/{name}/refs(unc).p` (refcocog:
 `refs(umd).p`) is a pickle of a list of {"ref_id", "ann_id", "split", "sentences": [{"sent_id",
 "sent"}], ..}. A pickle can run any program, so this one is read by an unpickler that builds lists,
 dicts, strings and numbers and refuses everything else.
+
+gRefCOCO's list is JSON, `grefs(unc).json`: "ann_id" is a list of the regions that a phrase names,
+[-1] if it names none (or "no_target" is true), and "image_id" tells the image. Crowds among the
+regions are left out, as in gres_model/data/datasets/grefer.py of henghuiding/ReLA.
 """
 
 import json
+import math
 import pickle
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from pycocotools import mask as coco
 
@@ -19,7 +26,14 @@ from rl_train.data.errors import reading
 from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
 from rl_train.data.rle import DAMAGED_RLE, RLE, compress
 
-REFCOCO_NAMES = {"refcoco": "refs(unc).p", "refcoco+": "refs(unc).p", "refcocog": "refs(umd).p"}
+GREFCOCO = "grefcoco"
+REFCOCO_NAMES = {
+    "refcoco": "refs(unc).p",
+    "refcoco+": "refs(unc).p",
+    "refcocog": "refs(umd).p",
+    GREFCOCO: "grefs(unc).json",
+}
+NO_TARGET = [-1]  # the regions of a phrase that names none
 IMAGE_FOLDERS = (
     "",
     "train2014",
@@ -32,6 +46,18 @@ MAX_SIDE = 100_000
 Segmentation = list | dict  # polygons, one run-length mask or a list of them
 
 
+class Annotation(NamedTuple):
+    """A region of instances.json."""
+
+    image: int | None  # its id
+    segmentation: Segmentation | None
+    category: str
+    is_crowd: bool
+
+
+NO_ANNOTATION = Annotation(None, None, "", False)
+
+
 class RefCOCODataset(Reader):
     """The referred regions of one split, a row per (ref, sentence), less the unusable ones.
 
@@ -39,7 +65,7 @@ class RefCOCODataset(Reader):
 
     Args:
         root: folder that holds the folder `name`.
-        name: one of NAMES; split: train, val, testA or testB (refcocog: train, val, test).
+        name: one of REFCOCO_NAMES; split: train, val, testA or testB (refcocog: train, val, test).
         image_root: folder of the images or one that holds it as IMAGE_FOLDERS say; default is
             `root`, then `root/name`.
 
@@ -56,6 +82,7 @@ class RefCOCODataset(Reader):
         image_root: str | Path | None = None,
     ):
         super().__init__()
+        self.has_objects = name == GREFCOCO
         data_dir = Path(root) / name
         bases = [image_root] if image_root else [root, data_dir]
         folders = [Path(base) / sub for base in bases for sub in IMAGE_FOLDERS]
@@ -66,20 +93,23 @@ class RefCOCODataset(Reader):
             file = data_dir / REFCOCO_NAMES[name]
             raise ValueError(f"{file} has no split {split!r}; it has {', '.join(splits)}")
         for ref in [ref for ref in refs if ref["split"] == split]:
-            image, segmentation, category = annotations.get(ref["ann_id"], (None, None, ""))
+            if self.has_objects:
+                image, segmentations, category = named_regions(ref, annotations)
+            else:
+                image, segmentation, category, _ = annotations.get(ref["ann_id"], NO_ANNOTATION)
+                segmentations = [segmentation]
             file_name, size = images.get(image, ("", (0, 0)))
             paths = [folder / Path(file_name).name for folder in folders]
             read = partial(map_file, next((path for path in paths if path.is_file()), ""))
             checked = check_read(read)
-            try:
-                rle = encode_segmentation(segmentation, *size)
-            except ValueError:
-                rle = DAMAGED_RLE if segmentation else None
+            masks = tuple(encoded_or_damaged(shape, size) for shape in segmentations)
+            rle = union(masks, size) if self.has_objects else masks[0]
+            objects = masks if self.has_objects else None
             for sentence in ref["sentences"]:
                 text = sentence["sent"]
                 self._num_rows += 1
                 image_id = f"{name}/{split}/{ref['ref_id']}/{sentence['sent_id']}"
-                region = Region(read, rle, text, category, image_id)
+                region = Region(read, rle, text, category, image_id, objects=objects)
                 self._add(region, checked, text, rle, coco_id(file_name))
         self._finish(root)
 
@@ -96,14 +126,58 @@ class PlainUnpickler(pickle.Unpickler):
         raise ValueError(f"it asks for {module}.{name}, and a data set needs no code")
 
 
+def named_regions(ref: dict, annotations: dict) -> tuple[int, list[Segmentation | None], str]:
+    """Return (image id, segmentations, categories) of the regions that gRefCOCO's phrases name.
+
+    They are [] if the phrases name none. A region of another image has None.
+    """
+    numbers = list_of(ref["ann_id"])
+    if ref.get("no_target") or numbers == NO_TARGET:
+        numbers = []
+    regions = [annotations.get(number, NO_ANNOTATION) for number in numbers]
+    regions = [region for region in regions if not region.is_crowd]
+    segmentations = [r.segmentation if r.image == ref["image_id"] else None for r in regions]
+    if numbers and not regions:  # crowds alone
+        segmentations = [None]
+    names = dict.fromkeys(region.category for region in regions if region.category)
+    return ref["image_id"], segmentations, ", ".join(names)
+
+
+def list_of(numbers: int | list[int]) -> list[int]:
+    return numbers if isinstance(numbers, list) else [numbers]
+
+
+def encoded_or_damaged(segmentation: Segmentation | None, size: tuple[int, int]) -> RLE | None:
+    """Return `encode_segmentation`, DAMAGED_RLE if it cannot be encoded, None if there is none."""
+    try:
+        return encode_segmentation(segmentation, *size)
+    except ValueError:
+        return DAMAGED_RLE if segmentation else None
+
+
+def union(masks: Sequence[RLE | None], size: tuple[int, int]) -> RLE | None:
+    """Return the union of masks, empty of none; or the first of them that cannot be read."""
+    for mask in masks:
+        if mask is None or mask is DAMAGED_RLE:
+            return mask
+    if len({tuple(mask["size"]) for mask in masks}) > 1:
+        return DAMAGED_RLE
+    return coco.merge(list(masks)) if masks else dict(counts=[math.prod(size)], size=list(size))
+
+
 def read_refs(path: Path) -> list[dict]:
-    """Read the refs of a pickle, Python 2's too.
+    """Read the refs of a pickle, Python 2's too, or of JSON.
 
     Raises BadData, naming the file, if it holds anything but plain data, or other refs.
     """
-    with reading(path, "pickle of refs"):
-        with path.open("rb") as file:
-            refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
+    is_json = path.suffix == ".json"
+    with reading(path, "list of refs" if is_json else "pickle of refs"):
+        if is_json:
+            refs = json.loads(path.read_bytes())
+            _ = [hash((ref["image_id"], *list_of(ref["ann_id"]))) for ref in refs]
+        else:
+            with path.open("rb") as file:
+                refs = PlainUnpickler(file, encoding="utf-8", errors="replace").load()
         # Touch every field that is read later: a missing or wrong one is then the file's fault.
         for ref in refs:
             sentences = [
@@ -117,7 +191,7 @@ def read_instances(path: Path) -> tuple[dict, dict]:
     """Read instances.json.
 
     Returns:
-        {image id: (file name, (H, W))}, {annotation id: (image id, segmentation, category)}.
+        {image id: (file name, (H, W))}, {annotation id: its `Annotation`}.
 
     Raises BadData, naming the file, if it cannot be read.
     """
@@ -129,10 +203,11 @@ def read_instances(path: Path) -> tuple[dict, dict]:
             for entry in content["images"]
         }
         return images, {
-            entry["id"]: (
+            entry["id"]: Annotation(
                 entry["image_id"],
                 entry.get("segmentation"),
                 names.get(entry.get("category_id"), ""),
+                bool(entry.get("iscrowd")),
             )
             for entry in content["annotations"]
         }

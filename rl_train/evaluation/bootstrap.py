@@ -6,11 +6,16 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rl_train.evaluation import cycle_metrics, point_metrics, referring_metrics
+from rl_train.evaluation import cycle_metrics, mask_columns, point_metrics, referring_metrics
 
-METRICS = cycle_metrics.METRICS | point_metrics.METRICS | referring_metrics.METRICS
+METRICS = (
+    cycle_metrics.METRICS | point_metrics.METRICS | referring_metrics.METRICS | mask_columns.METRICS
+)
 METRIC_COLUMNS = (
-    cycle_metrics.METRIC_COLUMNS | point_metrics.METRIC_COLUMNS | referring_metrics.METRIC_COLUMNS
+    cycle_metrics.METRIC_COLUMNS
+    | point_metrics.METRIC_COLUMNS
+    | referring_metrics.METRIC_COLUMNS
+    | mask_columns.METRIC_COLUMNS
 )
 
 

@@ -10,6 +10,7 @@ from rl_train.evaluation.mask_columns import mask_columns
 from rl_train.policies.sa2va import Sa2VAPolicy
 from rl_train.policies.sa2va_queries import (
     describe,
+    row_masks,
     segment_by_own_answer,
     segment_generated,
     truncate_captions,
@@ -100,8 +101,12 @@ def measure(
 ) -> dict[str, list]:
     """Measure greedy answers of one batch: {column: B values} of an `evaluate.EvalResult`.
 
-    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training.
+    An answer without [SEG] is an empty mask, and an empty caption finds nothing, as in training. Of
+    captions that may name several regions or none the masks alone are measured: there is no region
+    to describe.
     """
+    if batch.objects is not None:
+        return measure_phrases(policy, batch, images, max_new_tokens)
     targets = [mask.to(policy.device) for mask in batch.masks]
     rows = list(range(len(batch)))
     # Both directions, greedily: region -> caption -> mask, caption -> mask -> caption.
@@ -126,6 +131,26 @@ def measure(
         mask_whole=[is_whole(mask) for mask in masks],
         no_seg=[row not in with_seg for row in rows],
         caption=captions,
+    )
+
+
+def measure_phrases(
+    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+) -> dict[str, list]:
+    """Measure the masks of true captions alone, by greedy answers; see `measure`."""
+    prompts = policy.segment_prompts(images, list(range(len(batch))), batch.captions)
+    completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
+    seg_rows, embeddings = policy.mask_embeddings(completions)
+    rows = seg_rows.tolist()
+    masks = row_masks(policy, images, prompts.image_index, rows, embeddings).masks
+    targets = [mask.to(policy.device) for mask in batch.masks]
+    columns = mask_columns(masks, targets, batch)
+    if batch.distractors is not None:
+        columns["seg_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
+    return columns | dict(
+        mask_whole=[is_whole(mask) for mask in masks],
+        no_seg=[row not in set(rows) for row in range(len(batch))],
+        caption=texts,
     )
 
 
@@ -166,7 +191,11 @@ def measure_samples(
     Columns are cycle IoU and METEOR of the chosen caption. `best_of_G` chooses by the metric
     itself, `by_cycle` by cycle IoU, which needs no true caption, and `by_logp` by mean log-prob;
     `sampled` is the mean of all G. See `sample_captions`.
+
+    Raises ValueError for samples whose captions may name several regions or none.
     """
+    if batch.objects is not None:
+        raise ValueError("--best_of: of captions of a region, and these phrases may name none")
     G = num_generations
     captions, iou, logp = sample_captions(policy, batch, images, max_new_tokens, G)
     true = [caption for caption in batch.captions for _ in range(G)]

@@ -278,7 +278,7 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
     index, masks = merged.pop("index"), merged.pop("mask", [])
     num_damaged = sum(position != i for i, position in enumerate(index))
     values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
-    if spec.measure is None:
+    if "caption_meteor" in values:
         values |= measure_texts(references, captions, spec.attribute_phrases)
     return EvalResult(values, image_ids, references, captions, num_damaged, index, masks)
 

@@ -142,8 +142,11 @@ def segment_points(
 def confused_regions(
     policy: QwenVLPolicy, features: QwenImageFeatures, targets: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return what SAM2 segments outside of each target (H, W) when it is prompted by the target."""
-    prompts = [reference_prompt(target) for target in targets]
+    """Return what SAM2 segments outside of each target (H, W) when it is prompted by the target.
+
+    That is nothing for an empty target.
+    """
+    prompts = [reference_prompt(target) if target.any() else PointPrompt() for target in targets]
     masks, *_ = segment_points(policy, features, list(range(len(targets))), prompts, 1)
     return [mask & ~target for mask, target in zip(masks, targets)]
 

@@ -4,6 +4,7 @@ import torch
 
 from rl_train.evaluation import cycle_metrics, referring_metrics
 from rl_train.evaluation.bootstrap import means, metrics_of, paired_difference, rows_of
+from rl_train.evaluation.mask_columns import METRICS as MASK_METRICS
 
 # Metrics that an evaluation's line names, of those that it has.
 MAIN_METRICS = (
@@ -106,7 +107,7 @@ def grouped(metrics: list[str], of_points: bool) -> dict[str, list[str]]:
         title = LOOP1_TITLE
         if of_points:
             title = POINTS_TITLE
-        elif metric in cycle_metrics.LOOP2_METRICS or metric in referring_metrics.METRICS:
+        elif metric in cycle_metrics.LOOP2_METRICS | referring_metrics.METRICS | MASK_METRICS:
             title = LOOP2_TITLE
         groups[title].append(metric)
     return {title: members for title, members in groups.items() if members}

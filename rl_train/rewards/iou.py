@@ -85,8 +85,13 @@ def best_objects(
 def on_target(
     masks: Sequence[Tensor], targets: Sequence[Tensor], others: Sequence[Tensor]
 ) -> Tensor:
-    """Return whether each mask lies on its target, (N,) float32, 1 or 0; see `best_objects`."""
-    return (best_objects(masks, targets, others) == 0).float()
+    """Return whether each mask lies on its target, (N,) float32, 1 or 0; see `best_objects`.
+
+    On an empty target lies an empty mask.
+    """
+    best, G = best_objects(masks, targets, others), len(masks) // len(targets)
+    both_empty = [not (targets[row // G].any() or mask.any()) for row, mask in enumerate(masks)]
+    return ((best == 0) | torch.tensor(both_empty)).float()
 
 
 def mask_spread(masks: torch.Tensor) -> float:

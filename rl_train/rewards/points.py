@@ -26,11 +26,11 @@ def point_rewards(
 ) -> dict[str, Tensor]:
     """Return {component: (N,)} of N answers; unparsed ones have 0 in each that may count.
 
-    Components in [0, 1] that may count: "iou" of the mask; "format", 1/2 for a parsed answer and
-    1/2 for thoughts and answer in their tags; "negatives", see `negative_term`. The rest is
-    measured: "iou_without" the negative points and "gain", what they add; fractions of the points
-    "points_in_target", "neg_in_target", "neg_in_confused" (NaN without such a point); "box_iou";
-    "num_positive", "num_negative".
+    Components in [0, 1] that may count: "iou" of the mask, 1 if it is empty as its target;
+    "format", 1/2 for a parsed answer and 1/2 for thoughts and answer in their tags; "negatives",
+    see `negative_term`. The rest is measured: "iou_without" the negative points and "gain", what
+    they add; fractions of the points "points_in_target", "neg_in_target", "neg_in_confused" (NaN
+    without such a point); "box_iou"; "num_positive", "num_negative".
 
     Args:
         answers: None = unparsed.
@@ -49,7 +49,7 @@ def point_rewards(
         [fraction_inside(c, p.negative) for c, p in zip(confused, prompts)]
     )
     iou, without = (
-        mask_iou(list(m), list(targets)).cpu() for m in (masks, masks_without_negatives)
+        mask_iou(list(m), list(targets), 1.0).cpu() for m in (masks, masks_without_negatives)
     )
     nothing_confused = torch.tensor([not mask.any() for mask in confused])
     negatives = negative_term(neg_in_confused, neg_in_target, nothing_confused)
@@ -106,10 +106,11 @@ def num_in_boxes(points: Sequence[Point], boxes: Sequence[Box]) -> int:
     return sum(any(x1 <= x <= x2 and y1 <= y <= y2 for x1, y1, x2, y2 in boxes) for x, y in points)
 
 
-def prompt_of_mask(target: Tensor, num_points: int) -> PointPrompt:
-    """Return box and deepest point, or two of them, of a mask (H, W) that is not empty."""
-    points = (deepest_point(target),) if num_points == 1 else deepest_points(target)
-    return PointPrompt((bounding_box(target),), points)
+def prompt_of_masks(targets: Sequence[Tensor], num_points: int) -> PointPrompt:
+    """Return box and deepest point, or two of them, of each mask (H, W); none may be empty."""
+    find = deepest_points if num_points == 2 else lambda target: (deepest_point(target),)
+    points = [point for target in targets for point in find(target)]
+    return PointPrompt(tuple(map(bounding_box, targets)), tuple(points))
 
 
 def negative_term(in_confused: Tensor, in_target: Tensor, empty: Tensor) -> Tensor:
@@ -189,8 +190,8 @@ def deepest_points(mask: Tensor) -> tuple[Point, Point]:
 
 
 def box_iou(boxes: Sequence[Box], target: Tensor) -> float:
-    """Return the IoU of the box around `boxes` with that around a mask (H, W), NaN of no boxes."""
-    if not boxes:
+    """Return the IoU of the box around `boxes` with that around a mask (H, W), NaN without one."""
+    if not boxes or not target.any():
         return float("nan")
     lefts, tops, rights, bottoms = zip(*boxes)
     x1, y1, x2, y2 = min(lefts), min(tops), max(rights), max(bottoms)

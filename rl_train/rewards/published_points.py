@@ -82,7 +82,9 @@ def visionreasoner_rewards(
     items = load_answer(text, "visionreasoner")
     return dict(
         thinking_format=thinking_format(text),
-        segmentation_format=visionreasoner_format(items),
+        segmentation_format=(
+            visionreasoner_format(items) if solution.boxes else 2.0 * (items == [])
+        ),
         **matched_rewards(items, solution, scale),
         non_repeat=non_repeat(text),
     )
@@ -122,9 +124,12 @@ def matched_rewards(
 
     A pair of boxes gets 1 each for an IoU above MIN_IOU, sides within MAX_BOX_DISTANCE, and points
     within MAX_POINT_DISTANCE of which the answer's lies in its own box. The assignment has the
-    largest sum (Hungarian method). Sums are divided by max(M, K).
+    largest sum (Hungarian method). Sums are divided by max(M, K). Where the solution has no box
+    (their sets have none such), the answer [] has 1 in each.
     """
     nothing = dict.fromkeys(PAIR_REWARDS, 0.0)
+    if not solution.boxes:
+        return dict.fromkeys(PAIR_REWARDS, float(items == []))
     if not isinstance(items, list) or not items:
         return nothing
     if not all(isinstance(item, dict) and {"bbox_2d", "point_2d"} <= item.keys() for item in items):

@@ -126,7 +126,13 @@ def build(
         raise ValueError("--merge_at_end teacher: no task of --tasks has a teacher")
     print_sizes(policy, roles, ranks)
     context = TaskContext(
-        policy, roles, max_tokens, rewards.judge, rewards.user_rewards, data.has_masks
+        policy,
+        roles,
+        max_tokens,
+        rewards.judge,
+        rewards.user_rewards,
+        data.has_masks,
+        data.names_nothing,
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
     if config.reward.reward_only:

@@ -41,6 +41,11 @@ class RunData:
         """Return whether the training samples have masks; else boxes and points are the target."""
         return unwrap_subset(self.train_set)[0].has_masks
 
+    @property
+    def names_nothing(self) -> bool:
+        """Return whether some training or evaluation sample's caption names nothing."""
+        return any(unwrap_subset(s)[0].names_nothing for s in (self.train_set, self.eval_set))
+
 
 def open_data(config: DataConfig, task_classes: dict[str, type]) -> RunData:
     """Open training and evaluation data, and print what was read.
@@ -75,6 +80,8 @@ def open_data(config: DataConfig, task_classes: dict[str, type]) -> RunData:
     need_masks = [f"--tasks {name}" for name, task in task_classes.items() if not task.takes_boxes]
     need_masks += ["--distractors"] * config.distractors
     check_masks({"--data_dir": train_set, "--eval_data_dir": eval_set}, need_masks)
+    need_targets = [name for name, task in task_classes.items() if not task.takes_no_target]
+    check_targets({"--data_dir": train_set, "--eval_data_dir": eval_set}, need_targets)
     facts = dict(training=data_facts(train_set), evaluation=data_facts(eval_set))
     return RunData(train_set, eval_set, damaged, facts, attribute_phrases)
 
@@ -91,6 +98,20 @@ def check_masks(datasets: dict[str, RegionDataset], need_masks: list[str]):
             raise ValueError(
                 f"{flag}: its samples have boxes and points and no masks (a folder masks of one "
                 f"{{id}}.png for each row), which {need_masks[0]} needs"
+            )
+
+
+def check_targets(datasets: dict[str, RegionDataset], need_targets: list[str]):
+    """Raise ValueError, naming the flag, if captions name nothing and a task needs a region.
+
+    Args: see `check_masks`; need_targets: names in --tasks.
+    """
+    for flag, dataset in datasets.items():
+        if need_targets and unwrap_subset(dataset)[0].names_nothing:
+            raise ValueError(
+                f"{flag}: some of its captions name nothing in their image, and --tasks "
+                f"{need_targets[0]} needs a region for each; take other data, or leave the task "
+                "out"
             )
 
 

@@ -64,6 +64,7 @@ class TaskContext:
     judge: LLMJudge | None = None  # if --use_llm_judge
     user_rewards: tuple[UserReward, ...] = ()  # of --reward
     has_masks: bool = True  # whether the training samples have masks, not only boxes and points
+    names_nothing: bool = False  # whether captions of some samples name nothing
 
     @property
     def user_weights(self) -> dict[str, float]:
@@ -86,6 +87,7 @@ class Task(Protocol):
     reward_weights: dict[str, float]  # of the reward components that count; others are logged only
     action: LatentAction | None = None  # sampled beside the text
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
+    takes_no_target: bool = False  # whether captions of samples may name nothing in the image
     asks_teacher: bool = False  # whether it uses that role; else no teacher is kept
     asks_reference: bool = False  # whether supervised training keeps the reference too
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;

@@ -7,6 +7,7 @@ from rl_train.data.text import phrase
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou, meteor
 from rl_train.rewards.combine import JUDGE_WEIGHT, METEOR_WEIGHT
+from rl_train.rewards.objects import with_none_reward
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
 from rl_train.tasks.latent_mask import LatentMaskAction
@@ -19,7 +20,7 @@ class CaptionMaskCaption(Task):
     """Loop 2, with the agreement of the teacher's caption of a mask with the prompt's as reward."""
 
     name = "loop2"
-    family, asks_teacher = "sa2va", True
+    family, asks_teacher, takes_no_target = "sa2va", True, True
 
     @dataclass(frozen=True)
     class Options:
@@ -88,6 +89,8 @@ class CaptionMaskCaption(Task):
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"meteor", "iou", "likelihood": (N,)} of the sampled masks.
 
+        Where the caption names nothing, each is 1 of an empty mask and 0 of another one.
+
         The likelihood is computed unless its weight is 0.
 
         METEOR compares the teacher's caption of each mask with the prompt's caption; the likelihood
@@ -116,6 +119,9 @@ class CaptionMaskCaption(Task):
         rewards |= {"meteor": meteor(captions, replies), "iou": mask_iou(masks, targets)}
         if self.llm_judge:
             rewards["judge"] = self.llm_judge.score(captions, replies)
+        rewards = with_none_reward(
+            rewards, rewards, masks, rollout.of_rows(rollout.batch.no_target)
+        )
         rewards = with_measurements(
             self,
             rollout,

@@ -28,7 +28,7 @@ from rl_train.points.prompts import point_question
 from rl_train.points.published import FRAME, parse_solution
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
 from rl_train.rewards import mask_iou
-from rl_train.rewards.points import box_rewards, point_rewards, prompt_of_mask
+from rl_train.rewards.points import box_rewards, point_rewards, prompt_of_masks
 from rl_train.rewards.published_points import REWARD_SETS, published_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
@@ -83,12 +83,18 @@ class PointTask(Task):
 
     name = "points"
     family = "qwen_vl"
+    takes_no_target = True  # in one answer style
 
     def __init__(self, options: AnswerOptions, context: TaskContext):
         self.options, self.context, self.loss_weight = options, context, options.weight
         if options.max_points < MIN_POINTS:
             raise ValueError(f"--max_points {options.max_points}: must be at least {MIN_POINTS}")
         style = options.answer_style
+        if context.names_nothing and style != "visionreasoner":
+            raise ValueError(
+                f"--answer_style {style}: cannot say that a phrase names nothing, as some of these "
+                "samples do; take visionreasoner, whose answer is then []"
+            )
         self.format = AnswerFormat(
             style,
             options.negative_points,
@@ -122,10 +128,19 @@ class PointTask(Task):
             if batch.solutions and batch.solutions[i]:
                 solutions.append(parse_solution(batch.solutions[i]))
                 continue
-            prompt = prompt_of_mask(batch.masks[i].to(self.context.policy.device), num_points)
+            prompt = prompt_of_masks(self.regions(batch, i), num_points)
             prompt = prompt.scaled(FRAME / size[1], FRAME / size[0])
             solutions.append(prompt.map(lambda values: tuple(float(int(v + 0.5)) for v in values)))
         return solutions
+
+    def regions(self, batch: Batch, i: int) -> list[torch.Tensor]:
+        """Return the masks (H, W) bool that an answer about sample i has a box for, each.
+
+        Those are the regions that its caption names, in the style that can say several.
+        """
+        several = batch.objects is not None and self.format.style == "visionreasoner"
+        regions = batch.objects[i] if several else [batch.masks[i]]
+        return [region.to(self.context.policy.device) for region in regions]
 
     def solutions_in_pixels(self, batch: Batch) -> list[PointPrompt]:
         """Return `solutions` in pixels of the original images."""

@@ -16,7 +16,7 @@ from rl_train.points.parser import AnswerFormat, PointPrompt
 from rl_train.policies.base import Features
 from rl_train.policies.qwen_vl import STOP_TEXTS, QwenImageFeatures
 from rl_train.rewards import mask_iou
-from rl_train.rewards.points import bounding_box, deepest_point, deepest_points
+from rl_train.rewards.points import deepest_point, prompt_of_masks
 from rl_train.rollout import Batch
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.tasks.point_segmentation import AnswerOptions, PointTask
@@ -159,7 +159,10 @@ class PointAnswers(PointTask, SFTTask):
         if batch.has_masks:
             targets = [mask.to(policy.device) for mask in batch.masks]
             confused = self.confused_regions(policy, features, targets)
-            truths = [true_answer(self.format, *pair) for pair in zip(targets, confused)]
+            truths = [
+                true_answer(self.format, target, region, self.regions(batch, i))
+                for i, (target, region) in enumerate(zip(targets, confused))
+            ]
         else:
             truths = self.solutions_in_pixels(batch)
         for i, (answer, size) in enumerate(zip(truths, features.sizes, strict=True)):
@@ -190,22 +193,30 @@ class PointAnswers(PointTask, SFTTask):
 
 
 def true_answer(
-    answer_format: AnswerFormat, target: torch.Tensor, confused: torch.Tensor
+    answer_format: AnswerFormat,
+    target: torch.Tensor,
+    confused: torch.Tensor,
+    regions: list[torch.Tensor] | None = None,
 ) -> PointPrompt:
     """Return the reference answer of a target (H, W) bool, in its own pixels.
 
-    Box and positive points are as the format's checkpoints give them: two deepest points for
+    Boxes and positive points are as the format's checkpoints give them: two deepest points for
     "segzero" and "segzero_plus", else one; no box for "points". One negative point lies in the
-    region confused with the target (H, W), if that is at least CONFUSED of the target's area.
+    region confused with the target (H, W), if that is at least CONFUSED of the target's area. The
+    answer is empty if there is no region.
+
+    Args:
+        regions: masks (H, W) whose union is the target, each with its box; default: the target.
     """
-    box, positive = (bounding_box(target),), (deepest_point(target),)
-    if answer_format.style in ("segzero", "segzero_plus"):
-        positive = deepest_points(target)
-    elif answer_format.style == "points":
-        box = ()
+    regions = [target] if regions is None else regions
+    style = answer_format.style
+    prompt = prompt_of_masks(regions, 2 if style in ("segzero", "segzero_plus") else 1)
+    boxes = () if style == "points" else prompt.boxes
+    if not regions:
+        return prompt
     # A few confused pixels on the edge are no place for a negative point.
     has_negative = confused.sum() >= CONFUSED * target.sum()
-    return PointPrompt(box, positive, (deepest_point(confused),) if has_negative else ())
+    return PointPrompt(boxes, prompt.positive, (deepest_point(confused),) if has_negative else ())
 
 
 SFT_TASKS = {

@@ -22,7 +22,7 @@ class Numbers:
         self.image_keys = np.arange(first, first + count)
         self.coco_ids = -self.image_keys
         self.content_keys = np.stack([self.image_keys, self.coco_ids], 1)
-        self.has_masks = True
+        self.has_masks, self.has_objects, self.names_nothing = True, False, False
 
     def __len__(self):
         return len(self.image_keys)

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from rl_train.data.errors import DamagedSample
 from rl_train.data.images import image_key
+from rl_train.data.loader import Batches
+from rl_train.data.mixture import MixtureDataset
 from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
 from rl_train.data.rle import decode_mask, rle_runs
 from tests.campaigns.messy_cases import bad_huffman
@@ -319,3 +321,112 @@ def test_unknown_names_and_damaged_files_are_named(tmp_path):
         (tmp_path / "refcoco" / "instances.json").write_text(content)
         with pytest.raises(ValueError, match="instances.json is not a readable"):
             RefCOCODataset(tmp_path)
+
+
+# gRefCOCO
+
+
+def general(root, ann_ids, segmentations=([BOX], [OVERLAP], [BOX]), crowd=None, **of_ref):
+    """A gRefCOCO of one phrase for each entry of ann_ids, all about image 1."""
+    write(root, segmentations, [], name="grefcoco", images=(1, 2), of_image={3: 2})
+    file = root / "grefcoco" / "instances.json"
+    content = json.loads(file.read_text())
+    for annotation in content["annotations"]:
+        annotation["iscrowd"] = int(annotation["id"] == crowd)
+    file.write_text(json.dumps(content))
+    refs = [
+        ref(k, sentences=[f"phrase {k}"]) | dict(ann_id=named) | of_ref
+        for k, named in enumerate(ann_ids, 1)
+    ]
+    (root / "grefcoco" / "grefs(unc).json").write_text(json.dumps(refs))
+    write_image(root / "train2014" / image_name(1))
+    return RefCOCODataset(root, "grefcoco")
+
+
+def test_phrases_of_several_regions_and_of_none(tmp_path):
+    dataset = general(tmp_path, [[1, 2], [-1], [1], 2, -1])
+    assert dataset.report() == {"rows": 5, "kept": 5, "skipped": {}, "resized_masks": 0}
+    assert dataset.has_objects and dataset.names_nothing
+    samples = [dataset[i] for i in range(5)]
+    assert [len(sample["objects"]) for sample in samples] == [2, 0, 1, 1, 0]
+    other = BOTH & ~MASK
+    other[10:20, 15:25] = True
+    assert np.array_equal(samples[0]["mask"], BOTH)
+    assert np.array_equal(samples[0]["objects"], [MASK, other])
+    assert samples[1]["mask"].shape == samples[1]["objects"].shape[1:] == (H, W)
+    assert not samples[1]["mask"].any() and not dataset.mask(1, (H, W)).any()
+    assert all(np.array_equal(s["mask"], s["objects"].any(0)) for s in samples)
+    named = general(tmp_path / "other", [[1], [1, 2]])
+    assert named.has_objects and not named.names_nothing
+
+
+def test_how_regions_are_split_counts_in_the_digest(tmp_path):
+    """A union alone would not tell two regions from one of the same pixels."""
+    whole = encode_mask(BOTH)
+    halves = [encode_mask(MASK), encode_mask(BOTH & ~MASK), whole]
+    apart = general(tmp_path / "a", [[1, 2]], halves).content_keys[0]
+    assert general(tmp_path / "b", [[1, 2]], halves).content_keys[0].tolist() == apart.tolist()
+    joined = general(tmp_path / "c", [[1]], [whole] * 3).content_keys[0]
+    assert apart[0] == joined[0] and apart[1] != joined[1]
+
+
+@pytest.mark.parametrize(
+    "ann_ids, crowd, reason",
+    [
+        ([[1, 99]], None, "no mask"),
+        ([[1, 3]], None, "no mask"),  # of another image
+        ([[2]], 2, "no mask"),  # a crowd alone
+    ],
+)
+def test_regions_that_are_not_there_are_counted(tmp_path, ann_ids, crowd, reason):
+    dataset = general(tmp_path, [[1], *ann_ids], crowd=crowd)
+    assert dataset.report()["skipped"] == {reason: 1} and len(dataset) == 1
+
+
+def test_a_crowd_among_regions_is_left_out(tmp_path):
+    sample = general(tmp_path, [[1, 2]], crowd=2)[0]
+    assert np.array_equal(sample["mask"], MASK) and len(sample["objects"]) == 1
+
+
+def test_an_empty_region_among_others_is_damaged(tmp_path):
+    dataset = general(tmp_path, [[1], [1, 2]], [[BOX], [[3, 3, 3, 3, 3, 3]], [BOX]])
+    assert dataset.report()["skipped"] == {"empty mask": 1}
+
+
+@pytest.mark.parametrize("content", ["{", "[{}]", '[{"ref_id": 1}]', "7"])
+def test_other_json_is_refused_by_name(tmp_path, content):
+    general(tmp_path, [[1]])
+    (tmp_path / "grefcoco" / "grefs(unc).json").write_text(content)
+    with pytest.raises(ValueError, match=r"grefs\(unc\)\.json is not a readable list of refs"):
+        RefCOCODataset(tmp_path, "grefcoco")
+    refs = [ref(1) | dict(ann_id=[{}])]
+    (tmp_path / "grefcoco" / "grefs(unc).json").write_text(json.dumps(refs))
+    with pytest.raises(ValueError, match="is not a readable list of refs"):
+        RefCOCODataset(tmp_path, "grefcoco")
+
+
+def test_in_a_mixture_each_sample_has_its_regions(tmp_path):
+    several = general(tmp_path, [[1, 2], [-1]])
+    single = read(tmp_path / "single", [BOX])
+    mixed = MixtureDataset(dict(several=several, single=single), [1, 1])
+    assert mixed.has_objects and mixed.names_nothing
+    assert [mixed[i]["objects"].shape for i in range(4)] == [
+        (count, H, W) for count in (2, 0, 1, 1)
+    ]
+    batch = Batches(mixed, Nothing())[[0, 1, 2]]
+    assert batch.no_target == [False, True, False] and batch.has_masks
+    assert Batches(mixed, Nothing())[[1]].has_masks  # which are empty, as they should be
+    assert Batches(single, Nothing())[[0]].objects is None
+
+
+class Nothing:
+    """A preprocessor of no inputs."""
+
+    def check(self, sample):
+        pass
+
+    def prepare(self, sample):
+        pass
+
+    def collate(self, prepared):
+        pass

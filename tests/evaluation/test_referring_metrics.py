@@ -240,3 +240,42 @@ def test_a_split_is_inspected(root, capsys):
     inspect_data.main(f"--data_dir {root} --dataset refcoco --subsets val --num_workers 0".split())
     said = capsys.readouterr()
     assert f"{len(read(root, 'val'))} rows" in said.out + said.err
+
+
+# gRefCOCO
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("general") / "new"
+    argv = f"--output_dir {folder} --name grefcoco --num_train 4 --num_heldout 1 --seed 3"
+    refcoco_writer.main(argv.split())
+    return folder
+
+
+def test_loop2_trains_on_phrases_that_name_nothing(general, tmp_path, capsys):
+    """They are no damaged samples; each component of their reward is 1 or 0."""
+    training = RefCOCODataset(general, "grefcoco", "train")
+    absent = {training[i]["caption"] for i in range(len(training)) if not training[i]["mask"].any()}
+    assert absent and not training.report()["skipped"]
+    how = dict(dataset="grefcoco", data_dir=general, eval_data_dir=general)
+    assert "--tasks mask_caption_mask needs a region" in complaint_of(
+        capsys, flags(general, tmp_path / "no", **how)
+    )
+    (tmp_path / "order.py").write_text(ORDER)
+    how |= dict(loop1_weight=0, batch_size=4, sampler="order:absent_first", eval_samples=40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        output = run(general, tmp_path / "run", **how, max_steps=1)
+    lines = [line for line in rollouts(output) if line["caption"] in absent]
+    assert lines and all(line["meteor"] in (0, 1) for line in lines)
+    held = json.loads((output / "evaluation" / "step_1.json").read_text())
+    assert sum(held["values"]["none"]) > sum(held["values"]["none_right"]) == 0
+    assert held["means"]["n_acc"] == 0 and held["means"]["t_acc"] > 0
+    assert "caption_meteor" not in held["means"] and "seg_iou" in held["means"]
+
+
+ORDER = """
+def absent_first(dataset, epoch, generator):
+    return sorted(range(len(dataset)), key=lambda i: dataset[i]["mask"].any())
+"""

@@ -3,7 +3,8 @@
     python -m tools.demo.refcoco_writer --output_dir D [--name refcoco] [--seed 0]
 
 `{D}/refcoco/instances.json` (polygons), `{D}/refcoco/refs(unc).p`, and the images in
-`{D}/train2014`, as `rl_train/data/refcoco.py` reads them. No scene is in two splits.
+`{D}/train2014`, as `rl_train/data/refcoco.py` reads them. No scene is in two splits. With
+`--name grefcoco` there are also phrases that name all objects of a colour, and none.
 """
 
 import json
@@ -14,12 +15,12 @@ from pathlib import Path
 import numpy as np
 
 from rl_train.config.flags import COUNT_OR_0
-from rl_train.data.refcoco import REFCOCO_NAMES
+from rl_train.data.refcoco import GREFCOCO, NO_TARGET, REFCOCO_NAMES
 from rl_train.utils.command_line import FlagParser, run_program
-from tools.demo.scenes import HELDOUT, TRAIN, Object, make_scene
+from tools.demo.scenes import COLORS, HELDOUT, TRAIN, Object, make_scene
 
 SPLITS = {"refcoco": ("val", "testA", "testB"), "refcocog": ("val", "test")}
-SPLITS["refcoco+"] = SPLITS["refcoco"]
+SPLITS |= dict.fromkeys(("refcoco+", GREFCOCO), SPLITS["refcoco"])
 
 
 def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco"):
@@ -27,9 +28,11 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
 
     Args:
         scenes: dicts of split, image (PIL), image_id (int, COCO's or one's own) and regions: dicts
-            of mask ((H, W) bool), category and sentences (lower case, without a final stop).
+            of mask ((H, W) bool), category and sentences (lower case, without a final stop); of
+            gRefCOCO also phrases: pairs of a phrase and the numbers of the regions that it names.
     """
     images, annotations, refs, categories, sentences = [], [], [], {}, 0
+    is_general = name == GREFCOCO
     pictures = Path(root) / "train2014"
     pictures.mkdir(parents=True, exist_ok=True)
     for scene in scenes:
@@ -37,6 +40,7 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
         file = f"COCO_train2014_{image_id:012d}.jpg"
         scene["image"].save(pictures / file, quality=95)
         images.append(dict(id=image_id, file_name=file, height=height, width=width))
+        first = len(annotations) + 1
         for region in scene["regions"]:
             number = len(annotations) + 1
             shared_fields = dict(
@@ -46,20 +50,33 @@ def write_refcoco(scenes: Iterable[dict], root: str | Path, name: str = "refcoco
             polygons, area = polygons_of(region["mask"]), int(region["mask"].sum())
             annotation = dict(id=number, iscrowd=0, segmentation=polygons, area=area)
             annotations.append(shared_fields | annotation)
-            phrases = [
-                dict(sent_id=sentences + k, sent=text, raw=text, tokens=text.split())
-                for k, text in enumerate(region["sentences"])
-            ]
-            sentences += len(phrases)
-            ref = dict(ref_id=number, ann_id=number, split=scene["split"], sentences=phrases)
-            ref |= dict(file_name=file, sent_ids=[s["sent_id"] for s in phrases])
-            refs.append(shared_fields | ref)
+            named = [number] if is_general else number
+            fields = shared_fields | dict(ann_id=named, split=scene["split"], file_name=file)
+            refs.append(fields | with_sentences(region["sentences"], len(refs), sentences))
+            sentences += len(region["sentences"])
+        for text, members in scene.get("phrases", ()) if is_general else ():
+            named = [first + member for member in members] or NO_TARGET
+            fields = dict(image_id=image_id, ann_id=named, split=scene["split"], file_name=file)
+            fields |= dict(no_target=not members)
+            refs.append(fields | with_sentences([text], len(refs), sentences))
+            sentences += 1
     folder = Path(root) / name
     folder.mkdir(parents=True, exist_ok=True)
     known = [dict(id=number, name=word) for word, number in categories.items()]
     whole = dict(images=images, annotations=annotations, categories=known)
     (folder / "instances.json").write_text(json.dumps(whole))
-    (folder / REFCOCO_NAMES[name]).write_bytes(pickle.dumps(refs, protocol=2))
+    content = json.dumps(refs).encode() if is_general else pickle.dumps(refs, protocol=2)
+    (folder / REFCOCO_NAMES[name]).write_bytes(content)
+
+
+def with_sentences(texts: list[str], num_refs: int, num_sentences: int) -> dict:
+    """Return the number and the sentences of the next ref."""
+    sentences = [
+        dict(sent_id=num_sentences + k, sent=text, raw=text, tokens=text.split())
+        for k, text in enumerate(texts)
+    ]
+    sent_ids = [sentence["sent_id"] for sentence in sentences]
+    return dict(ref_id=num_refs + 1, sentences=sentences, sent_ids=sent_ids)
 
 
 def polygons_of(mask: np.ndarray) -> list[list[int]]:
@@ -91,7 +108,25 @@ def drawn_scenes(name: str, seed: int, num_train: int, num_heldout: int):
             regions = [
                 dict(mask=o.mask, category=o.shape, sentences=phrases(o)) for o in scene.objects
             ]
-            yield dict(split=split, image=scene.image, image_id=number + 1, regions=regions)
+            yield dict(
+                split=split,
+                image=scene.image,
+                image_id=number + 1,
+                regions=regions,
+                phrases=general_phrases(scene.objects),
+            )
+
+
+def general_phrases(objects: list[Object]) -> list[tuple[str, list[int]]]:
+    """Return (phrase, numbers of the objects that it names): of each colour of several, and of one
+    that no object has.
+    """
+    named = {
+        color: [k for k, drawn in enumerate(objects) if drawn.color == color] for color in COLORS
+    }
+    several = [(f"all {color} shapes", members) for color, members in named.items() if members[1:]]
+    absent = [(f"the {color} shape", []) for color, members in named.items() if not members]
+    return several + absent[:1]
 
 
 def phrases(drawn: Object) -> list[str]:
