@@ -134,9 +134,7 @@ class Reader:
             faults = [check_mask(mask, size[::-1])[0] for mask in objects or ()]
             reason = reason or next(filter(None, faults), None)
         if reason:
-            self._skipped[reason] += 1
-            if self._skipped[reason] <= NUM_PLACES:
-                self._first_skipped.setdefault(reason, []).append(self._place(sample))
+            self._skip(reason, self._place(sample))
             return
         self._num_resized += resized
         self.names_nothing |= objects == ()
@@ -145,6 +143,12 @@ class Reader:
         target = replace(sample, read=None, image_id="") if isinstance(sample, Region) else ""
         masks = f"{rle!r} {target!r}" + (f" {objects!r}" if objects else "")
         self._keys.append((key, coco, content_key(caption), content_key(masks)))
+
+    def _skip(self, reason: str, place: str):
+        """Count a region, or a row without any, that cannot be used, and where it stands."""
+        self._skipped[reason] += 1
+        if self._skipped[reason] <= NUM_PLACES:
+            self._first_skipped.setdefault(reason, []).append(place)
 
     def _finish(self, data_dir: str | Path):
         """Set the keys of the samples. Raises ValueError if there is no sample."""

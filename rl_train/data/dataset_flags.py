@@ -8,8 +8,13 @@ from rl_train.config.grpo_config import DataConfig
 from rl_train.data.base import RegionDataset
 from rl_train.data.errors import check_bad_fraction
 from rl_train.data.mixture import MixtureDataset
-from rl_train.data.refcoco import REFCOCO_NAMES
-from rl_train.data.registry import DATASETS, EVAL_DATASETS, Opener, opener_of
+from rl_train.data.registry import (
+    DATASETS,
+    EVAL_DATASETS,
+    WITH_IMAGE_ROOT,
+    Opener,
+    opener_of,
+)
 
 ENTRY = re.compile(r"(?P<name>[^/:]+)(/(?P<subsets>[^:]+))?:(?P<folder>.+)")
 WEIGHTED_ENTRY = re.compile(r"(?P<entry>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?")
@@ -61,7 +66,7 @@ class MixtureEntry:
         return opener_of(
             self.name,
             subsets=self.subsets,
-            image_root=image_root if self.name in REFCOCO_NAMES else None,
+            image_root=image_root if self.name in WITH_IMAGE_ROOT else None,
             is_eval=is_eval,
             subsets_flag=f"{flag} {self.name}/{','.join(self.subsets)}",
             folder_flag=named,
@@ -88,9 +93,9 @@ def dataset_openers(data: DataConfig) -> tuple[Opener, Opener]:
     names = [data.dataset, *(entry.name for entry in entries)]
     evaluation = eval_entry(data)
     all_names = {*names, evaluation.name} if evaluation else set(names)
-    if data.image_root and not all_names & set(REFCOCO_NAMES):
-        raise ValueError(f"--image_root: no data set here is one of {', '.join(REFCOCO_NAMES)}")
-    image_root = data.image_root if data.dataset in REFCOCO_NAMES else None
+    if data.image_root and not all_names & set(WITH_IMAGE_ROOT):
+        raise ValueError(f"--image_root: no data set here is one of {', '.join(WITH_IMAGE_ROOT)}")
+    image_root = data.image_root if data.dataset in WITH_IMAGE_ROOT else None
     train = opener_of(data.dataset, data.subsets, image_root)
     if evaluation:
         evaluation.opener(data.image_root, is_eval=True)  # refuses what it does not have

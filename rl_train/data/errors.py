@@ -1,5 +1,6 @@
 """Errors of data: a damaged sample, an unreadable file, too many bad regions."""
 
+import csv
 import pickle
 import tarfile
 from collections import Counter
@@ -29,6 +30,7 @@ UNREADABLE = (
     tarfile.TarError,
     pickle.UnpicklingError,
     pa.ArrowException,
+    csv.Error,
 )
 
 

@@ -1,4 +1,4 @@
-"""ReasonSeg and RefCOCO/+/g as the hub's sets of Seg-Zero hold them, in Parquet, for evaluation.
+"""ReasonSeg and RefCOCO/+/g as the hub's sets of Seg-Zero hold them, in Parquet.
 
 Columns, by name: image struct<bytes, path>; text; mask list<list<bool>>, the rows of the target.
 Where ReasonSeg's annotators said "ignore", its original evaluation leaves these pixels out. The
@@ -20,9 +20,27 @@ from rl_train.data.errors import reading
 from rl_train.data.hub import resolve
 from rl_train.data.images import Encoded, check_read, read_cell
 from rl_train.data.parquet import find_parquet, read_images
+from rl_train.data.reasonseg_files import ReasonSegFilesDataset
 from rl_train.data.rle import DAMAGED_RLE, RLE, encode_mask
 
 COLUMNS = {"image": IMAGE, "text": pa.string(), "mask": pa.list_(pa.list_(pa.bool_()))}
+
+
+def open_reasonseg(
+    data_dir: str | Path, split: str | None = None, default_split: str = "train"
+) -> Reader:
+    """Open ReasonSeg in either form: Parquet, which is one split, or the authors' files.
+
+    Raises ValueError as the readers do, and if a split is named of Parquet.
+    """
+    if any(Path(data_dir).glob("*/*.json")):
+        return ReasonSegFilesDataset(data_dir, split or default_split)
+    if split:
+        raise ValueError(
+            f"--subsets {split}: --data_dir {data_dir} holds no folders of JSON files, and Parquet "
+            "is one split"
+        )
+    return ReasonSegDataset(data_dir)
 
 
 class ReasonSegDataset(Reader):

@@ -12,19 +12,15 @@ regions are left out, as in gres_model/data/datasets/grefer.py of henghuiding/Re
 """
 
 import json
-import math
 import pickle
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from pycocotools import mask as coco
-
 from rl_train.data.base import Reader, Region
 from rl_train.data.errors import reading
-from rl_train.data.images import MAX_PIXELS, check_read, coco_id, map_file
-from rl_train.data.rle import DAMAGED_RLE, RLE, compress
+from rl_train.data.images import check_read, coco_id, map_file
+from rl_train.data.polygons import Segmentation, encoded_or_damaged, union
 
 GREFCOCO = "grefcoco"
 REFCOCO_NAMES = {
@@ -41,9 +37,6 @@ IMAGE_FOLDERS = (
     "images/train2014",
     "images/mscoco/images/train2014",
 )
-# Pixels that a polygon may lie off the origin: pycocotools' memory grows with its edges' length.
-MAX_SIDE = 100_000
-Segmentation = list | dict  # polygons, one run-length mask or a list of them
 
 
 class Annotation(NamedTuple):
@@ -147,24 +140,6 @@ def list_of(numbers: int | list[int]) -> list[int]:
     return numbers if isinstance(numbers, list) else [numbers]
 
 
-def encoded_or_damaged(segmentation: Segmentation | None, size: tuple[int, int]) -> RLE | None:
-    """Return `encode_segmentation`, DAMAGED_RLE if it cannot be encoded, None if there is none."""
-    try:
-        return encode_segmentation(segmentation, *size)
-    except ValueError:
-        return DAMAGED_RLE if segmentation else None
-
-
-def union(masks: Sequence[RLE | None], size: tuple[int, int]) -> RLE | None:
-    """Return the union of masks, empty of none; or the first of them that cannot be read."""
-    for mask in masks:
-        if mask is None or mask is DAMAGED_RLE:
-            return mask
-    if len({tuple(mask["size"]) for mask in masks}) > 1:
-        return DAMAGED_RLE
-    return coco.merge(list(masks)) if masks else dict(counts=[math.prod(size)], size=list(size))
-
-
 def read_refs(path: Path) -> list[dict]:
     """Read the refs of a pickle, Python 2's too, or of JSON.
 
@@ -211,34 +186,3 @@ def read_instances(path: Path) -> tuple[dict, dict]:
             )
             for entry in content["annotations"]
         }
-
-
-def encode_segmentation(segmentation: Segmentation, height: int, width: int) -> RLE:
-    """Encode the union of polygons [x, y, x, y, ..] or run-length masks in pycocotools' form.
-
-    Args:
-        segmentation: a list of polygons, one {"counts", "size"} or a list of them.
-        height, width: of the image that polygons lie in; run-length masks state their own.
-
-    Raises:
-        ValueError: neither; see `is_polygon` and `rle_runs`.
-    """
-    shapes = segmentation if isinstance(segmentation, list) else [segmentation]
-    if shapes and all(
-        isinstance(shape, dict) and {"counts", "size"} <= shape.keys() for shape in shapes
-    ):
-        return coco.merge([compress(shape) for shape in shapes])
-    sides = all(type(n) is int and 0 < n <= MAX_SIDE for n in (height, width))
-    if not shapes or not sides or height * width > MAX_PIXELS or not all(map(is_polygon, shapes)):
-        raise ValueError(f"no polygons of an image of {height} x {width}")
-    return coco.merge(coco.frPyObjects(shapes, height, width))
-
-
-def is_polygon(polygon: list[float]) -> bool:
-    """Return whether `polygon` is [x, y, x, y, ..] of 3 points or more near the origin."""
-    return (
-        isinstance(polygon, list)
-        and len(polygon) >= 6
-        and len(polygon) % 2 == 0
-        and all(type(n) in (int, float) and abs(n) <= MAX_SIDE for n in polygon)
-    )

@@ -7,10 +7,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from rl_train.data.base import RegionDataset
+from rl_train.data.coco import COCODataset
 from rl_train.data.dam import DescribeAnythingDataset
+from rl_train.data.folders import FoldersDataset
 from rl_train.data.gar import GraspAnyRegionDataset
-from rl_train.data.reasonseg import ReasonSegDataset
+from rl_train.data.muse import MUSEDataset
+from rl_train.data.reasonseg import open_reasonseg
 from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
+from rl_train.data.sa2va import Sa2VADataset
 from rl_train.data.segzero import SegZeroDataset
 
 # {--dataset: reader of a folder}; below, those of --eval_data_dir.
@@ -18,15 +22,24 @@ DATASETS = {
     "gar": GraspAnyRegionDataset,
     "dam": DescribeAnythingDataset,
     "segzero": SegZeroDataset,
+    "sa2va": Sa2VADataset,
+    "coco": COCODataset,
+    "coco_names": partial(COCODataset, category_captions=True),
+    "folders": FoldersDataset,
+    "muse": MUSEDataset,
+    "reasonseg": open_reasonseg,
     **{name: partial(RefCOCODataset, name=name, split="train") for name in REFCOCO_NAMES},
 }
 EVAL_DATASETS = {
     **DATASETS,
-    "reasonseg": ReasonSegDataset,
+    "reasonseg": partial(open_reasonseg, default_split="val"),
     **{name: partial(RefCOCODataset, name=name, split="val") for name in REFCOCO_NAMES},
 }
-# {data set: parameter of its reader that takes --subsets}; a split of RefCOCO is one subset.
-SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(REFCOCO_NAMES, "split")
+# Data sets of files that name images; each is read one split at a time.
+WITH_IMAGE_ROOT = (*REFCOCO_NAMES, "sa2va", "coco", "coco_names", "folders", "muse")
+ONE_SPLIT = (*WITH_IMAGE_ROOT, "reasonseg")
+# {data set: parameter of its reader that takes --subsets}
+SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(ONE_SPLIT, "split")
 
 Opener = Callable[[str], RegionDataset]  # takes the folder
 
@@ -42,9 +55,9 @@ def opener_of(
     """Return the function that opens the data set `name` in a folder.
 
     Args:
-        subsets: folders to read (gar, dam), or one split of RefCOCO: default train, or val if
-            `is_eval`.
-        image_root: see `RefCOCODataset`.
+        subsets: folders to read (gar, dam), or one split: of RefCOCO and ReasonSeg default train,
+            or val if `is_eval`; of the others the name of a file.
+        image_root: folder of the images of WITH_IMAGE_ROOT.
         subsets_flag: the flag that names the subsets, in errors.
         folder_flag: the flag that names the folder, in errors.
 
@@ -53,15 +66,15 @@ def opener_of(
     """
     keywords = {}
     if image_root:
-        if name not in REFCOCO_NAMES:
-            raise ValueError(f"--image_root: only for {', '.join(REFCOCO_NAMES)}, not {name}")
+        if name not in WITH_IMAGE_ROOT:
+            raise ValueError(f"--image_root: only for {', '.join(WITH_IMAGE_ROOT)}, not {name}")
         keywords["image_root"] = image_root
     if subsets:
         if name not in SUBSET_PARAMETERS:
             raise ValueError(f"{subsets_flag}: only for {', '.join(SUBSET_PARAMETERS)}, not {name}")
-        if name in REFCOCO_NAMES and len(subsets) > 1:
+        if name in ONE_SPLIT and len(subsets) > 1:
             raise ValueError(f"{subsets_flag}: {name} is read one split at a time")
-        value = subsets[0] if name in REFCOCO_NAMES else list(subsets)
+        value = subsets[0] if name in ONE_SPLIT else list(subsets)
         keywords[SUBSET_PARAMETERS[name]] = value
     reader_class = (EVAL_DATASETS if is_eval else DATASETS)[name]
 

@@ -32,8 +32,8 @@ def complaint(data, tmp_path, capsys):
     "changes, words",
     [
         (
-            dict(data_mixture="coco:x"),
-            "--data_mixture coco:x: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of gar,",
+            dict(data_mixture="lvis:x"),
+            "--data_mixture lvis:x: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of gar,",
         ),
         (dict(data_mixture="gar"), "--data_mixture gar: must be"),
         (
@@ -54,7 +54,7 @@ def complaint(data, tmp_path, capsys):
         (dict(dataset="refcoco", subsets=["val", "test"]), "--subsets: refcoco is read one split"),
         (dict(subsets="Part9"), "has no part 'Part9'; it has"),
         (dict(image_root="x"), "--image_root: no data set here is one of refcoco,"),
-        (dict(eval_data_dir="reasonseg/a:x"), "--eval_data_dir reasonseg/a: only for gar, dam,"),
+        (dict(eval_data_dir="segzero/a:x"), "--eval_data_dir segzero/a: only for gar, dam,"),
         (dict(eval_data_dir="reasonsge:x"), "--eval_data_dir reasonsge:x: must be [NAME[/SUBSET,"),
         (dict(eval_data_dir="gar:/nowhere"), "--eval_data_dir /nowhere: no such folder"),
         (dict(train_eval_overlap="ignore"), "--train_eval_overlap"),

@@ -15,7 +15,8 @@ from rl_train.data.errors import DamagedSample
 from rl_train.data.images import image_key
 from rl_train.data.loader import Batches
 from rl_train.data.mixture import MixtureDataset
-from rl_train.data.refcoco import RefCOCODataset, encode_segmentation
+from rl_train.data.polygons import encode_segmentation
+from rl_train.data.refcoco import RefCOCODataset
 from rl_train.data.rle import decode_mask, rle_runs
 from tests.campaigns.messy_cases import bad_huffman
 from tools.gar_writer import encode_image, encode_mask

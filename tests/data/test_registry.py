@@ -16,7 +16,8 @@ from rl_train.data.registry import DATASETS, EVAL_DATASETS, opener_of
         ("refcoco", dict(is_eval=True), dict(name="refcoco", split="val")),
         ("refcoco+", dict(subsets=["testA"]), dict(name="refcoco+", split="testA")),
         ("refcocog", dict(image_root="i"), dict(name="refcocog", split="train", image_root="i")),
-        ("reasonseg", dict(is_eval=True), {}),
+        ("reasonseg", dict(is_eval=True), dict(default_split="val")),
+        ("coco", dict(subsets=["a"], image_root="i"), dict(split="a", image_root="i")),
     ],
 )
 def test_what_a_data_set_is_opened_with(monkeypatch, name, given, expected):

@@ -35,7 +35,8 @@ from rl_train.data.base import Region, read_sample
 from rl_train.data.errors import DamagedSample
 from rl_train.data.images import check_read, map_file
 from rl_train.data.loader import eval_loader
-from rl_train.data.refcoco import encode_segmentation, read_instances
+from rl_train.data.polygons import encode_segmentation
+from rl_train.data.refcoco import read_instances
 from rl_train.data.rle import check_mask
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
@@ -103,7 +104,7 @@ class BenchRegions:
     def __init__(self, folder: Path):
         images, annotations = read_instances(folder / "annotations.json")
         self.regions = []
-        for key, (image, segmentation, category) in annotations.items():
+        for key, (image, segmentation, category, _) in annotations.items():
             if image not in images:
                 raise ValueError(f"{folder}: annotation {key} is of image {image}, there is none")
             file_name, size = images[image]
