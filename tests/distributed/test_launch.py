@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from rl_train.distributed import launch
 from tests.ranks import wait_for_exit
@@ -26,13 +27,18 @@ if way == "stopped":
 if way == "orphaned":
     from rl_train.distributed.process_group import end_with_launcher
     end_with_launcher()
+if way == "waiting":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as Python's handler in a call that does not end
 open(f"{folder}/rank{rank}.{attempt}.{os.getpid()}", "w").close()
-if attempt == "0" and way == "crashed" and rank == "1":
+if way == "waiting" and rank == "1":
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
+if attempt == "0" and way in ("crashed", "waiting") and rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 if way == "sentence" and rank == "1":
     sys.exit(2)
 if attempt == "0":
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -91,6 +97,15 @@ def test_a_killed_rank_ends_the_others_and_is_named(start):
     launcher, output, ranks = start("crashed")
     assert wait_for_exit(launcher) == 128 + signal.SIGKILL
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9 ", output.read_text())
+    assert attempts(ranks) == ["rank0.0", "rank1.0"] and not any(map(alive, ranks.iterdir()))
+
+
+def test_a_rank_that_waits_for_a_killed_one_is_ended(start, monkeypatch):
+    """As it may in gloo, see test_process_group.py. torchrun gives it 30 seconds."""
+    close = PContext.close
+    monkeypatch.setattr(PContext, "close", lambda ranks, *_: close(ranks, timeout=1))
+    launcher, _, ranks = start("waiting")
+    assert wait_for_exit(launcher) == 128 + signal.SIGKILL
     assert attempts(ranks) == ["rank0.0", "rank1.0"] and not any(map(alive, ranks.iterdir()))
 
 

@@ -1,6 +1,10 @@
 """Two processes compute what one computes on the joined batch, and stop together."""
 
+import os
+import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -161,6 +165,33 @@ def test_a_fault_on_one_rank_stops_both(tmp_path):
             and "FloatingPointError: not finite: rank 1: loop2 loss" in output
             and "WENT ON" not in output
         )
+
+
+def test_a_send_to_a_killed_rank_is_a_lost_rank(tmp_path):
+    """gloo tells all that waits of a closed connection, but a send that has begun.
+
+    That waits for its timeout (of a run: 30 minutes), unless the launcher ends the rank before.
+    """
+
+    def is_stopped(pid):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def job(ranks):
+        pids = process_group.gather_objects(os.getpid())
+        tensor = torch.zeros(2**24)  # more than the socket's buffers hold
+        if ranks.rank == 1:
+            dist.irecv(tensor, 0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while not is_stopped(pids[1]):
+            time.sleep(0.01)
+        send = dist.isend(tensor, 1)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RuntimeError) as raised:
+            send.wait(timedelta(seconds=1))
+        assert process_group.lost_rank(raised.value), raised.value
+
+    (status, output), (killed, _) = two_of(tmp_path, job)
+    assert (status, killed) == (0, -signal.SIGKILL), output
 
 
 def test_gradients_are_averaged(tmp_path):
