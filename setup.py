@@ -40,6 +40,7 @@ setup(
         "oracle": ["trl==1.16.0", "pytest", "datasets", "pycocoevalcap"],
         "judge": ["openai"],
         "wandb": ["wandb"],
+        "app": ["gradio"],
         "eval": ["inflect"],
     },
 )

@@ -1,14 +1,18 @@
 """tools/predict.py: an answer about a picture, by the model's own predict_forward."""
 
+import json
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from rl_train.export.load_policy import open_policy
 from sa2va_hf import Sa2VAModel
 from sa2va_hf.tokenizer import load_tokenizer
 from tests.runs import CHECKPOINT, run, unmeasured
 from tools import predict
 from tools.demo.make_points_demo import SHIPPED as POINTS
+from tools.picture_model import PictureModel
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
 
@@ -79,6 +83,40 @@ def test_points(picture, tmp_path, capsys):
     assert said[-2].startswith(("mask 1", "the answer has no mask"))
 
 
+def test_two_models_about_a_box(picture, tmp_path, capsys):
+    image, region, _ = picture
+    rows, columns = np.nonzero(np.asarray(Image.open(region)))
+    box = (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1)
+    other = ("--compare", CHECKPOINT, "--output", tmp_path / "o.png", "--json", tmp_path / "o.json")
+    said = answer(capsys, "--model_path", CHECKPOINT, "--image", image, "--box", *box, *other)
+    assert said[:3] == said[3:6] and said[0] == f"{CHECKPOINT}:" and len(said[1].split()) > 3
+    records = json.loads((tmp_path / "o.json").read_text())
+    assert [record["text"] for record in records] == [said[1]] * 2
+    width, height = Image.open(image).size
+    assert Image.open(tmp_path / "o.png").size == (2 * width, height)
+
+
+def test_a_model_that_is_asked_about_one_picture(picture, scenes):
+    """What the page asks: captions of a region, what they find, the mask of a phrase, a click."""
+    policy = open_policy(CHECKPOINT, None, "policy", "cpu", 24, dtype="float32")
+    model = PictureModel("demo", policy, 24)
+    model.look(scenes[0]["image"])
+    caption, found, iou = model.describe(scenes[0]["mask"])
+    union = (found | scenes[0]["mask"]).sum()
+    assert iou == pytest.approx((found & scenes[0]["mask"]).sum() / union, abs=1e-6)
+    greedy, sampled = (caption, iou), model.rollouts(scenes[0]["mask"], 0)
+    assert len({text for text, _ in sampled}) > 1 and len(sampled) == 4
+    assert all(iou == greedy[1] for text, iou in sampled if text == greedy[0])
+    mask, confidence = model.segment(scenes[0]["caption"])
+    assert mask.shape == scenes[0]["mask"].shape and 0.5 < confidence < 1
+    rows, columns = np.nonzero(scenes[0]["mask"])
+    under_click = model.region_at(int(columns.mean()), int(rows.mean()))
+    assert under_click.shape == mask.shape and under_click.any()
+    before = model.features
+    model.look(scenes[0]["image"])
+    assert model.features is before
+
+
 @pytest.mark.parametrize(
     "flags, sentence",
     [
@@ -90,6 +128,10 @@ def test_points(picture, tmp_path, capsys):
         (dict(model_path="/nowhere"), "--model_path /nowhere: no such folder"),
         (dict(region="small.png"), "--region small.png: is 5 x 4 pixels, and --image"),
         (dict(region="black.png"), "--region black.png: is black everywhere"),
+        (dict(box=[1, 2, 1, 4]), "--box 1 2 1 4: no box inside --image of"),
+        (dict(box=[1, 2, 3, 4], region="black.png"), "--box .*: not together with --region"),
+        (dict(image=None), "--image: needed, unless --serve"),
+        (dict(compare="/nowhere"), "--compare /nowhere: no such folder"),
         (dict(output="o.xyz"), "--output o.xyz: needs the ending of a picture"),
     ],
 )
@@ -98,7 +140,9 @@ def test_bad_input(picture, tmp_path, monkeypatch, flags, sentence):
     Image.new("L", (5, 4), 255).save("small.png")
     Image.new("L", Image.open(picture[0]).size).save("black.png")
     flags = dict(model_path=CHECKPOINT, image=picture[0], text="a") | flags
+    box = [str(side) for side in flags.pop("box", ())]
     argv = [f"--{name}={value}" for name, value in flags.items() if value is not None]
+    argv += ["--box", *box] if box else []
     with pytest.raises(SystemExit, match=sentence) as ended:
         predict.main(argv)
     assert "\n" not in ended.value.code
