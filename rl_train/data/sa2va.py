@@ -1,7 +1,7 @@
 """Sa2VA's own layout for fine-tuning: `{data_dir}/annotations.json` and `{data_dir}/images/`.
 
 The file is a list of {"image": file name, "mask": [polygons of mask 1, ..], "text": [phrase of
-mask 1, ..]}, as docs/finetune.md of bytedance/Sa2VA describes it and
+mask 1, ..]}, as the fine-tuning page of bytedance/Sa2VA describes it and
 projects/sa2va/datasets/sa2va_data_finetune.py there reads it. Different: polygons of a mask that
 overlap are united, there they are added up; a mask without a phrase, or a phrase without a mask, is
 counted as bad, there it is left out.
