@@ -15,6 +15,8 @@ from rl_train.utils.io import read_json
 from sa2va_hf.hub import CHECKPOINT_FILE, model_folder
 
 ROLES = ["auto", "policy", "teacher"]
+# Flags of a run that an exported Sa2VA is asked by from now on: keys of its config.json.
+KEPT_FLAGS = ("region_prompt", "seg_state")
 NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
@@ -41,7 +43,8 @@ def export(
         CannotWrite: see `replacing`; `output` is then as it was.
     """
     check_is_checkpoint(folder)
-    model_path = model_path or read_json(folder / "config.json")["model_path"]
+    flags = read_json(folder / "config.json")
+    model_path = model_path or flags["model_path"]
     base = model_folder("--model_path", model_path)
     role = preferred_role(folder) if role == "auto" else role
     # On the CPU: an export needs no GPU, and may run beside a training that fills it.
@@ -49,7 +52,8 @@ def export(
     with replacing(output) as unfinished:
         write_card(unfinished, folder, base, role)
         policy.save_merged(unfinished, dtype)
-        copy_other_files(base, unfinished, dtype)
+        trained_with = {name: flags[name] for name in KEPT_FLAGS if flags.get(name)}
+        copy_other_files(base, unfinished, dtype, trained_with)
     return role
 
 
@@ -66,20 +70,25 @@ def check_is_checkpoint(folder: Path):
     raise ValueError(f"--checkpoint {folder}: is no checkpoint of a run; {remedy}")
 
 
-def copy_other_files(base: Path, output: Path, dtype: torch.dtype | None):
+def copy_other_files(
+    base: Path, output: Path, dtype: torch.dtype | None, trained_with: dict[str, str] | None = None
+):
     """Copy all but the weights byte for byte, so that whatever reads the base reads the output.
 
-    If the weights have been written in another `dtype` than config.json names, its two keys for
-    that are changed, and nothing else.
+    config.json is written anew if the weights have another `dtype` than it names, which changes its
+    two keys for that, or if it lacks what is in `trained_with`, {key: value}.
     """
     for file in base.iterdir():
         if file.is_file() and not file.name.endswith(NOT_COPIED):
             name = name_of_base_card(base) if file.name == CARD else file.name
             shutil.copyfile(file, output / name)
-    config, name = read_json(base / "config.json"), str(dtype).removeprefix("torch.")
-    keys = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
-    if dtype and keys:
-        text = json.dumps(config | dict.fromkeys(keys, name), indent=2, ensure_ascii=False)
+    config, changes = read_json(base / "config.json"), dict(trained_with or {})
+    if dtype:
+        name = str(dtype).removeprefix("torch.")
+        keys = [key for key in ("dtype", "torch_dtype") if config.get(key, name) != name]
+        changes |= dict.fromkeys(keys, name)
+    if config | changes != config:
+        text = json.dumps(config | changes, indent=2, ensure_ascii=False)
         (output / "config.json").write_text(text + "\n")
 
 

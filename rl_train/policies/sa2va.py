@@ -121,7 +121,8 @@ class Sa2VAPolicy(Policy):
         if is_qwen_vl:  # its projector is frozen, as in the supervised training
             groups = [group for group in groups if group != "mlp1"]
         model.bind_tokenizer(tokenizer)
-        self.region_prompt = config.region_prompt or model.region_prompts[0]
+        way_in_training = model.config.raw.get("region_prompt", model.region_prompts[0])
+        self.region_prompt = config.region_prompt or way_in_training
         self.prompts = PromptBuilder(
             tokenizer,
             model.config.template,

@@ -124,3 +124,11 @@ def test_a_dtype_is_all_that_changes_in_a_config(tmp_path):
     written = (output / "config.json").read_text()
     assert json.loads(written) == json.loads(text) | dict(torch_dtype="float32")
     assert list(json.loads(written)) == ["zebra", "torch_dtype", "llm_config"] and "ü" in written
+
+
+def test_what_a_model_was_trained_with_is_a_key_of_its_config(tmp_path):
+    base, output = shutil.copytree(CHECKPOINT, tmp_path / "base"), tmp_path / "exported"
+    output.mkdir()
+    copy_other_files(base, output, None, dict(region_prompt="box"))
+    before, after = (json.loads((f / "config.json").read_text()) for f in (base, output))
+    assert after == before | dict(region_prompt="box") and "region_prompt" not in before

@@ -274,6 +274,7 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
 
     def run(output, **changes):
         settings = dict(max_steps=10, save_steps=8, batch_size=2, max_completion_length=48)
+        settings |= dict(region_prompt="box")
         return supervised.run(data, output, model_path=folder, **settings | changes)
 
     whole = run(tmp_path / "whole")
@@ -288,7 +289,9 @@ def test_supervised_training_and_its_export(folder, data, tmp_path):
     export.main(["--checkpoint", f"{whole}/checkpoint_step_10", "--output", str(merged)])
     names = {file.name for file in folder.iterdir()} | {"README.md"}
     assert {file.name for file in merged.iterdir()} == names
-    assert (merged / "config.json").read_text() == (folder / "config.json").read_text()
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, merged))
+    assert after == before | dict(region_prompt="box")
+    assert (policy_of(folder).region_prompt, policy_of(merged).region_prompt) == ("outline", "box")
     own = load_policy(whole / "checkpoint_step_10", "policy", None, "cpu", dtype="float32")
     model, ids = Sa2VAModel.from_pretrained(merged), torch.tensor([[1, 2, IDS["[SEG]"], 3]])
     out, expected = (m(ids, torch.ones_like(ids)) for m in (model, own.model))
