@@ -1,180 +1,213 @@
-"""Make data to train on (the layout of Grasp-Any-Region) of COCO's JSON, or of images and masks.
+"""Convert a data set of any layout to shards in the layout of Grasp-Any-Region.
 
-    python -m tools.convert_data coco --annotations instances.json --image_root images --output D
-    python -m tools.convert_data folders --image_root images --mask_root masks --output D
+    python -m tools.convert_data --dataset coco --data_dir D --output my_regions
+    python -m tools.convert_data --dataset sa2va --data_dir D --output O --heldout_fraction .05
 
-coco: each annotation with a "segmentation" (polygons or run lengths) is a region. Its caption is
-the annotation's own "caption" or "description"; with --category_captions, else the category's name.
+With --heldout_fraction there are two folders in --output, train and heldout, that share no image.
+Image files are stored as they are. What cannot be used is counted by its reason, and named. Where
+it was stopped the same command goes on.
 
-folders: the regions of images/NAME.jpg are masks/NAME.png, or all masks/NAME/*.png: pictures of the
-image's size, not black inside. The caption of masks/X.png is the text in masks/X.txt.
-
-Image files are stored as they are. Look at the result with `python -m tools.inspect_data`, and
-train on it with --data_dir D.
+Look at the result with `python -m tools.inspect_data`, and train on it with --data_dir my_regions.
 """
 
-import argparse
-import io
-import tempfile
-from collections import Counter, defaultdict
+from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-from pycocotools import mask as coco_mask
 from tqdm import tqdm
 
-from rl_train.data.text import clean_caption
+from rl_train.config.flags import FRACTION
+from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, check_bad_fraction
+from rl_train.data.base import RegionDataset, number_images
+from rl_train.data.digest import data_facts
+from rl_train.data.errors import NUM_PLACES, describe_skipped
+from rl_train.data.images import NOT_COCO
+from rl_train.data.registry import opener_of
+from rl_train.data.split import picture_keys
+from rl_train.run.messages import data_report
 from rl_train.utils.command_line import FlagParser, run_program
-from rl_train.utils.io import check_writable, read_json
-from tools.gar_writer import write_gar
+from rl_train.utils.io import check_writable, read_json, write_json
+from tools.gar_writer import write_shard
 
-CAPTION_KEYS = ("caption", "description")  # of a COCO annotation, the first that it has
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+ROWS_PER_SHARD = 500
+PROGRESS = "progress.json"  # in the unfinished folder
+NO_REGION = "caption that names no region, which a shard cannot hold"
+
+
+@dataclass
+class Progress:
+    """What an unfinished folder holds.
+
+    Attributes:
+        source: flags and facts of the data set; another one is another conversion.
+        damaged: of each finished shard {reason: image_ids of its samples that were left out}.
+    """
+
+    file: Path
+    source: dict
+    damaged: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, file: Path, source: dict, output: Path) -> "Progress":
+        """Read the file, if there is one. Raises ValueError if it is of another conversion."""
+        progress = cls(file, source)
+        if file.is_file():
+            before = read_json(file)
+            if before.get("source") != source:
+                raise ValueError(
+                    f"--output {output}: {file.parent} is an unfinished conversion of other data "
+                    "or flags; name another folder, or remove that one"
+                )
+            progress.damaged = before["damaged"]
+        return progress
+
+    def add(self, shard: str, damaged: dict[str, list[str]]):
+        """Note that a shard is whole."""
+        self.damaged[shard] = damaged
+        write_json(self.file, {k: v for k, v in asdict(self).items() if k != "file"})
+
+    def reasons(self) -> Counter:
+        """Return {reason: number of samples that were left out}."""
+        each = (
+            Counter({reason: len(ids) for reason, ids in d.items()}) for d in self.damaged.values()
+        )
+        return sum(each, Counter())
 
 
 def build_parser() -> FlagParser:
-    parser = FlagParser(
-        prog="python -m tools.convert_data",
-        description=__doc__,
+    parser = FlagParser(prog="python -m tools.convert_data", description=__doc__)
+    add = parser.add_argument
+    add("--dataset", required=True, choices=list(EVAL_DATASETS), help="layout of --data_dir")
+    add("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
+    add("--output", required=True, type=Path, help="folder to write; must be empty or absent")
+    add("--subsets", nargs="+", default=[], metavar="SUBSET", help="as in training")
+    add("--image_root", help="folder of the images, if they do not lie in --data_dir")
+    add(
+        "--heldout_fraction",
+        type=FRACTION,
+        default=0.0,
+        help="fraction of the images whose regions go to a folder of their own",
     )
-    sources = parser.add_subparsers(dest="source", required=True)
-    coco = sources.add_parser("coco", help="COCO's instances JSON", allow_abbrev=False)
-    coco.add_argument("--annotations", required=True, type=Path, help="JSON file")
-    coco.add_argument(
-        "--category_captions",
-        action="store_true",
-        help="take the category's name where an annotation has no caption",
+    add(
+        "--max_bad_fraction",
+        type=FRACTION,
+        default=0.01,
+        help="fraction of regions that cannot be used above which this stops",
     )
-    folders = sources.add_parser("folders", help="image and mask files", allow_abbrev=False)
-    folders.add_argument("--mask_root", required=True, type=Path, help="folder of masks")
-    for source in (coco, folders):
-        source.add_argument("--image_root", required=True, type=Path, help="folder of images")
-        source.add_argument(
-            "--output", required=True, type=Path, help="folder to write; must be empty or absent"
-        )
     return parser
 
 
-def read_image(path: Path) -> tuple[bytes, Image.Image]:
-    """Return an image file and what it holds. Raises ValueError that names it."""
-    try:
-        data = path.read_bytes()
-        image = Image.open(io.BytesIO(data))
-        image.load()
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"{path} is no picture that can be read: {error}") from error
-    return data, image
+def split_by_image(dataset: RegionDataset, heldout_fraction: float) -> dict[str, np.ndarray]:
+    """Return {folder: indices of its samples}: "" of all, or "train" and "heldout".
 
-
-def row(path: Path, image: tuple[bytes, Image.Image], mask: np.ndarray, caption: str, name: str):
-    """Return what `write_gar` takes of a region, whose mask comes from the file `path`."""
-    data, picture = image
-    if mask.shape != (picture.height, picture.width):
-        size = f"{mask.shape[1]} x {mask.shape[0]}"
-        raise ValueError(f"{path} is {size} pixels, its image {picture.width} x {picture.height}")
-    return dict(image=picture, image_bytes=data, mask=mask, caption=caption, category=name)
-
-
-def coco_rows(args: argparse.Namespace, skipped: Counter) -> Iterator[dict]:
-    """Yield the regions of COCO's JSON; count in `skipped` what cannot be one."""
-    file = args.annotations
-    content = read_json(file)
-    if missing := {"images", "annotations"} - content.keys():
-        raise ValueError(f"--annotations {file}: has no {' and '.join(sorted(missing))}")
-    names = {c["id"]: c["name"] for c in content.get("categories", [])}
-    of_image = defaultdict(list)
-    for number, annotation in enumerate(content["annotations"]):
-        of_image[annotation["image_id"]].append((number, annotation))
-    for entry in tqdm(content["images"], desc="images", unit="image"):
-        if entry["id"] not in of_image:
-            continue
-        path = args.image_root / entry["file_name"]
-        if not path.is_file():
-            raise ValueError(f"--image_root {args.image_root}: has no {entry['file_name']}")
-        image = read_image(path)
-        for number, annotation in of_image[entry["id"]]:
-            place, name = f"{file} annotation {number}", names.get(annotation.get("category_id"))
-            captions = [annotation[key] for key in CAPTION_KEYS if annotation.get(key)]
-            captions += [name] if args.category_captions and name else []
-            if not captions or not clean_caption(captions[0]):
-                skipped["without a caption"] += 1
-            elif not annotation.get("segmentation"):
-                skipped["without a segmentation"] += 1
-            else:
-                mask = decode(annotation["segmentation"], entry, place)
-                yield row(Path(place), image, mask, captions[0], name or "")
-
-
-def decode(segmentation: list | dict, image: dict, place: str) -> np.ndarray:
-    """Return the (H, W) bool mask of polygons or run lengths. Raises ValueError."""
-    height, width = image["height"], image["width"]
-    try:
-        rle = segmentation
-        if isinstance(segmentation, list) or isinstance(segmentation["counts"], list):
-            rle = coco_mask.frPyObjects(segmentation, height, width)
-        rle = coco_mask.merge(rle) if isinstance(rle, list) else rle
-        return coco_mask.decode(rle).astype(bool)
-    except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(f"{place}: its segmentation cannot be read: {error!r}") from error
-
-
-def folder_rows(args: argparse.Namespace, skipped: Counter) -> Iterator[dict]:
-    """Yield the regions of image and mask files; count in `skipped` what cannot be one."""
-    for root in (args.image_root, args.mask_root):
-        if not root.is_dir():
-            raise ValueError(f"{root}: no such folder")
-    images = sorted(p for p in args.image_root.iterdir() if p.suffix.lower() in IMAGE_ENDINGS)
-    for path in tqdm(images, desc="images", unit="image"):
-        whole = args.mask_root / f"{path.stem}.png"
-        masks = [whole] * whole.is_file() + sorted((args.mask_root / path.stem).glob("*.png"))
-        if not masks:
-            skipped["images without a mask"] += 1
-            continue
-        image = read_image(path)
-        for file in masks:
-            text = file.with_suffix(".txt")
-            caption = text.read_text(encoding="utf-8") if text.is_file() else ""
-            mask = np.asarray(read_image(file)[1].convert("RGB")).any(-1)
-            if not clean_caption(caption):
-                skipped["without a caption"] += 1
-            elif not mask.any():
-                skipped["empty masks"] += 1
-            else:
-                yield row(file, image, mask, caption, "")
-
-
-def convert(args: argparse.Namespace):
-    """Write the data set. Raises ValueError that names a flag or file."""
-    output, skipped = args.output, Counter()
-    check_writable("--output", output)
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"--output {output} is not empty: name another folder")
-    rows = (coco_rows if args.source == "coco" else folder_rows)(args, skipped)
-    num_regions = 0
-
-    def counted() -> Iterator[dict]:
-        nonlocal num_regions
-        for region in rows:
-            num_regions += 1
-            yield region
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent) as unfinished:
-        write_gar(counted(), Path(unfinished) / "data")
-        if num_regions:  # whole, or not there
-            (Path(unfinished) / "data").rename(output)
-    reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items())
-    if not num_regions:
-        remedy = (
-            "annotations need a caption, or --category_captions"
-            if args.source == "coco"
-            else "the caption of --mask_root's X.png is the text in X.txt"
+    Raises ValueError if the fraction holds no image or all.
+    """
+    if not heldout_fraction:
+        return {"": np.arange(len(dataset))}
+    (keys,) = picture_keys(dataset)
+    images = number_images(keys)  # (n,)
+    num_images = int(images.max()) + 1
+    num_heldout = round(heldout_fraction * num_images)
+    if not 0 < num_heldout < num_images:
+        raise ValueError(
+            f"--heldout_fraction {heldout_fraction}: of {num_images} images these are {num_heldout}"
         )
-        raise ValueError(f"no region can be used ({reasons or 'there is none'}): {remedy}")
-    print(f"{output}: {num_regions} regions" + (f"; skipped: {reasons}" if reasons else ""))
-    print(f"look at them: python -m tools.inspect_data --data_dir {output} --output sheet.png")
+    # A fixed seed, so that a resumed conversion splits as before.
+    heldout = np.isin(images, np.random.default_rng(0).permutation(num_images)[:num_heldout])
+    return {"train": np.flatnonzero(~heldout), "heldout": np.flatnonzero(heldout)}
+
+
+def rows(
+    dataset: RegionDataset, indices: np.ndarray, damaged: dict[str, list[str]], bar: tqdm
+) -> Iterator[dict]:
+    """Yield what `write_shard` takes of samples; note those that cannot be used in `damaged`."""
+    for i in indices.tolist():
+        bar.update()
+        try:
+            sample = dataset[i]
+        except DamagedSample as error:
+            damaged.setdefault(error.reason, []).append(error.image_id)
+            continue
+        if not sample["mask"].any():
+            damaged.setdefault(NO_REGION, []).append(sample["image_id"])
+            continue
+        image, mask, coco = sample["image"], sample["mask"], int(dataset.coco_ids[i])
+        if mask.shape != (image.height, image.width):  # that of a large image is smaller
+            mask = dataset.mask(i, (image.height, image.width))
+        # An image that the reader gave another shape is encoded anew.
+        data = None if "stored_image" in sample else bytes(dataset.encoded_image(i))
+        # By its name the image is known as COCO's.
+        name = dict(image_path=f"{coco:012d}.jpg") if data and coco != NOT_COCO else {}
+        yield sample | name | dict(image_bytes=data, mask=mask)
+
+
+def write_shards(
+    dataset: RegionDataset, parts: dict[str, np.ndarray], progress: Progress, limit: float
+):
+    """Write the shards that are missing. Raises BadData if too many samples are damaged."""
+    unfinished = progress.file.parent
+    check_bad_fraction(dataset.report(), num_bad(progress), limit)
+    with tqdm(total=len(dataset), desc="converting", unit="region") as bar:
+        for folder, indices in parts.items():
+            starts = range(0, len(indices), ROWS_PER_SHARD)
+            for number, start in enumerate(starts):
+                chunk = indices[start : start + ROWS_PER_SHARD]
+                shard = f"{folder}/data-{number:05d}-of-{len(starts):05d}.arrow".removeprefix("/")
+                if shard in progress.damaged:
+                    bar.update(len(chunk))
+                    continue
+                (unfinished / folder).mkdir(exist_ok=True)
+                damaged = {}
+                write_shard(rows(dataset, chunk, damaged, bar), unfinished / shard)
+                progress.add(shard, damaged)
+                check_bad_fraction(dataset.report(), num_bad(progress), limit)
+
+
+def num_bad(progress: Progress) -> int:
+    """Return how many samples were damaged; that a caption names no region is no damage."""
+    return sum(count for reason, count in progress.reasons().items() if reason != NO_REGION)
+
+
+def convert(args: Namespace):
+    """Write the data set. Raises ValueError that names a flag or file."""
+    output = args.output
+    check_writable("--output", output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"--output {output} is not empty: name another folder")
+    is_eval = args.dataset not in DATASETS
+    dataset = opener_of(args.dataset, args.subsets, args.image_root, is_eval)(args.data_dir)
+    report = dataset.report()
+    tqdm.write(data_report(f"--data_dir {args.data_dir}", report))
+    if report["skipped"]:
+        tqdm.write(f"skipped: {describe_skipped(report)}")
+    if dataset.has_objects:
+        tqdm.write("a shard's mask is the union of the objects that a caption names")
+    if not dataset.has_masks:
+        raise ValueError(f"--data_dir {args.data_dir} holds boxes and points, and no masks")
+    check_bad_fraction(report, 0, args.max_bad_fraction)
+    parts = split_by_image(dataset, args.heldout_fraction)
+
+    unfinished = output.with_name(f"{output.name}.unfinished")
+    flags = {name: vars(args)[name] for name in ("dataset", "subsets", "heldout_fraction")}
+    unfinished.mkdir(parents=True, exist_ok=True)
+    progress = Progress.open(unfinished / PROGRESS, flags | data_facts(dataset), output)
+    if progress.damaged:
+        tqdm.write(f"{unfinished} holds {len(progress.damaged)} shards: going on")
+    write_shards(dataset, parts, progress, args.max_bad_fraction)
+    progress.file.unlink()
+    unfinished.rename(output)  # whole, or not there
+    for reason, count in progress.reasons().items():
+        ids = [name for damaged in progress.damaged.values() for name in damaged.get(reason, [])]
+        more = ", .." if count > NUM_PLACES else ""
+        tqdm.write(f"left out: {reason}: {count} ({', '.join(ids[:NUM_PLACES])}{more})")
+    num_regions = len(dataset) - progress.reasons().total()
+    sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items() if name)
+    tqdm.write(f"{output}: {num_regions} regions" + (f" (of {sizes})" if sizes else ""))
+    folder = output / "train" if args.heldout_fraction else output
+    tqdm.write(f"look at them: python -m tools.inspect_data --data_dir {folder} --output sheet.png")
 
 
 def main(argv: Sequence[str] | None = None):

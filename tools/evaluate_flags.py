@@ -98,13 +98,12 @@ def add_data_flags(parser: FlagParser):
         nargs="+",
         default=[],
         metavar="SUBSET",
-        help="folders of --data_dir to read (gar, dam; default: all), or the split of RefCOCO "
-        "(default: val)",
+        help="folders of --data_dir to read (gar, dam; default: all), or the split (default: val)",
     )
     add(
         "--image_root",
-        help="folder of RefCOCO's images (COCO train2014, or one that holds it); default: looked "
-        "for in --data_dir",
+        help="folder of the images that a file names (RefCOCO: COCO's train2014, or one that holds "
+        "it); default: looked for in --data_dir",
     )
     add("--num_samples", type=COUNT, help="regions to measure, spread over images; default all")
     add(

@@ -37,7 +37,8 @@ def write_gar(
     Args:
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
             list of str). With "image_bytes" that file is stored as it is, in place of "image";
-            with "image_path" only this path is, which begins at the folder of the part.
+            with "image_path" alone only this path is, which begins at the folder of the part. A
+            "question" stands in place of INSTRUCTION.
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
@@ -46,13 +47,25 @@ def write_gar(
     while records := list(islice(records_left, rows_per_shard)):
         # Named at the end, when the number of shards is known.
         path = part_folder / f"data-{len(unfinished):05d}.arrow.part"
-        with pa.ipc.new_stream(str(path), SCHEMA) as writer:
-            writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
+        write_records(records, path)
         unfinished.append(path)
     return [
         path.rename(part_folder / f"data-{i:05d}-of-{len(unfinished):05d}.arrow")
         for i, path in enumerate(unfinished)
     ]
+
+
+def write_shard(rows: Iterable[dict], path: Path):
+    """Write the rows of one shard, see `write_gar`; the file is there once it is whole."""
+    unfinished = path.with_name(f"{path.name}.part")
+    write_records(list(_records(rows, "PNG")), unfinished)
+    unfinished.rename(path)
+
+
+def write_records(records: list[dict], path: Path):
+    """Write the records of one shard."""
+    with pa.ipc.new_stream(str(path), SCHEMA) as writer:
+        writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
 
 
 def encode_mask(mask: np.ndarray) -> dict:
@@ -88,7 +101,7 @@ def _record(row: dict, image_data: bytes | None) -> dict:
         "image": {"bytes": image_data, "path": row.get("image_path")},
         "mask_rle": encode_mask(row["mask"]),
         "conversations": [
-            {"from": "human", "value": INSTRUCTION},
+            {"from": "human", "value": row.get("question") or INSTRUCTION},
             {"from": "gpt", "value": row["caption"]},
         ],
         "catagory": [category] if isinstance(category, str) else list(category),

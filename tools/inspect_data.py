@@ -1,6 +1,6 @@
 """Look at a data set before training: what is kept and skipped, distributions, a contact sheet.
 
-    python -m tools.inspect_data --data_dir D [--dataset gar|dam] [--output sheet.png]
+    python -m tools.inspect_data --data_dir D [--dataset NAME] [--output sheet.png]
 
 Decodes every sample. Exit status 1, with one sentence, if more than --max_bad_fraction of the
 regions are skipped or damaged.
@@ -90,10 +90,10 @@ def table(report: dict, damaged: Counter, sizes: np.ndarray) -> str:
         "another size than their image",
         f"{sum(report['skipped'].values()):9d} skipped",
     ]
-    lines += [
-        f"{n:18d} {reason}"
-        for reason, n in sorted(report["skipped"].items(), key=lambda item: (-item[1], item[0]))
-    ]
+    for reason, n in sorted(report["skipped"].items(), key=lambda item: (-item[1], item[0])):
+        places = report.get("first_skipped", {}).get(reason, [])
+        more = ", .." if n > len(places) else ""
+        lines.append(f"{n:18d} {reason}" + (f": {', '.join(places)}{more}" if places else ""))
     lines += [f"{sum(damaged.values()):9d} damaged when decoded"] + [
         f"{n:18d} {reason}" for reason, n in sorted(damaged.items())
     ]
@@ -162,10 +162,10 @@ def main(argv: list[str] | None = None):
         nargs="+",
         default=[],
         metavar="SUBSET",
-        help="folders of --data_dir to read (gar, dam; default: all), or the split of RefCOCO "
+        help="folders of --data_dir to read (gar, dam; default: all), or the split "
         "(default: train)",
     )
-    parser.add_argument("--image_root", help="folder of RefCOCO's images")
+    parser.add_argument("--image_root", help="folder of the images that a file names")
     parser.add_argument("--output", type=Path, help="PNG file for the contact sheet")
     parser.add_argument("--num_workers", type=int, default=2)
     parser.add_argument(

@@ -126,14 +126,14 @@ class DataConfig:
     )
     subsets: list[str] = flag(
         [],
-        "folders of --data_dir to read and, from the hub, to download (gar, dam), or the split of "
-        "RefCOCO to train on",
+        "folders of --data_dir to read and, from the hub, to download (gar, dam), or the split to "
+        "train on",
         default_is="all folders, or train",
         metavar="SUBSET",
     )
     image_root: str | None = flag(
         None,
-        "folder of RefCOCO's images: COCO's train2014, or one above it",
+        "folder of the images that a file names; of RefCOCO COCO's train2014, or one above it",
         default_is="--data_dir",
         metavar="FOLDER",
         free_on_resume=True,

@@ -76,8 +76,8 @@ def find_shards(data_dir: Path, parts: list[str] | None = None) -> list[tuple[st
     if not shards:
         raise ValueError(
             f"--data_dir {data_dir} holds no data-*.arrow, at any depth, nor *.arrow: these are of "
-            "--dataset gar; another layout is read by --dataset dam, refcoco or segzero, and "
-            "COCO's JSON or folders of masks are converted by python -m tools.convert_data"
+            "--dataset gar; another layout is read by --dataset dam, refcoco, segzero, sa2va, "
+            "coco, folders, muse or reasonseg"
         )
     folders = {part: {part, *part.split("/")} for part in shards.values()}
     for name in parts or []:

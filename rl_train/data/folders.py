@@ -17,6 +17,7 @@ from rl_train.data.image_files import BAD_ROW, ImageFileReader, find_table, read
 from rl_train.data.images import DAMAGED, decode_image, read_cell
 from rl_train.data.rle import DAMAGED_RLE, RLE, encode_mask
 
+NO_MASK_FILE = "image without a mask"
 TABLES = (".csv", ".jsonl")
 COLUMNS = {"image", "mask", "caption"}
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
@@ -83,7 +84,7 @@ class FoldersDataset(ImageFileReader):
             names = list(masks_of(masks, image.stem))
             if not names:
                 self._num_rows += 1
-                self._skip("image without a mask", image.name)
+                self._skip(NO_MASK_FILE, image.name)
             for name in names:
                 text = (masks / name).with_suffix(".txt")
                 # What is no UTF-8 becomes half characters, which `_add` finds.

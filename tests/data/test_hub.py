@@ -100,7 +100,7 @@ def test_of_a_part_that_there_is_not_nothing_is_fetched(repository):
     write_gar([ROW], repository.source / "Seed")
     with pytest.raises(
         ValueError,
-        match="--data_dir .* holds no data-.* --dataset dam, .* python -m tools.convert_data",
+        match="--data_dir .* holds no data-.* --dataset dam, .* sa2va, coco, folders",
     ):
         GraspAnyRegionDataset("owner/name", ["Sead"])
     assert repository.fetched == []

@@ -1,17 +1,19 @@
 """docs/your_checkpoint_and_data.md: its Python runs, and its reasons are those of the readers."""
 
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from rl_train.data import GraspAnyRegionDataset, dam, images, rle, text
+from rl_train.data import GraspAnyRegionDataset, dam, folders, image_files, images, rle, text
+from tools import convert_data
 from tools.demo.make_demo import SHIPPED_CHECKPOINT
 from tools.gar_writer import write_gar
 
 TEXT = (Path(__file__).parents[2] / "docs" / "your_checkpoint_and_data.md").read_text()
-ASK, TEN_LINES, HOLD_OUT = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+ASK, TEN_LINES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_own_data_in_ten_lines(tmp_path, monkeypatch):
@@ -33,26 +35,23 @@ def test_own_data_in_ten_lines(tmp_path, monkeypatch):
     )
 
 
-def test_the_recipe_holds_pictures_out_whole(tmp_path, monkeypatch):
+def test_the_command_holds_pictures_out_whole(tmp_path, monkeypatch):
     mask = np.arange(12).reshape(3, 4) > 5
     rows = [
-        dict(
-            image=Image.new("RGB", (4, 3), (k % 250, 0, 0)), mask=mask, caption=str(k), category=""
-        )
-        for k in range(1500)
+        dict(image=Image.new("RGB", (4, 3), (k % 50, 0, 0)), mask=mask, caption=str(k), category="")
+        for k in range(150)
     ]
-    write_gar(rows, tmp_path / "data" / "gar", rows_per_shard=600)
+    write_gar(rows, tmp_path / "gar")
     monkeypatch.chdir(tmp_path)
-    exec(HOLD_OUT, {})
+    command = re.search(r"python -m tools.convert_data (.*)  #", TEXT)
+    convert_data.main(shlex.split(command[1]))
     captions = [
         [sample["caption"] for sample in map(dataset.__getitem__, range(len(dataset)))]
         for dataset in map(GraspAnyRegionDataset, ("data/train", "data/heldout"))
     ]
-    pictures = [{int(caption) % 250 for caption in side} for side in captions]
-    assert sorted(map(int, sum(captions, []))) == list(range(1500)) and pictures[0].isdisjoint(
-        pictures[1]
-    )
-    assert 0 < len(pictures[1]) < 20
+    pictures = [{int(caption) % 50 for caption in side} for side in captions]
+    assert sorted(map(int, sum(captions, []))) == list(range(150))
+    assert pictures[0].isdisjoint(pictures[1]) and len(pictures[1]) == 1
 
 
 def test_reasons_are_named():
@@ -69,6 +68,8 @@ def test_reasons_are_named():
         dam.BAD_NAME,
         text.BLANK,
         text.NOT_UNICODE,
+        image_files.BAD_ROW,
+        folders.NO_MASK_FILE,
         "no region",
     ):
         assert f'"{reason}"' in TEXT

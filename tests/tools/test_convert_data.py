@@ -1,136 +1,172 @@
-"""tools/convert_data.py: the readers read back what it writes, and it names what it cannot use."""
+"""tools/convert_data.py: shards hold what the readers read, split by image; it goes on where it was
+stopped, and names what it leaves out."""
 
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
-from pycocotools import mask as coco
 
-from rl_train.data import GraspAnyRegionDataset
+from rl_train.data import DATASETS, GraspAnyRegionDataset
+from tests.campaigns.messy_cases import bad_huffman
+from tests.data.image_file_sets import (
+    CAPTIONS,
+    LAYOUTS,
+    MASKS,
+    write_folders,
+    write_images,
+    write_json,
+    write_muse,
+    write_sa2va,
+)
 from tools import convert_data
 
-SIZE = (40, 30)  # W, H
 
-
-@pytest.fixture
-def images(tmp_path):
-    """Two images as files, of which one is a JPEG."""
-    folder = tmp_path / "images"
-    folder.mkdir()
-    pixels = np.random.default_rng(0).integers(256, size=(30, 40, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(folder / "a.jpg")
-    Image.fromarray(pixels[::-1]).save(folder / "b.png")
-    return folder
-
-
-def region(x, y, width, height) -> np.ndarray:
-    mask = np.zeros((30, 40), dtype=bool)
-    mask[y : y + height, x : x + width] = True
-    return mask
-
-
-def annotations(tmp_path, **changes):
-    """A COCO file: a polygon and run lengths with captions, and one that has a category alone."""
-    rle = coco.encode(np.asfortranarray(region(5, 6, 7, 8), dtype=np.uint8))
-    rle["counts"] = rle["counts"].decode()
-    polygon = [[10, 10, 20, 10, 20, 25, 10, 25]]
-    size = dict(width=40, height=30)
-    content = dict(
-        images=[dict(id=1, file_name="a.jpg", **size), dict(id=2, file_name="b.png", **size)],
-        categories=[dict(id=7, name="dog")],
-        annotations=[
-            dict(image_id=1, category_id=7, segmentation=polygon, caption="A red dog."),
-            dict(image_id=2, category_id=7, segmentation=rle, description="A cat"),
-            dict(image_id=2, category_id=7, segmentation=polygon),
-        ],
-    )
-    file = tmp_path / "instances.json"
-    file.write_text(json.dumps(content | changes))
-    return file
-
-
-def convert(tmp_path, images, *argv):
-    output = tmp_path / "out"
-    convert_data.main([*map(str, argv), "--image_root", str(images), "--output", str(output)])
+def convert(root, output, *flags, dataset="sa2va", max_bad_fraction=1):
+    words = ["--dataset", dataset, "--data_dir", root, "--output", output, *flags]
+    words += ["--max_bad_fraction", max_bad_fraction]
+    convert_data.main([str(word) for word in words])
     return output
 
 
-def test_coco_is_read_back(tmp_path, images, capsys):
-    output = convert(tmp_path, images, "coco", "--annotations", annotations(tmp_path))
-    assert "2 regions; skipped: without a caption: 1" in capsys.readouterr().out
-    first, second = GraspAnyRegionDataset(output)
-    assert (first["caption"], first["category"]) == ("A red dog.", "dog")
-    assert np.array_equal(first["mask"], region(10, 10, 10, 15))
-    assert second["caption"] == "A cat" and np.array_equal(second["mask"], region(5, 6, 7, 8))
-    with Image.open(images / "a.jpg") as image:  # the file itself, not encoded again
-        assert np.array_equal(first["image"], image.convert("RGB"))
+@pytest.fixture
+def pictures(tmp_path):
+    """Sa2VA's layout: 8 images of one region each, and one of three."""
+    names = tuple(f"{letter}.jpg" for letter in "abcdefghi")
+    write_images(tmp_path / "set" / "images", names)
+    corners = [5, 5, 25, 5, 25, 20, 5, 20]
+    rows = [dict(image=name, mask=[[corners]], text=[f"cup {name}"]) for name in names]
+    rows[0] |= dict(mask=[[corners]] * 3, text=["a cup", "the cup", "one cup"])
+    write_json(tmp_path / "set" / "annotations.json", rows)
+    return tmp_path / "set"
 
 
-def test_a_category_can_be_the_caption(tmp_path, images):
-    argv = ("coco", "--annotations", annotations(tmp_path), "--category_captions")
-    captions = [
-        sample["caption"] for sample in GraspAnyRegionDataset(convert(tmp_path, images, *argv))
-    ]
-    assert captions == ["A red dog.", "A cat", "dog"]
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_is_read_back(tmp_path, layout, capsys):
+    name, write = LAYOUTS[layout]
+    write(tmp_path / "set")
+    before = DATASETS[name](tmp_path / "set")
+    dataset = GraspAnyRegionDataset(convert(tmp_path / "set", tmp_path / "out", dataset=name))
+    for sample, caption, mask in zip(dataset, CAPTIONS, MASKS, strict=True):
+        assert sample["caption"] == caption and np.array_equal(sample["mask"], mask)
+    assert [sample["category"] for sample in dataset] == [sample["category"] for sample in before]
+    # The files themselves, not encoded again.
+    assert dataset.image_keys.tolist() == before.image_keys.tolist()
+    printed = capsys.readouterr().out
+    assert "out: 2 regions" in printed
+    for reason, places in before.report()["first_skipped"].items():
+        assert f"{reason}: 1 ({places[0]})" in printed
 
 
-def test_folders_are_read_back(tmp_path, images):
-    masks = tmp_path / "masks"
-    (masks / "b").mkdir(parents=True)
-    wanted = {
-        "a": region(1, 2, 3, 4),
-        "b/first": region(0, 0, 40, 10),
-        "b/second": region(9, 9, 9, 9),
-    }
-    for name, mask in wanted.items():
-        Image.fromarray(mask).save(masks / f"{name}.png")
-        (masks / f"{name}.txt").write_text(f"Region {name}\n")
-    samples = list(
-        GraspAnyRegionDataset(convert(tmp_path, images, "folders", "--mask_root", masks))
+def test_images_of_coco_stay_known(tmp_path):
+    write_images(tmp_path / "set" / "images", ("COCO_train2014_000000000123.jpg",))
+    rows = [dict(image="COCO_train2014_000000000123.jpg", mask=[[[1, 1, 9, 1, 9, 9]]], text=["a"])]
+    write_json(tmp_path / "set" / "annotations.json", rows)
+    dataset = GraspAnyRegionDataset(convert(tmp_path / "set", tmp_path / "out"))
+    assert dataset.coco_ids.tolist() == [123]
+
+
+def test_no_image_is_on_both_sides(tmp_path, pictures):
+    output = convert(pictures, tmp_path / "out", "--heldout_fraction", 0.34)
+    train, heldout = (GraspAnyRegionDataset(output / name) for name in ("train", "heldout"))
+    keys, heldout_keys = set(train.image_keys.tolist()), set(heldout.image_keys.tolist())
+    assert (len(keys), len(heldout_keys), keys & heldout_keys) == (6, 3, set())
+    assert len(train) + len(heldout) == 11
+
+
+def test_it_goes_on_where_it_was_stopped(tmp_path, pictures, monkeypatch, capsys):
+    monkeypatch.setattr(convert_data, "ROWS_PER_SHARD", 3)
+    whole = convert(pictures, tmp_path / "whole", "--heldout_fraction", 0.34)
+    write_shard, written = convert_data.write_shard, []
+
+    def stopped_at_the_third(rows, path):
+        written.append(path.name)
+        if len(written) == 3:
+            path.with_name(f"{path.name}.part").write_bytes(b"half")
+            raise KeyboardInterrupt
+        write_shard(rows, path)
+
+    monkeypatch.setattr(convert_data, "write_shard", stopped_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        convert(pictures, tmp_path / "out", "--heldout_fraction", 0.34)
+    assert not (tmp_path / "out").exists()
+    convert(pictures, tmp_path / "out", "--heldout_fraction", 0.34)
+    assert "out.unfinished holds 2 shards: going on" in capsys.readouterr().out
+    # The two whole shards were not written again.
+    files = sorted(path.relative_to(whole) for path in whole.rglob("*.arrow"))
+    assert len(written) == len(files) + 1
+    everything = sorted(p.relative_to(tmp_path / "out") for p in (tmp_path / "out").rglob("*.*"))
+    assert everything == files
+    for file in files:
+        assert (whole / file).read_bytes() == (tmp_path / "out" / file).read_bytes()
+
+
+def test_other_data_do_not_go_on(tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr(convert_data, "write_shard", lambda rows, path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert(pictures, tmp_path / "out")
+    monkeypatch.undo()
+    (tmp_path / "out.unfinished" / "progress.json").write_text(
+        json.dumps(dict(source=dict(rows=1), damaged={}))
     )
-    assert [sample["caption"] for sample in samples] == [f"Region {name}" for name in wanted]
-    for sample, mask in zip(samples, wanted.values()):
-        assert np.array_equal(sample["mask"], mask)
+    with pytest.raises(
+        SystemExit, match="out.unfinished is an unfinished conversion of other data"
+    ):
+        convert(pictures, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damaged_samples_are_left_out_by_name(tmp_path, pictures, capsys):
+    good = (pictures / "images" / "b.jpg").read_bytes()
+    (pictures / "images" / "b.jpg").write_bytes(bad_huffman(good))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=r"1 of 11 regions \(9.1%\) are bad, .* decoded: 1"):
+            convert(pictures, tmp_path / "out", max_bad_fraction=0.05)
+    assert not (tmp_path / "out").exists()
+    # With a higher limit the same command goes on from there.
+    dataset = GraspAnyRegionDataset(convert(pictures, tmp_path / "out", max_bad_fraction=0.1))
+    assert len(dataset) == 10
+    assert "left out: damaged image: 1 (annotations/1/0)" in capsys.readouterr().out
+
+
+def test_too_many_bad_rows_stop_before_anything_is_written(tmp_path):
+    write_sa2va(tmp_path / "set")
+    with pytest.raises(SystemExit, match=r"3 of 5 regions .* no image: 1 \(annotations/2/0\)"):
+        convert(tmp_path / "set", tmp_path / "out", max_bad_fraction=0.01)
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_objects_are_united(tmp_path, capsys):
+    write_muse(tmp_path / "set")
+    convert(tmp_path / "set", tmp_path / "out", dataset="muse")
+    assert "a shard's mask is the union of the objects" in capsys.readouterr().out
+
+
+def test_a_large_image_keeps_its_mask(tmp_path, monkeypatch):
+    """The mask of a large image is used at a smaller size; a shard holds it at the image's."""
+    monkeypatch.setattr("rl_train.data.rle.MASK_PIXELS", 100)
+    write_folders(tmp_path / "set")
+    output = convert(tmp_path / "set", tmp_path / "out", dataset="folders")
+    monkeypatch.undo()
+    assert np.array_equal(GraspAnyRegionDataset(output)[1]["mask"], MASKS[1])
 
 
 @pytest.mark.parametrize(
-    "changes, sentence",
+    "flags, sentence",
     [
-        (dict(images=[dict(id=1, file_name="c.jpg", width=40, height=30)]), "has no c.jpg"),
-        (dict(images=[dict(id=1, file_name="a.jpg", width=8, height=8)]), "annotation 0 is 8 x 8"),
-        (dict(annotations=[]), "annotations need a caption, or --category_captions"),
-        (
-            dict(annotations=[dict(image_id=1, caption="a", segmentation=dict(size=[1]))]),
-            "annotation 0: its segmentation cannot be read",
-        ),
+        (("--heldout_fraction", 0.01), "--heldout_fraction 0.01: of 9 images these are 0"),
+        (("--subsets", "other"), "holds no other.json: name one by --subsets: annotations"),
     ],
 )
-def test_a_bad_coco_file_is_named(tmp_path, images, changes, sentence):
+def test_flags_that_do_not_fit_are_named(tmp_path, pictures, flags, sentence):
     with pytest.raises(SystemExit, match=sentence) as ended:
-        convert(tmp_path, images, "coco", "--annotations", annotations(tmp_path, **changes))
+        convert(pictures, tmp_path / "out", *flags)
     assert "\n" not in ended.value.code
-    assert not (tmp_path / "out").exists()  # nor a part of it
+    assert not (tmp_path / "out").exists()
 
 
-def test_bad_folders_are_named(tmp_path, images):
-    masks = tmp_path / "masks"
-    argv = ("folders", "--mask_root", masks)
-    with pytest.raises(SystemExit, match="masks: no such folder"):
-        convert(tmp_path, images, *argv)
-    masks.mkdir()
-    Image.fromarray(region(1, 2, 3, 4)).save(masks / "a.png")
-    with pytest.raises(SystemExit, match=r"without a caption: 1, images without a mask: 1.*X\.txt"):
-        convert(tmp_path, images, *argv)
-    (masks / "a.txt").write_text("small")
-    Image.fromarray(region(1, 2, 3, 4)[:5]).save(masks / "a.png")
-    with pytest.raises(SystemExit, match="a.png is 40 x 5 pixels, its image 40 x 30"):
-        convert(tmp_path, images, *argv)
-
-
-def test_what_is_there_stays(tmp_path, images):
+def test_what_is_there_stays(tmp_path, pictures):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(SystemExit, match="is not empty"):
-        convert(tmp_path, images, "coco", "--annotations", annotations(tmp_path))
+        convert(pictures, tmp_path / "out")
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["mine.txt"]

@@ -32,7 +32,7 @@ def test_an_unknown_flag_is_status_2(program, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "program, words",
     [
-        ("convert_data", "one of coco, folders must be given"),
+        ("convert_data", "--dataset and --data_dir and --output must be given"),
         ("benchmarks/__main__", "data, decode, head, logprob"),
     ],
 )
