@@ -18,6 +18,7 @@ from rl_train.distributed.process_group import (
     only_local_rank0,
 )
 from rl_train.rewards.ablations import check_ablation
+from rl_train.rewards.weights import check_weights
 from rl_train.tasks import DEFAULT_TASKS, TASKS, load_task
 from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import check_writable, lock, read_json
@@ -187,6 +188,14 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
     for name, needed in config.flags_with("needs").items():
         if config.flags.get(name) and not config.flags.get(needed):
             raise ValueError(f"--{name} {config.flags[name]}: needs --{needed}")
+    if weights := config.reward.component_weights:
+        if config.reward.reward_only:
+            raise ValueError(
+                "--reward_weights: not with --reward_only, which leaves the tasks' own components "
+                "no weight"
+            )
+        active = [chosen[name] for name in config.tasks]
+        check_weights(weights, {task.name: task.reward_components for task in active})
     if config.reward.ablation_reward != "none":
         check_ablation(config.reward.ablation_reward, [chosen[name].name for name in config.tasks])
     if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:

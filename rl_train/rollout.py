@@ -32,6 +32,10 @@ class Batch:
     # Boxes and points of each sample as its data set states them, see `points.published`; None of
     # data sets of masks alone
     solutions: list[str | None] | None = None
+    # Of samples with a question: it, its true answer, and further columns by name, B entries each
+    questions: list[str | None] | None = None
+    answers: list[str | None] | None = None
+    columns: dict[str, list[Any]] = field(default_factory=dict)
 
     # (K, H, W) bool masks of the regions that each caption names, whose union is its mask; K is 0
     # if it names none. None of data sets whose captions name one region each
@@ -60,7 +64,8 @@ class Preprocessor(Protocol):
     """Preprocessing of samples into a model's inputs; its copies run in the loader's workers.
 
     A sample is dict(image PIL RGB, mask (H, W) bool ndarray, caption, category, image_id), with
-    "stored_image", the image as its file holds it, where `image` has another shape, and "solution".
+    "stored_image", the image as its file holds it, where `image` has another shape, "solution",
+    "question" and "answer", and "columns" {name: value}.
     """
 
     def check(self, sample: dict[str, Any]):

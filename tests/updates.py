@@ -44,7 +44,7 @@ def task_of(model, loop: int, roles: Roles | None = None, max_new_tokens=STEPS, 
 
 def roll(model, task, batch, num_generations=GENERATIONS, max_new_tokens=STEPS, step=0):
     """A rollout of the task on a batch, with its action, as the loop makes it."""
-    number = int(task.name[-1]) - 1
+    number = dict(loop2=1).get(task.name, 0)
     features, draws = (
         model.encode(batch),
         RowRNG(0, step, number, batch.index, num_generations),

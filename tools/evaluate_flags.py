@@ -6,6 +6,7 @@ from pathlib import Path
 from rl_train.config.flags import COUNT, COUNT_OR_0, POSITIVE, add_flags
 from rl_train.config.grpo_config import DataConfig, PolicyConfig
 from rl_train.data import EVAL_DATASETS
+from rl_train.data.registry import eval_dataset_name
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import FlagParser
 from rl_train.utils.io import read_json
@@ -92,7 +93,13 @@ def add_data_flags(parser: FlagParser):
     """Add the flags that name the samples, and how they and models are read."""
     add = parser.add_argument
     add("--data_dir", required=True, help="folder of held-out regions")
-    add("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
+    add(
+        "--dataset",
+        type=eval_dataset_name,
+        default="gar",
+        metavar="NAME",
+        help=f"its format: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+    )
     add(
         "--subsets",
         nargs="+",

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from rl_train.data import DATASETS, EVAL_DATASETS, DamagedSample, check_bad_fraction
 from rl_train.data.base import RegionDataset
-from rl_train.data.registry import opener_of
+from rl_train.data.registry import eval_dataset_name, opener_of
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.utils.command_line import FlagParser, run_program
 from rl_train.utils.io import check_writable
@@ -156,7 +156,13 @@ def main(argv: list[str] | None = None):
     parser.add_argument(
         "--data_dir", required=True, help="folder of regions, or the name of a data set on the hub"
     )
-    parser.add_argument("--dataset", choices=list(EVAL_DATASETS), default="gar", help="its format")
+    parser.add_argument(
+        "--dataset",
+        type=eval_dataset_name,
+        default="gar",
+        metavar="NAME",
+        help=f"its format: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+    )
     parser.add_argument(
         "--subsets",
         nargs="+",

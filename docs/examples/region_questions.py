@@ -42,12 +42,9 @@ class RegionQuestions(Task):
         return [QUESTIONS[index % len(QUESTIONS)] for index in batch.index]
 
     def prompts(self, batch, features) -> Prompts:
-        build, grids = self.context.policy.prompts, features.prompt_masks
-        ids = [
-            build.ids(question, tiles, [int(grid.sum())])
-            for question, tiles, grid in zip(self.questions(batch), features.tiles, grids)
-        ]
-        return Prompts(ids, list(range(len(batch))), [grid[None] for grid in grids])
+        questions, regions = self.questions(batch), features.prompt_masks
+        policy, images = self.context.policy, range(len(batch))
+        return policy.question_prompts(features, images, questions, regions)
 
     def rewards(self, rollout) -> RewardOutput:
         context, batch, features = self.context, rollout.batch, rollout.features

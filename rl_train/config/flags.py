@@ -144,8 +144,10 @@ def add_flags(
     """
     groups = {None: parser.group(title or config.__doc__)}
     for field in flag_fields(config):
-        if not has_flag(field, families):
+        # Options of two tasks may inherit a field: it is one flag.
+        if not has_flag(field, families) or any(field is other for other in parser.fields):
             continue
+        parser.fields.append(field)
         family, only_one_of = field.metadata["family"], field.metadata["only_one_of"]
         if family not in groups:
             groups[family] = parser.group(f"{FAMILY_TITLES.get(family, family)} only")

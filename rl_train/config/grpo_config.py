@@ -19,10 +19,11 @@ from rl_train.config.flags import (
     flag,
     flags_with,
 )
-from rl_train.data.registry import DATASETS
+from rl_train.data.registry import DATASETS, dataset_name
 from rl_train.grpo import LOSSES, SCALES, clip_window
 from rl_train.rewards.ablations import ABLATION_HELP, ABLATION_REWARDS
 from rl_train.rewards.judge import FAILURE_WINDOW, MODES
+from rl_train.rewards.weights import ComponentWeight, weight_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,11 @@ class DataConfig:
     )
     dataset: str = flag(
         "gar",
-        "format of the data in --data_dir (docs/your_checkpoint_and_data.md)",
-        choices=list(DATASETS),
+        f"format of the data in --data_dir: {', '.join(DATASETS)} "
+        "(docs/your_checkpoint_and_data.md), or module:Class of your own reader "
+        "(docs/extending.md)",
+        type=dataset_name,
+        metavar="NAME",
     )
     subsets: list[str] = flag(
         [],
@@ -291,6 +295,15 @@ class RewardConfig:
         "linearly down to -1, as DAPO does; 0: do not",
         type=COUNT_OR_0,
     )
+    reward_weights: list[str] = flag(
+        [],
+        "weights of components in the tasks' own rewards, such as loop1.iou=1 loop1.meteor=0.25 "
+        "loop2.likelihood=0.5 (docs/algorithm.md); others keep theirs, and one of weight 0 is not "
+        "computed",
+        default_is="loop1.iou=1 loop2.meteor=1 referring.iou=1 captioning.meteor=1",
+        metavar="TASK.COMPONENT=WEIGHT",
+        type=weight_text,
+    )
     reward: list[str] = flag(
         [],
         "your own reward functions, added to every task's reward; a function with an argument "
@@ -303,6 +316,15 @@ class RewardConfig:
         "logged",
         needs="reward",
     )
+
+    @property
+    def component_weights(self) -> list[ComponentWeight]:
+        """Weights of --reward_weights."""
+        return list(map(ComponentWeight.parse, self.reward_weights))
+
+    def gives_weight(self, component: str) -> bool:
+        """Return whether --reward_weights gives a component of any task a weight above 0."""
+        return any(w.weight > 0 for w in self.component_weights if w.component == component)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 
 from rl_train.data.errors import NUM_PLACES, BadData, DamagedSample, Report, describe_skipped
-from rl_train.data.images import DAMAGED, NOT_COCO, Encoded, ImageCheck, decode_image
+from rl_train.data.images import (
+    DAMAGED,
+    NOT_COCO,
+    Encoded,
+    ImageCheck,
+    check_read,
+    decode_image,
+)
 from rl_train.data.rle import (
     BAD_MASK,
     EMPTY_MASK,
@@ -21,8 +28,11 @@ from rl_train.data.rle import (
     decode_mask,
     mask_size,
     resize_nearest,
+    whole_mask,
 )
 from rl_train.data.text import caption_fault, clean_caption
+
+BAD_QUESTION = "blank question, or one that is no Unicode text"
 
 
 class RegionDataset(Protocol):
@@ -54,6 +64,9 @@ class RegionDataset(Protocol):
     def image_id(self, i: int) -> str:
         """Return the id of sample i without reading it."""
 
+    def caption(self, i: int) -> str:
+        """Return the caption of sample i, cleaned, without reading its image."""
+
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         """Read the mask of sample i at `size` (H, W), see `read_mask`."""
 
@@ -76,6 +89,8 @@ class Region:
         rle: run-length mask; None if the whole image is the region.
         objects: masks of the regions that the caption names, whose union is `rle`; () if it names
             none; None in a data set whose captions name one region each.
+        question, answer: of a task that asks it, and the true answer; None of a caption alone.
+        columns: further entries that tasks and reward functions of the user receive by name.
     """
 
     read: Callable[[], Encoded]
@@ -83,8 +98,11 @@ class Region:
     caption: str
     category: str = ""
     image_id: str = ""
-    # Not in the repr: `content_key` of a sample without it stays what it was.
+    # Not in the repr: `content_key` of a sample without them stays what it was.
     objects: tuple[RLE, ...] | None = field(default=None, repr=False)
+    question: str | None = field(default=None, repr=False)
+    answer: str | None = field(default=None, repr=False)
+    columns: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 class Reader:
@@ -113,6 +131,7 @@ class Reader:
         caption: str | None,
         rle: RLE | None,
         coco: int = NOT_COCO,
+        question: str | None = None,
     ):
         """Keep a region if it can be used; otherwise count the reason.
 
@@ -120,12 +139,15 @@ class Reader:
             sample: what `_region` and `image_id` need later.
             image: result of `check_read` of its image.
             coco: `coco_id` of its image.
+            question: of a sample that is no `Region`, which has its own.
         """
         size, key = image
         reason, resized = caption_fault(caption), False
         objects = sample.objects if isinstance(sample, Region) else None
         if isinstance(size, str):
             reason = size
+        elif isinstance(sample, Region) and caption_fault(sample.question or "?"):
+            reason = BAD_QUESTION
         elif not reason:
             # (W, H) of the image, (H, W) of the mask.
             reason, resized = check_mask(rle, size[::-1])
@@ -142,7 +164,18 @@ class Reader:
         # All that a reader knows of the target counts as the mask, but not the sample's name.
         target = replace(sample, read=None, image_id="") if isinstance(sample, Region) else ""
         masks = f"{rle!r} {target!r}" + (f" {objects!r}" if objects else "")
-        self._keys.append((key, coco, content_key(caption), content_key(masks)))
+        asked = question
+        if isinstance(sample, Region) and (sample.question or sample.answer or sample.columns):
+            asked = f"{sample.question!r} {sample.answer!r} {sample.columns!r}"
+        text = caption if asked is None else f"{caption!r} {asked!r}"
+        self._keys.append((key, coco, content_key(text), content_key(masks)))
+
+    def _add_region(self, region: Region):
+        """Keep a row that is one region if it can be used; otherwise count the reason."""
+        self._num_rows += 1
+        image = check_read(region.read)
+        rle = whole_mask(image[0]) if region.rle is None else region.rle
+        self._add(region, image, region.caption, rle)
 
     def _skip(self, reason: str, place: str):
         """Count a region, or a row without any, that cannot be used, and where it stands."""
@@ -180,6 +213,9 @@ class Reader:
     def __getitem__(self, i: int) -> dict:
         return read_sample(self._region(i), self.image_id(i))
 
+    def caption(self, i: int) -> str:
+        return clean_caption(self._region(i).caption)
+
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         region = self._region(i)
         return read_mask(region.rle, size, self.image_id(i), may_be_empty=region.objects == ())
@@ -205,16 +241,20 @@ def read_sample(region: Region, image_id: str) -> dict:
     The caption is cleaned of special tokens. A mask of another size is resized to it by nearest
     pixel. Images are never rotated (EXIF), because masks belong to the stored pixels. Of a data set
     with `has_objects` there is also "objects", (K, H, W) bool; K is 0 if the caption names nothing.
+    A region with a question also has "question" and "answer", cleaned likewise, and "columns".
 
     Raises:
         DamagedSample: the image or the mask does not decode, or no pixel is left of the mask.
     """
     image = read_image(region, image_id)
-    size, objects = mask_size(image.height, image.width), {}
+    size, further = mask_size(image.height, image.width), {}
     if region.objects is not None:
         masks = [read_mask(rle, size, image_id) for rle in region.objects]
-        objects["objects"] = np.stack(masks) if masks else np.zeros((0, *size), dtype=bool)
-    return objects | dict(
+        further["objects"] = np.stack(masks) if masks else np.zeros((0, *size), dtype=bool)
+    texts = dict(question=region.question, answer=region.answer)
+    further |= {name: clean_caption(text) for name, text in texts.items() if text is not None}
+    further |= dict(columns=region.columns) if region.columns else {}
+    return further | dict(
         image=image,
         mask=read_mask(region.rle, size, image_id, may_be_empty=region.objects == ()),
         caption=clean_caption(region.caption),

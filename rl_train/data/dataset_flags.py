@@ -1,6 +1,7 @@
 """Data sets as flags name them: --dataset, --data_mixture, --eval_data_dir, --subsets."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from rl_train.data.registry import (
 )
 
 ENTRY = re.compile(r"(?P<name>[^/:]+)(/(?P<subsets>[^:]+))?:(?P<folder>.+)")
+# Its data set is read by module:Class of the user.
+OWN_ENTRY = re.compile(r"(?P<name>[\w.]+:[A-Za-z_]\w*)(/(?P<subsets>[^:]+))?:(?P<folder>.+)")
 WEIGHTED_ENTRY = re.compile(r"(?P<entry>.+?)(=(?P<weight>\d+\.?\d*|\.\d+))?")
 
 
@@ -33,12 +36,12 @@ class MixtureEntry:
     def parse(cls, text: str) -> "MixtureEntry":
         """Parse "NAME[/SUBSET,..]:FOLDER[=WEIGHT]". Raises ValueError that names --data_mixture."""
         weighted = WEIGHTED_ENTRY.fullmatch(text)
-        match = weighted and ENTRY.fullmatch(weighted["entry"])
+        match = weighted and match_entry(weighted["entry"], DATASETS)
         weight = float(weighted["weight"] or 1) if match else 0
-        if not weight or match["name"] not in DATASETS:
+        if not weight:
             raise ValueError(
                 f"--data_mixture {text}: must be NAME[/SUBSET,..]:FOLDER[=WEIGHT], NAME of "
-                f"{', '.join(DATASETS)}, WEIGHT above 0"
+                f"{', '.join(DATASETS)} or module:Class, WEIGHT above 0"
             )
         return cls(match["name"], split_subsets(match["subsets"]), match["folder"], weight)
 
@@ -49,13 +52,13 @@ class MixtureEntry:
         Args:
             default_name: of the data set if the text is only a folder.
         """
-        match = ENTRY.fullmatch(text)
-        if match and match["name"] in EVAL_DATASETS:
+        match = match_entry(text, EVAL_DATASETS)
+        if match and (match["name"] in EVAL_DATASETS or not Path(text).is_dir()):
             return cls(match["name"], split_subsets(match["subsets"]), match["folder"])
-        if match and not Path(text).is_dir():
+        if ENTRY.fullmatch(text) and not Path(text).is_dir():
             raise ValueError(
                 f"--eval_data_dir {text}: must be [NAME[/SUBSET,..]:]FOLDER, NAME of "
-                f"{', '.join(EVAL_DATASETS)}"
+                f"{', '.join(EVAL_DATASETS)} or module:Class"
             )
         return cls(default_name, (), text)
 
@@ -70,7 +73,14 @@ class MixtureEntry:
             is_eval=is_eval,
             subsets_flag=f"{flag} {self.name}/{','.join(self.subsets)}",
             folder_flag=named,
+            name_flag=flag,
         )
+
+
+def match_entry(text: str, known: Collection[str]) -> re.Match | None:
+    """Return the match of NAME[/SUBSET,..]:FOLDER, NAME among the `known` or module:Class."""
+    match = ENTRY.fullmatch(text)
+    return match if match and match["name"] in known else OWN_ENTRY.fullmatch(text)
 
 
 def split_subsets(text: str | None) -> tuple[str, ...]:

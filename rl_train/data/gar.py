@@ -20,7 +20,7 @@ from rl_train.data.rle import whole_mask
 TURN = pa.struct([("from", pa.string()), ("value", pa.string())])
 COLUMNS = {"image": IMAGE, "conversations": pa.list_(TURN)}
 CATEGORIES = ("catagory", "category")
-ASSISTANT = ("gpt", "assistant")
+HUMAN, ASSISTANT = ("human", "user"), ("gpt", "assistant")
 SINGLE_REGION = -1  # region number of a row that holds one region and not a list of them
 
 
@@ -67,27 +67,40 @@ class GraspAnyRegionDataset(Reader):
         columns = [name for name in CATEGORIES if name in table.column_names]
         category = table[columns[0]][row].as_py() if columns else None
         names = category if isinstance(category, list) else [category]
+        question, answer = first_turns(table["conversations"][row].as_py())
         return Region(
             lambda: read_cell(shard.image(row), shard.path.parent, self._root),
             rle if region == SINGLE_REGION else rle[region],
-            first_answer(table["conversations"][row].as_py()),
+            answer,
             ", ".join(str(name) for name in names if name),
+            question=question,
+            answer=answer if question is not None else None,
         )
 
     def _scan(self, number: int):
         """Add the samples (number of the shard, row, region) of a shard."""
         shard = self._shards[number]
         for row, values in enumerate(shard.rows(["image", "conversations", "mask_rle"])):
-            cell, caption = values["image"] or {}, first_answer(values["conversations"])
+            cell = values["image"] or {}
+            question, caption = first_turns(values["conversations"])
             image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
             rles = values.get("mask_rle", whole_mask(image[0]))
             self._num_rows += 1
             is_list = isinstance(rles, list) and len(rles) > 0
             for region, rle in enumerate(rles) if is_list else [(SINGLE_REGION, rles)]:
-                self._add((number, row, region), image, caption, rle, coco_id(cell.get("path")))
+                sample, coco = (number, row, region), coco_id(cell.get("path"))
+                self._add(sample, image, caption, rle, coco, question)
 
 
-def first_answer(conversation: list[dict | None] | None) -> str | None:
-    """Return the text of the assistant's first turn, or None."""
-    answers = [turn for turn in conversation or [] if turn and turn.get("from") in ASSISTANT]
-    return answers[0].get("value") if answers else None
+def first_turns(conversation: list[dict | None] | None) -> tuple[str | None, str | None]:
+    """Return (question, answer): the assistant's first turn and the human's last one before it.
+
+    Each is None if there is none.
+    """
+    question = None
+    for turn in conversation or []:
+        if turn and turn.get("from") in ASSISTANT:
+            return question, turn.get("value")
+        if turn and turn.get("from") in HUMAN:
+            question = turn.get("value")
+    return None, None

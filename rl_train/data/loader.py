@@ -54,6 +54,12 @@ class Batches(Dataset):
             batch.solutions = [sample.get("solution") for sample in samples]
         if "objects" in samples[0]:  # in all samples of a data set or in none
             batch.objects = pack([torch.from_numpy(sample["objects"]) for sample in samples])
+        if any("question" in sample for sample in samples):
+            batch.questions = [sample.get("question") for sample in samples]
+            batch.answers = [sample.get("answer") for sample in samples]
+        columns = [sample.get("columns", {}) for sample in samples]
+        for name in dict.fromkeys(name for row in columns for name in row):
+            batch.columns[name] = [row.get(name) for row in columns]
         if self.others:
             distractors = [self.others(i, sample["mask"]) for i, sample in zip(index, samples)]
             batch.distractors = pack([torch.from_numpy(masks) for masks in distractors])

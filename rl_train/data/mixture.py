@@ -77,6 +77,10 @@ class MixtureDataset:
             sample.setdefault("objects", sample["mask"][None])
         return sample
 
+    def caption(self, i: int) -> str:
+        _, dataset, local = self._locate(i)
+        return dataset.caption(local)
+
     def mask(self, i: int, size: tuple[int, int]) -> np.ndarray:
         _, dataset, local = self._locate(i)
         return dataset.mask(local, size)

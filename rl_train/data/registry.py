@@ -1,9 +1,11 @@
 """Table of the data sets by name, each with its reader, and how one is opened.
 
-A new data set is a reader in a file of its own and a line in `DATASETS`.
+A new data set is a reader in a file of its own and a line in `DATASETS`; "module:Class" is one of
+the user's.
 """
 
-from collections.abc import Callable, Sequence
+import argparse
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from rl_train.data.base import RegionDataset
@@ -16,6 +18,7 @@ from rl_train.data.reasonseg import open_reasonseg
 from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
 from rl_train.data.sa2va import Sa2VADataset
 from rl_train.data.segzero import SegZeroDataset
+from rl_train.utils.load_named import load_named
 
 # {--dataset: reader of a folder}; below, those of --eval_data_dir.
 DATASETS = {
@@ -44,6 +47,20 @@ SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(ONE_SPLIT,
 Opener = Callable[[str], RegionDataset]  # takes the folder
 
 
+def dataset_name(text: str, known: Collection[str] = DATASETS) -> str:
+    """Return a word that names a data set. Raises ArgumentTypeError for another one."""
+    if text not in known and ":" not in text:
+        raise argparse.ArgumentTypeError(
+            f"{text}: must be one of {', '.join(known)}, or module:Class of your own reader"
+        )
+    return text
+
+
+def eval_dataset_name(text: str) -> str:
+    """Return a word that names a data set to evaluate on; see `dataset_name`."""
+    return dataset_name(text, EVAL_DATASETS)
+
+
 def opener_of(
     name: str,
     subsets: Sequence[str] = (),
@@ -51,6 +68,7 @@ def opener_of(
     is_eval: bool = False,
     subsets_flag: str = "--subsets",
     folder_flag: str = "--data_dir ",
+    name_flag: str = "--dataset",
 ) -> Opener:
     """Return the function that opens the data set `name` in a folder.
 
@@ -60,9 +78,10 @@ def opener_of(
         image_root: folder of the images of WITH_IMAGE_ROOT.
         subsets_flag: the flag that names the subsets, in errors.
         folder_flag: the flag that names the folder, in errors.
+        name_flag: the flag that names the data set, in errors.
 
     Raises:
-        ValueError: the data set has no such thing; names the flag.
+        ValueError: the data set has no such thing, or there is no such reader; names the flag.
     """
     keywords = {}
     if image_root:
@@ -76,7 +95,8 @@ def opener_of(
             raise ValueError(f"{subsets_flag}: {name} is read one split at a time")
         value = subsets[0] if name in ONE_SPLIT else list(subsets)
         keywords[SUBSET_PARAMETERS[name]] = value
-    reader_class = (EVAL_DATASETS if is_eval else DATASETS)[name]
+    known = EVAL_DATASETS if is_eval else DATASETS
+    reader_class = known.get(name) or load_named(name_flag, name, "class", callable)
 
     def open_folder(data_dir: str) -> RegionDataset:
         try:

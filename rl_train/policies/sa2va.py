@@ -262,6 +262,37 @@ class Sa2VAPolicy(Policy):
         ids = [self.prompts.segment(phrase(c), images.tiles[i], wording) for i, c, wording in rows]
         return Prompts(ids, list(image_index), None)
 
+    def question_prompts(
+        self,
+        images: ImageFeatures,
+        image_index: Sequence[int],
+        questions: Sequence[str],
+        prompt_masks: Sequence[torch.Tensor] | None = None,
+    ) -> Prompts:
+        """Return prompts that ask questions[p] about image image_index[p].
+
+        Args:
+            prompt_masks: (g, g) bool cells of the region that each question is about; None: of the
+                whole image.
+
+        Raises:
+            ValueError: this model is shown regions in another way than by their tokens.
+        """
+        if prompt_masks is None:
+            pairs = zip(image_index, questions, strict=True)
+            ids = [self.prompts.ids(question, images.tiles[i]) for i, question in pairs]
+            return Prompts(ids, list(image_index), None)
+        if self.region_prompt != "tokens":
+            raise ValueError(
+                f"--region_prompt {self.region_prompt}: a question about a region needs tokens"
+            )
+        rows = zip(image_index, questions, prompt_masks, strict=True)
+        ids = [
+            self.prompts.ids(question, images.tiles[i], [int(grid.sum())])
+            for i, question, grid in rows
+        ]
+        return Prompts(ids, list(image_index), [grid[None] for grid in prompt_masks])
+
     def embed(
         self, images: ImageFeatures, prompts: Prompts, num_tokens: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rl_train.data.errors import DamagedSample
 from rl_train.data.loader import pack
 from rl_train.data.text import phrase
 from rl_train.policies.base import check_aspect, check_caption
@@ -54,6 +55,12 @@ class Sa2VAPreprocessor:
             min(fits, self.max_prompt_length or fits),
             texts=(question, sample["caption"]),  # in a question, and as an answer
         )
+        if "question" in sample:  # read whether or not a task asks it
+            num_tokens = len(self.prompts.ids(sample["question"], num_tiles))
+            num_tokens += self.prompts.tokens_per_tile  # at most, of the region's cells
+            if num_tokens > self.context - self.max_new_tokens:
+                fault = f"question of {num_tokens} tokens, more than the model's context allows"
+                raise DamagedSample(sample["image_id"], fault)
         if self.processor.max_aspect:
             check_aspect(sample, self.processor.max_aspect)
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 COMPONENT = "ablation_reward"
 LOOP1, LOOP2, POINTS = "loop1", "loop2", "points"  # names of tasks
+REFERRING, CAPTIONING = "referring", "captioning"
+DESCRIBES = (LOOP1, CAPTIONING)  # tasks whose answer is a caption
 SALIENT = "the most salient object"  # phrase that names nothing
 # Of the image's shorter side: distance of a negative point from the image's middle; its smallest
 # and largest distance from a positive point; its offset (x, y) from the first positive point.
@@ -106,7 +108,7 @@ def confidence(rows: AblatedRows) -> torch.Tensor:
 def majority(rows: AblatedRows) -> torch.Tensor:
     """Return the agreement with the other answers of the group: words of loop 1, else masks."""
     num_generations = rows.rollout.num_generations
-    if rows.task.name == LOOP1:
+    if rows.task.name in DESCRIBES:
         return word_agreement(rows.rollout.texts, num_generations)
     return group_iou(rows.outcome.masks, num_generations)
 
@@ -124,7 +126,7 @@ def no_image(rows: AblatedRows) -> torch.Tensor:
     policy, tokens = context.policy, context.max_reply_tokens
     blank = blank_features(policy, tokens)
     captions, masks = rollout.of_rows(rollout.batch.captions), rows.outcome.masks
-    if rows.task.name == LOOP1:
+    if rows.task.name in DESCRIBES:
         whole = torch.ones(blank.sizes[0], dtype=torch.bool, device=policy.device)
         captions, masks = rollout.texts, [whole] * len(rollout)
     with context.roles.use("reference"):
@@ -139,7 +141,7 @@ def position(rows: AblatedRows) -> torch.Tensor:
     """
     rollout = rows.rollout
     texts, masks = rollout.of_rows(rollout.batch.captions), rows.outcome.masks
-    if rows.task.name == LOOP1:
+    if rows.task.name in DESCRIBES:
         texts, masks = rollout.texts, rollout.of_rows(rollout.batch.masks)
     return torch.tensor([fraction_in_named_part(mask, text) for mask, text in zip(masks, texts)])
 
@@ -238,7 +240,8 @@ class Ablation:
     moves_rows: bool = False
 
 
-LOOPS, MASKS = (LOOP1, LOOP2), (LOOP1, LOOP2, POINTS)
+MASKS = (LOOP1, LOOP2, REFERRING, POINTS)
+CAPTIONS = (LOOP1, LOOP2, CAPTIONING)  # with a caption that is sampled or rewarded
 ABLATIONS = {
     "shuffled": Ablation(permuted, "permuted in each group", moves_rows=True),
     "constant": Ablation(constant, "equal"),
@@ -252,12 +255,20 @@ ABLATIONS = {
     ),
     "other": Ablation(other, "region and caption of another sample of the batch are the target"),
     "confidence": Ablation(confidence, "SAM2's confidence in the mask", MASKS),
-    "majority": Ablation(majority, "agreement with the other answers of the group", MASKS),
-    "no_image": Ablation(no_image, "the base's likelihood of the caption in a grey image", LOOPS),
-    "position": Ablation(
-        position, "fraction of the mask in the half or quarter that the caption names", MASKS
+    "majority": Ablation(
+        majority, "agreement with the other answers of the group", (*MASKS, CAPTIONING)
     ),
-    "salient": Ablation(salient, f"IoU with the base's mask of '{SALIENT}'", LOOPS),
+    "no_image": Ablation(
+        no_image, "the base's likelihood of the caption in a grey image", CAPTIONS
+    ),
+    "position": Ablation(
+        position,
+        "fraction of the mask in the half or quarter that the caption names",
+        (*MASKS, CAPTIONING),
+    ),
+    "salient": Ablation(
+        salient, f"IoU with the base's mask of '{SALIENT}'", (LOOP1, LOOP2, REFERRING)
+    ),
     "hidden": Ablation(hidden, "the own reward with negative points kept from SAM2", (POINTS,)),
     "away": Ablation(away, "negative points not at the middle of the image", (POINTS,)),
     "near": Ablation(near, "negative points at some distance from a positive one", (POINTS,)),
@@ -341,10 +352,10 @@ def shuffled(
 def length(rollout: Rollout, outcome: RewardOutput) -> torch.Tensor:
     """Return -|size - n| / n of each row (N,), n the mean size of the batch's true values.
 
-    The size of a caption is its number of words. Where the teacher replies, it is the fraction of
-    the image that the row's mask covers.
+    The size of a caption is its number of words. Where masks are sampled or the teacher replies, it
+    is the fraction of the image that the row's mask covers.
     """
-    if outcome.replies:
+    if outcome.replies or rollout.latents is not None:
         sizes, true_sizes = (
             torch.tensor([mask.float().mean().item() for mask in masks])
             for masks in (outcome.masks, rollout.batch.masks)

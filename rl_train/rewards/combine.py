@@ -7,9 +7,6 @@ import torch
 
 from rl_train.grpo import group_advantages
 
-# Weights of METEOR and the LLM judge in the caption reward, in place of METEOR alone.
-METEOR_WEIGHT, JUDGE_WEIGHT = 0.25, 0.75
-
 
 def combine(
     rewards: dict[str, torch.Tensor],

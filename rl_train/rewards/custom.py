@@ -13,7 +13,6 @@ or an array of one dimension. An exception in it ends the run with its traceback
 
 import inspect
 import math
-import pkgutil
 import reprlib
 from collections.abc import Callable, Sequence
 from numbers import Real
@@ -23,30 +22,11 @@ import torch
 
 from rl_train.rollout import Rollout
 from rl_train.utils.io import UserFault
+from rl_train.utils.load_named import load_named
 
 
 class BadReward(UserFault):
     """Error of a user's function that returned no rewards; the sentence names --reward."""
-
-
-def load_named(flag: str, spec: str, noun: str, is_valid: Callable) -> Callable:
-    """Return the user's object that "module:name" names.
-
-    Args:
-        noun: "function" or "class", for the error message; is_valid: tests the object.
-
-    Raises:
-        ValueError: wrong form, no such module or object; names the flag and the spec.
-    """
-    try:
-        loaded = pkgutil.resolve_name(spec)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ValueError(f"{flag} {spec}: {error}") from error
-    except SystemExit as error:
-        raise ValueError(f"{flag} {spec}: its module calls sys.exit when imported") from error
-    if not is_valid(loaded):
-        raise ValueError(f"{flag} {spec}: must be module:{noun}, such as my_module:my_{noun}")
-    return loaded
 
 
 class UserReward:
@@ -148,24 +128,34 @@ def add_user_rewards(
     the answer was not cut at --max_completion_length), num_tokens (int: of the answer, its end
     among them), and the further `columns`. Masks and targets are (H, W) bool. The tasks of the
     project pass task (one str: the task's name, with which its metrics begin) and mask_confidence
-    (float: mean sigmoid inside the predicted mask, 0 if it is empty).
+    (float: mean sigmoid inside the predicted mask, 0 if it is empty). Samples with a question also
+    have question, answer (the true one) and columns of their own, which take no name from above.
 
     Raises:
         BadReward: as `UserReward`, or two components have one name.
     """
-    for reward in user_rewards:
-        if reward.name in rewards:
-            raise BadReward(f"--reward: {reward.name} is already a component, rename the function")
-        values = reward(
-            rollout.texts,
+    if not user_rewards:
+        return rewards
+    batch = rollout.batch
+    asked = dict(question=batch.questions, answer=batch.answers) if batch.questions else {}
+    own = {name: rollout.of_rows(column) for name, column in (batch.columns | asked).items()}
+    own.pop("completions", None)
+    columns = (
+        own
+        | dict(
             prompts=prompts,
             masks=masks,
             targets=targets,
-            captions=rollout.of_rows(rollout.batch.captions),
-            image_ids=rollout.of_rows(rollout.batch.image_ids),
+            captions=rollout.of_rows(batch.captions),
+            image_ids=rollout.of_rows(batch.image_ids),
             stopped=rollout.stopped.tolist(),
             num_tokens=rollout.valid.sum(1).tolist(),
-            **columns,
         )
+        | columns
+    )
+    for reward in user_rewards:
+        if reward.name in rewards:
+            raise BadReward(f"--reward: {reward.name} is already a component, rename the function")
+        values = reward(rollout.texts, **columns)
         rewards = rewards | {reward.name: values}
     return rewards

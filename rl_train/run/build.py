@@ -5,11 +5,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from rl_train.checkpoint.fingerprint import BaseFingerprint, fingerprint_of
 from rl_train.checkpoint.save_load import RunState
 from rl_train.config.grpo_config import Config, OptimConfig, PolicyConfig, RewardConfig
+from rl_train.data.base import RegionDataset
+from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import StepSampler
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.loggers.phases import PhaseRecorder
@@ -17,8 +21,10 @@ from rl_train.policies.base import Policy
 from rl_train.policies.lora import parameter_counts
 from rl_train.policies.registry import FAMILIES, build_policy, family_of
 from rl_train.rewards import LLMJudge, UserReward
+from rl_train.rewards.cider import DocumentFrequencies, document_frequencies
 from rl_train.rewards.custom import overlong_penalty
 from rl_train.rewards.judge import FailureWindow
+from rl_train.rewards.weights import ComponentWeight, check_weights, of_task
 from rl_train.roles import COPIES, Roles, ema_decay_at
 from rl_train.rollout import Batch, Preprocessor
 from rl_train.run import messages
@@ -27,6 +33,8 @@ from rl_train.run.memory_estimate import standing_memory
 from rl_train.run.open_data import RunData
 from rl_train.tasks.base import Task, TaskContext
 from rl_train.utils.rng import RowRNG
+
+CORPUS_SIZE = 20_000  # training captions whose n-grams CIDEr counts
 
 
 @dataclass(frozen=True)
@@ -133,8 +141,11 @@ def build(
         rewards.user_rewards,
         data.has_masks,
         data.names_nothing,
+        config.reward.use_llm_judge,
+        frequencies_of(data.train_set) if config.reward.gives_weight("cider") else None,
     )
     tasks = [config.task_classes[name](options, context) for name, options in config.tasks.items()]
+    weigh_components(tasks, config.reward.component_weights)
     if config.reward.reward_only:
         for task in tasks:
             task.reward_weights = context.user_weights
@@ -160,6 +171,32 @@ def build(
     return Run(config, ranks, data, sampler, rewards, state, max_steps, phases)
 
 
+def weigh_components(tasks: list[Task], weights: list[ComponentWeight]):
+    """Give the tasks' reward components the weights of --reward_weights; others keep theirs.
+
+    Raises ValueError, naming the flag, if a component does not exist or a task keeps none.
+    """
+    names = {
+        task.name: {**task.reward_weights, **dict.fromkeys(task.reward_components)}
+        for task in tasks
+    }
+    check_weights(weights, names)
+    for task in tasks:
+        if own := of_task(weights, task.name):
+            users = task.context.user_weights
+            before = {n: w for n, w in task.reward_weights.items() if n not in users}
+            task.weigh(before | own)
+            if not task.reward_weights:
+                raise ValueError(f"--reward_weights: leaves {task.name} no component with a weight")
+
+
+def frequencies_of(samples: RegionDataset | Subset) -> DocumentFrequencies:
+    """Count the n-grams of at most CORPUS_SIZE captions, spread evenly over a data set."""
+    dataset, indices = unwrap_subset(samples)
+    spread = np.linspace(0, len(indices) - 1, min(CORPUS_SIZE, len(indices))).astype(int)
+    return document_frequencies([dataset.caption(i)] for i in indices[spread].tolist())
+
+
 def families_of(task_classes: dict[str, type]) -> dict[str, str]:
     """Return {task: the family of models that it needs}."""
     return {name: task.family for name, task in task_classes.items()}
@@ -176,7 +213,7 @@ def build_rewards(config: RewardConfig, max_tokens: int, seed: int) -> RewardSou
 
 def build_judge(config: RewardConfig, seed: int) -> LLMJudge | None:
     """Connect to the LLM judge, if one is used. Raises ValueError if it does not answer."""
-    if not config.use_llm_judge:
+    if not (config.use_llm_judge or config.gives_weight("judge")):
         return None
     judge = LLMJudge(
         config.llm_judge_base_url, config.llm_judge_model, config.llm_judge_mode, seed=seed

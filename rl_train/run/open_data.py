@@ -15,9 +15,9 @@ from rl_train.data.mixture import MixtureSampler
 from rl_train.data.split import split_dataset
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.rewards.attributes import AttributePhrases, load_attributes
-from rl_train.rewards.custom import load_named
 from rl_train.run import messages
 from rl_train.run.consistency import check_same_on_all_ranks
+from rl_train.utils.load_named import load_named
 
 
 @dataclass(frozen=True)

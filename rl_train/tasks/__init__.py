@@ -2,15 +2,19 @@
 
 from inspect import isclass
 
-from rl_train.rewards.custom import load_named
+from rl_train.utils.load_named import load_named
 
 from .caption_mask_caption import CaptionMaskCaption
+from .captioning import Captioning
 from .mask_caption_mask import MaskCaptionMask
 from .point_segmentation import PointSegmentation
+from .referring import Referring
 
 TASKS = {
     "mask_caption_mask": MaskCaptionMask,
     "caption_mask_caption": CaptionMaskCaption,
+    "referring": Referring,
+    "captioning": Captioning,
     "point_segmentation": PointSegmentation,
 }
 DEFAULT_TASKS = ("mask_caption_mask", "caption_mask_caption")  # trained without --tasks

@@ -15,6 +15,7 @@ from rl_train.engine import ScoreOutput
 from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.base import Features, Policy
 from rl_train.rewards import LLMJudge, UserReward
+from rl_train.rewards.cider import DocumentFrequencies
 from rl_train.rewards.custom import add_user_rewards
 from rl_train.rewards.iou import on_target
 from rl_train.roles import Roles
@@ -61,10 +62,16 @@ class TaskContext:
     policy: Policy
     roles: Roles
     max_reply_tokens: int  # longest reply of the teacher
-    judge: LLMJudge | None = None  # if --use_llm_judge
+    judge: LLMJudge | None = None  # if --use_llm_judge, or a weight of --reward_weights
     user_rewards: tuple[UserReward, ...] = ()  # of --reward
     has_masks: bool = True  # whether the training samples have masks, not only boxes and points
     names_nothing: bool = False  # whether captions of some samples name nothing
+    use_llm_judge: bool = True  # whether the judge counts without --reward_weights too
+    frequencies: DocumentFrequencies | None = None  # of CIDEr, if --reward_weights names it
+
+    @property
+    def judges_by_default(self) -> bool:
+        return self.judge is not None and self.use_llm_judge
 
     @property
     def user_weights(self) -> dict[str, float]:
@@ -85,6 +92,9 @@ class Task(Protocol):
     context: TaskContext
     loss_weight: float
     reward_weights: dict[str, float]  # of the reward components that count; others are logged only
+    # Components that --reward_weights may name beside those of `reward_weights`
+    reward_components: tuple[str, ...] = ()
+    components: tuple[str, ...] = ()  # those with a weight, of `weigh`; others need no computation
     action: LatentAction | None = None  # sampled beside the text
     takes_boxes: bool = False  # whether samples may have boxes and points in place of a mask
     takes_no_target: bool = False  # whether captions of samples may name nothing in the image
@@ -93,6 +103,14 @@ class Task(Protocol):
     # (policy, batch, features, max_new_tokens) -> {column: B values} of the evaluation split;
     # None: `cycle_metrics.measure`
     measure: Callable[[Policy, Batch, Features, int], dict[str, list]] | None = None
+
+    def weigh(self, weights: dict[str, float]):
+        """Set `reward_weights`: these of the task's own components, and the user's.
+
+        A component of weight 0 is left out.
+        """
+        own = {name: weight for name, weight in weights.items() if weight}
+        self.components, self.reward_weights = tuple(own), own | self.context.user_weights
 
     def prompts(self, batch: Batch, features: Features) -> Prompts:
         """Return one prompt for each sample of the batch, made by the policy."""
@@ -112,18 +130,18 @@ def with_measurements(
 ) -> dict[str, torch.Tensor]:
     """Complete a task's rewards: all on the CPU, with "on_target" and the user's own among them.
 
-    "on_target" is measured if the other regions of the images are known. If the
-    LLM judge failed on a row, all weighted rewards of the row become NaN: it is not scored.
+    "on_target" is measured if the other regions of the images are known and masks are answered. If
+    the LLM judge failed on a row, all weighted rewards of the row become NaN: it is not scored.
 
     Args:
         questions: N texts of the prompts.
-        masks: N (H, W) bool that were rewarded.
+        masks: N (H, W) bool that were rewarded; the list `targets` itself if none is answered.
         targets: N true regions (H, W) bool.
         columns: N entries each, further arguments of the user's functions: see `add_user_rewards`.
     """
     batch, verdicts = rollout.batch, rewards.get("judge")
     rewards = {name: values.cpu() for name, values in rewards.items()}
-    if batch.distractors is not None:
+    if batch.distractors is not None and masks is not targets:
         rewards["on_target"] = on_target(masks, batch.masks, batch.distractors)
     columns = dict(task=task.name) | columns
     rewards = add_user_rewards(

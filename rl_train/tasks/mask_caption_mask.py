@@ -6,9 +6,9 @@ import torch
 
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.data.text import phrase
-from rl_train.policies.sa2va_queries import segment, segment_generated, truncate_captions
-from rl_train.rewards import mask_iou, meteor
-from rl_train.rewards.combine import JUDGE_WEIGHT, METEOR_WEIGHT
+from rl_train.policies.sa2va_queries import RowMasks, segment, segment_generated, truncate_captions
+from rl_train.rewards import mask_iou
+from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
 from rl_train.tasks.base import Task, TaskContext, with_measurements
 from sa2va_hf.batches import ImageFeatures, Prompts
@@ -21,6 +21,7 @@ class MaskCaptionMask(Task):
 
     name = "loop1"
     family, asks_teacher = "sa2va", True
+    reward_components = ("iou", *CAPTION_REWARDS)
 
     @dataclass(frozen=True)
     class Options:
@@ -41,8 +42,7 @@ class MaskCaptionMask(Task):
 
     def __init__(self, options: Options, context: TaskContext):
         self.options, self.context, self.loss_weight = options, context, options.weight
-        caption_reward = {"caption_reward": 1.0} if context.judge else {}
-        self.reward_weights = {"iou": 1.0} | caption_reward | context.user_weights
+        self.weigh({"iou": 1.0} | (JUDGE_SHARES if context.judges_by_default else {}))
 
     def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
         """Return the question for a caption of each sample's region."""
@@ -53,15 +53,33 @@ class MaskCaptionMask(Task):
         """Return {"iou": (N,)} of region and mask by the teacher, at the image's own size.
 
         An empty caption scores 0 without asking the teacher; so does a reply without [SEG]. With
-        --use_llm_judge, "caption_reward" counts beside the IoU: it compares the sampled caption
-        with the true one; its parts "meteor" and "judge" are measurements. A row that the judge
-        gives NaN is not scored at all. See `with_measurements` for "on_target" and the user's
-        rewards, which see the teacher's masks.
+        --use_llm_judge or --reward_weights, `caption_rewards` count beside the IoU: they compare
+        the sampled caption with the true one. A row that the judge gives NaN is not scored at all.
+        If the IoU has no weight, the teacher is not asked, and pictures have the regions. See
+        `with_measurements` for "on_target" and the user's rewards, which see the teacher's masks.
+        """
+        device = self.context.policy.device
+        captions = rollout.of_rows(rollout.batch.captions)
+        targets = rollout.of_rows([to_device(mask, device) for mask in rollout.batch.masks])
+        found, rewards = RowMasks(targets, []), {}
+        if "iou" in self.components:
+            found = self.teacher_masks(rollout, targets)
+            rewards["iou"] = mask_iou(found.masks, targets)
+        rewards |= caption_rewards(self.components, captions, rollout.texts, self.context)
+        questions = [DESCRIBE] * len(rollout)
+        confidence = found.confidence or [0.0] * len(rollout)
+        rewards = with_measurements(
+            self, rollout, rewards, questions, found.masks, targets, mask_confidence=confidence
+        )
+        return RewardOutput(rewards, found.masks, mask_confidence=confidence)
+
+    def teacher_masks(self, rollout: Rollout, targets: list[torch.Tensor]) -> RowMasks:
+        """Return the mask that the teacher finds by each of N captions, empty without a caption.
+
+        Args:
+            targets: N masks (H, W) of the masks' sizes.
         """
         context, policy = self.context, self.context.policy
-        captions = rollout.of_rows(rollout.batch.captions)
-        targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
-        # Rows without a caption keep an empty mask.
         masks, confidence = [torch.zeros_like(target) for target in targets], [0.0] * len(targets)
         described = [row for row, text in enumerate(rollout.texts) if phrase(text)]
         image = [rollout.prompts.image_index[row] for row in described]
@@ -77,13 +95,4 @@ class MaskCaptionMask(Task):
                 segmented = segment_generated(policy, features, image, texts, tokens)
         for k, row in enumerate(described):
             masks[row], confidence[row] = segmented.masks[k], segmented.confidence[k]
-        rewards = {"iou": mask_iou(masks, targets)}
-        if context.judge:
-            rewards["meteor"] = meteor(captions, rollout.texts)
-            rewards["judge"] = verdicts = context.judge.score(captions, rollout.texts)
-            rewards["caption_reward"] = METEOR_WEIGHT * rewards["meteor"] + JUDGE_WEIGHT * verdicts
-        questions = [DESCRIBE] * len(rollout)
-        rewards = with_measurements(
-            self, rollout, rewards, questions, masks, targets, mask_confidence=confidence
-        )
-        return RewardOutput(rewards, masks, mask_confidence=confidence)
+        return RowMasks(masks, confidence)

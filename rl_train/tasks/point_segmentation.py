@@ -205,6 +205,7 @@ class PointSegmentation(PointTask):
     """Task of the second system: rewards of an answer's mask, or of its boxes and points alone."""
 
     takes_boxes = True
+    reward_components = ("iou", "format", "negatives", "box_iou")
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
@@ -255,7 +256,7 @@ class PointSegmentation(PointTask):
         weights = {"iou": 1.0, "format": options.format_weight}
         if is_published:
             weights = dict.fromkeys(REWARD_SETS[options.reward_set][1], 1.0)
-        self.reward_weights = weights | negatives | context.user_weights
+        self.weigh(weights | negatives)
 
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return `point_rewards` of the masks by SAM2 of the answers, at the image's own size.

@@ -1,6 +1,7 @@
 """Command lines of all programs: short errors with the nearest flag, true defaults in --help."""
 
 import argparse
+import dataclasses
 import difflib
 import os
 import re
@@ -45,6 +46,7 @@ class FlagParser(argparse.ArgumentParser):
         options = dict(allow_abbrev=False, formatter_class=HelpFormatter) | options
         super().__init__(*args, **options)
         self.elsewhere = elsewhere or {}
+        self.fields: list[dataclasses.Field] = []  # whose flags it has, see `config.flags`
 
     @property
     def short_name(self) -> str:

@@ -110,7 +110,7 @@ def test_supervised_training_has_the_aliases_of_its_flags():
     [
         (["--learning-rate", "1"], "--learning-rate: no such flag, did you mean --learning_rate?"),
         (["--loss_typ=grpo"], "--loss_typ: no such flag, did you mean --loss_type?"),
-        (["--reward_weights", "1"], "--reward_weights: no such flag, did you mean --reward?"),
+        (["--reward_weight", "1"], "--reward_weight: no such flag, did you mean --reward_weights?"),
         (["--hub_token", "x", "--epsilons", "1"], "flag; --epsilons: no such flag, did you mean"),
         (["--hub_token", "x"], "rl_train: --hub_token: no such flag"),
         (["beta"], "rl_train: beta: neither a flag nor the value of one"),

@@ -255,5 +255,5 @@ def test_an_ablation_of_other_tasks_is_refused_in_a_sentence():
     assert check_ablation("shuffled", ["loop1", "of_a_user"]) is None
     with pytest.raises(ValueError, match="^--ablation_reward near: is of points, not of .* loop1,"):
         check_ablation("near", ["loop1"])
-    with pytest.raises(ValueError, match="--ablation_reward salient: is of loop1 and loop2, not"):
+    with pytest.raises(ValueError, match="--ablation_reward salient: is of loop1 and loop2 and "):
         check_ablation("salient", ["loop2", "points"])

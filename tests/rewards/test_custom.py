@@ -195,12 +195,35 @@ def test_an_answer_that_was_cut_can_be_punished():
         texts=["a red cup", "a red"],
         stopped=torch.tensor([True, False]),
         valid=torch.tensor([[True, True, True, False], [True] * 4]),
-        batch=SimpleNamespace(captions=["c"], image_ids=["i"]),
+        batch=Batch([0], [], ["c"], ["i"], [], None),
         of_rows=lambda values: values * 2,
     )
     rewards = [UserReward(f"user_rewards:{name}") for name in ("ended", "short")]
-    found = add_user_rewards({}, rewards, rollout, ["?"] * 2, None, None)
+    found = add_user_rewards({}, rewards, rollout, ["?"] * 2, [], [])
     assert found["ended"].tolist() == [0, -1] and found["short"].tolist() == [-0.75, -1]
+
+
+def test_a_function_is_given_the_question_and_the_columns_of_a_sample():
+    """A column takes no name that every function knows."""
+    batch = Batch([0], [], ["c"], ["i"], [], None, questions=["how many"], answers=["two"])
+    batch.columns = dict(level=[3], captions=["mine"], completions=["mine"])
+    rollout = SimpleNamespace(
+        texts=["a", "b"],
+        stopped=torch.tensor([True] * 2),
+        valid=torch.ones(2, 3, dtype=torch.bool),
+        batch=batch,
+        of_rows=lambda values: values * 2,
+    )
+    seen = {}
+
+    def keep(completions, **columns):
+        seen.update(columns, completions=completions)
+        return [0.0, 1.0]
+
+    add_user_rewards({}, [UserReward("mine:keep", 1.0, keep)], rollout, ["?"] * 2, [], [])
+    assert seen["question"] == ["how many"] * 2 and seen["answer"] == ["two"] * 2
+    assert seen["level"] == [3, 3] and seen["captions"] == ["c", "c"]
+    assert seen["completions"] == ["a", "b"]
 
 
 def test_a_function_is_given_what_it_names():
@@ -222,7 +245,7 @@ def test_two_components_of_one_name_are_refused():
         texts=["a"],
         stopped=torch.tensor([True]),
         valid=torch.tensor([[True]]),
-        batch=SimpleNamespace(captions=["c"], image_ids=["i"]),
+        batch=Batch([0], [], ["c"], ["i"], [], None),
         of_rows=list,
     )
     loss = UserReward("user_rewards:loss")

@@ -107,14 +107,14 @@ def test_with_a_judge_and_a_reward_of_the_users_own(model, batch, tmp_path, monk
     judge = Judge(scores)
     context = TaskContext(model, Roles(model.trainable), STEPS, judge, (reward,))
     task = MaskCaptionMask(MaskCaptionMask.Options(), context)
-    assert task.reward_weights == {"iou": 1.0, "caption_reward": 1.0, "words": 0.1}
+    assert task.reward_weights == {"iou": 1.0, "meteor": 0.25, "judge": 0.75, "words": 0.1}
     rollout = roll(model, task, batch)
     rewards, masks = (outcome := task.rewards(rollout)).rewards, outcome.masks
     captions = [batch.captions[row // 2] for row in range(8)]
     assert judge.asked == list(zip(captions, rollout.texts))
     parts, kept = meteor(captions, rollout.texts), [row for row in range(8) if row != 2]
-    expected = 0.25 * parts + 0.75 * torch.tensor(scores)
-    assert torch.equal(rewards["caption_reward"][kept], expected[kept])
+    assert torch.equal(rewards["meteor"][kept], parts[kept])
+    assert torch.equal(rewards["judge"][kept], torch.tensor(scores)[kept])
     assert all(rewards[name][2].isnan() for name in task.reward_weights)
     assert not any(rewards[name][kept].isnan().any() for name in task.reward_weights)
     assert rewards["words"][0] == len(rollout.texts[0].split())

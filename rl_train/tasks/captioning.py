@@ -1,0 +1,49 @@
+"""Region captioning: the policy describes a region, rewarded by the true caption.
+
+The direct task beside loop 1: the same question, and no teacher.
+"""
+
+from dataclasses import dataclass
+
+from rl_train.config.flags import WEIGHT, flag
+from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
+from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.tasks.base import Task, TaskContext, with_measurements
+from sa2va_hf.batches import ImageFeatures, Prompts
+from sa2va_hf.prompts import DESCRIBE
+
+
+class Captioning(Task):
+    """Region -> caption, with METEOR of the sampled caption and the true one as its reward."""
+
+    name = "captioning"
+    family = "sa2va"
+    reward_components = CAPTION_REWARDS
+
+    @dataclass(frozen=True)
+    class Options:
+        weight: float = flag(
+            1.0, "weight of captioning's loss", name="captioning_weight", type=WEIGHT
+        )
+        trainable_modules = ("lora", "mlp1")
+
+    def __init__(self, options: Options, context: TaskContext):
+        self.options, self.context, self.loss_weight = options, context, options.weight
+        self.weigh(JUDGE_SHARES if context.judges_by_default else {"meteor": 1.0})
+
+    def prompts(self, batch: Batch, images: ImageFeatures) -> Prompts:
+        """Return the question for a caption of each sample's region."""
+        policy = self.context.policy
+        return policy.describe_prompts(images, list(range(len(batch))), list(images.prompt_masks))
+
+    def rewards(self, rollout: Rollout) -> RewardOutput:
+        """Return {component: (N,)} of `caption_rewards` against the true captions.
+
+        No mask is answered: pictures and the user's rewards have the regions themselves.
+        """
+        captions = rollout.of_rows(rollout.batch.captions)
+        rewards = caption_rewards(self.components, captions, rollout.texts, self.context)
+        regions = rollout.of_rows(rollout.batch.masks)
+        questions = [DESCRIBE] * len(rollout)
+        rewards = with_measurements(self, rollout, rewards, questions, regions, regions)
+        return RewardOutput(rewards, regions)
