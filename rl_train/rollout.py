@@ -50,6 +50,11 @@ class Batch:
         return self.objects is not None or any(mask.any() for mask in self.masks)
 
     @property
+    def regions(self) -> list[torch.Tensor]:
+        """Masks (K, H, W) bool of the regions that each caption names, one by one."""
+        return [mask[None] for mask in self.masks] if self.objects is None else self.objects
+
+    @property
     def no_target(self) -> list[bool]:
         """Whether each caption names nothing in its image; its true mask is empty."""
         return [not len(masks) for masks in self.objects or ()] or [False] * len(self)
@@ -88,6 +93,10 @@ class SampledLatents:
     noise: torch.Tensor  # (M, D) z minus the mean it was sampled around
     logp: torch.Tensor | None  # (M,) log-density, mean over dimensions; None where sigma is 0
     confidence: list[float] = field(default_factory=list)  # N, of the masks: `mask_confidence`
+    # Where masks are matched one by one: N (m, H, W) bool, those of a row's latents, and the M
+    # regions (H, W) that they are matched with, None of a surplus one
+    each: list[torch.Tensor] | None = None
+    targets: list[torch.Tensor | None] | None = None
 
 
 @dataclass

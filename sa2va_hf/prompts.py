@@ -43,6 +43,18 @@ SEGMENT_ANSWERS = (
     "[SEG].",
 )
 FORCED_ANSWER = SEGMENT_ANSWERS[1]
+# Of a phrase that names nothing; the original's training has no such phrases.
+NO_TARGET_ANSWER = "There is no such object in the image."
+# A caption of the image with a mask for each phrase: "<p> A dog </p> [SEG] sits on ..".
+GROUNDED_CAPTION = (
+    "Could you please give me a brief description of the image? Please respond with interleaved "
+    "segmentation masks for the corresponding parts of the answer."
+)
+# A segmentation question whose answer thinks first.
+THINK_FIRST = (
+    "Please segment {x} in this image. Output the thinking process in <think> </think> tags, and "
+    "then the answer with the segmentation mask."
+)
 
 
 @functools.lru_cache(maxsize=2**12)

@@ -21,12 +21,13 @@ from rl_train.tasks.base import TaskContext
 from rl_train.tasks.sft_tasks import PointAnswers, true_answer
 from sa2va_hf.losses import mask_loss
 from sa2va_hf.processing_sa2va import normalise_tiles
-from sa2va_hf.prompts import DESCRIBE, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from sa2va_hf.prompts import DESCRIBE, NO_TARGET_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS
 from sa2va_hf.templates import template_map, video_lisa_encode_fn
 from tests.data.parquet_rows import visionreasoner_solution
 from tests.policies.tiny_points import write_qwen, write_sam
 from tests.runs import curve, events, on_one_core
 from tests.supervised import ALL, built, line, losses, run
+from tools.demo.refcoco_writer import drawn_scenes, write_refcoco
 
 one_core = pytest.fixture(autouse=True)(on_one_core)
 
@@ -102,6 +103,26 @@ class Speller:
 
     def point_questions(self, features, image, questions):
         return questions
+
+
+def test_a_phrase_that_names_nothing_is_answered_without_seg(tmp_path):
+    """Its text is learnt and no mask; with such phrases alone there is no mask term."""
+    write_refcoco(drawn_scenes("grefcoco", 3, 4, 1), tmp_path / "data", "grefcoco")
+    how = dict(dataset="grefcoco", tasks="referring_segmentation", max_completion_length=80)
+    how |= dict(data_dir=tmp_path / "data", eval_data_dir=tmp_path / "data")
+    made = built(tmp_path, tmp_path / "run", **how)
+    dataset, policy = made.data.train_set, made.state.policy
+    none = [i for i in range(len(dataset)) if not dataset[i]["mask"].any()]
+    some = [i for i in range(len(dataset)) if dataset[i]["mask"].any()]
+    _, statistics, _, [mixed] = losses(made, [none[0], some[0], none[0]])
+    texts = [policy.prompts.completion_text(ids.tolist()) for ids in mixed.ids]
+    assert texts[0] == texts[2] == NO_TARGET_ANSWER and "[SEG]" in texts[1]
+    _, alone, _, _ = losses(made, [some[0]])
+    mask_loss, of_one = (float(s["masks"]["mask_loss"]) for s in (statistics, alone))
+    assert mask_loss == pytest.approx(of_one / 3, rel=1e-4)  # of three examples one has a mask
+    loss, statistics, _, _ = losses(made, [none[0]])
+    loss.backward()
+    assert statistics["masks"]["mask_loss"] == 0 and loss > 0
 
 
 @pytest.mark.parametrize("chosen", [[], ALL, ["lora", "embeddings"]])

@@ -52,7 +52,7 @@ from rl_train.data.text import clean_caption
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, only_local_rank0, print0
-from rl_train.evaluation import published_points, referring_metrics
+from rl_train.evaluation import gcg_metrics, published_points, referring_metrics
 from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
 from rl_train.evaluation.table import before_after_table
@@ -72,7 +72,7 @@ from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_
 
 # {--protocol: data sets that it is about}
 PROTOCOL_DATASETS = {
-    "sa2va": tuple(REFCOCO_NAMES),
+    "sa2va": (*REFCOCO_NAMES, "gcg"),
     "visionreasoner": ("reasonseg", *REFCOCO_NAMES),
 }
 
@@ -111,7 +111,7 @@ def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
         if policy.family != Sa2VAPolicy.family:
             raise ValueError("--protocol sa2va: --model_path is of points")
         policy.follow_original_inference()
-        return referring_metrics.measure
+        return gcg_metrics.measure if args.dataset == "gcg" else referring_metrics.measure
     if policy.family != QwenVLPolicy.family:
         raise ValueError(f"--protocol {args.protocol}: --model_path does not answer with points")
     for name, value in published_points.FIXED.items():
@@ -308,6 +308,8 @@ def protocol_sentence(
         f"(intersections {sums[0]}, unions {sums[1]} pixels), gIoU {metrics['seg_iou']:.4f}; "
         f"{sums[2]} answers without [SEG] count as empty masks"
         + (f", without them cIoU {answered:.4f}" if sums[2] and answered is not None else "")
+        + (f"; N-acc. {metrics['n_acc']:.4f}" if "n_acc" in metrics else "")
+        + (f"; T-acc. {metrics['t_acc']:.4f}" if "t_acc" in metrics else "")
     )
 
 
@@ -340,7 +342,7 @@ def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: 
     print0(table(result_json))
     if args.protocol == "visionreasoner":
         print0(points_protocol_sentence(args, result.values, result_json["means"]))
-    elif args.protocol:
+    elif args.protocol and args.dataset != "gcg":  # whose table has all its figures
         subject = f"Sa2VA's protocol, {args.dataset} {args.subsets[0] if args.subsets else 'val'}"
         print0(protocol_sentence(subject, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))

@@ -80,11 +80,14 @@ class ImageFileReader(Reader):
         image_id: str,
         category: str = "",
         objects: tuple[RLE | None, ...] | None = None,
+        columns: dict[str, JsonValue] | None = None,
     ):
         """Keep a region whose mask is encoded already; see `_add_row` and `Region`."""
         self._num_rows += 1
         read, checked = self._check_image(image)
-        region = Region(read, rle, caption, category, image_id, objects=objects)
+        region = Region(
+            read, rle, caption, category, image_id, objects=objects, columns=columns or {}
+        )
         self._add(region, checked, caption, rle, coco_id(image))
 
 

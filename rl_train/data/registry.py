@@ -13,6 +13,7 @@ from rl_train.data.coco import COCODataset
 from rl_train.data.dam import DescribeAnythingDataset
 from rl_train.data.folders import FoldersDataset
 from rl_train.data.gar import GraspAnyRegionDataset
+from rl_train.data.gcg import GCGDataset
 from rl_train.data.muse import MUSEDataset
 from rl_train.data.reasonseg import open_reasonseg
 from rl_train.data.refcoco import REFCOCO_NAMES, RefCOCODataset
@@ -30,6 +31,7 @@ DATASETS = {
     "coco_names": partial(COCODataset, category_captions=True),
     "folders": FoldersDataset,
     "muse": MUSEDataset,
+    "gcg": GCGDataset,
     "reasonseg": open_reasonseg,
     **{name: partial(RefCOCODataset, name=name, split="train") for name in REFCOCO_NAMES},
 }
@@ -39,7 +41,7 @@ EVAL_DATASETS = {
     **{name: partial(RefCOCODataset, name=name, split="val") for name in REFCOCO_NAMES},
 }
 # Data sets of files that name images; each is read one split at a time.
-WITH_IMAGE_ROOT = (*REFCOCO_NAMES, "sa2va", "coco", "coco_names", "folders", "muse")
+WITH_IMAGE_ROOT = (*REFCOCO_NAMES, "sa2va", "coco", "coco_names", "folders", "muse", "gcg")
 ONE_SPLIT = (*WITH_IMAGE_ROOT, "reasonseg")
 # {data set: parameter of its reader that takes --subsets}
 SUBSET_PARAMETERS = {"gar": "parts", "dam": "splits"} | dict.fromkeys(ONE_SPLIT, "split")

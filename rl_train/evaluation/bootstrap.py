@@ -6,17 +6,19 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from rl_train.evaluation import cycle_metrics, mask_columns, point_metrics, referring_metrics
+from rl_train.evaluation import (
+    cycle_metrics,
+    gcg_metrics,
+    mask_columns,
+    point_metrics,
+    referring_metrics,
+)
 
-METRICS = (
-    cycle_metrics.METRICS | point_metrics.METRICS | referring_metrics.METRICS | mask_columns.METRICS
-)
-METRIC_COLUMNS = (
-    cycle_metrics.METRIC_COLUMNS
-    | point_metrics.METRIC_COLUMNS
-    | referring_metrics.METRIC_COLUMNS
-    | mask_columns.METRIC_COLUMNS
-)
+FAMILIES = (cycle_metrics, point_metrics, referring_metrics, mask_columns, gcg_metrics)
+METRICS = {name: text for family in FAMILIES for name, text in family.METRICS.items()}
+METRIC_COLUMNS = {
+    name: columns for family in FAMILIES for name, columns in family.METRIC_COLUMNS.items()
+}
 
 
 def metrics_of(values: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -20,10 +20,12 @@ from rl_train.rewards.attributes import AttributePhrases, attribute_values
 from rl_train.rewards.hacking_signals import WHOLE, has_digit, is_whole, repeats
 from rl_train.rewards.iou import on_target
 from rl_train.rewards.meteor import tokenize
+from rl_train.rewards.objects import match
 from rl_train.rollout import Batch
 from rl_train.utils.io import UserFault
 from rl_train.utils.rng import RowRNG
 from sa2va_hf.batches import ImageFeatures
+from sa2va_hf.prompts import SEGMENT
 
 # What is reported, by the loop that trains it. "True caption" is the dataset's, "caption" the
 # model's greedy one of the region. Each text stands alone: a table may leave rows out.
@@ -73,7 +75,8 @@ ATTRIBUTE_METRICS = {
     "stated": "captions that state any {0}, of all whose true caption states one",
 }
 # A resample of the captions has fewer different ones, so a bootstrap would be biased.
-WITHOUT_INTERVAL = ("caption_distinct",)
+# AP50 is of all samples together.
+WITHOUT_INTERVAL = ("caption_distinct", "gcg_ap50")
 
 
 def selection_score(metrics: dict[str, float], names: Sequence[str] = ()) -> float:
@@ -135,16 +138,32 @@ def measure(
 
 
 def measure_phrases(
-    policy: Sa2VAPolicy, batch: Batch, images: ImageFeatures, max_new_tokens: int
+    policy: Sa2VAPolicy,
+    batch: Batch,
+    images: ImageFeatures,
+    max_new_tokens: int,
+    wording: str = SEGMENT,
 ) -> dict[str, list]:
-    """Measure the masks of true captions alone, by greedy answers; see `measure`."""
-    prompts = policy.segment_prompts(images, list(range(len(batch))), batch.captions)
+    """Measure the masks of true captions alone, by greedy answers; see `measure`.
+
+    Args: wording: of the question, with {x} for the phrase.
+    """
+    rows, wordings = list(range(len(batch))), [wording] * len(batch)
+    prompts = policy.segment_prompts(images, rows, batch.captions, wordings)
     completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
     rows = seg_rows.tolist()
-    masks = row_masks(policy, images, prompts.image_index, rows, embeddings).masks
+    decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one=True)
+    masks = decoded.masks
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = mask_columns(masks, targets, batch)
+    if batch.objects is not None:
+        pairs = zip(decoded.each, batch.objects, strict=True)
+        matchings = [match(own, objects.to(policy.device)) for own, objects in pairs]
+        columns["seg_matched"] = [
+            float(not mask.any()) if none else matching.reward
+            for mask, none, matching in zip(masks, batch.no_target, matchings)
+        ]
     if batch.distractors is not None:
         columns["seg_on_target"] = on_target(masks, batch.masks, batch.distractors).tolist()
     return columns | dict(

@@ -30,6 +30,7 @@ from rl_train.evaluation.cycle_metrics import (
     measure_texts,
     selection_score,
 )
+from rl_train.evaluation.gcg_metrics import average_precision
 from rl_train.evaluation.table import main_figures
 from rl_train.loggers.tensorboard import NUM_EVAL_PICTURES, RunLogger
 from rl_train.policies.base import Features, Policy
@@ -275,9 +276,12 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
             column = merged.setdefault(name, [None] * len(spec.dataset))
             column[rank::world_size] = [value for batch in batches for value in batch[name]]
     image_ids, references, captions = map(merged.pop, ("image_id", "reference", "caption"))
-    index, masks = merged.pop("index"), merged.pop("mask", [])
+    index, masks, each = (merged.pop(name, []) for name in ("index", "mask", "each"))
     num_damaged = sum(position != i for i, position in enumerate(index))
     values = {name: torch.tensor(v, dtype=torch.float64) for name, v in merged.items()}
+    if each:  # the same value for each sample: it is of all together
+        ap50 = average_precision(*zip(*each))
+        values["gcg_ap50"] = torch.full((len(index),), ap50, dtype=torch.float64)
     if "caption_meteor" in values:
         values |= measure_texts(references, captions, spec.attribute_phrases)
     return EvalResult(values, image_ids, references, captions, num_damaged, index, masks)

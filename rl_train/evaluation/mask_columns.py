@@ -15,6 +15,7 @@ from rl_train.rewards import mask_iou
 from rl_train.rollout import Batch
 
 METRICS = {
+    "seg_matched": "IoU of masks and regions one by one, best assignment, over the larger number",
     "n_acc": "phrases that name nothing and are answered with an empty mask",
     "t_acc": "phrases that name something and are answered with a mask that is not empty",
 }

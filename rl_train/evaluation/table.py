@@ -4,6 +4,7 @@ import torch
 
 from rl_train.evaluation import cycle_metrics, referring_metrics
 from rl_train.evaluation.bootstrap import means, metrics_of, paired_difference, rows_of
+from rl_train.evaluation.gcg_metrics import METRICS as GCG_METRICS
 from rl_train.evaluation.mask_columns import METRICS as MASK_METRICS
 
 # Metrics that an evaluation's line names, of those that it has.
@@ -18,6 +19,7 @@ MAIN_METRICS = (
 )
 LOOP1_TITLE = "captions of regions, and loop 1 (region -> caption -> mask)"
 LOOP2_TITLE = "masks of true captions, and loop 2 (caption -> mask -> caption)"
+GCG_TITLE = "grounded captions: a mask for each phrase"
 POINTS_TITLE = "masks that SAM2 draws from answered boxes and points"
 
 
@@ -102,12 +104,14 @@ def is_accuracy(
 
 def grouped(metrics: list[str], of_points: bool) -> dict[str, list[str]]:
     """Return {title: the metrics under it}, in the order of `metrics` within a title."""
-    groups = {LOOP1_TITLE: [], LOOP2_TITLE: [], POINTS_TITLE: []}
+    groups = {LOOP1_TITLE: [], LOOP2_TITLE: [], GCG_TITLE: [], POINTS_TITLE: []}
     for metric in metrics:
         title = LOOP1_TITLE
         if of_points:
             title = POINTS_TITLE
         elif metric in cycle_metrics.LOOP2_METRICS | referring_metrics.METRICS | MASK_METRICS:
             title = LOOP2_TITLE
+        elif metric in GCG_METRICS:
+            title = GCG_TITLE
         groups[title].append(metric)
     return {title: members for title, members in groups.items() if members}

@@ -30,6 +30,7 @@ class RowMasks:
 
     masks: list[torch.Tensor]  # (H, W) bool, empty without [SEG]
     confidence: list[float]  # `mask_confidence` of each mask, 0 without [SEG]
+    each: list[torch.Tensor] | None = None  # (m, H, W) bool, one for each [SEG] of a row
 
 
 def chunks(rows: Sequence) -> Iterator[Sequence]:
@@ -77,25 +78,36 @@ def row_masks(
     image_index: list[int],
     seg_rows: list[int],
     embeddings: torch.Tensor,
+    one_by_one: bool = False,
 ) -> RowMasks:
     """Return the (H, W) bool mask of each row: the union of its [SEG] masks, empty without one.
 
     Row r is about image image_index[r]; seg_rows are the rows of the prompt embeddings (M, D).
+
+    Args: one_by_one: keep the masks of the [SEG] too, which takes their memory.
     """
     masks = [
         torch.zeros(images.sizes[i], dtype=torch.bool, device=policy.device) for i in image_index
     ]
     highest = {}  # {row: (256, 256) highest of its logits}
+    each = [[] for _ in image_index]
     if seg_rows:
         all_logits = policy.decode_masks(images, [image_index[row] for row in seg_rows], embeddings)
         # A row may hold several [SEG]; its mask is their union, its logits their maximum.
         for row, logits in zip(seg_rows, all_logits):  # (256, 256)
             highest[row] = torch.maximum(logits, highest[row]) if row in highest else logits
             size = images.sizes[image_index[row]]
-            masks[row] |= upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
+            mask = upsample_masks(logits[None], policy.processor.sam_size, size)[0] > 0
+            masks[row] |= mask
+            if one_by_one:
+                each[row].append(mask)
     values = mask_confidence(torch.stack(list(highest.values()))).tolist() if highest else []
     by_row = dict(zip(highest, values))
-    return RowMasks(masks, [by_row.get(row, 0.0) for row in range(len(masks))])
+    confidence = [by_row.get(row, 0.0) for row in range(len(masks))]
+    if not one_by_one:
+        return RowMasks(masks, confidence)
+    stacked = [torch.stack(own) if own else mask[None][:0] for own, mask in zip(each, masks)]
+    return RowMasks(masks, confidence, stacked)
 
 
 def join(parts: list[RowMasks]) -> RowMasks:

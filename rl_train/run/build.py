@@ -176,6 +176,8 @@ def weigh_components(tasks: list[Task], weights: list[ComponentWeight]):
 
     Raises ValueError, naming the flag, if a component does not exist or a task keeps none.
     """
+    if not weights:  # tasks of supervised training have no rewards
+        return
     names = {
         task.name: {**task.reward_weights, **dict.fromkeys(task.reward_components)}
         for task in tasks

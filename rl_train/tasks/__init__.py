@@ -6,6 +6,7 @@ from rl_train.utils.load_named import load_named
 
 from .caption_mask_caption import CaptionMaskCaption
 from .captioning import Captioning
+from .grounded_captioning import GroundedCaptioning
 from .mask_caption_mask import MaskCaptionMask
 from .point_segmentation import PointSegmentation
 from .referring import Referring
@@ -15,6 +16,7 @@ TASKS = {
     "caption_mask_caption": CaptionMaskCaption,
     "referring": Referring,
     "captioning": Captioning,
+    "grounded_captioning": GroundedCaptioning,
     "point_segmentation": PointSegmentation,
 }
 DEFAULT_TASKS = ("mask_caption_mask", "caption_mask_caption")  # trained without --tasks

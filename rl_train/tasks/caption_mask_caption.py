@@ -6,10 +6,9 @@ from rl_train.config.flags import FRACTION, WEIGHT, flag
 from rl_train.policies.sa2va_queries import caption_likelihood, describe, region_grids
 from rl_train.rewards import mask_iou
 from rl_train.rewards.captions import CAPTION_REWARDS, JUDGE_SHARES, caption_rewards
-from rl_train.rewards.objects import with_none_reward
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext, with_measurements
-from rl_train.tasks.mask_answers import MaskAnswers, MaskOptions
+from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 from sa2va_hf.to_device import to_device
 
 
@@ -18,7 +17,7 @@ class CaptionMaskCaption(MaskAnswers):
 
     name = "loop2"
     asks_teacher = takes_no_target = True
-    reward_components = (*CAPTION_REWARDS, "likelihood", "iou")
+    reward_components = (*CAPTION_REWARDS, "likelihood", "iou", *FORM_REWARDS)
 
     @dataclass(frozen=True)
     class Options(MaskOptions):
@@ -53,14 +52,13 @@ class CaptionMaskCaption(MaskAnswers):
     def rewards(self, rollout: Rollout) -> RewardOutput:
         """Return {"meteor", "iou", "likelihood", ..: (N,)} of the sampled masks.
 
-        Where the caption names nothing, each is 1 of an empty mask and 0 of another one.
-
         `caption_rewards` compare the teacher's caption of each mask with the prompt's caption; the
         likelihood is the teacher's, of the prompt's caption as a description of the mask. What has
         no weight is not computed, and the teacher is asked for what is. Only the IoU with the
         region is always measured; the reward sees it with a weight of --reward_weights. A row that
-        the judge gives NaN is not scored at all. See `with_measurements` for "on_target" and the
-        user's rewards, which see the sampled masks and the teacher's replies.
+        the judge gives NaN is not scored at all. See `complete` for further ones and for captions
+        that name nothing, and `with_measurements` for "on_target" and the user's rewards, which see
+        the sampled masks and the teacher's replies.
         """
         context, policy = self.context, self.context.policy
         captions, masks = rollout.of_rows(rollout.batch.captions), rollout.latents.masks
@@ -85,8 +83,7 @@ class CaptionMaskCaption(MaskAnswers):
         if has_replies:
             rewards |= caption_rewards(self.components, captions, replies, context)
         rewards["iou"] = mask_iou(masks, targets)
-        no_target = rollout.of_rows(rollout.batch.no_target)
-        rewards = with_none_reward(rewards, rewards, masks, no_target)
+        rewards = self.complete(rollout, rewards)
         columns = dict(replies=replies) if has_replies else {}
         rewards = with_measurements(
             self,

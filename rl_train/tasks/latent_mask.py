@@ -21,6 +21,7 @@ from rl_train.loss import LossDenominators, ScoredRollout, Statistic
 from rl_train.policies.sa2va import Sa2VAPolicy, by_chunks
 from rl_train.policies.sa2va_queries import row_masks
 from rl_train.rewards.iou import best_objects, mask_spread
+from rl_train.rewards.objects import match
 from rl_train.rollout import Batch, RewardOutput, Rollout, SampledLatents
 from rl_train.tasks.base import LatentAction
 from rl_train.tasks.latent_noise import (
@@ -44,10 +45,19 @@ class LatentMaskAction(LatentAction):
         sigma: standard deviation, root mean square over dimensions; 0 for none, or "auto" until
             `calibrate`. Until then `factor` L is None, the identity.
         mask_loss_coef: weight of the supervised BCE + Dice term on the sampled masks.
+        one_by_one: keep each [SEG]'s own mask, and teach it the region that it is matched with, in
+            place of the union of all that are named; a surplus one nothing.
     """
 
-    def __init__(self, policy: Sa2VAPolicy, sigma: float | str, mask_loss_coef: float):
+    def __init__(
+        self,
+        policy: Sa2VAPolicy,
+        sigma: float | str,
+        mask_loss_coef: float,
+        one_by_one: bool = False,
+    ):
         self.policy, self.sigma, self.mask_loss_coef = policy, sigma, mask_loss_coef
+        self.one_by_one = one_by_one
         self.factor = None
 
     def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
@@ -78,8 +88,18 @@ class LatentMaskAction(LatentAction):
             z = mean + self.sigma * correlated_noise(to_device(noise, mean.device), self.factor)
             logp = gaussian_logp_per_dim(z, mean, self.sigma, self.factor)
         image_index = rollout.prompts.image_index
-        decoded = row_masks(self.policy, rollout.features, image_index, rows.tolist(), z)
-        return SampledLatents(rows, decoded.masks, z, z - mean, logp, decoded.confidence)
+        decoded = row_masks(
+            self.policy, rollout.features, image_index, rows.tolist(), z, self.one_by_one
+        )
+        latents = SampledLatents(rows, decoded.masks, z, z - mean, logp, decoded.confidence)
+        if self.one_by_one:
+            latents.each, latents.targets = decoded.each, []
+            for masks, regions in zip(decoded.each, rollout.of_rows(rollout.batch.regions)):
+                region_of = dict(match(masks, regions.to(masks.device)).pairs)
+                latents.targets += [
+                    regions[region_of[m]] if m in region_of else None for m in range(len(masks))
+                ]
+        return latents
 
     def distribution_params(
         self, rollout: Rollout, rows: slice, scores: ScoreOutput
@@ -139,6 +159,13 @@ class LatentMaskAction(LatentAction):
             # The sampled point around the newest mean, so that the gradient reaches the mean.
             z = mean + latents.noise[selected]
             targets = [rollout.batch.masks[i] for i in image]
+            if latents.targets is not None:
+                matched = latents.targets[selected]
+                is_matched = torch.tensor([target is not None for target in matched])
+                in_loss = in_loss & to_device(is_matched, in_loss.device)
+                targets = [
+                    union if target is None else target for union, target in zip(targets, matched)
+                ]
 
             def mask_losses(chunk: slice) -> torch.Tensor:
                 logits = self.policy.decode_masks(rollout.features, image[chunk], z[chunk])

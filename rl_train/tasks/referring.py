@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from rl_train.config.flags import WEIGHT, flag
 from rl_train.rewards import mask_iou
 from rl_train.rewards.boxes import centre_closeness, mask_box_iou
-from rl_train.rewards.objects import with_none_reward
 from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import TaskContext, with_measurements
-from rl_train.tasks.mask_answers import MaskAnswers, MaskOptions
+from rl_train.tasks.mask_answers import FORM_REWARDS, MaskAnswers, MaskOptions
 from sa2va_hf.to_device import to_device
 
 
@@ -19,7 +18,7 @@ class Referring(MaskAnswers):
     """Phrase -> mask, with the IoU of the sampled mask with the true one as its reward."""
 
     name, takes_no_target = "referring", True
-    reward_components = ("iou", "box_iou", "centre")
+    reward_components = ("iou", "box_iou", "centre", *FORM_REWARDS)
 
     @dataclass(frozen=True)
     class Options(MaskOptions):
@@ -35,9 +34,8 @@ class Referring(MaskAnswers):
         """Return {"iou", "box_iou", "centre": (N,)} of the sampled masks with the true ones.
 
         The last two are computed if --reward_weights gives them a weight: the IoU of the masks'
-        boxes and the closeness of their centres. Where the phrase names nothing, each is 1 of an
-        empty mask and 0 of another one. See `with_measurements` for "on_target" and the
-        user's rewards.
+        boxes and the closeness of their centres. See `complete` for further ones and for phrases
+        that name nothing, and `with_measurements` for "on_target" and the user's rewards.
         """
         policy, latents = self.context.policy, rollout.latents
         targets = rollout.of_rows([to_device(mask, policy.device) for mask in rollout.batch.masks])
@@ -46,8 +44,7 @@ class Referring(MaskAnswers):
             rewards["box_iou"] = mask_box_iou(latents.masks, targets)
         if "centre" in self.components:
             rewards["centre"] = centre_closeness(latents.masks, targets)
-        no_target = rollout.of_rows(rollout.batch.no_target)
-        rewards = with_none_reward(rewards, rewards, latents.masks, no_target)
+        rewards = self.complete(rollout, rewards)
         rewards = with_measurements(
             self,
             rollout,

@@ -22,7 +22,12 @@ from rl_train.tasks.base import Task, TaskContext
 from rl_train.tasks.point_segmentation import AnswerOptions, PointTask
 from sa2va_hf.batches import ImageFeatures, Prompts
 from sa2va_hf.losses import resize_masks, resized_mask_loss
-from sa2va_hf.prompts import FORCED_ANSWER, SEGMENT_ANSWERS, SEGMENT_WORDINGS
+from sa2va_hf.prompts import (
+    FORCED_ANSWER,
+    NO_TARGET_ANSWER,
+    SEGMENT_ANSWERS,
+    SEGMENT_WORDINGS,
+)
 
 CONFUSED = 0.05  # smallest confused area, as a fraction of the target's, for a negative point
 
@@ -88,9 +93,9 @@ class RegionCaptions(SFTTask):
 
 
 class ReferringSegmentation(SFTTask):
-    """Image and caption -> an answer with [SEG], and its mask."""
+    """Image and caption -> an answer with [SEG], and its mask; none where nothing is named."""
 
-    name = "masks"
+    name, takes_no_target = "masks", True
     family = "sa2va"
 
     @dataclass(frozen=True)
@@ -105,10 +110,11 @@ class ReferringSegmentation(SFTTask):
         self.context, self.loss_weight = context, options.weight
         self.answers = (FORCED_ANSWER,) if options.one_answer else SEGMENT_ANSWERS
         encode = context.policy.prompts.answer
-        longest_answer = max(len(encode(answer)) for answer in self.answers)  # one [SEG] each
+        spoken = (*self.answers, NO_TARGET_ANSWER) if context.names_nothing else self.answers
+        longest_answer = max(len(encode(answer)) for answer in spoken)  # one [SEG] or none
         if longest_answer > context.max_reply_tokens:
             raise ValueError(
-                f"--max_completion_length {context.max_reply_tokens}: cuts answers that say [SEG], "
+                f"--max_completion_length {context.max_reply_tokens}: cuts the true answers, "
                 f"of up to {longest_answer} tokens"
             )
 
@@ -118,16 +124,27 @@ class ReferringSegmentation(SFTTask):
         policy = self.context.policy
         wordings = [SEGMENT_WORDINGS[rng.integers(len(SEGMENT_WORDINGS))] for rng in rngs]
         prompts = policy.segment_prompts(features, range(len(batch)), batch.captions, wordings)
-        answers = [self.answers[rng.integers(len(self.answers))] for rng in rngs]
+        answers = [
+            NO_TARGET_ANSWER if none else self.answers[rng.integers(len(self.answers))]
+            for rng, none in zip(rngs, batch.no_target)
+        ]
         return prompts, [policy.prompts.answer(answer) for answer in answers]
 
     def loss_terms(
         self, examples: Examples, features: ImageFeatures, scores: ScoreOutput, rows: float
     ) -> tuple[list[torch.Tensor], dict[str, Statistic]]:
-        """Return 2.0 BCE + 0.5 Dice of the masks, weighted as in the published training."""
-        policy, targets = self.context.policy, examples.batch.masks
-        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (B, D)
-        logits = policy.decode_masks(features, range(len(targets)), prompts)  # (B, h, w)
+        """Return 2.0 BCE + 0.5 Dice of the masks, weighted as in the published training.
+
+        Captions that name nothing have no mask, and no term.
+        """
+        policy, batch = self.context.policy, examples.batch
+        image = [i for i, none in enumerate(batch.no_target) if not none]
+        if not image:
+            zero = scores.logp.new_zeros(())
+            return [], dict(mask_loss=zero, mask_iou=(zero, 0))
+        targets = [batch.masks[i] for i in image]
+        prompts = policy.scored_mask_embeddings(scores, examples.ids, examples.valid)  # (m, D)
+        logits = policy.decode_masks(features, image, prompts)  # (m, h, w)
         # At the size of the logits: SAM2's 256 x 256 are not enlarged.
         resized = resize_masks(targets, logits)
         loss = resized_mask_loss(logits, resized).sum() / rows

@@ -150,6 +150,33 @@ def objects(*polygons: list[int]) -> list[dict]:
     return [dict(segmentation=[polygon], category_name="thing") for polygon in polygons]
 
 
+def write_gcg(root: Path):
+    """A caption of one phrase and one of two, of which the file has the later one first."""
+    write_images(root / "GranDf_HA_images" / "train")
+    halves = [box([30, 2, 34, 2, 34, 28, 30, 28]), box([34, 2, 38, 2, 38, 28, 34, 28])]
+    size = dict(height=H, width=W)
+    rows = [
+        dict(file_name="a.jpg", caption=CAPTIONS[0], groundings=dict(cup=grounding(8, MASKS[0]))),
+        dict(
+            file_name="b.jpg",
+            caption=CAPTIONS[1],
+            groundings={"the right": grounding(9, halves[1]), "a dog": grounding(0, halves[0])},
+        ),
+        dict(file_name="a.jpg", caption=" ", groundings=dict(cup=grounding(0, MASKS[0]))),
+        dict(file_name="c.jpg", caption="a cup", groundings=dict(cup=grounding(0, MASKS[0]))),
+        dict(
+            file_name="a.jpg",
+            caption="a cup",
+            groundings=dict(cup=dict(token_positives=[0, 5], rle_masks=[dict(counts=7, size=[])])),
+        ),
+    ]
+    write_json(root / "GranDf_HA_GCG_train.json", [size | row for row in rows])
+
+
+def grounding(start: int, *masks: np.ndarray) -> dict:
+    return dict(token_positives=[start, start + 3], rle_masks=list(map(encode_mask, masks)))
+
+
 def write_reasonseg(root: Path):
     """Shapes beside images: one question and two, and faults."""
     folder = root / "train"
@@ -181,5 +208,6 @@ LAYOUTS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "jsonl": ("folders", write_jsonl),
     "folders": ("folders", write_folders),
     "muse": ("muse", write_muse),
+    "gcg": ("gcg", write_gcg),
     "reasonseg": ("reasonseg", write_reasonseg),
 }

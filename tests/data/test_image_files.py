@@ -36,13 +36,14 @@ def test_regions_are_read_and_faults_counted(tmp_path, layout):
     assert len(set(dataset.image_keys.tolist())) == num_images
 
 
-@pytest.mark.parametrize("layout", ["sa2va", "coco", "muse", "jsonl"])
+@pytest.mark.parametrize("layout", ["sa2va", "coco", "muse", "gcg", "jsonl"])
 def test_places_name_file_and_row(tmp_path, layout):
     report = open_layout(layout, tmp_path).report()
     places = {
         "sa2va": ["annotations/1/0", "annotations/2/0", "annotations/1/1"],
         "coco": ["instances_train2017/2", "instances_train2017/3", "instances_train2017/4"],
         "muse": ["muse_train/0/1", "muse_train/2/0", "muse_train/0/2"],
+        "gcg": [f"GranDf_HA_GCG_train/{row}" for row in (2, 3, 4)],
         "jsonl": ["rows/2", "rows/3", "rows/4"],
     }[layout]
     found = [place for held in report["first_skipped"].values() for place in held]
@@ -55,6 +56,8 @@ def test_places_name_file_and_row(tmp_path, layout):
         ("sa2va", "annotations.json", dict(image="a.jpg", mask=[], text=[])),
         ("sa2va", "annotations.json", 7),
         ("muse", "muse_train.json", dict(file_name="a.jpg", questions=["a"], answers=[])),
+        ("gcg", "GranDf_HA_GCG_train.json", dict(file_name="a.jpg", groundings={})),
+        ("gcg", "GranDf_HA_GCG_train.json", dict(file_name="a.jpg", groundings=dict(a=7))),
         ("jsonl", "rows.jsonl", dict(image="a.jpg", caption="a cup")),
         ("jsonl", "rows.jsonl", [1]),
     ],
@@ -148,3 +151,13 @@ def test_objects_of_a_question_are_united(tmp_path):
     assert dataset[1]["category"] == "thing, thing"
     assert dataset[1]["objects"].sum((1, 2)).tolist() == [4 * 26, 4 * 26]
     assert np.array_equal(dataset[0]["mask"], image_file_sets.box(FIRST))
+
+
+def test_phrases_of_a_caption_have_their_masks_in_its_order(tmp_path):
+    image_file_sets.write_gcg(tmp_path)
+    dataset = DATASETS["gcg"](tmp_path)
+    sample = dataset[1]
+    assert sample["columns"] == dict(phrases=["a dog", "the right"])
+    assert [mask.any(0).argmax() for mask in sample["objects"]] == [30, 34]
+    assert np.array_equal(sample["objects"].any(0), sample["mask"])
+    assert dataset.has_objects and not dataset.names_nothing
