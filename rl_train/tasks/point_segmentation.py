@@ -27,7 +27,8 @@ from rl_train.points.parser import (
 from rl_train.points.prompts import point_question
 from rl_train.points.published import FRAME, parse_solution
 from rl_train.policies.qwen_vl import QwenImageFeatures, QwenVLPolicy
-from rl_train.rewards import mask_iou
+from rl_train.policies.sam2_prompting import split_by_box
+from rl_train.rewards import mask_iou, objects
 from rl_train.rewards.points import box_rewards, point_rewards, prompt_of_masks
 from rl_train.rewards.published_points import REWARD_SETS, published_rewards
 from rl_train.rollout import Batch, RewardOutput, Rollout
@@ -205,7 +206,7 @@ class PointSegmentation(PointTask):
     """Task of the second system: rewards of an answer's mask, or of its boxes and points alone."""
 
     takes_boxes = True
-    reward_components = ("iou", "format", "negatives", "box_iou")
+    reward_components = ("iou", "format", "negatives", "box_iou", "matched")
 
     @dataclass(frozen=True)
     class Options(AnswerOptions):
@@ -263,9 +264,10 @@ class PointSegmentation(PointTask):
 
         An answer that cannot be read has an empty mask and 0 in all components that count. The
         region that SAM2 confuses with the target follows from the target alone. Samples without
-        masks have `box_rewards`. --reward_set adds the published rewards, of the texts.
-        See `with_measurements` for "on_target" and the user's rewards, which see the masks, the
-        parsed answers as `answers` and the data set's own `solution`.
+        masks have `box_rewards`. --reward_set adds the published rewards, of the texts; a weight of
+        "matched" adds `matched_rewards`. See `with_measurements` for "on_target" and the user's
+        rewards, which see the masks, the parsed answers as `answers` and the data set's own
+        `solution`.
         """
         policy, batch, features = self.context.policy, rollout.batch, rollout.features
         image = rollout.prompts.image_index
@@ -286,6 +288,8 @@ class PointSegmentation(PointTask):
             confused = rollout.of_rows(self.confused_regions(policy, features, targets))
             targets = rollout.of_rows(targets)  # N
             rewards = point_rewards(answers, well_formed, masks, without, targets, confused)
+            if "matched" in self.components:
+                rewards |= self.matched_rewards(rollout, answers)
         else:
             targets = rollout.of_rows(targets)  # N, empty
             true_prompts = rollout.of_rows(self.solutions_in_pixels(batch))
@@ -315,6 +319,33 @@ class PointSegmentation(PointTask):
             point_prompts=answers,
             masks_without_negatives=without,
         )
+
+    def matched_rewards(
+        self, rollout: Rollout, answers: list[PointPrompt | None]
+    ) -> dict[str, torch.Tensor]:
+        """Return `objects.matched_rewards` of the masks of each answer's boxes, one by one.
+
+        SAM2 decodes them once more, each alone.
+        """
+        policy, batch, image = self.context.policy, rollout.batch, rollout.prompts.image_index
+        groups = [split_by_box(answer) if answer else [] for answer in answers]
+        rows = [row for row, group in enumerate(groups) for _ in group]
+        with_negatives, without, _ = segment_points(
+            policy,
+            rollout.features,
+            [image[row] for row in rows],
+            [prompt for group in groups for prompt in group],
+            self.options.sam_passes,
+        )
+        masks = iter(without if self.options.hide_negatives else with_negatives)
+        regions = rollout.of_rows([each.to(policy.device) for each in batch.regions])
+        each = [
+            torch.stack([next(masks) for _ in group]) if group else true[:0]
+            for group, true in zip(groups, regions)
+        ]
+        rewards = objects.matched_rewards(each, regions)
+        rewards["matched"] *= torch.tensor([answer is not None for answer in answers])
+        return rewards
 
     def published_rewards(self, rollout: Rollout) -> dict[str, torch.Tensor]:
         """Return {component: (N,)} of --reward_set.

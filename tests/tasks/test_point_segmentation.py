@@ -383,3 +383,37 @@ def test_the_best_of_sampled_answers_by_hand():
     )
     assert torch.equal(policy.uniforms, RowRNG(0, 0, 0, [3, 8], 2).uniforms(8))
     assert set(found) <= set(point_metrics.METRICS)
+
+
+def test_the_masks_of_several_boxes_are_matched_one_by_one():
+    """Two regions, in any order; one missing, one surplus, one box for both, none and no answer."""
+
+    def said(*boxes):
+        items = [
+            dict(bbox_2d=[2 * v for v in box], point_2d=[2 * box[0] + 4, 2 * box[1] + 4])
+            for box in boxes
+        ]
+        return f"<think>so</think><answer>{json.dumps(items)}</answer>"
+
+    left, right = (1, 1, 5, 5), (6, 2, 12, 8)
+    drawn = segment_alone([left, right])
+    batch = replace(
+        BATCH,
+        masks=[drawn.any(0), drawn[0] & False],
+        objects=[drawn, drawn[:0]],
+    )
+    texts = [said(right, left), said(left), said(left, right, (1, 6, 4, 9)), "so"]
+    texts += [said(), said(left), said(left, right), "so"]
+    context = TaskContext(Policy(), None, 8, names_nothing=True)
+    task = PointSegmentation(PointSegmentation.Options(answer_style="visionreasoner"), context)
+    task.weigh({"matched": 1.0})
+    rewards = task.rewards(rollout_of(texts, batch)).rewards
+    assert rewards["matched"].tolist() == pytest.approx([1, 1 / 2, 2 / 3, 0, 1, 0, 0, 0])
+    assert rewards["missing"].tolist() == [0, 1, 0, 2, 0, 0, 0, 0]
+    assert rewards["surplus"].tolist() == [0, 0, 1, 0, 0, 1, 2, 0]
+
+
+def segment_alone(boxes) -> torch.Tensor:
+    """What the fake SAM2 draws of each box."""
+    prompts = [PointPrompt((box,), ((box[0] + 2, box[1] + 2),)) for box in boxes]
+    return torch.stack(Policy().point_masks(FEATURES, [0] * len(boxes), prompts, 1)[0])
