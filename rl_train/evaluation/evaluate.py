@@ -282,7 +282,7 @@ def _merge(columns_of_rank: list[list[dict]], spec: EvalSpec) -> EvalResult:
     if each:  # the same value for each sample: it is of all together
         ap50 = average_precision(*zip(*each))
         values["gcg_ap50"] = torch.full((len(index),), ap50, dtype=torch.float64)
-    if "caption_meteor" in values:
+    if spec.measure is None and "caption_meteor" in values:
         values |= measure_texts(references, captions, spec.attribute_phrases)
     return EvalResult(values, image_ids, references, captions, num_damaged, index, masks)
 

@@ -230,7 +230,11 @@ def test_what_the_protocol_refuses(root, tmp_path):
             evaluated(root, tmp_path, **changes)
         assert words in str(stopped.value)
 
-    refused("--protocol sa2va: of refcoco, refcoco+, refcocog, not of", dataset="gar", subsets=None)
+    refused(
+        "--protocol sa2va: of refcoco, refcoco+, refcocog, grefcoco, gcg, not",
+        dataset="gar",
+        subsets=None,
+    )
     refused("--best_of: not with --protocol sa2va", best_of=2)
     refused("has no split 'train2'; it has testA", subsets="train2")
     refused("2", protocol="other")
