@@ -390,7 +390,7 @@ def build_parser() -> FlagParser:
         "--dtype",
         choices=["float32", "bfloat16"],
         default="bfloat16" if on_gpu else "float32",
-        help="type of the frozen weights; default: bfloat16, on the CPU float32",
+        help="type of the frozen weights (default: bfloat16, on the CPU float32)",
     )
     add("--max_new_tokens", type=int, default=128, help="longest answer that is checked")
     return parser

@@ -34,6 +34,8 @@ def write_gar(
 ) -> list[Path]:
     """Write rows as shards and return their paths; of a generator one shard is held at a time.
 
+    Raises ValueError if the folder holds shards already: they are neither replaced nor mixed.
+
     Args:
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
             list of str). With "image_bytes" that file is stored as it is, in place of "image";
@@ -42,6 +44,8 @@ def write_gar(
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
+    if any(part_folder.glob("*.arrow")):
+        raise ValueError(f"{part_folder} already holds shards: name another folder")
     part_folder.mkdir(parents=True, exist_ok=True)
     unfinished, records_left = [], _records(rows, image_format)
     while records := list(islice(records_left, rows_per_shard)):

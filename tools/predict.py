@@ -81,22 +81,33 @@ def build_parser() -> FlagParser:
         default="policy",
         help="whose weights of a checkpoint",
     )
-    add("--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s")
+    add("--device", default="cuda" if on_gpu else "cpu", help="where the model runs")
     add(
         "--dtype",
         choices=["float32", "bfloat16"],
         default="bfloat16" if on_gpu else "float32",
-        help="type of the weights; default: bfloat16, on the CPU float32",
+        help="type of the weights (default: bfloat16, on the CPU float32)",
     )
     add(
         "--max_completion_length",
         type=COUNT,
         default=256,
-        help="longest answer, tokens; default: %(default)s",
+        help="longest answer, tokens",
     )
     add("--sam_path", help="SAM2 folder, which Qwen-VL needs beside it")
-    add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
-    add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
+    add(
+        "--image_size",
+        type=COUNT_OR_0,
+        default=PolicyConfig.image_size,
+        help="side in pixels of the square to which images are resized, for Qwen-VL; 0 keeps their "
+        "shape (default: 840; with Qwen3-VL 832)",
+    )
+    add(
+        "--max_image_tokens",
+        type=COUNT,
+        default=PolicyConfig.max_image_tokens,
+        help="largest number of tokens of an image that keeps its shape, for Qwen-VL",
+    )
     add_flags(parser, PointSegmentation.Options, "answers of Qwen-VL, as in training")
     return parser
 

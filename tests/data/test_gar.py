@@ -55,6 +55,15 @@ def test_what_is_written_is_read(tmp_path):
         assert sample["image_id"] == f"Fine-Grained-Dataset-Part1/{paths[k // 4].stem}/{k % 4}"
 
 
+def test_shards_are_not_written_over(tmp_path):
+    row = dict(image=IMAGE, mask=MASK, caption="A cup.", category="cup")
+    [path] = write_gar([row], tmp_path)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="already holds shards: name another folder"):
+        write_gar([row | dict(caption="A plate."), row], tmp_path)
+    assert sorted(tmp_path.rglob("*.*")) == [path] and path.read_bytes() == before
+
+
 def test_writer_keeps_the_documented_columns(tmp_path):
     [path] = write_gar(
         [{"image": IMAGE, "mask": MASK, "caption": "A cup.", "category": "cup"}],

@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+from rl_train.utils.command_line import default_note
 from tests.runs import ENVIRONMENT, ROOT
+from tools import check_checkpoint, evaluate_flags, predict
 
 COMMANDS = ["rl_train.train", "rl_train.sft", "tools.evaluate", "tools.export", "tools.predict"]
 
@@ -15,6 +17,29 @@ COMMANDS = ["rl_train.train", "rl_train.sft", "tools.evaluate", "tools.export", 
 def test_a_command_is_imported_alone(module):
     command = [sys.executable, "-c", f"import {module}"]
     subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=True, capture_output=True)
+
+
+PARSERS = dict(
+    predict=predict.build_parser(),
+    check_checkpoint=check_checkpoint.build_parser(),
+    evaluate=evaluate_flags.build_parser("Evaluate."),
+)
+
+
+@pytest.mark.parametrize("program", PARSERS)
+def test_each_flag_has_a_help_that_states_its_default_once(program):
+    """An own "default: .." in plain words would stand beside the parser's."""
+    shown = {
+        action.option_strings[0]: f"{action.help or ''}{default_note(action)}"
+        for action in PARSERS[program]._actions
+    }
+    assert not [flag for flag, text in shown.items() if not action_text(text)]
+    assert not [flag for flag, text in shown.items() if text.count("default: ") > 1]
+
+
+def action_text(shown: str) -> str:
+    """Return a help text without its default."""
+    return shown.partition(" (default: ")[0].removesuffix(" (required)")
 
 
 PROGRAMS = ["evaluate", "export", "predict", "inspect_data", "rollouts"]

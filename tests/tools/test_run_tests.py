@@ -37,6 +37,15 @@ def test_tests_are_collected_without_the_extras():
     assert "test_generate.py::test_the_logits_of_a_bf16_model_are_not_rounded" in done.stdout
 
 
+def test_help_is_printed_before_anything_is_installed(tmp_path):
+    environment = dict(PATH=os.environ["PATH"], VENV=str(tmp_path / "venv"), PYTHON="/no/python")
+    command = ["bash", str(ROOT / "tools" / "run_tests.sh"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.startswith("The project's tests") and "--gpu" in done.stdout
+    assert "set -euo" not in done.stdout and not (tmp_path / "venv").exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_skipped_silently():
     environment = os.environ | dict(VENV="", PYTHON=sys.executable)
