@@ -58,8 +58,19 @@ def build_parser(description: str) -> FlagParser:
     add("--region_prompt", choices=ways, help="how regions are asked about, as in training")
     add("--seg_state", choices=["before_norm", "after_norm"], help="of a Qwen-VL, as in training")
     add("--sam_path", help="SAM2 folder, which Qwen-VL needs beside it")
-    add("--image_size", type=COUNT_OR_0, default=PolicyConfig.image_size)
-    add("--max_image_tokens", type=COUNT, default=PolicyConfig.max_image_tokens)
+    add(
+        "--image_size",
+        type=COUNT_OR_0,
+        default=PolicyConfig.image_size,
+        help="side in pixels of the square to which images are resized, for Qwen-VL; 0 keeps their "
+        "shape (default: the run's, else 840; with Qwen3-VL 832)",
+    )
+    add(
+        "--max_image_tokens",
+        type=COUNT,
+        default=PolicyConfig.max_image_tokens,
+        help="largest number of tokens of an image that keeps its shape, for Qwen-VL",
+    )
     add_flags(parser, PointSegmentation.Options, "answers of Qwen-VL, as in training")
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
     add(
@@ -118,12 +129,22 @@ def add_data_flags(parser: FlagParser):
         action="store_true",
         help="read all regions of an image: does a mask lie on the right one?",
     )
-    add("--batch_size", type=COUNT, default=8)
-    add("--max_completion_length", type=COUNT, default=128)
-    add("--max_prompt_length", type=COUNT, default=DataConfig.max_prompt_length)
-    add("--max_tiles", type=COUNT, default=1)
-    add("--num_workers", type=COUNT_OR_0, default=2)
-    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--batch_size", type=COUNT, default=8, help="regions at a time on each process")
+    add("--max_completion_length", type=COUNT, default=128, help="longest answer, tokens")
+    add(
+        "--max_prompt_length",
+        type=COUNT,
+        default=DataConfig.max_prompt_length,
+        help="largest number of tokens of a caption in a prompt",
+    )
+    add("--max_tiles", type=COUNT, default=1, help="largest number of tiles of an image (Sa2VA)")
+    add("--num_workers", type=COUNT_OR_0, default=2, help="processes that read images")
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="bfloat16",
+        help="type of the frozen weights",
+    )
 
 
 def flags_of_run(folder: Path) -> dict:
