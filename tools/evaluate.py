@@ -54,6 +54,7 @@ from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, only_local_rank0, print0
 from rl_train.evaluation import gcg_metrics, published_points, referring_metrics
 from rl_train.evaluation.bootstrap import metrics_of
+from rl_train.evaluation.cycle_metrics import measure_phrases
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
 from rl_train.evaluation.table import before_after_table
 from rl_train.export.load_policy import drop_trained_images, find_base, open_policy
@@ -68,6 +69,7 @@ from rl_train.tasks.base import TaskContext
 from rl_train.tasks.point_segmentation import PointSegmentation
 from rl_train.utils.command_line import run_program
 from rl_train.utils.io import check_writable
+from sa2va_hf.prompts import THINK_FIRST
 from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_run
 
 # {--protocol: data sets that it is about}
@@ -85,6 +87,8 @@ def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
     if args.protocol:
         return dict(measure=measure_of_protocol(policy, args))
     if policy.family == Sa2VAPolicy.family:
+        if args.think:
+            return dict(measure=partial(measure_phrases, wording=THINK_FIRST))
         return {}
     captions = ("attributes", "legacy_cleaner")
     if caption_flags := [name for name in captions if getattr(args, name)]:

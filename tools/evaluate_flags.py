@@ -57,6 +57,12 @@ def build_parser(description: str) -> FlagParser:
     ways = ["tokens", "outline", "box", "coordinates"]
     add("--region_prompt", choices=ways, help="how regions are asked about, as in training")
     add("--seg_state", choices=["before_norm", "after_norm"], help="of a Qwen-VL, as in training")
+    add(
+        "--think",
+        action="store_true",
+        help="ask for thoughts before the answer, as in training, and measure the masks of true "
+        "captions alone; default: as the checkpoint's run",
+    )
     add("--sam_path", help="SAM2 folder, which Qwen-VL needs beside it")
     add(
         "--image_size",
@@ -148,11 +154,11 @@ def add_data_flags(parser: FlagParser):
 
 
 def flags_of_run(folder: Path) -> dict:
-    """Return {flag: value} of POINT_FLAGS by a checkpoint's run; {} for another folder."""
+    """Return {flag: value} of --think and POINT_FLAGS by a checkpoint's run; else {}."""
     if not (folder / "training_state.pt").is_file():
         return {}
     return {
         name: value
         for name, value in read_json(folder / "config.json").items()
-        if name in POINT_FLAGS
+        if name in (*POINT_FLAGS, "think")
     }

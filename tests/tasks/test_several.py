@@ -8,6 +8,7 @@ import torch
 from pycocotools import mask as coco
 
 from rl_train.evaluation import gcg_metrics
+from rl_train.evaluation.cycle_metrics import measure_phrases
 from rl_train.rewards.objects import match
 from rl_train.rewards.thinking import thinking_rewards
 from rl_train.rewards.weights import ComponentWeight
@@ -23,6 +24,8 @@ from sa2va_hf.prompts import GROUNDED_CAPTION, THINK_FIRST
 from tests.data.image_file_sets import write_gcg
 from tests.runs import on_one_core, rollouts, run
 from tests.updates import STEPS, backward, roll, work_of
+from tools import evaluate
+from tools.evaluate_flags import build_parser, flags_of_run
 
 
 def build(model, name, *weights, **options):
@@ -127,6 +130,18 @@ def test_answers_that_think_first_are_asked_for_and_rewarded(model, batch, image
     assert "format" not in build(model, name, f"{task.name}.format=0", think=True).components
     columns = task.measure(model, batch, images, STEPS)
     assert {"seg_iou", "no_seg"} <= set(columns) and "caption_meteor" not in columns
+
+
+def test_a_checkpoint_that_thinks_is_evaluated_with_its_question(model, tmp_path):
+    (tmp_path / "training_state.pt").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(dict(think=True, seed=3)))
+    assert flags_of_run(tmp_path) == dict(think=True)
+    parser = build_parser("")
+    argv = ["--model_path", str(tmp_path), "--data_dir", "x"]
+    assert evaluate.measures_of(model, parser.parse_args(argv)) == {}
+    parser.set_defaults(**flags_of_run(tmp_path))
+    measure = evaluate.measures_of(model, parser.parse_args(argv))["measure"]
+    assert measure.func is measure_phrases and measure.keywords == dict(wording=THINK_FIRST)
 
 
 def test_grounded_captions_do_not_think(model, batch, images):

@@ -243,7 +243,7 @@ def test_bad_input(data, base, trained, tmp_path):
     refused("--before", "5 samples", "this data set 4", before=base, num_samples=4)
     refused("--role teacher", "is no checkpoint", role="teacher")
     refused("--attributes", "gone.json", "No such file", attributes=tmp_path / "gone.json")
-    refused("--subsets", "only for gar", dataset="reasonseg", subsets="val")
+    refused("--subsets", "only for gar", dataset="segzero", subsets="val")
     refused("refcocog", "instances.json", dataset="refcocog")
     refused("--checkpoint", "one too many", model_path=trained, checkpoint=trained)
     refused("holds no config.json, so it is no model folder", model_path=tmp_path)
