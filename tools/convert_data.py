@@ -25,7 +25,7 @@ from rl_train.data.base import RegionDataset, number_images
 from rl_train.data.digest import data_facts
 from rl_train.data.errors import NUM_PLACES, describe_skipped
 from rl_train.data.images import NOT_COCO
-from rl_train.data.registry import opener_of
+from rl_train.data.registry import eval_dataset_name, opener_of
 from rl_train.data.split import picture_keys
 from rl_train.run.messages import data_report
 from rl_train.utils.command_line import FlagParser, run_program
@@ -80,7 +80,12 @@ class Progress:
 def build_parser() -> FlagParser:
     parser = FlagParser(prog="python -m tools.convert_data", description=__doc__)
     add = parser.add_argument
-    add("--dataset", required=True, choices=list(EVAL_DATASETS), help="layout of --data_dir")
+    add(
+        "--dataset",
+        required=True,
+        type=eval_dataset_name,
+        help=f"layout of --data_dir: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+    )
     add("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
     add("--output", required=True, type=Path, help="folder to write; must be empty or absent")
     add("--subsets", nargs="+", default=[], metavar="SUBSET", help="as in training")

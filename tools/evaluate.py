@@ -22,7 +22,8 @@ Qwen-VL, which answers with box and points, and SAM2; of a checkpoint its run's 
 
 `--protocol visionreasoner` measures gIoU and cIoU as Seg-Zero's and VisionReasoner's own
 evaluations do (docs/points.md). `--protocol sa2va` measures cIoU and gIoU as Sa2VA's own evaluation
-does (docs/evaluation.md): its question, up to 12 tiles, its rounding of SAM2's mean and std. Else
+does (docs/evaluation.md): its question, up to 12 tiles, its rounding of SAM2's mean and std;
+`--protocol sa2va_captions` measures CIDEr and METEOR of captions of RefCOCOg's regions. Else
 pixels are normalised as in training, phrases are asked and cleaned as there, and captions and
 cycles are measured too.
 
@@ -45,14 +46,20 @@ from torch.utils.data import Dataset, Subset
 
 from rl_train.config.flags import read_flags
 from rl_train.config.grpo_config import PolicyConfig
-from rl_train.data.refcoco import REFCOCO_NAMES
+from rl_train.data.distractors import unwrap_subset
+from rl_train.data.refcoco import GREFCOCO, REFCOCO_NAMES
 from rl_train.data.registry import opener_of
 from rl_train.data.split import sample_regions
 from rl_train.data.text import clean_caption
 from rl_train.data.workers import reporting_dead_workers
 from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, only_local_rank0, print0
-from rl_train.evaluation import gcg_metrics, published_points, referring_metrics
+from rl_train.evaluation import (
+    gcg_metrics,
+    published_points,
+    referring_metrics,
+    region_captions,
+)
 from rl_train.evaluation.bootstrap import metrics_of
 from rl_train.evaluation.cycle_metrics import measure_phrases
 from rl_train.evaluation.evaluate import EvalResult, EvalSpec, evaluate, record
@@ -75,8 +82,11 @@ from tools.evaluate_flags import NOT_SAVED, POINT_FLAGS, build_parser, flags_of_
 # {--protocol: data sets that it is about}
 PROTOCOL_DATASETS = {
     "sa2va": (*REFCOCO_NAMES, "gcg"),
+    "sa2va_captions": tuple(name for name in REFCOCO_NAMES if name != GREFCOCO),
     "visionreasoner": ("reasonseg", *REFCOCO_NAMES),
 }
+
+OF_SA2VA = ("sa2va", "sa2va_captions")
 
 
 def measures_of(policy: Policy, args: Namespace) -> dict[str, Callable]:
@@ -109,12 +119,19 @@ def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
     captions = ("best_of", "attributes", "legacy_cleaner", "distractors")
     if caption_flags := [name for name in captions if getattr(args, name)]:
         raise ValueError(
-            f"--{caption_flags[0]}: not with --protocol {args.protocol}, of masks alone"
+            f"--{caption_flags[0]}: not with --protocol {args.protocol}, of its own metrics alone"
         )
-    if args.protocol == "sa2va":
+    if args.protocol in OF_SA2VA:
         if policy.family != Sa2VAPolicy.family:
-            raise ValueError("--protocol sa2va: --model_path is of points")
+            raise ValueError(f"--protocol {args.protocol}: --model_path is of points")
+        if args.protocol == "sa2va_captions" and policy.region_prompt != "tokens":
+            raise ValueError(
+                f"--protocol sa2va_captions: --model_path knows a region by its "
+                f"{policy.region_prompt}, and the original's question needs its tokens"
+            )
         policy.follow_original_inference()
+        if args.protocol == "sa2va_captions":
+            return region_captions.measure
         return gcg_metrics.measure if args.dataset == "gcg" else referring_metrics.measure
     if policy.family != QwenVLPolicy.family:
         raise ValueError(f"--protocol {args.protocol}: --model_path does not answer with points")
@@ -137,16 +154,18 @@ def build_dataset(args: Namespace) -> Dataset:
     opened = opener_of(args.dataset, args.subsets, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
     print0(data_report(f"--data_dir {args.data_dir}", dataset.report()))
+    if args.protocol == "sa2va_captions":
+        dataset = region_captions.one_row_a_region(dataset)
     if not args.num_samples:
         return dataset
-    return Subset(dataset, sample_regions(dataset.image_keys, args.num_samples))
+    whole, indices = unwrap_subset(dataset)
+    chosen = sample_regions(whole.image_keys[indices], args.num_samples)
+    return Subset(dataset, chosen)
 
 
 def unlike_the_original(dataset: Dataset) -> str:
     """Return how the measurement of RefCOCO, or a Subset, deviates from the original's."""
-    whole = dataset
-    while isinstance(whole, Subset):
-        whole = whole.dataset
+    whole, _ = unwrap_subset(dataset)
     cleaned = sum(clean_caption(text) != text for text in map(whole.sentence, range(len(whole))))
     skipped = whole.report()["skipped"]
     reasons = ", ".join(f"{reason}: {count}" for reason, count in skipped.items()) or "none"
@@ -290,6 +309,9 @@ def run(args: Namespace, ranks: RankInfo):
         return
     if "caption_meteor" in result.values:
         add_caption_columns(result, args.legacy_cleaner)
+    if args.protocol == "sa2va_captions":
+        whole, _ = unwrap_subset(dataset)
+        result.values |= region_captions.score(whole, result.image_ids, result.captions)
     flags = flags_that_count(args, policy.family)
     result_json = record(result, flags)
     print_result(result_json, result, dataset, args)
@@ -346,7 +368,7 @@ def print_result(result_json: dict, result: EvalResult, dataset: Dataset, args: 
     print0(table(result_json))
     if args.protocol == "visionreasoner":
         print0(points_protocol_sentence(args, result.values, result_json["means"]))
-    elif args.protocol and args.dataset != "gcg":  # whose table has all its figures
+    elif args.protocol == "sa2va" and args.dataset != "gcg":  # whose table has all its figures
         subject = f"Sa2VA's protocol, {args.dataset} {args.subsets[0] if args.subsets else 'val'}"
         print0(protocol_sentence(subject, result.values, result_json["means"]))
         print0(unlike_the_original(dataset))
@@ -375,7 +397,7 @@ def main(argv: Sequence[str] | None = None):
     ranks = process_group.init()
     try:
         parser.set_defaults(**flags_of_run(args.checkpoint or args.model_path))
-        if args.protocol == "sa2va":
+        if args.protocol in OF_SA2VA:
             base, _ = find_base(args.model_path, args.checkpoint, "--model_path")
             if has_tiles(base):
                 parser.set_defaults(max_tiles=referring_metrics.MAX_TILES)

@@ -81,10 +81,11 @@ def build_parser(description: str) -> FlagParser:
     add("--best_of", type=COUNT_OR_0, default=0, help="answers G to sample of each region too")
     add(
         "--protocol",
-        choices=["sa2va", "visionreasoner"],
+        choices=["sa2va", "sa2va_captions", "visionreasoner"],
         help="ask and count as others do, and measure nothing else: sa2va = Sa2VA's own evaluation "
-        "of RefCOCO, --max_tiles is then 12 by default; visionreasoner = that of Seg-Zero and "
-        "VisionReasoner, --image_size is then 840 and --max_completion_length 1,024 by default",
+        "of RefCOCO, sa2va_captions = that of captions of RefCOCOg's regions, --max_tiles is then "
+        "12 by default; visionreasoner = that of Seg-Zero and VisionReasoner, --image_size is then "
+        "840 and --max_completion_length 1,024 by default",
     )
     add(
         "--train_eval_overlap",

@@ -12,9 +12,17 @@ from rl_train.evaluation import (
     mask_columns,
     point_metrics,
     referring_metrics,
+    region_captions,
 )
 
-FAMILIES = (cycle_metrics, point_metrics, referring_metrics, mask_columns, gcg_metrics)
+FAMILIES = (
+    cycle_metrics,
+    point_metrics,
+    referring_metrics,
+    mask_columns,
+    gcg_metrics,
+    region_captions,
+)
 METRICS = {name: text for family in FAMILIES for name, text in family.METRICS.items()}
 METRIC_COLUMNS = {
     name: columns for family in FAMILIES for name, columns in family.METRIC_COLUMNS.items()
