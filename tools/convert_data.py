@@ -84,7 +84,8 @@ def build_parser() -> FlagParser:
         "--dataset",
         required=True,
         type=eval_dataset_name,
-        help=f"layout of --data_dir: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
+        metavar="NAME",
+        help=f"of --data_dir: {', '.join(EVAL_DATASETS)}, or module:Class of your own reader",
     )
     add("--data_dir", required=True, help="folder of regions, or the name of a data set on the hub")
     add("--output", required=True, type=Path, help="folder to write; must be empty or absent")
