@@ -78,7 +78,7 @@ if [ "$WORD" = demo ]; then
     set -- --model_path "$DEMO/checkpoint" --data_dir "$DEMO/train" --eval_data_dir "$DEMO/heldout" --output_dir "$RUN" \
         --attributes "$DEMO/attributes.json" --distractors \
         --dtype float32 --lora_r 16 --lora_alpha 32 --max_completion_length 24 --micro_batch_size 64 --batch_size 8 \
-        --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 \
+        --num_generations 8 --learning_rate 6e-4 --text_hidden_fcs_lr 1e-3 --kl_coef 0.06 --mask_loss_coef 0 \
         --no-gradient_checkpointing --num_workers 1 --max_steps 120 --eval_samples 128 --eval_steps 60 --save_steps 30 --resume auto "$@"
 elif [ "$WORD" = points ]; then
     DEMO=outputs/points_demo
@@ -92,8 +92,8 @@ elif [ "$WORD" = points ]; then
 fi
 
 MODULE=rl_train.train
-if [ "$WORD" = supervised ]; then
-    MODULE=rl_train.sft
-    shift
-fi
+case "$WORD" in
+demo | points) MODULE=tools.demo.train ;;
+supervised) MODULE=rl_train.sft && shift ;;
+esac
 exec "$PYTHON" -m rl_train.distributed.launch -m $MODULE "$@"  # signals reach it

@@ -53,11 +53,6 @@ PARTS = dict(
     unsettle="",
     decide="--tasks tools.demo.unsettle:Decided --distractors --trainable_modules hypernetworks",
 )
-# docs/results.md has the figures.
-SHOWS = """the loop works from end to end, and rewards and evaluation metrics rise.
-It does not show that a loop learns to see. The base's mistakes were put in by hand, and cheaper
-causes gain as much: for loop 1 a table that swaps five pairs of words and looks at no image, for
-loop 2 a reward of the mask's area or of SAM2's own confidence (docs/results.md)."""
 MAX_ANSWER_TOKENS = 24
 
 
@@ -215,8 +210,7 @@ def main(argv: list[str] | None = None):
         with complete_or_absent(checkpoint) as unfinished:
             shutil.copytree(SHIPPED_CHECKPOINT, unfinished, dirs_exist_ok=True)
     load_tokenizer(checkpoint)
-    print(f"demo: {args.output_dir}/train, {args.output_dir}/heldout, {checkpoint}")
-    print(f"What the demo shows: {SHOWS}", flush=True)
+    print(f"demo: {args.output_dir}/train, {args.output_dir}/heldout, {checkpoint}", flush=True)
 
 
 if __name__ == "__main__":

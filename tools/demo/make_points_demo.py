@@ -28,11 +28,6 @@ from tools.demo.points_warm_start import PointingStart, draw
 from tools.demo.scenes import HELDOUT, TRAIN
 from tools.gar_writer import write_gar
 
-# docs/points.md has the figures.
-SHOWS = """the loop works from end to end, and rewards and evaluation metrics rise.
-It does not show that the model learns to see where a negative point helps. What it learns is a
-habit: a reward for any negative point that is not at the middle of the image, which sees neither
-image nor phrase nor mask, gains as much (docs/points.md)."""
 MODELS = ("qwen", "sam")
 SHIPPED = Path(__file__).parent / "points_checkpoint"
 IMAGES = {"qwen": 32, "sam": 16}  # of a step of the warm start
@@ -99,8 +94,9 @@ def main(argv: list[str] | None = None):
         if not (output / name).exists():
             with complete_or_absent(output / name) as unfinished:
                 shutil.copytree(SHIPPED / name, unfinished, dirs_exist_ok=True)
-    print(f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam")
-    print(f"What the demo shows: {SHOWS}", flush=True)
+    print(
+        f"demo of points: {output}/train, {output}/heldout, {output}/qwen, {output}/sam", flush=True
+    )
 
 
 if __name__ == "__main__":

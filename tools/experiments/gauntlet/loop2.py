@@ -5,6 +5,7 @@ Letters: n regions, G samples of each.
 
 import contextlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -15,6 +16,7 @@ from rl_train.rewards import mask_iou
 from rl_train.rewards.ablations import SALIENT, group_iou
 from rl_train.rewards.meteor import require_wordnet
 from rl_train.rewards.positions import fraction_in_named_part
+from rl_train.rollout import Batch, Rollout
 from rl_train.tasks.base import TaskContext
 from rl_train.tasks.caption_mask_caption import CaptionMaskCaption
 from rl_train.utils.rng import RowRNG
@@ -28,6 +30,9 @@ from tools.experiments.gauntlet.masks import (
 from tools.experiments.gauntlet.regions import Regions
 from tools.experiments.gauntlet.samples import PickBy, choose_direction
 from tools.experiments.gauntlet.table import LoopResult, Measures, Rival
+
+if TYPE_CHECKING:
+    from sa2va_hf.batches import ImageFeatures
 
 MEASURES = {"iou": "mask IoU", "found": "object found"}
 REWARD = "meteor"  # the task's default
@@ -55,6 +60,21 @@ class Chosen:
     task: CaptionMaskCaption  # its noise is fitted to training regions
 
 
+def sampled(
+    regions: Regions,
+    task: CaptionMaskCaption,
+    batch: Batch,
+    features: "ImageFeatures",
+    num_generations: int,
+) -> Rollout:
+    """Return G sampled masks, as latents, of each caption of a batch of regions."""
+    policy, rng = regions.policy, RowRNG(0, 0, 1, batch.index, num_generations)
+    prompts, uniforms = task.prompts(batch, features), rng.uniforms(regions.tokens)
+    rollout = policy.sample(batch, features, prompts, num_generations, regions.tokens, uniforms)
+    rollout.latents = task.action.draw(rollout, rng)
+    return rollout
+
+
 @torch.no_grad()
 def sample_scores(
     regions: Regions, task: CaptionMaskCaption, num_generations: int
@@ -62,11 +82,7 @@ def sample_scores(
     """Return {score: (n, G)} of G masks that the base samples: rewards, measures, cheap scores."""
     policy, G, parts = regions.policy, num_generations, []
     for batch, features in tqdm(regions.parts, desc="sampled masks", leave=False, disable=None):
-        rng = RowRNG(0, 0, 1, batch.index, G)
-        prompts = task.prompts(batch, features)
-        uniforms = rng.uniforms(regions.tokens)
-        rollout = policy.sample(batch, features, prompts, G, regions.tokens, uniforms)
-        rollout.latents = task.action.draw(rollout, rng)
+        rollout = sampled(regions, task, batch, features, G)
         rewards, masks = task.rewards(rollout).rewards, rollout.latents.masks
         captions, rows = rollout.of_rows(batch.captions), list(range(len(batch)))
         salient = segment_generated(
