@@ -5,6 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
 from tests.runs import on_one_core, run_unmeasured
 from tools.demo import rivals, train
 from tools.demo.rivals import Gain, gain, main, moved_points, table, verdict
