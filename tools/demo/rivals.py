@@ -156,7 +156,7 @@ def rivals_of(
     flags: Namespace, training: Subset, heldout: Subset, device: torch.device
 ) -> dict[str, list[Gain]]:
     """Return {metric: gains of cheap causes} on the base of a run with these flags."""
-    of_points = flags.tasks == ["point_segmentation"]
+    of_points = "sam_path" in vars(flags)  # a flag of its model family
     settings = dict(sam_path=flags.sam_path, image_size=flags.image_size) if of_points else {}
     settings |= dict(dtype=flags.dtype, temperature=flags.temperature)
     tokens = flags.max_completion_length
@@ -180,7 +180,12 @@ def compared(run: Path, device: torch.device) -> str:
         DATASETS[flags.dataset], flags.data_dir, flags.eval_data_dir, flags.eval_samples, 1.0
     )
     chosen_on = Subset(training, sample_regions(training.image_keys, NUM_REGIONS))
-    rivals = rivals_of(flags, chosen_on, heldout, device)
+    # Other tasks (--tasks) measure other metrics.
+    rivals = {
+        metric: gains
+        for metric, gains in rivals_of(flags, chosen_on, heldout, device).items()
+        if metric in before
+    }
     own = {metric: gain("this run", before[metric], after[metric]) for metric in rivals}
     head = (
         f"the run beside cheap causes on its base, n = {len(heldout)}: without training, chosen on "
