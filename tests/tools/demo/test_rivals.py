@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import on_one_core, run_unmeasured
+from tests.runs import CHECKPOINT, on_one_core, run_unmeasured
 from tools.demo import rivals, train
 from tools.demo.rivals import Gain, gain, main, moved_points, table, verdict
 from tools.experiments.gauntlet import points
@@ -89,6 +89,6 @@ def test_the_demo_trains_and_then_compares(data, tmp_path, monkeypatch):
     order = []
     monkeypatch.setattr(train, "run_training", lambda argv: order.append("trained"))
     monkeypatch.setattr(train, "print_rivals", order.append)
-    argv = ["--model_path", "m", "--data_dir", str(data / "train"), "--max_steps", "1"]
+    argv = ["--model_path", str(CHECKPOINT), "--data_dir", str(data / "train"), "--max_steps", "1"]
     train.main([*argv, "--output_dir", str(tmp_path / "run")])
     assert order == ["trained", Path(tmp_path / "run")]
