@@ -1,51 +1,35 @@
 """How ranks end that have lost another one; other endings are tested where their faults are."""
 
+import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from rl_train.distributed import process_group
 from rl_train.distributed.process_group import RankInfo, lost_rank
 from rl_train.run.error_report import ErrorReporter
 from rl_train.utils.io import UserFault
-from tests.ranks import finish, free_port
-from tests.runs import ENVIRONMENT, ROOT
+from tests.ranks import forked
 
-LEFT = """
-import os, signal, sys
-from rl_train.distributed import process_group
-from rl_train.run.error_report import ErrorReporter
-ranks = process_group.init()
-try:
-    with ErrorReporter(None, ranks):
-        process_group.gather_objects(None)
-        if ranks.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        process_group.gather_objects(None)
-finally:  # as `train.main`: gloo's threads end before Python
-    process_group.close()
-"""
+
+def lose_rank_1():
+    ranks = process_group.init()
+    try:
+        with ErrorReporter(None, ranks):
+            process_group.gather_objects(None)
+            if ranks.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            process_group.gather_objects(None)
+    finally:  # as `train.main`: gloo's threads end before Python
+        process_group.close()
 
 
 def test_a_rank_that_lost_another_ends_with_a_line_and_a_status_that_restarts(tmp_path):
     """Status 1, not a sentence's 2: the launcher names the rank that was killed."""
-    place = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LEFT],
-            env=ENVIRONMENT | place | dict(RANK=str(rank), LOCAL_RANK=str(rank)),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = finish(ranks, 120)
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL]
-    assert "rl_train: rank 0 has lost another rank: " in said[0] and "Traceback" not in said[0]
+    (status, said), (killed, _) = forked(tmp_path, lose_rank_1, lose_rank_1)
+    assert (status, killed) == (1, -signal.SIGKILL), said
+    assert "rl_train: rank 0 has lost another rank: " in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize(

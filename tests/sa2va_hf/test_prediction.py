@@ -95,6 +95,7 @@ def test_scripts_of_the_original_run(built, scenes, policy):
     assert model.predict_forward(image=scenes[0]["image"], text=text)["prediction"].startswith(
         short
     )
+    model.max_new_tokens = 8
     assert model.predict_forward(
         text="<image>Who?", tokenizer=built.tokenizer
     ) == model.predict_forward(text="Who?")

@@ -140,6 +140,24 @@ class Scene:
     objects: tuple[Object, ...]
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """Paint of one object.
+
+    Attributes:
+        box: window of the canvas, (h, w).
+        alpha: (h, w) in 0..1.
+        tones: (h, w) bool: where the second paint is.
+        paint, second: (3,) RGB in 0..255.
+    """
+
+    box: tuple[slice, slice]
+    alpha: np.ndarray
+    tones: np.ndarray
+    paint: np.ndarray
+    second: np.ndarray
+
+
 def caption(*values: str) -> str:
     """Return the sentence that states these values of the attributes, the last the position."""
     return f"A {' '.join(values[:-1])} in the {values[-1]}."
@@ -192,8 +210,8 @@ def _shared(rng, values, number: int) -> list[str]:
 def _draw(rng, plan, kind) -> Scene | None:
     """Draw objects with these attributes; return None if one finds no place."""
     width, height = kind.image_sizes[rng.integers(len(kind.image_sizes))]
-    canvas = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
-    occupied, objects, areas = np.zeros((height, width), dtype=bool), [], []
+    empty = background(rng, BACKGROUNDS[str(rng.choice(list(BACKGROUNDS)))], width, height)
+    occupied, objects, areas, stamps = np.zeros((height, width), dtype=bool), [], [], []
     for values in plan:
         obj = Object(
             mask=np.zeros((height, width), dtype=bool), **dict(zip(kind.attributes, values))
@@ -224,8 +242,13 @@ def _draw(rng, plan, kind) -> Scene | None:
         # A lighter tone of a dark paint, a darker one of a light paint.
         second = paint + CONTRAST * ((GREY > paint.mean()) * 255 - paint)
         tones = pattern(rng, obj.pattern, alpha.shape, kind.stripe)
-        canvas[box] += alpha[..., None] * (np.where(tones[..., None], second, paint) - canvas[box])
+        stamps.append(Stamp(box, alpha, tones, paint, second))
         objects.append(obj)
+    # Painted once every object has a place.
+    canvas = empty()
+    for s in stamps:
+        colors = np.where(s.tones[..., None], s.second, s.paint)
+        canvas[s.box] += s.alpha[..., None] * (colors - canvas[s.box])
     image = Image.fromarray(np.clip(canvas.round(), 0, 255).astype(np.uint8))
     return Scene(image, tuple(objects))
 

@@ -1,5 +1,7 @@
 """Pixels of the demo's scenes: backgrounds, the stamps of single shapes, and where they may go."""
 
+from collections.abc import Callable
+
 import numpy as np
 from PIL import Image, ImageDraw
 
@@ -11,12 +13,19 @@ DOT = 0.36  # radius of a dot, of the distance between two
 
 def background(
     rng: np.random.Generator, tint: tuple[int, int, int], width: int, height: int
-) -> np.ndarray:
-    """Return (H, W, 3) float: the tint with a linear gradient in a random direction."""
-    angle = rng.uniform(0, 2 * np.pi)
-    y, x = np.mgrid[0:height, 0:width]
-    slope = np.cos(angle) * (x / width - 0.5) + np.sin(angle) * (y / height - 0.5)
-    return np.array(tint) + rng.integers(-6, 7, 3) + rng.uniform(10, 30) * slope[..., None]
+) -> Callable[[], np.ndarray]:
+    """Draw a linear gradient in a random direction; return the function that computes its pixels.
+
+    They are (H, W, 3) float. Most plans find no place for an object and need none.
+    """
+    angle, shade, contrast = rng.uniform(0, 2 * np.pi), rng.integers(-6, 7, 3), rng.uniform(10, 30)
+
+    def pixels() -> np.ndarray:
+        y, x = np.mgrid[0:height, 0:width]
+        slope = np.cos(angle) * (x / width - 0.5) + np.sin(angle) * (y / height - 0.5)
+        return np.array(tint) + shade + contrast * slope[..., None]
+
+    return pixels
 
 
 def stamp(rng: np.random.Generator, shape: str, diameter: float) -> np.ndarray:

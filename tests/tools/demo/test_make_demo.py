@@ -288,6 +288,8 @@ def test_parts_are_done_again_from_what_was_left_by_the_one_before(tmp_path, mon
 
     monkeypatch.setattr(make_demo, "supervise", supervise)
     monkeypatch.setattr(make_demo, "unsettled", unsettled)
+    # test_the_shipped_files_are_those_that_would_be_written draws it.
+    monkeypatch.setattr(make_demo, "make_tokenizer", lambda *_: load_tokenizer(SHIPPED_CHECKPOINT))
     shutil.copytree(SHIPPED_CHECKPOINT, tmp_path / "warm_start" / "learn" / "final_model")
     flags = f"--output_dir {tmp_path} --train_scenes 1 --heldout_scenes 1 --train_checkpoint"
     main([*flags.split(), *"--warm_start_steps 1 4 2 5 --parts err unsettle decide".split()])
