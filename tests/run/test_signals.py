@@ -205,6 +205,6 @@ def test_a_trainer_that_ends_with_its_loader_in_use_ends_its_workers():
 
 
 def test_a_campaign_of_kills(tmp_path):
-    """A kill at a file operation and a run with kills at random moments; by hand more, see there."""
+    """A kill at a file operation, and a run killed at random moments; by hand more, see there."""
     status, output = fork(tmp_path, lambda: kill_campaign.main(["--kills", "2", "--seed", "1"]))
     assert status == 0 and "kills by moment" in output, output
