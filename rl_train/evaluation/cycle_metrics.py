@@ -153,11 +153,12 @@ def measure_phrases(
     completions, texts = policy.complete(images, prompts, 1, max_new_tokens)
     seg_rows, embeddings = policy.mask_embeddings(completions)
     rows = seg_rows.tolist()
-    decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one=True)
+    one_by_one = batch.objects is not None
+    decoded = row_masks(policy, images, prompts.image_index, rows, embeddings, one_by_one)
     masks = decoded.masks
     targets = [mask.to(policy.device) for mask in batch.masks]
     columns = mask_columns(masks, targets, batch)
-    if batch.objects is not None:
+    if one_by_one:
         pairs = zip(decoded.each, batch.objects, strict=True)
         matchings = [match(own, objects.to(policy.device)) for own, objects in pairs]
         columns["seg_matched"] = [
