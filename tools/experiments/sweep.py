@@ -64,8 +64,8 @@ ARMS |= {  # loop2's reward is METEOR
     "loop2_likelihood": f"{LOOPS['loop2']} --likelihood_weight 1",
     "loop2_scaled": f"{LOOPS['loop2']} --likelihood_weight 0.5 --scale_components",
     "loop2_tokens": f"{LOOPS['loop2']} --latent_std 0",
-    "both": POLICY_TERM,
-    "defaults": "",  # the demo as it ships: both loops, with the mask term
+    "both": POLICY_TERM,  # the demo as it ships
+    "defaults": "",  # both loops, with the mask term
 }
 OF_POINTS = (
     "--tasks point_segmentation --answer_style points --image_size 96 --model_path {demo}/qwen "
