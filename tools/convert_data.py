@@ -34,7 +34,6 @@ from tools.gar_writer import write_shard
 
 ROWS_PER_SHARD = 500
 PROGRESS = "progress.json"  # in the unfinished folder
-NO_REGION = "caption that names no region, which a shard cannot hold"
 
 
 @dataclass
@@ -137,9 +136,6 @@ def rows(
         except DamagedSample as error:
             damaged.setdefault(error.reason, []).append(error.image_id)
             continue
-        if not sample["mask"].any():
-            damaged.setdefault(NO_REGION, []).append(sample["image_id"])
-            continue
         image, mask, coco = sample["image"], sample["mask"], int(dataset.coco_ids[i])
         if mask.shape != (image.height, image.width):  # that of a large image is smaller
             mask = dataset.mask(i, (image.height, image.width))
@@ -155,7 +151,7 @@ def write_shards(
 ):
     """Write the shards that are missing. Raises BadData if too many samples are damaged."""
     unfinished = progress.file.parent
-    check_bad_fraction(dataset.report(), num_bad(progress), limit)
+    check_bad_fraction(dataset.report(), progress.reasons().total(), limit)
     with tqdm(total=len(dataset), desc="converting", unit="region") as bar:
         for folder, indices in parts.items():
             starts = range(0, len(indices), ROWS_PER_SHARD)
@@ -169,12 +165,7 @@ def write_shards(
                 damaged = {}
                 write_shard(rows(dataset, chunk, damaged, bar), unfinished / shard)
                 progress.add(shard, damaged)
-                check_bad_fraction(dataset.report(), num_bad(progress), limit)
-
-
-def num_bad(progress: Progress) -> int:
-    """Return how many samples were damaged; that a caption names no region is no damage."""
-    return sum(count for reason, count in progress.reasons().items() if reason != NO_REGION)
+                check_bad_fraction(dataset.report(), progress.reasons().total(), limit)
 
 
 def convert(args: Namespace):
@@ -189,8 +180,6 @@ def convert(args: Namespace):
     tqdm.write(data_report(f"--data_dir {args.data_dir}", report))
     if report["skipped"]:
         tqdm.write(f"skipped: {describe_skipped(report)}")
-    if dataset.has_objects:
-        tqdm.write("a shard's mask is the union of the objects that a caption names")
     if not dataset.has_masks:
         raise ValueError(f"--data_dir {args.data_dir} holds boxes and points, and no masks")
     check_bad_fraction(report, 0, args.max_bad_fraction)

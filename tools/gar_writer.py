@@ -14,11 +14,12 @@ import pyarrow as pa
 from PIL import Image
 from pycocotools import mask as coco_mask
 
+MASK = pa.struct([("counts", pa.string()), ("size", pa.list_(pa.int64()))])
 INSTRUCTION = "<image>\nDescribe the masked region in detail."
 SCHEMA = pa.schema(
     [
         ("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
-        ("mask_rle", pa.struct([("counts", pa.string()), ("size", pa.list_(pa.int64()))])),
+        ("mask_rle", MASK),
         ("conversations", pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))),
         ("catagory", pa.list_(pa.string())),
     ]
@@ -40,7 +41,8 @@ def write_gar(
         rows: of dicts with "image" (PIL), "mask" ((H, W) bool), "caption" and "category" (str or
             list of str). With "image_bytes" that file is stored as it is, in place of "image";
             with "image_path" alone only this path is, which begins at the folder of the part. A
-            "question" stands in place of INSTRUCTION.
+            "question" stands in place of INSTRUCTION. If the rows have "objects" ((K, H, W) bool),
+            their masks are a column.
         image_format: PNG or JPEG.
     """
     part_folder = Path(folder) / part
@@ -68,8 +70,11 @@ def write_shard(rows: Iterable[dict], path: Path):
 
 def write_records(records: list[dict], path: Path):
     """Write the records of one shard."""
-    with pa.ipc.new_stream(str(path), SCHEMA) as writer:
-        writer.write_table(pa.Table.from_pylist(records, schema=SCHEMA), max_chunksize=100)
+    schema = SCHEMA
+    if any("objects" in record for record in records):
+        schema = SCHEMA.append(pa.field("objects", pa.list_(MASK)))
+    with pa.ipc.new_stream(str(path), schema) as writer:
+        writer.write_table(pa.Table.from_pylist(records, schema=schema), max_chunksize=100)
 
 
 def encode_mask(mask: np.ndarray) -> dict:
@@ -100,8 +105,10 @@ def _records(rows, image_format: str):
 def _record(row: dict, image_data: bytes | None) -> dict:
     width, height = row["image"].size
     assert row["mask"].shape == (height, width), "a mask has the size of its image"
-    category = row["category"]
-    return {
+    category, objects = row["category"], {}
+    if "objects" in row:
+        objects["objects"] = [encode_mask(mask) for mask in row["objects"]]
+    return objects | {
         "image": {"bytes": image_data, "path": row.get("image_path")},
         "mask_rle": encode_mask(row["mask"]),
         "conversations": [

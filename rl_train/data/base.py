@@ -132,6 +132,7 @@ class Reader:
         rle: RLE | None,
         coco: int = NOT_COCO,
         question: str | None = None,
+        objects: tuple[RLE, ...] | None = None,
     ):
         """Keep a region if it can be used; otherwise count the reason.
 
@@ -139,11 +140,11 @@ class Reader:
             sample: what `_region` and `image_id` need later.
             image: result of `check_read` of its image.
             coco: `coco_id` of its image.
-            question: of a sample that is no `Region`, which has its own.
+            question, objects: of a sample that is no `Region`, which has its own.
         """
         size, key = image
         reason, resized = caption_fault(caption), False
-        objects = sample.objects if isinstance(sample, Region) else None
+        objects = sample.objects if isinstance(sample, Region) else objects
         if isinstance(size, str):
             reason = size
         elif isinstance(sample, Region) and caption_fault(sample.question or "?"):

@@ -3,7 +3,8 @@
 Columns, by name: image struct<bytes, path>; mask_rle struct<counts, size>, or a list of them (one
 sample each), or no such column (the whole image is the region); conversations
 list<struct<from, value>>; catagory (the dataset's spelling) or category, a string or a list of
-them.
+them. `tools.convert_data` writes objects too, a list of masks, where captions name several regions
+or none.
 """
 
 from pathlib import Path
@@ -15,7 +16,7 @@ from rl_train.data.arrow import IMAGE, ArrowShard, find_shards
 from rl_train.data.base import Reader, Region
 from rl_train.data.hub import resolve
 from rl_train.data.images import check_read, coco_id, read_cell
-from rl_train.data.rle import whole_mask
+from rl_train.data.rle import RLE, whole_mask
 
 TURN = pa.struct([("from", pa.string()), ("value", pa.string())])
 COLUMNS = {"image": IMAGE, "conversations": pa.list_(TURN)}
@@ -45,6 +46,7 @@ class GraspAnyRegionDataset(Reader):
         shards = find_shards(self._root, parts)
         self._parts = [part for part, _ in shards]
         self._shards = [ArrowShard(path, COLUMNS) for _, path in shards]
+        self.has_objects = any("objects" in shard.table.column_names for shard in self._shards)
         for number in range(len(shards)):
             self._scan(number)
         self._samples = np.array(self._samples, np.int64)  # (n, 3) shard, row, region
@@ -68,19 +70,28 @@ class GraspAnyRegionDataset(Reader):
         category = table[columns[0]][row].as_py() if columns else None
         names = category if isinstance(category, list) else [category]
         question, answer = first_turns(table["conversations"][row].as_py())
+        objects = table["objects"][row].as_py() if "objects" in table.column_names else None
+        rle = rle if region == SINGLE_REGION else rle[region]
         return Region(
             lambda: read_cell(shard.image(row), shard.path.parent, self._root),
-            rle if region == SINGLE_REGION else rle[region],
+            rle,
             answer,
             ", ".join(str(name) for name in names if name),
             question=question,
             answer=answer if question is not None else None,
+            objects=self._objects(objects, rle),
         )
+
+    def _objects(self, cell: list[RLE] | None, rle: RLE | None) -> tuple[RLE, ...] | None:
+        """Return `Region.objects` of a row; a row without its own names the one region."""
+        if not self.has_objects:
+            return None
+        return (rle,) if cell is None else tuple(cell)
 
     def _scan(self, number: int):
         """Add the samples (number of the shard, row, region) of a shard."""
         shard = self._shards[number]
-        for row, values in enumerate(shard.rows(["image", "conversations", "mask_rle"])):
+        for row, values in enumerate(shard.rows(["image", "conversations", "mask_rle", "objects"])):
             cell = values["image"] or {}
             question, caption = first_turns(values["conversations"])
             image = check_read(lambda: read_cell(cell, shard.path.parent, self._root))
@@ -89,7 +100,8 @@ class GraspAnyRegionDataset(Reader):
             is_list = isinstance(rles, list) and len(rles) > 0
             for region, rle in enumerate(rles) if is_list else [(SINGLE_REGION, rles)]:
                 sample, coco = (number, row, region), coco_id(cell.get("path"))
-                self._add(sample, image, caption, rle, coco, question)
+                objects = self._objects(values.get("objects"), rle)
+                self._add(sample, image, caption, rle, coco, question, objects)
 
 
 def first_turns(conversation: list[dict | None] | None) -> tuple[str | None, str | None]:

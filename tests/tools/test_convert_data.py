@@ -15,10 +15,10 @@ from tests.data.image_file_sets import (
     write_folders,
     write_images,
     write_json,
-    write_muse,
     write_sa2va,
 )
 from tools import convert_data
+from tools.demo import refcoco_writer
 
 
 def convert(root, output, *flags, dataset="sa2va", max_bad_fraction=1):
@@ -135,10 +135,20 @@ def test_too_many_bad_rows_stop_before_anything_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
-def test_objects_are_united(tmp_path, capsys):
-    write_muse(tmp_path / "set")
-    convert(tmp_path / "set", tmp_path / "out", dataset="muse")
-    assert "a shard's mask is the union of the objects" in capsys.readouterr().out
+def test_several_regions_and_none_are_read_back(tmp_path):
+    refcoco_writer.main(
+        f"--output_dir {tmp_path / 'set'} --name grefcoco --num_train 4 --num_heldout 1".split()
+    )
+    before = DATASETS["grefcoco"](tmp_path / "set")
+    dataset = GraspAnyRegionDataset(convert(tmp_path / "set", tmp_path / "out", dataset="grefcoco"))
+    assert dataset.has_objects and dataset.names_nothing and len(dataset) == len(before)
+    numbers = set()
+    for found, sample in zip(dataset, before, strict=True):
+        assert np.array_equal(found["objects"], sample["objects"])
+        assert np.array_equal(found["mask"], sample["mask"])
+        assert found["caption"] == sample["caption"]
+        numbers.add(len(found["objects"]))
+    assert {0, 1} < numbers
 
 
 def test_a_large_image_keeps_its_mask(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from PIL import Image
 from rl_train.data import DATASETS, DamagedSample
 from tests.campaigns import messy_data
 from tests.data.counts import counts
+from tests.data.image_file_sets import LAYOUTS
 from tools import inspect_data
 from tools.inspect_data import REGION, contact_sheet, outlined
 
@@ -80,6 +81,20 @@ def test_the_tool_prints_what_was_planted(planted, name, num_workers, capsys, tm
     cells = re.search(r"grid cells K of 256 +(\S+) +\S+ +\S+ +\S+ +(\S+)\n", out)
     assert cells.groups() == ("1", "256")  # the pixel and the full mask
     assert Image.open(tmp_path / "sheet.png").size == (5 * 300, 4 * 396)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_faults_of_files_that_name_images_are_told_by_file_and_row(tmp_path, capsys, layout):
+    name, write = LAYOUTS[layout]
+    write(tmp_path)
+    words = f"--data_dir {tmp_path} --dataset {name} --num_workers 0 --max_bad_fraction"
+    inspect_data.main([*words.split(), "1"])
+    printed = capsys.readouterr().out
+    assert "5 rows\n" in printed and "3 skipped\n" in printed
+    for reason, places in DATASETS[name](tmp_path).report()["first_skipped"].items():
+        assert f" 1 {reason}: {places[0]}\n" in printed
+    with pytest.raises(SystemExit, match="3 of 5 regions .* more than --max_bad_fraction 0.5: "):
+        inspect_data.main([*words.split(), "0.5"])
 
 
 def test_too_much_bad_data_is_exit_status_1_and_one_sentence(planted):
