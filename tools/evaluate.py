@@ -149,12 +149,12 @@ def measure_of_protocol(policy: Policy, args: Namespace) -> Callable:
     return partial(published_points.measure, style=args.answer_style)
 
 
-def build_dataset(args: Namespace) -> Dataset:
+def build_dataset(args: Namespace, protocol: str | None = None) -> Dataset:
     """Open the samples that the flags name. Raises ValueError that names the flag or file."""
     opened = opener_of(args.dataset, args.subsets, args.image_root, is_eval=True)
     dataset = opened(args.data_dir)
     print0(data_report(f"--data_dir {args.data_dir}", dataset.report()))
-    if args.protocol == "sa2va_captions":
+    if protocol == "sa2va_captions":
         dataset = region_captions.one_row_a_region(dataset)
     if not args.num_samples:
         return dataset
@@ -284,7 +284,7 @@ def run(args: Namespace, ranks: RankInfo):
         raise ValueError(f"--protocol {args.protocol}: of {known}, not of --dataset {args.dataset}")
     print0(machine(ranks))
     find_base(args.model_path, args.checkpoint, "--model_path")  # said before data are read
-    dataset = build_dataset(args)
+    dataset = build_dataset(args, args.protocol)
     if args.train_eval_overlap:
         dataset = drop_trained_images(
             dataset, args.checkpoint or args.model_path, args.train_eval_overlap
