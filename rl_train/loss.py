@@ -6,7 +6,7 @@ parameters.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +65,35 @@ class ScoredRollout:
         learnable = (self.advantages != 0) & self.in_loss
         return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
 
+    def groups_in_update(self, config: LossConfig) -> list[int]:
+        """Return the groups whose rows have a gradient.
+
+        One without a signal (`groups_that_differ`) has none if its loss has no other term: no KL,
+        no entropy bonus, and no supervised term of the task's action.
+        """
+        action = self.task.action
+        is_supervised = action is not None and action.has_supervised_term
+        learns_anyway = config.kl_coef or config.entropy_coef or is_supervised
+        differ = enumerate(self.groups_that_differ)
+        return [group for group, differs in differ if differs or learns_anyway]
+
+    def select(self, groups: list[int]) -> "ScoredRollout":
+        """Return the rows of some groups for an update; the outcome stays whole."""
+        rollout, reference = self.rollout, self.reference
+        rows = rollout.rows_of(groups)
+        if reference:
+            actions = reference.action_params
+            if actions is not None:
+                actions = actions[rollout.latents.of_rows(rows)]
+            reference = ReferenceScores(reference.logp[rows], actions)
+        return replace(
+            self,
+            rollout=rollout.select(groups),
+            reward=self.reward[rows],
+            advantages=self.advantages[rows],
+            reference=reference,
+        )
+
     def faults(self) -> list[str]:
         """Return the names of the rollout's non-finite numbers. NaN rewards are no fault."""
         names = self.nan_watcher.names()
@@ -116,6 +145,23 @@ def iter_micro_batches(
     for number, (scored, rows) in enumerate(pieces, 1):
         is_last = number == len(pieces)
         yield MicroBatch(scored, rows, denominators[scored.task.name], is_last)
+
+
+def select_for_update(
+    scored_rollouts: list[ScoredRollout], config: LossConfig
+) -> list[ScoredRollout]:
+    """Return a step's rollouts without the groups that have no gradient.
+
+    At least one group is left, since every rank takes part in the averaging of gradients.
+    """
+    selected = []
+    for scored in scored_rollouts:
+        groups = scored.groups_in_update(config)
+        if len(groups) == len(scored.groups_that_differ):
+            selected.append(scored)
+        elif groups:
+            selected.append(scored.select(groups))
+    return selected or [scored_rollouts[0].select([0])]
 
 
 def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):

@@ -3,7 +3,7 @@
 Letters: B samples, G generations, N = B*G rows (row i*G+j answers sample i), T tokens, C LLM width.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -98,6 +98,22 @@ class SampledLatents:
     each: list[torch.Tensor] | None = None
     targets: list[torch.Tensor | None] | None = None
 
+    def of_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return (M,) bool: the latents of `rows` (n,)."""
+        return torch.isin(self.rows, rows)
+
+    def select(self, rows: torch.Tensor) -> "SampledLatents":
+        """Return the latents of `rows` (n,), which ascend and are numbered anew."""
+        kept = self.of_rows(rows)
+        return SampledLatents(
+            torch.searchsorted(rows, self.rows[kept]),
+            [self.masks[row] for row in rows],
+            self.z[kept],
+            self.noise[kept],
+            None if self.logp is None else self.logp[kept],
+            [self.confidence[row] for row in rows] if self.confidence else [],
+        )
+
 
 @dataclass
 class Rollout:
@@ -125,6 +141,26 @@ class Rollout:
     def of_rows(self, values: list[T]) -> list[T]:
         """Repeat B values, one a sample, for the N rows: entry i*G+j is values[i]."""
         return [values[row // self.num_generations] for row in range(len(self))]
+
+    def rows_of(self, groups: list[int]) -> torch.Tensor:
+        """Return the rows of some groups, ascending."""
+        G = self.num_generations
+        return torch.tensor([group * G + j for group in sorted(groups) for j in range(G)])
+
+    def select(self, groups: list[int]) -> "Rollout":
+        """Return the rows of some groups for an update. The batch stays whole, so not `of_rows`."""
+        rows = self.rows_of(groups)
+        return replace(
+            self,
+            prompts=self.prompts.select(rows.tolist()),
+            texts=[self.texts[row] for row in rows],
+            ids=self.ids[rows],
+            logp=self.logp[rows],
+            valid=self.valid[rows],
+            stopped=self.stopped[rows],
+            hidden=self.hidden[rows],
+            latents=self.latents and self.latents.select(rows),
+        )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rl_train.loss import (
     ScoredRollout,
     divide_by_batch_std,
     loss_denominators,
+    select_for_update,
 )
 from tests.updates import (
     POLICY_ALONE,
@@ -22,6 +23,8 @@ from tests.updates import (
     largest_difference,
     mean,
     moved,
+    reference_of,
+    roll,
     roll_loops,
     task_of,
     work_of,
@@ -98,6 +101,83 @@ def test_a_masked_row_counts_in_its_group_and_not_in_the_divisors():
     assert learnable and totals == {"loop1": LossDenominators(6, 9, 1)}
     all_cut = without_model([1.0, 0], [True, True])
     assert not loss_denominators([all_cut], 1)[1]  # nothing to learn: no step is taken
+
+
+# Groups without a signal
+
+
+@pytest.mark.parametrize("loop", [1, 2])
+def test_a_group_of_equal_rewards_costs_no_backward_and_changes_no_gradient(
+    model, scenes, prepare, loop
+):
+    """Of three groups the middle one is left out; a third of the forward and backward is saved."""
+    batch, task = prepare(scenes[:3], model.processor), task_of(model, loop)
+    advantages = torch.tensor([0.7, -0.7, 0, 0, -0.4, 0.4])
+    work = work_of(model, task, roll(model, task, batch), advantages)
+    assert work.groups_that_differ == [True, False, True]
+    plain, plain_sums, plain_loss = backward(model, work, POLICY_ALONE)
+    (selected,) = select_for_update([work], POLICY_ALONE)
+    assert len(selected.rollout) == 4 and selected.rollout.ids.shape[0] == 4
+    found, sums, loss = backward(model, selected, POLICY_ALONE, denominators_of=work)
+    largest = max(gradient.abs().max().item() for gradient in plain.values())
+    assert largest > 1e-3 and largest_difference(plain, found) < 1e-6 * max(largest, 1)
+    assert loss == pytest.approx(plain_loss, abs=1e-6)
+    assert sums["policy_loss"] == pytest.approx(plain_sums["policy_loss"], abs=1e-6)
+    assert sums["entropy"][1] == plain_sums["entropy"][1] - work.rollout.valid[2:4].sum()
+    # What is left out has no gradient, to the last bit.
+    equal, _, none = backward(model, work.select([1]), POLICY_ALONE, denominators_of=work)
+    assert none == 0 and not any(gradient.any() for gradient in equal.values())
+
+
+def test_a_group_of_equal_rewards_stays_where_another_term_learns_from_it(model, rollouts):
+    """The KL, the entropy bonus or loop 2's mask term; then the very same rollout is returned."""
+    advantages = torch.tensor([0.7, -0.7, 0, 0])
+    for config, options in (
+        (LossConfig(kl_coef=0.1), {}),
+        (LossConfig(kl_coef=0, entropy_coef=0.1), {}),
+        (POLICY_ALONE, dict(mask_loss_coef=0.1)),
+    ):
+        work = work_of(model, task_of(model, 2, **options), rollouts[2], advantages)
+        (selected,) = select_for_update([work], config)
+        assert selected is work
+        gradients, _, _ = backward(model, work.select([1]), config, denominators_of=work)
+        kl_is_zero = config.kl_coef > 0  # the weights in use are their own reference
+        assert kl_is_zero or max(g.abs().max() for g in gradients.values()) > 0
+    assert (
+        len(
+            select_for_update(
+                [work_of(model, task_of(model, 2), rollouts[2], advantages)], POLICY_ALONE
+            )[0].rollout
+        )
+        == 2
+    )
+
+
+def test_the_kl_of_a_group_of_equal_rewards_is_learnt_from(model, rollouts):
+    """Its gradient, selected or not, is that of the KL alone; the reference's rows go with it."""
+    for loop in (1, 2):
+        task, config = task_of(model, loop), LossConfig(kl_coef=0.1)
+        own = reference_of(model, task, rollouts[loop])
+        actions = own.action_params if own.action_params is None else own.action_params + 0.1
+        reference = objective.ReferenceScores(own.logp - 0.3, actions)
+        work = work_of(model, task, rollouts[loop], torch.zeros(4), reference=reference)
+        whole, _, _ = backward(model, work, config)
+        halves = [
+            backward(model, work.select([group]), config, denominators_of=work)[0]
+            for group in (0, 1)
+        ]
+        added = {name: halves[0][name] + halves[1][name] for name in whole}
+        largest = max(gradient.abs().max().item() for gradient in whole.values())
+        assert largest > 1e-3 and largest_difference(whole, added) < 1e-5 * max(largest, 1)
+
+
+def test_a_rank_without_a_signal_keeps_a_group(model, rollouts):
+    """Other ranks may have one, and all take part in the averaging."""
+    works = [
+        work_of(model, task_of(model, loop), rollouts[loop], torch.zeros(4)) for loop in (1, 2)
+    ]
+    (selected,) = select_for_update(works, POLICY_ALONE)
+    assert selected.task.name == "loop1" and len(selected.rollout) == 2
 
 
 # --scale_rewards

@@ -88,10 +88,21 @@ def totals_by_hand(work: ScoredRollout) -> LossDenominators:
     return LossDenominators(len(rollout), int(rollout.valid[scored].sum()), max(actions, 1))
 
 
-def backward(model, work: ScoredRollout, config: LossConfig = POLICY_ALONE, micro_batch_size=4):
-    """({parameter: gradient}, statistics summed over micro-batches, loss) of one update."""
-    denominators, _ = loss_denominators([work], 1)
-    assert denominators[work.task.name] == totals_by_hand(work)
+def backward(
+    model,
+    work: ScoredRollout,
+    config: LossConfig = POLICY_ALONE,
+    micro_batch_size=4,
+    denominators_of: ScoredRollout | None = None,
+):
+    """({parameter: gradient}, statistics summed over micro-batches, loss) of one update.
+
+    Args:
+        denominators_of: the step's rollout, if `work` is a selection of it.
+    """
+    step = denominators_of or work
+    denominators, _ = loss_denominators([step], 1)
+    assert denominators[step.task.name] == totals_by_hand(step)
     loss_of = MicroBatchLoss(model, config, STEPS)
     for p in model.trainable.values():
         p.grad = None

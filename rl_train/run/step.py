@@ -17,6 +17,7 @@ from rl_train.loss import (
     divide_by_batch_std,
     iter_micro_batches,
     loss_denominators,
+    select_for_update,
 )
 from rl_train.rewards.combine import combine
 from rl_train.rollout import Batch, RewardOutput, Rollout
@@ -35,6 +36,7 @@ class Step:
         self.config, self.num_ranks = config, num_ranks
         self.batches: list[Batch] = []
         self.rollouts: list[ScoredRollout] = []
+        self.in_update: list[ScoredRollout] = []  # those with a gradient, of `prepare_update`
         self.metrics = StepMetrics()
         self.denominators: dict[str, LossDenominators] = {}  # {task: ..}, of `prepare_update`
 
@@ -68,7 +70,7 @@ class Step:
         self.rollouts.append(scored)
 
     def prepare_update(self) -> bool:
-        """Set the loss denominators of the step; return whether there is anything to learn.
+        """Set the update's rows and loss denominators; return whether there is anything to learn.
 
         There is not if the rewards of every group are equal. All ranks must call it: it counts the
         step's rows over all of them. With --scale_rewards batch it also divides the advantages by
@@ -80,11 +82,12 @@ class Step:
         if self.config.scale == "batch":
             divide_by_batch_std(self.rollouts)
         self.denominators, has_signal = loss_denominators(self.rollouts, self.num_ranks)
+        self.in_update = select_for_update(self.rollouts, self.config)
         return has_signal
 
     def micro_batches(self, size: int) -> Iterator[MicroBatch]:
         """Yield at most `size` rows of a rollout at a time; count the statistics of each."""
-        for micro_batch in iter_micro_batches(self.rollouts, size, self.denominators):
+        for micro_batch in iter_micro_batches(self.in_update, size, self.denominators):
             yield micro_batch
             on_policy = self.metrics.updates == 0
             name = micro_batch.scored.task.name

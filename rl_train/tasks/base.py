@@ -27,6 +27,9 @@ from sa2va_hf.batches import Prompts
 class LatentAction(Protocol):
     """Actions that a policy samples beside its text: M in the N rows of a rollout."""
 
+    # Whether `loss` has a term that groups of equal rewards learn from; else these cost no backward
+    has_supervised_term: bool = True
+
     def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
         """Fit the action's distribution to the base model, before the first step."""
 

@@ -60,6 +60,10 @@ class LatentMaskAction(LatentAction):
         self.one_by_one = one_by_one
         self.factor = None
 
+    @property
+    def has_supervised_term(self) -> bool:
+        return self.mask_loss_coef > 0
+
     def calibrate(self, batches: Iterable[Batch], max_new_tokens: int):
         """Fit the noise to the base's answers; afterwards an "auto" sigma is a number.
 
