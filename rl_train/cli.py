@@ -198,6 +198,13 @@ def check_flag_combinations(config: Config, chosen: dict[str, type]):
         check_weights(weights, {task.name: task.reward_components for task in active})
     if config.reward.ablation_reward != "none":
         check_ablation(config.reward.ablation_reward, [chosen[name].name for name in config.tasks])
+    takes_others = ("other", "length")  # rewards by other samples of the batch
+    if config.reward.ablation_reward in takes_others and config.flags.get("resample_equal_groups"):
+        raise ValueError(
+            f"--resample_equal_groups {config.rollout.resample_equal_groups}: not with "
+            f"--ablation_reward {config.reward.ablation_reward}, which takes other samples of the "
+            "batch, and a round may have one alone"
+        )
     if config.reward.ablation_reward == "other" and config.rollout.batch_size < 2:
         raise ValueError(
             "--ablation_reward other: takes the target of another sample of the batch, and "

@@ -50,14 +50,27 @@ class ScoredRollout:
     training_reward: torch.Tensor | None = None
     # Whether answers cut at the length limit leave the loss
     mask_truncated_completions: bool = False
+    # Groups in whose place another prompt's is learnt from, see `run.resample`
+    replaced: set[int] = field(default_factory=set)
     # {(start, stop) of a micro-batch: (n, T) log-probs when it was first scored}, for gspo
     first_logp: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict, init=False)
 
     @property
+    def kept(self) -> torch.Tensor:
+        """Rows of the groups that are not replaced, (N,) bool."""
+        kept = torch.ones(len(self.reward), dtype=torch.bool)
+        if self.replaced:
+            kept[self.rollout.rows_of(list(self.replaced))] = False
+        return kept
+
+    @property
     def in_loss(self) -> torch.Tensor:
-        """Rows in the loss, (N,) bool: False where the reward is missing or the row is masked."""
-        has_reward = ~self.reward.isnan()
-        return has_reward & self.rollout.stopped if self.mask_truncated_completions else has_reward
+        """Rows in the loss, (N,) bool.
+
+        False where the reward is missing, the row is masked or its group replaced.
+        """
+        in_loss = ~self.reward.isnan() & self.kept
+        return in_loss & self.rollout.stopped if self.mask_truncated_completions else in_loss
 
     @property
     def groups_that_differ(self) -> list[bool]:
@@ -66,7 +79,7 @@ class ScoredRollout:
         return learnable.view(-1, self.rollout.num_generations).any(1).tolist()
 
     def groups_in_update(self, config: LossConfig) -> list[int]:
-        """Return the groups whose rows have a gradient.
+        """Return the groups whose rows have a gradient; one that is replaced has none.
 
         One without a signal (`groups_that_differ`) has none if its loss has no other term: no KL,
         no entropy bonus, and no supervised term of the task's action.
@@ -75,10 +88,14 @@ class ScoredRollout:
         is_supervised = action is not None and action.has_supervised_term
         learns_anyway = config.kl_coef or config.entropy_coef or is_supervised
         differ = enumerate(self.groups_that_differ)
-        return [group for group, differs in differ if differs or learns_anyway]
+        return [
+            group
+            for group, differs in differ
+            if group not in self.replaced and (differs or learns_anyway)
+        ]
 
     def select(self, groups: list[int]) -> "ScoredRollout":
-        """Return the rows of some groups for an update; the outcome stays whole."""
+        """Return the rows of some groups for an update, none replaced; the outcome stays whole."""
         rollout, reference = self.rollout, self.reference
         rows = rollout.rows_of(groups)
         if reference:
@@ -92,6 +109,7 @@ class ScoredRollout:
             reward=self.reward[rows],
             advantages=self.advantages[rows],
             reference=reference,
+            replaced=set(),
         )
 
     def faults(self) -> list[str]:
@@ -161,7 +179,12 @@ def select_for_update(
             selected.append(scored)
         elif groups:
             selected.append(scored.select(groups))
-    return selected or [scored_rollouts[0].select([0])]
+    if not selected:
+        # Of a batch all of whose groups are replaced, those in their place follow.
+        scored = next(scored for scored in scored_rollouts if scored.kept.any())
+        first_row = int(scored.kept.nonzero()[0])
+        selected = [scored.select([first_row // scored.rollout.num_generations])]
+    return selected
 
 
 def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
@@ -169,7 +192,7 @@ def divide_by_batch_std(scored_rollouts: list[ScoredRollout]):
     local = defaultdict(list)  # {task: rewards of this rank}
     for scored in scored_rollouts:
         rewards = scored.reward if scored.training_reward is None else scored.training_reward
-        local[scored.task.name] += rewards.tolist()
+        local[scored.task.name] += rewards[scored.kept].tolist()
     # Rewards themselves, not sums: the std is the same to the last bit on all ranks.
     ranks = process_group.gather_objects(local)
     for scored in scored_rollouts:
@@ -206,7 +229,7 @@ def loss_denominators(
         faults += scored.faults()
         counts["learnable"] += sum(scored.groups_that_differ)
         # Rows without a reward count too: losses by rows divide by a fixed number.
-        counts[name, "rows"] += len(scored.reward)
+        counts[name, "rows"] += int(scored.kept.sum())
         counts[name, "tokens"] += int(scored.rollout.valid[in_loss].sum())
         counts[name, "actions"] += int(in_loss[latents.rows].sum()) if latents else 0
     total = process_group.all_sum(counts, faults)

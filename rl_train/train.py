@@ -42,6 +42,7 @@ from rl_train.rewards.combine import combine
 from rl_train.run.build import Run, roles_to_keep
 from rl_train.run.error_report import ErrorReporter
 from rl_train.run.messages import measured_weights, next_commands
+from rl_train.run.resample import Resampler
 from rl_train.run.signals import Interrupted, SignalHandler
 from rl_train.run.start import claim_output_dir, start_run
 from rl_train.run.step import Step
@@ -56,27 +57,33 @@ def train(run: Run, loader: DataLoader, end_step: StepCallback):
     G, T = config.rollout.num_generations, config.rollout.max_completion_length
     ddp = distributed_data_parallel(MicroBatchLoss(policy, config.loss, T))
     step = Step(config.loss, num_ranks)
-    for batch in loader:  # B samples
+    resampler = Resampler(run.sampler, loader.dataset, policy, config.rollout.resample_equal_groups)
+    for loaded in loader:  # B samples
         # They stand in for pixel_values: computed once per image, for all rows, tasks and roles.
-        image_features = policy.encode(batch)
+        loaded_features = policy.encode(loaded)
+        step.num_batches += 1
         for task in state.tasks:
-            rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
-            prompts = task.prompts(batch, image_features)  # B
-            with roles.use("policy"):  # no_grad, as every role
-                rollout = policy.sample(batch, image_features, prompts, G, T, rng.uniforms(T))  # N
-                if task.action:  # beside the text
-                    rollout.latents = task.action.draw(rollout, rng)
-            reference = None
-            if config.loss.kl_coef:
-                with roles.use("reference"):
-                    reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
-            outcome = task.rewards(rollout)  # asks the teacher
-            training_reward = combine(
-                outcome.rewards, task.reward_weights, run.component_group_size
-            )
-            advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
-            step.add(task, rollout, outcome, training_reward, advantages, reference)
-        if len(step.batches) < optim.gradient_accumulation_steps:
+            # Once, and again for samples in the place of those whose rewards are all equal.
+            rounds = resampler.rounds(step, state.step, loaded, loaded_features)
+            for batch, image_features in rounds:
+                rng = run.rng(task, batch)  # from (seed, step, task, sample, generation) alone
+                prompts = task.prompts(batch, image_features)  # B
+                with roles.use("policy"):  # no_grad, as every role
+                    uniforms = rng.uniforms(T)
+                    rollout = policy.sample(batch, image_features, prompts, G, T, uniforms)  # N
+                    if task.action:  # beside the text
+                        rollout.latents = task.action.draw(rollout, rng)
+                reference = None
+                if config.loss.kl_coef:
+                    with roles.use("reference"):
+                        reference = reference_scores(policy, task, rollout, optim.micro_batch_size)
+                outcome = task.rewards(rollout)  # asks the teacher
+                training_reward = combine(
+                    outcome.rewards, task.reward_weights, run.component_group_size
+                )
+                advantages = group_advantages(training_reward, G, config.loss.group_scale)  # (N,)
+                step.add(task, rollout, outcome, training_reward, advantages, reference)
+        if step.num_batches < optim.gradient_accumulation_steps:
             continue
         if step.prepare_update():  # False if all rewards of each group are equal
             for iteration in range(optim.num_iterations):

@@ -168,7 +168,7 @@ def test_the_kl_of_a_group_of_equal_rewards_is_learnt_from(model, rollouts):
         ]
         added = {name: halves[0][name] + halves[1][name] for name in whole}
         largest = max(gradient.abs().max().item() for gradient in whole.values())
-        assert largest > 1e-3 and largest_difference(whole, added) < 1e-5 * max(largest, 1)
+        assert largest > 1e-4 and largest_difference(whole, added) < 1e-4 * largest
 
 
 def test_a_rank_without_a_signal_keeps_a_group(model, rollouts):

@@ -197,6 +197,15 @@ class DataConfig:
         default_is="a random order",
         metavar="MODULE:FUNCTION",
     )
+    sample_list: str | None = flag(
+        None,
+        "file of the training samples to use, an image_id or a line of tools.rank_samples a row; a "
+        "resumed run needs the same samples",
+        default_is="all samples",
+        metavar="FILE",
+        free_on_resume=True,
+        may_differ_by_rank=True,
+    )
     num_workers: int = flag(
         2,
         "number of processes per rank that read data",
@@ -232,6 +241,12 @@ class RolloutConfig:
         "number of answers sampled per prompt, the group of GRPO, at least 2",
         type=AT_LEAST_2,
         lowers_memory_of=("rollout", "teacher"),
+    )
+    resample_equal_groups: int = flag(
+        0,
+        "largest number of rounds in which further samples replace those whose rewards are all "
+        "equal, so that more of a step's groups have a signal; each round costs its rollouts",
+        type=COUNT_OR_0,
     )
     max_completion_length: int = flag(
         128,

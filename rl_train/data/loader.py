@@ -16,6 +16,7 @@ from rl_train.rollout import Batch, Preprocessor
 from rl_train.run.signals import ignore_signals_in_worker
 
 MAX_ATTEMPTS = 10  # samples that may replace a damaged one
+FURTHER = 2**32  # part of a seed: other random numbers than those of permutations
 
 
 class Batches(Dataset):
@@ -153,6 +154,31 @@ class StepSampler:
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.prompts_per_step
         return self.indices(epoch)[start : start + self.prompts_per_step]
+
+    def further_indices(self, step: int, num_rounds: int) -> np.ndarray:
+        """Return (num_rounds, prompts_per_step) indices that may stand in for a step's samples.
+
+        They follow from (seed, step) and from a sample's position in the step, whatever the number
+        of ranks. Those of a mixture come from the same data set. Each is another sample, none of
+        the step itself, as far as the data set has enough; where it has none, the index is -1.
+        """
+        in_step = self.step_indices(step)  # (P,)
+        if self.mixture:
+            pools = dict(enumerate(self.mixture.members))
+            sources = self.mixture.sources[in_step]
+        else:
+            epoch = self.indices(step // self.steps_per_epoch)
+            pools, sources = {0: np.unique(epoch) if self.order else epoch}, 0 * in_step
+        rng = np.random.default_rng([self.seed, step, FURTHER])
+        further = np.full((num_rounds, len(in_step)), -1)
+        for source, pool in pools.items():
+            positions = np.flatnonzero(sources == source)
+            enough = min((num_rounds + 1) * len(positions), len(pool))
+            chosen = rng.choice(pool, enough, replace=False)
+            others = chosen[~np.isin(chosen, in_step)]
+            if len(others):
+                further[:, positions] = np.resize(others, (num_rounds, len(positions)))
+        return further
 
     def indices(self, epoch: int) -> np.ndarray:
         """Return (length,) indices of an epoch, in its order.

@@ -37,8 +37,13 @@ class StepMetrics:
         for name, num_samples in mixture.count(indices).items() if mixture else ():
             self.add_mean(f"data/fraction/{name}", num_samples, len(indices))
 
-    def add_rollout(self, scored: ScoredRollout):
-        """Count a rollout's tokens, unparsed answers, rewards and signs of reward hacking."""
+    def add_rollout(self, scored: ScoredRollout, resamples: bool = False):
+        """Count a rollout's tokens, unparsed answers, rewards and signs of reward hacking.
+
+        Args:
+            resamples: also log the groups that are replaced (--resample_equal_groups), and of the
+                others those that have a signal.
+        """
         rollout, outcome = scored.rollout, scored.outcome
         task, rows = scored.task.name, len(scored.reward)
         self.num_tokens += int(rollout.valid.sum())
@@ -46,6 +51,12 @@ class StepMetrics:
         self.rewards.setdefault(task, []).extend(scored.reward.tolist())
         zero_std = group_std(scored.reward, rollout.num_generations) == 0  # (B,)
         self.add_mean(f"{task}/frac_zero_std", zero_std.sum(), len(zero_std))
+        if resamples:
+            num_replaced = len(scored.replaced)
+            num_kept = len(zero_std) - num_replaced
+            self.add_mean(f"{task}/frac_replaced", num_replaced, len(zero_std))
+            num_useful = sum(scored.groups_that_differ)
+            self.add_mean(f"{task}/frac_useful", num_useful, num_kept)
         row_totals = dict(
             completion_length=rollout.valid.sum(),
             truncated_frac=(~rollout.stopped).sum(),

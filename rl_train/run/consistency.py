@@ -64,6 +64,8 @@ def changed_data(config: Config, before: DataFacts, now: DataFacts) -> str | Non
     train_flag = f"--data_dir {config.data.data_dir}"
     if config.data.data_mixture:
         train_flag += " or --data_mixture"
+    if config.data.sample_list:
+        train_flag += f" or --sample_list {config.data.sample_list}"
     training, evaluation = (changes(before[part], now[part]) for part in ("training", "evaluation"))
     if config.data.eval_data_dir is None and evaluation:
         training = f"{training or 'trained on the same samples'}; evaluation split: {evaluation}"

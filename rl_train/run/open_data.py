@@ -12,6 +12,7 @@ from rl_train.data.digest import data_facts, digest
 from rl_train.data.distractors import unwrap_subset
 from rl_train.data.loader import StepSampler
 from rl_train.data.mixture import MixtureSampler
+from rl_train.data.sample_list import listed_samples
 from rl_train.data.split import split_dataset
 from rl_train.distributed.process_group import RankInfo, print0
 from rl_train.rewards.attributes import AttributePhrases, load_attributes
@@ -76,6 +77,9 @@ def open_data(config: DataConfig, task_classes: dict[str, type]) -> RunData:
     if config.eval_data_dir:
         report = unwrap_subset(eval_set)[0].report()
         print0(messages.data_report(f"evaluation data, {config.eval_data_dir}", report))
+    if config.sample_list:
+        num_all, train_set = len(train_set), listed_samples(train_set, config.sample_list)
+        print0(f"--sample_list {config.sample_list}: {len(train_set):,d} of {num_all:,d} samples")
     print0(f"samples: {len(train_set):,d} to train on, {len(eval_set):,d} to evaluate")
     need_masks = [f"--tasks {name}" for name, task in task_classes.items() if not task.takes_boxes]
     need_masks += ["--distractors"] * config.distractors

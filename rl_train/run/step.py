@@ -20,7 +20,7 @@ from rl_train.loss import (
     select_for_update,
 )
 from rl_train.rewards.combine import combine
-from rl_train.rollout import Batch, RewardOutput, Rollout
+from rl_train.rollout import RewardOutput, Rollout
 from rl_train.tasks.base import Task
 
 
@@ -34,7 +34,7 @@ class Step:
 
     def __init__(self, config: LossConfig, num_ranks: int):
         self.config, self.num_ranks = config, num_ranks
-        self.batches: list[Batch] = []
+        self.num_batches = 0  # of the loader, whose samples were asked every task's question
         self.rollouts: list[ScoredRollout] = []
         self.in_update: list[ScoredRollout] = []  # those with a gradient, of `prepare_update`
         self.metrics = StepMetrics()
@@ -54,8 +54,6 @@ class Step:
         Args:
             training_reward: (N,) from which the advantages (N,) were computed.
         """
-        if not self.batches or self.batches[-1] is not rollout.batch:
-            self.batches.append(rollout.batch)
         scored = ScoredRollout(
             task,
             rollout,

@@ -66,7 +66,7 @@ class StepCallback:
         is_last, signals = state.step == self.run.max_steps, self.signals
         if is_last or self.evaluator.due(state.step):
             # Of an accumulated step the last batch is shown.
-            for scored_rollout in scored[-len(state.tasks) :]:
+            for scored_rollout in {rollout.task.name: rollout for rollout in scored}.values():
                 self.logger.pictures(state.step, scored_rollout, state.policy)
             if not signals.agreed:
                 self.evaluator(state, self.logger)
@@ -98,7 +98,7 @@ class StepCallback:
         """Log the step. Raises UserFault on all ranks if the judge or the data failed too often."""
         run, failed_frac = self.run, "judge/failed_frac"
         for scored_rollout in scored:
-            metrics.add_rollout(scored_rollout)
+            metrics.add_rollout(scored_rollout, self.run.config.rollout.resample_equal_groups > 0)
             self.logger.rollouts(state.step - 1, scored_rollout)
             metrics.add_mixture(run.sampler.mixture, scored_rollout.rollout.batch.index)
         if run.rewards.judge:

@@ -10,9 +10,10 @@ import pytest
 
 from rl_train.checkpoint import save_load
 from rl_train.checkpoint.record import RECORD
+from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.evaluation import evaluate
 from rl_train.utils.io import read_json, write_json
-from tests.runs import draw_data, run, unmeasured
+from tests.runs import draw_data, rollouts, run, unmeasured
 from tools.demo.make_demo import HELDOUT, TRAIN, write_split
 
 one_core = pytest.fixture(autouse=True)(unmeasured)
@@ -152,6 +153,24 @@ def test_new_rows_do_not_move_the_evaluation_split_silently(data, begun, tmp_pat
 def test_a_moved_folder_goes_on(data, begun, tmp_path):
     output = shutil.copytree(begun[True], tmp_path / "run")
     run(draw_data(tmp_path / "moved"), output, resume="", **RUN)
+    assert save_load.list_checkpoints(output)[-1].name == "checkpoint_step_2"
+
+
+def test_another_sample_list_is_refused_by_the_flag(data, begun, tmp_path):
+    """It may move and be in another order; of one step's samples, so that the order is all."""
+    samples, file = GraspAnyRegionDataset(data / "train"), tmp_path / "list.txt"
+    names = [samples.image_id(i) for i in range(8)]
+    output, same = tmp_path / "run", RUN | dict(eval_steps=0, sample_list=file, max_steps=1)
+    file.write_text("\n".join(names[:6]))
+    run(data, output, **same)
+    assert {line["image_id"] for line in rollouts(output)} <= set(names[:6])
+    file.write_text("\n".join(names[:5]))
+    changes = same | dict(max_steps=2)
+    assert f" or --sample_list {file}: not the data" in refusal(data, output, **changes)
+    assert "not the data" in refusal(data, output, **changes | dict(sample_list=None))
+    moved = tmp_path / "moved.txt"
+    moved.write_text("\n".join(reversed(names[:6])))
+    run(data, output, resume="", **changes | dict(sample_list=moved))
     assert save_load.list_checkpoints(output)[-1].name == "checkpoint_step_2"
 
 
