@@ -117,8 +117,13 @@ def split_by_image(dataset: RegionDataset, heldout_fraction: float) -> dict[str,
     num_images = int(images.max()) + 1
     num_heldout = round(heldout_fraction * num_images)
     if not 0 < num_heldout < num_images:
+        if num_images < 2:
+            remedy = "leave the flag out"
+        else:
+            remedy = f"choose one from {1 / num_images:.2g} to {1 - 1 / num_images:.2g}"
         raise ValueError(
-            f"--heldout_fraction {heldout_fraction}: of {num_images} images these are {num_heldout}"
+            f"--heldout_fraction {heldout_fraction}: of {num_images} images these are "
+            f"{num_heldout}; {remedy}"
         )
     # A fixed seed, so that a resumed conversion splits as before.
     heldout = np.isin(images, np.random.default_rng(0).permutation(num_images)[:num_heldout])

@@ -163,7 +163,10 @@ def test_a_large_image_keeps_its_mask(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "flags, sentence",
     [
-        (("--heldout_fraction", 0.01), "--heldout_fraction 0.01: of 9 images these are 0"),
+        (
+            ("--heldout_fraction", 0.01),
+            "--heldout_fraction 0.01: of 9 images these are 0; choose one from 0.11 to 0.89",
+        ),
         (("--subsets", "other"), "holds no other.json: name one by --subsets: annotations"),
     ],
 )
