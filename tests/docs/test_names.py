@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("rl_train", "sa2va_hf", "tools", "tests", "docs/examples")
 CODE = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
 # Pages tell of files of other projects and of the reader's own.
-ELSEWHERE = {"overlap.py", "get_model_outputs.py", "eval_model_outputs.py", "dataset/RES.py"}
+ELSEWHERE = {"colors.py", "get_model_outputs.py", "eval_model_outputs.py", "dataset/RES.py"}
 ELSEWHERE |= {"region_cap_refcocog_eval.py", "metrics_region_cap.py", "my_rewards.py"}
 ELSEWHERE |= {"projects/sa2va/evaluation/sa2va_eval_refcoco.py"}
 
