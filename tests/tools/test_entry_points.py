@@ -54,7 +54,7 @@ def test_each_flag_has_a_help_that_states_its_default_once(program):
     ]
 
 
-PROGRAMS = ["evaluate", "export", "predict", "inspect_data", "rollouts"]
+PROGRAMS = ["evaluate", "export", "predict", "inspect_data", "rollouts", "rank_samples"]
 PROGRAMS += ["benchmarks/random_checkpoint", "demo/refcoco_writer", "demo/make_demo"]
 
 
