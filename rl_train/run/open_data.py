@@ -140,6 +140,12 @@ def build_sampler(config: Config, train_set: RegionDataset, ranks: RankInfo) -> 
         order=order,
         mixture=mixture,
     )
+    num_rounds = config.flags.get("resample_equal_groups")
+    if num_rounds and sampler.length == sampler.prompts_per_step:
+        raise ValueError(
+            f"--resample_equal_groups {num_rounds}: a step takes all {sampler.length} samples, "
+            "none is left to stand in for another; give more data or a smaller --batch_size"
+        )
     if order:  # what is wrong with the user's function is said before the first step
         first_epoch = digest([sampler.indices(0).tobytes()])
         check_same_on_all_ranks({"--sampler of the first epoch": first_epoch})

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from rl_train.data.gar import GraspAnyRegionDataset
 from rl_train.data.loader import StepSampler
 from rl_train.run.resample import Resampler
 from tests.ranks import forked
@@ -163,3 +164,11 @@ def test_not_with_rewards_by_another_sample_of_the_batch(data, tmp_path, capsys)
     assert "--resample_equal_groups 1: not with --ablation_reward other" in complaint_of(
         capsys, argv
     )
+
+
+def test_not_where_a_step_takes_all_samples(data, tmp_path, capsys):
+    samples, few = GraspAnyRegionDataset(data / "train"), tmp_path / "few.txt"
+    few.write_text("\n".join(samples.image_id(i) for i in range(4)))
+    argv = flags(data, tmp_path / "run", batch_size=4, sample_list=few, resample_equal_groups=1)
+    sentence = complaint_of(capsys, argv)
+    assert "--resample_equal_groups 1: a step takes all 4 samples" in sentence
