@@ -178,8 +178,6 @@ def weigh_components(tasks: list[Task], weights: list[ComponentWeight]):
     """
     if not weights:  # tasks of supervised training have no rewards
         return
-    if not weights:
-        return  # tasks of supervised training have no rewards
     names = {
         task.name: {**task.reward_weights, **dict.fromkeys(task.reward_components)}
         for task in tasks
