@@ -177,7 +177,8 @@ class TextDecoder:
     def __init__(self, text: nn.Module, before_norm: bool):
         self.text, self.before_norm = text, before_norm
         self.config, self.layers, self.embed_tokens = text.config, text.layers, text.embed_tokens
-        self.named_parameters = text.named_parameters
+        self.norm, self.rotary_emb = text.norm, text.rotary_emb
+        self.parameters, self.named_parameters = text.parameters, text.named_parameters
         self.gradient_checkpointing_enable = text.gradient_checkpointing_enable
         # Its name from transformers 5.23 on.
         self.activation_checkpointing_enable = getattr(

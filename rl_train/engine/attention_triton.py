@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rl_train.engine.layers import NormOperands
 from rl_train.engine.linear_triton import (
     linear,
     norm_scale,
@@ -46,6 +47,14 @@ class Rotation(NamedTuple):
     position: torch.Tensor  # (N,)
 
 
+class HeadNorms(NamedTuple):
+    """RMSNorms of each head of q and of k, before the rotation."""
+
+    q: torch.Tensor  # (D,)
+    k: torch.Tensor  # (D,)
+    eps: float
+
+
 class Heads(NamedTuple):
     """Constants of the compiled kernels."""
 
@@ -68,9 +77,11 @@ def _rotate_and_store(
     q,
     suffix,
     step,
+    norms,
     S: tl.constexpr,
     M: tl.constexpr,
     BIAS: tl.constexpr,
+    NORMS: tl.constexpr,
 ):
     """Compute one head of q, k or v; a program's columns are its halves, which rotate together."""
     H: tl.constexpr = M.H
@@ -103,6 +114,19 @@ def _rotate_and_store(
     # Rounded before the rotation, as the model's projections are.
     first = first.to(dtype).to(tl.float32)
     second = second.to(dtype).to(tl.float32)
+    if NORMS:
+        if head < H + K:  # v has no norm
+            weight = norms.q + half
+            if head >= H:
+                weight = norms.k + half
+            squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
+            of_head = tl.rsqrt(squares / D + norms.eps)[:, None]
+            # Rounded before the weight and behind it, as by the model.
+            first = (first * of_head).to(dtype).to(tl.float32)
+            second = (second * of_head).to(dtype).to(tl.float32)
+            first = (first * tl.load(weight).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+            weight += D // 2
+            second = (second * tl.load(weight).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
     if head < H + K:  # v is not rotated
         first, second = first * c - second * s, second * c + first * s
     target = q + (rows[:, None] * H + head) * D
@@ -125,17 +149,33 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     step: torch.Tensor,
+    head_norms: tuple[NormOperands, ...] = (),
 ):
     """Compute `decode_torch.rotate_and_store`."""
     n, num_kv, slots, size = keys.shape
     heads = sum(qkv.sizes) // size
     product, sizes = product_of(y, qkv, power)
     q, shape = y.new_empty(n, heads - 2 * num_kv, size), Heads(heads - 2 * num_kv, num_kv, size)
-    # Without a bias any pointer will do: the kernel does not read it.
+    # Without a bias or norms any pointer will do: the kernel does not read it.
     bias, suffix = y if qkv.bias is None else qkv.bias, Cache(keys, values, slots)
     rotation, grid = Rotation(cos, sin, position), (heads, triton.cdiv(n, sizes.ROWS))
+    norms = HeadNorms(y, y, 0.0)
+    if head_norms:
+        norms = HeadNorms(*(norm.weight for norm in head_norms), head_norms[0].eps)
     _rotate_and_store[grid](
-        product, power, eps, bias, rotation, q, suffix, step, sizes, shape, qkv.bias is not None
+        product,
+        power,
+        eps,
+        bias,
+        rotation,
+        q,
+        suffix,
+        step,
+        norms,
+        sizes,
+        shape,
+        BIAS=qkv.bias is not None,
+        NORMS=bool(head_norms),
     )
     return q
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rl_train.engine import packed_forward
+from rl_train.engine.fused_weights import norm_operands
 from rl_train.engine.layers import any_number
 from rl_train.engine.lm_head import product
 from rl_train.engine.packing import SharedPrefixLayout, next_positions
@@ -230,6 +231,8 @@ class Graph:
         for buffer in (self.step, self.state, self.valid, self.hiddens):
             buffer.zero_()
         self.done.fill_(True)[rows] = False  # unused rows are done from the start
+        if self.fused.before_norm:
+            hidden = self.fused.final_norm(hidden)
         first = torch.zeros_like(self.hiddens[:, 0])
         first[rows] = hidden.repeat_interleave(self.num_generations, 0)
         self.sample(first)
@@ -260,32 +263,43 @@ class Graph:
 
     def advance(self):
         """Feed the newest token, sample the next."""
-        hidden = self.forward()
+        hidden, normed = self.forward()
         self.hiddens.index_copy_(1, self.step, hidden[:, None])
         self.step += 1
         self.position += 1
-        self.sample(hidden)
+        self.sample(normed)
 
-    def sample(self, hidden: torch.Tensor):
-        """Draw token `step` of each row from hidden (N, C) and write it down."""
-        logits = product(hidden, self.fused.padded_head.t())  # (N, at least V)
+    def sample(self, normed: torch.Tensor):
+        """Draw token `step` of each row from `normed` (N, C) and write it down."""
+        logits = product(normed, self.fused.padded_head.t())  # (N, at least V)
         self.fused.decode_ops.choose(self, *any_number(logits))
 
     def forward(self):
-        """Return the last hidden state (N, C) of the newest token; store its keys and values."""
+        """Return the last hidden state (N, C) of the newest token, and what lm_head reads (N, C).
+
+        Its keys and values are stored.
+        """
         layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
         # The kernel that adds to the residual also prepares the norm that reads the sum.
-        following = [norm for _, norm, _ in layers[1:]] + [final_norm]
-        residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0][1].weight)
-        for (linears, norm, mlp_norm), next_norm, prefix, suffix in zip(
-            layers, following, self.prefix, self.suffix
-        ):
-            qkv, out, gate_up, down = linears
+        following = [layer.norm for layer in layers[1:]] + [final_norm]
+        residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0].norm.weight)
+        for layer, next_norm, prefix, suffix in zip(layers, following, self.prefix, self.suffix):
+            (qkv, out, gate_up, down), norm, mlp_norm = layer.linears, layer.norm, layer.mlp_norm
             # The norm's divisor, a number a row, is applied behind the product.
             y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
             keys, values = suffix
             q = ops.rotate_and_store(
-                y, power, eps, qkv, self.cos, self.sin, self.position, keys, values, self.step
+                y,
+                power,
+                eps,
+                qkv,
+                self.cos,
+                self.sin,
+                self.position,
+                keys,
+                values,
+                self.step,
+                tuple(map(norm_operands, layer.head_norms)),
             )
             prefix_keys, prefix_values = prefix
             y = ops.attend(
@@ -295,7 +309,8 @@ class Graph:
             y = F.linear(x, gate_up.weight)
             y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)
             x, power = ops.add(residual, y, down, next_norm.weight)
-        return ops.normed(x, power, final_norm.variance_epsilon)
+        normed = ops.normed(x, power, final_norm.variance_epsilon)
+        return residual if self.fused.before_norm else normed, normed
 
 
 def _round_up(n: int, multiple: int) -> int:

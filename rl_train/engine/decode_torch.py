@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from rl_train.engine.layers import rotate
+from rl_train.engine.layers import NormOperands, rms_norm, rotate
 from rl_train.engine.sampling import sample_token
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     step: torch.Tensor,
+    head_norms: tuple[NormOperands, ...] = (),
 ):
     """Complete q, k, v; rotate q and k; write k and v to slot `step` of keys, values (N, K, T, D).
 
@@ -82,6 +83,7 @@ def rotate_and_store(
         y: (N, (H + 2K) D + 3r) product of x of `add` with the matrix of linears `qkv`;
             power: see `add`; eps: of the RMSNorm.
         cos, sin: (positions, D/2); position: (N,) long; step: (1,) long.
+        head_norms: of each head of q and of k, before the rotation; (): none.
 
     Returns:
         q (N, H, D).
@@ -95,6 +97,8 @@ def rotate_and_store(
         qkv_heads = qkv_heads + qkv.bias[:width]
     qkv_heads = qkv_heads.view(num_rows, -1, size)  # (N, H + 2K, D)
     q, k, v = qkv_heads.split([num_heads, num_kv, num_kv], 1)
+    if head_norms:
+        q, k = (rms_norm(x, norm.weight, norm.eps) for x, norm in zip((q, k), head_norms))
     cos, sin = cos[position, None], sin[position, None]
     keys.index_copy_(2, step, rotate(k, cos, sin)[:, :, None])
     values.index_copy_(2, step, v[:, :, None])

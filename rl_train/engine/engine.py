@@ -57,7 +57,7 @@ class Engine:
         pad_id: token after the end of an answer.
         gradient_checkpointing: recompute each layer in the backward of `score`.
         head_norm: norm before lm_head, where the model returns its last states before the final
-            norm; None: it returns them after it. Models with one are not supported on CUDA's path.
+            norm; None: it returns them after it.
     """
 
     def __init__(
@@ -74,7 +74,6 @@ class Engine:
         if gradient_checkpointing:
             hf_backend.prepare_checkpointing(language_model)
         reason = unsupported(language_model)
-        assert reason or head_norm is None, "the fast path knows only states after the final norm"
         if reason:
             logging.getLogger(__name__).warning("slow token sampling and scoring: %s", reason)
         self.fast_on = () if reason else ("cuda",)  # types of devices
@@ -89,7 +88,7 @@ class Engine:
         if tensor.device.type not in self.fast_on:
             return None
         if self._fused is None:
-            self._fused = FusedModel(self.language_model)
+            self._fused = FusedModel(self.language_model, self.head_norm is not None)
             self._decoder = Decoder(self._fused)
         self._fused.check()
         return self._fused

@@ -15,15 +15,24 @@ import torch
 import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3VLTextConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
 from rl_train.engine import decode_torch, layers
 
-# All compute the same; Llama's q, k and v have no bias.
-LAYERS = (Qwen2DecoderLayer, Qwen2_5_VLDecoderLayer, LlamaDecoderLayer)
+# All compute the same, but q, k and v of Llama and Qwen3-VL have no bias, and each head of
+# Qwen3-VL's q and k has a norm.
+LAYERS = (
+    Qwen2DecoderLayer,
+    Qwen2_5_VLDecoderLayer,
+    LlamaDecoderLayer,
+    Qwen3VLTextDecoderLayer,
+)
+# Configurations that know no sliding window, so they do not name the layers' types.
+WITHOUT_WINDOW = (LlamaConfig, Qwen3VLTextConfig)
 
 
 class FusedLinears:
@@ -99,6 +108,7 @@ class FusedLayer(NamedTuple):
     linears: list[FusedLinears]  # qkv, out, gate_up, down
     norm: nn.Module  # before attention
     mlp_norm: nn.Module
+    head_norms: tuple[nn.Module, ...]  # of each head of q and of k, if any
 
     def operands(
         self, rotation: tuple[torch.Tensor, torch.Tensor], live: bool
@@ -116,13 +126,19 @@ class FusedLayer(NamedTuple):
         return layers.LayerOperands(
             cos=cos,
             sin=sin,
-            norm=layers.NormOperands(self.norm.weight, self.norm.variance_epsilon),
+            norm=norm_operands(self.norm),
             qkv=qkv,
-            mlp_norm=layers.NormOperands(self.mlp_norm.weight, self.mlp_norm.variance_epsilon),
+            mlp_norm=norm_operands(self.mlp_norm),
             out=out,
             gate_up=gate_up,
             down=down,
+            head_norms=tuple(map(norm_operands, self.head_norms)),
         )
+
+
+def norm_operands(norm: nn.Module) -> layers.NormOperands:
+    """Return the operands of an RMSNorm."""
+    return layers.NormOperands(norm.weight, norm.variance_epsilon)
 
 
 class FusedModel:
@@ -133,11 +149,13 @@ class FusedModel:
 
     Args:
         language_model: one for which `unsupported` returns None.
+        before_norm: whether its last hidden states are those before the final norm.
     """
 
-    def __init__(self, language_model: nn.Module):
+    def __init__(self, language_model: nn.Module, before_norm: bool = False):
         model, head, config = language_model.model, language_model.lm_head, language_model.config
         self.model, self.head, self.final_norm = model, head, model.norm
+        self.before_norm = before_norm
         # lm_head's V rows, and zeros up to a multiple of 64: Sa2VA-4B's 151,679 rows alone take a
         # matrix product to a kernel that reads single numbers, at a third of the speed.
         aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
@@ -147,19 +165,26 @@ class FusedModel:
         for layer in model.layers:
             # (sources, targets) of all layers in one list: one call copies the LoRA.
             linears = [FusedLinears(group) for group in _groups(layer)]
-            norms = layer.input_layernorm, layer.post_attention_layernorm
-            self.layers.append(FusedLayer(linears, norm=norms[0], mlp_norm=norms[1]))
+            fused_layer = FusedLayer(
+                linears,
+                norm=layer.input_layernorm,
+                mlp_norm=layer.post_attention_layernorm,
+                head_norms=_head_norms(layer),
+            )
+            self.layers.append(fused_layer)
             self.sources += [source for group in linears for source in group.sources]
             self.targets += [target for group in linears for target in group.targets]
         rotary = model.rotary_emb
         # Not `inv_freq`: after a long call of the modules it is that of dynamic RoPE.
         self.inv_freq = rotary.original_inv_freq.float()
         self.rope_scale = rotary.attention_scaling
-        # (D/2,) axis of the positions by which each frequency turns: of Qwen2.5-VL's sections of
-        # frequencies the first follows time, the second height, the third width.
+        # (D/2,) axis of the positions by which each frequency turns: time, height or width.
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
         self.num_axes = len(sections)
-        axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        if isinstance(model.layers[0], Qwen3VLTextDecoderLayer):
+            axes = _interleaved_axes(sections, len(self.inv_freq))
+        else:
+            axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
         self.axis = torch.tensor(axes, device=head.weight.device)  # (D/2,)
         self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
         # Operations of a decode step beside products; functions of a layer beside attention.
@@ -247,6 +272,21 @@ def _groups(layer) -> list[list[nn.Module]]:
     ]
 
 
+def _head_norms(layer) -> tuple[nn.Module, ...]:
+    attention = layer.self_attn
+    is_qwen3 = isinstance(layer, Qwen3VLTextDecoderLayer)
+    return (attention.q_norm, attention.k_norm) if is_qwen3 else ()
+
+
+def _interleaved_axes(sections: list[int], number: int) -> list[int]:
+    """Return the axis of each of `number` frequencies, of which axis a has sections[a].
+
+    The axes take turns until a section is used up; the first axis has the rest.
+    """
+    turns = [(i % len(sections), i // len(sections)) for i in range(number)]
+    return [axis if turn < sections[axis] else 0 for axis, turn in turns]
+
+
 def unsupported(language_model: nn.Module) -> str | None:
     """Return why the fast path does not support `language_model`, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
@@ -256,7 +296,7 @@ def unsupported(language_model: nn.Module) -> str | None:
     rope = config.rope_parameters["rope_type"]
     # Dynamic rotary embeddings are the default ones up to `Engine.max_positions`.
     supported = config.hidden_act == "silu" and rope in ("default", "dynamic")
-    full = isinstance(config, LlamaConfig) or set(config.layer_types) == {"full_attention"}
+    full = isinstance(config, WITHOUT_WINDOW) or set(config.layer_types) == {"full_attention"}
     if not supported or not full:
         return "only silu, full attention and default rotary embeddings are known"
     if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:

@@ -59,14 +59,20 @@ class LayerOperands(NamedTuple):
     out: LinearOperands
     gate_up: LinearOperands
     down: LinearOperands
+    head_norms: tuple[NormOperands, ...] = ()  # of each head of q and of k, if any
+
+    @property
+    def before_attention(self) -> tuple:
+        """Operands of the function of this name, behind its residual."""
+        return self.cos, self.sin, self.norm, self.qkv, self.head_norms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return the RMSNorm (m, C) of x (m, C), scaled by weight (C,).
+    """Return the RMSNorm (.., C) of x (.., C), scaled by weight (C,).
 
     It rounds where the model rounds; compiled, it rounds only the kernels' outputs.
     """
-    y = x.float()  # (m, C) float32
+    y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return weight * y.to(x.dtype)  # rounded before the weight, as by Qwen2RMSNorm
 
@@ -106,11 +112,17 @@ def before_attention(
     sin: torch.Tensor,
     norm: NormOperands,
     qkv: LinearOperands,
+    head_norms: tuple[NormOperands, ...] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q (m, H, D), k and v (m, K, D); q and k are rotated by cos, sin (m, 1, D/2)."""
+    """Return q (m, H, D), k and v (m, K, D); q and k are rotated by cos, sin (m, 1, D/2).
+
+    Args: head_norms: of each head of q and of k, before the rotation; (): none.
+    """
     heads = linear(rms_norm(residual, norm.weight, norm.eps), qkv)
     # A view of v would keep the product of q, k and v in memory for as long as v.
     q, k, v = (part.unflatten(1, (-1, 2 * cos.shape[2])) for part in heads)
+    if head_norms:
+        q, k = (rms_norm(x, head.weight, head.eps) for x, head in zip((q, k), head_norms))
     return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
 
 
@@ -136,6 +148,7 @@ def before_attention_vjp(
     sin: torch.Tensor,
     norm: NormOperands,
     qkv: LinearOperands,
+    head_norms: tuple[NormOperands, ...] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Return derivatives by the residual, plus `d_residual`, and by each LoRA of qkv.
 
@@ -146,7 +159,7 @@ def before_attention_vjp(
     frozen, lora = _apart(qkv)
 
     def function(residual, lora):
-        return before_attention(residual, cos, sin, norm, _with_lora(frozen, lora))
+        return before_attention(residual, cos, sin, norm, _with_lora(frozen, lora), head_norms)
 
     # The residual also goes past attention: both derivatives are added.
     by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)

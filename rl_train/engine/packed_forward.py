@@ -27,13 +27,15 @@ def hidden_states(
     gradient_checkpointing: bool = False,
     cache: list[list[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
-    """Return the last hidden states (P, S, C) after the final norm, 0 at the padding.
+    """Return the last hidden states (P, S, C), 0 at the padding.
+
+    They are those after the final norm, or before it if `fused.before_norm`.
 
     They carry gradient to embeds and LoRA. Without gradient, and with checkpointing, the copies of
     the LoRA in the fused matrices are refreshed.
 
     Args:
-        embeds: (P, S, C).
+        embeds: (P, S, W), W = C or more: the rest is added to the states behind the first layers.
         cache: list that receives the keys and values of each layer, [(m, K, D), (m, K, D)].
     """
     functions = fused.functions
@@ -50,31 +52,42 @@ def hidden_states(
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         rotation = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
         rotation = any_number(*[f[:, None] for f in rotation])  # (m, 1, D/2)
-        residual = embeds.flatten(0, 1)[runs.slots]  # (m, C)
-        for layer in fused.layers:
+        # (m, C) each: embeddings, and what is added behind the first layers (deepstack)
+        width = fused.embedding.shape[1]
+        residual, deepstack = embeds.flatten(0, 1)[runs.slots], ()
+        if residual.shape[1] > width:
+            residual, *deepstack = (part.contiguous() for part in residual.split(width, dim=1))
+        for number, layer in enumerate(fused.layers):
             if recompute:
                 # Inputs of the Function, as autograd asks derivatives of inputs only.
                 lora = [parameter for linears in layer.linears for parameter in linears.sources]
                 residual = _Checkpoint.apply(fused, layer, rotation, runs, residual, *lora)
-                continue
-            operands = layer.operands(rotation, live=with_gradient)
+            else:
+                operands = layer.operands(rotation, live=with_gradient)
+                any_number(residual)
+                q, k, v = functions.before_attention(residual, *operands.before_attention)
+                if cache is not None:
+                    cache.append([k, v])
+                mixed = layers.Attention.apply(q, k, v, runs)
+                any_number(residual, mixed)
+                residual = functions.behind_attention(
+                    residual,
+                    mixed,
+                    operands.mlp_norm,
+                    operands.out,
+                    operands.gate_up,
+                    operands.down,
+                )
+            if number < len(deepstack):
+                residual = residual + deepstack[number]
+        if not fused.before_norm:
+            final = fused.final_norm
             any_number(residual)
-            q, k, v = functions.before_attention(
-                residual, operands.cos, operands.sin, operands.norm, operands.qkv
-            )
-            if cache is not None:
-                cache.append([k, v])
-            mixed = layers.Attention.apply(q, k, v, runs)
-            any_number(residual, mixed)
-            residual = functions.behind_attention(
-                residual, mixed, operands.mlp_norm, operands.out, operands.gate_up, operands.down
-            )
-        final = fused.final_norm
-        any_number(residual)
-        hidden = functions.rms_norm(residual, final.weight, final.variance_epsilon)
-        # Back to padded sequences: (m, C) -> (P*S, C).
-        slots = hidden.new_zeros(embeds.shape).flatten(0, 1)
-        return slots.index_copy(0, runs.slots, hidden).view(embeds.shape)
+            residual = functions.rms_norm(residual, final.weight, final.variance_epsilon)
+        # Back to padded sequences: (m, C) -> (P, S, C).
+        shape = *embeds.shape[:2], width
+        slots = residual.new_zeros(shape).flatten(0, 1)
+        return slots.index_copy(0, runs.slots, residual).view(shape)
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -98,9 +111,7 @@ class _Checkpoint(torch.autograd.Function):
         residual = residual.detach()  # as in the backward: one graph for all layers
         operands = layer.operands(rotation, live=False)
         any_number(residual)
-        q, k, v = functions.before_attention(
-            residual, operands.cos, operands.sin, operands.norm, operands.qkv
-        )
+        q, k, v = functions.before_attention(residual, *operands.before_attention)
         attended = layers.attend(q, k, v, runs)
         del q, k, v  # freed before the MLP, the layer's peak of memory
         mixed = attended[0]
@@ -130,12 +141,10 @@ class _Checkpoint(torch.autograd.Function):
         d, d_mixed, *by_rest = functions.behind_attention_vjp(
             d, residual, mixed, operands.mlp_norm, operands.out, operands.gate_up, operands.down
         )
-        q, k, v = functions.before_attention(
-            residual, operands.cos, operands.sin, operands.norm, operands.qkv
-        )
+        q, k, v = functions.before_attention(residual, *operands.before_attention)
         by_heads = layers.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
         any_number(d, *by_heads)
         d, *by_qkv = functions.before_attention_vjp(
-            d, by_heads, residual, operands.cos, operands.sin, operands.norm, operands.qkv
+            d, by_heads, residual, *operands.before_attention
         )
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

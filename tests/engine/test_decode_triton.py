@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rl_train.engine import decode_torch
+from rl_train.engine.layers import NormOperands
 from rl_train.engine.sampling import StopText
 
 pytestmark = [
@@ -17,16 +18,16 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "prompts, group, heads, slots, rank",
+    "prompts, group, heads, slots, rank, heads_norm",
     [
-        (2, 4, 4, 128, 4),
-        (1, 1, 4, 384, 0),
-        (4, 8, 16, 512, 128),
-        (16, 8, 16, 1024, 128),
-        (6, 12, 16, 384, 16),
+        (2, 4, 4, 128, 4, True),
+        (1, 1, 4, 384, 0, False),
+        (4, 8, 16, 512, 128, False),
+        (16, 8, 16, 1024, 128, True),
+        (6, 12, 16, 384, 16, False),
     ],
 )
-def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
+def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_norm):
     """Each kernel against plain torch in float32, on the same numbers of `dtype`.
 
     One prompt is empty.
@@ -60,6 +61,8 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
         """A copy, of `dtype` in float32."""
         if isinstance(value, SimpleNamespace):
             return SimpleNamespace(**{name: exactly(v) for name, v in vars(value).items()})
+        if isinstance(value, tuple):
+            return tuple(NormOperands(exactly(norm.weight), norm.eps) for norm in value)
         if not torch.is_tensor(value):
             return value
         return value.float().clone() if value.dtype == dtype else value.clone()
@@ -89,6 +92,7 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank):
             position,
             *stored,
             step,
+            tuple(NormOperands(make(size), 1e-6) for _ in "qk") if heads_norm else (),
         ),
         attend=(
             make(n, heads, size),

@@ -1,15 +1,23 @@
-"""Qwen2.5-VL, whose image tokens have positions in time, height and width: as transformers itself.
+"""Qwen2.5-VL and Qwen3-VL as transformers itself: image tokens have positions on three axes.
 
-Three prompts about images of three sizes, ragged answers, LoRA on the text model, float32.
+The axes are time, height and width; Qwen3-VL adds image features behind its first layers too. Three
+prompts about images of three sizes, ragged answers, LoRA on the text model, float32.
 """
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from rl_train.engine import Engine
-from rl_train.engine.fused_weights import unsupported
+from rl_train.engine.fused_weights import _interleaved_axes, unsupported
+from sa2va_hf.qwen_vl import image_features, text_model
 from tests.engine.tiny import LINEARS, fast, slow, train_lora, trained
 
 VOCAB, G, T = 600, 2, 9
@@ -18,21 +26,25 @@ GRIDS = torch.tensor([[1, 8, 12], [1, 8, 12], [1, 16, 6]])  # patches; 4 are one
 LENGTHS = torch.tensor([9, 6, 4, 9, 1, 7])  # of the answers
 
 
-class TextModel(torch.nn.Module):
-    """The part of Qwen2.5-VL that an engine takes: its text model behind embeddings."""
+# Of each family, its classes and the vision sizes that are its own.
+FAMILIES = dict(
+    qwen2_5_vl=(
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2_5_VLConfig,
+        dict(out_hidden_size=128, window_size=112, fullatt_block_indexes=[1]),
+    ),
+    qwen3_vl=(
+        Qwen3VLForConditionalGeneration,
+        Qwen3VLConfig,
+        dict(out_hidden_size=128, num_position_embeddings=64, deepstack_visual_indexes=[0, 1]),
+    ),
+)
 
-    def __init__(self, vl):
-        super().__init__()
-        self.model, self.lm_head = vl.model.language_model, vl.lm_head
-        self.config = self.model.config
 
-    def get_input_embeddings(self):
-        return self.model.embed_tokens
-
-
-@pytest.fixture(scope="module")
-def vl():
+@pytest.fixture(scope="module", params=FAMILIES)
+def vl(request):
     torch.manual_seed(0)
+    model_class, config_class, own_vision = FAMILIES[request.param]
     rope = dict(rope_type="default", rope_theta=1e6, mrope_section=[4, 6, 6])
     text = dict(
         vocab_size=VOCAB,
@@ -41,6 +53,7 @@ def vl():
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=32,
         max_position_embeddings=2048,
         rope_parameters=rope,
         bos_token_id=0,
@@ -52,20 +65,21 @@ def vl():
         hidden_size=64,
         intermediate_size=128,
         num_heads=4,
-        out_hidden_size=128,
         patch_size=14,
-        window_size=112,
-        fullatt_block_indexes=[1],
+        initializer_range=0.1,
     )
-    config = Qwen2_5_VLConfig(
+    config = config_class(
         text_config=text,
-        vision_config=vision,
+        vision_config=vision | own_vision,
         image_token_id=IMAGE,
         video_token_id=VOCAB - 2,
         vision_start_token_id=START,
         vision_end_token_id=END,
     )
-    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    model = model_class(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("norm.weight", "pos_embed.weight")):
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
     targets = rf".*language_model.*\.({'|'.join(LINEARS)})"
     inject_adapter_in_model(LoraConfig(r=4, lora_alpha=8, target_modules=targets), model)
     train_lora(model)
@@ -87,8 +101,8 @@ def work(vl):
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     images = ids == IMAGE
     with torch.no_grad():
-        features = torch.cat(vl.model.get_image_features(pixels, GRIDS).pooler_output)
-        embeds = vl.model.language_model.embed_tokens(ids)
+        features = image_features(vl, pixels, GRIDS)
+        embeds = text_model(vl).get_input_embeddings()(ids)
     embeds = embeds.masked_scatter(images[..., None], features)
     positions, _ = vl.model.get_rope_index(
         ids, mm_token_type_ids=images.int(), image_grid_thw=GRIDS, attention_mask=mask
@@ -129,9 +143,10 @@ def gradient(vl, logps) -> torch.Tensor:
     )
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("way", [slow, fast])
-def test_scores_as_a_full_forward(vl, work, way):
-    engine = Engine(TextModel(vl), pad_id=0)
+def test_scores_as_a_full_forward(vl, work, way, checkpointing):
+    engine = Engine(text_model(vl), pad_id=0, gradient_checkpointing=checkpointing)
     _, _, answers, inputs, positions = work
     valid, prompt = torch.arange(T) < LENGTHS[:, None], torch.arange(len(GRIDS))
     prompt = prompt.repeat_interleave(G)
@@ -148,7 +163,7 @@ def test_scores_as_a_full_forward(vl, work, way):
 
 @pytest.mark.parametrize("way", [slow, fast])
 def test_draws_as_transformers_generates(vl, work, way):
-    engine = Engine(TextModel(vl), pad_id=0)
+    engine = Engine(text_model(vl), pad_id=0)
     prompts, _, _, inputs, positions = work
     how = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     expected = [
@@ -162,7 +177,7 @@ def test_draws_as_transformers_generates(vl, work, way):
 
 def test_prompts_of_one_image_share_it(vl, work):
     """The second prompt once more with another end: read as if alone."""
-    engine = Engine(TextModel(vl), pad_id=0)
+    engine = Engine(text_model(vl), pad_id=0)
     (embeds, mask), positions = work[3:]
     pair = [1, 1]
     embeds, mask, positions = embeds[pair], mask[pair], positions[:, pair]
@@ -174,5 +189,44 @@ def test_prompts_of_one_image_share_it(vl, work):
     torch.testing.assert_close(found, engine.read(embeds, mask, **inputs), atol=1e-5, rtol=0)
 
 
+def test_states_before_the_final_norm(vl, work):
+    """Handed out by both samplers and both scorers, of the same tokens and log-probs."""
+    text = text_model(vl, before_norm=True)
+    engine, after = (
+        Engine(text, pad_id=0, head_norm=text.head_norm),
+        Engine(text_model(vl), pad_id=0),
+    )
+    (embeds, mask), positions = work[3:]
+    uniforms = torch.rand(6, T, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    how = dict(num_generations=G, max_new_tokens=T, stop=None, uniforms=uniforms)
+    prompt, results = torch.arange(len(GRIDS)).repeat_interleave(G), []
+    for one, way in ((after, slow), (engine, slow), (engine, fast)):
+        with way(one), torch.no_grad():
+            drawn = one.generate(embeds, mask, position_ids=positions, **how)
+            scores = one.score(embeds, mask, prompt, drawn.ids, drawn.valid, positions)
+            ends = one.read(embeds, mask, position_ids=positions)
+            assert torch.allclose(
+                one.logps(ends[:, 0], drawn.ids[::G, 0]), drawn.logp[::G, 0], atol=1e-5
+            )
+            fed = scores.hidden_of(drawn.valid & (torch.arange(T) < T - 1))
+        assert torch.allclose(fed, drawn.hidden[:, :-1].flatten(0, 1), atol=1e-4)
+        results.append([drawn.ids, drawn.logp, scores.logp, fed, ends])
+        one.release()
+    normed, plain, kernels = results
+    assert torch.equal(plain[0], kernels[0]) and torch.equal(plain[0], normed[0])
+    torch.testing.assert_close(kernels[1:], plain[1:], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(text.head_norm(kernels[3]), normed[3], atol=1e-4, rtol=1e-5)
+    assert (plain[3] - normed[3]).abs().max() > 0.1
+
+
+def test_interleaved_axes():
+    """Time, height, width by turns; height and width end first, and time has the rest."""
+    assert _interleaved_axes([4, 2, 2], 8) == [0, 1, 2, 0, 1, 2, 0, 0]
+    angles = torch.arange(3.0)[:, None].expand(3, 64)
+    rotary = type("Rotary", (), dict(mrope_section=[24, 20, 20]))
+    of_transformers = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(rotary, angles.clone())
+    assert _interleaved_axes([24, 20, 20], 64) == of_transformers[:64].tolist()
+
+
 def test_the_text_model_is_known(vl):
-    assert unsupported(TextModel(vl)) is None
+    assert unsupported(text_model(vl)) is None

@@ -26,15 +26,7 @@ def qwen(qwens, version):
     return qwens[version]
 
 
-# The engine's fast path knows no layers of Qwen3-VL, whose log-probs it leaves to its modules.
 both_ways = pytest.mark.parametrize("way", [slow, fast])
-
-
-@pytest.fixture(autouse=True)
-def known(request):
-    if "way" in request.fixturenames and request.getfixturevalue("version") == "qwen3_vl":
-        if request.getfixturevalue("way") is fast:
-            pytest.skip("the fast path does not know Qwen3-VL")
 
 
 @pytest.fixture(scope="module")

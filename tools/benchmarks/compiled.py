@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from rl_train.engine import decode_torch
 from rl_train.engine.decode import Graph
-from rl_train.engine.fused_weights import FusedLinears, FusedModel
+from rl_train.engine.fused_weights import FusedLinears, FusedModel, norm_operands
 from rl_train.engine.layers import rms_norm
 from rl_train.engine.lm_head import product
 
@@ -195,7 +195,7 @@ class CompiledGraph(Graph):
     def _capture(self, pool):
         fused, compile = self.fused, self.compile
         fused.refresh()
-        self.operands = [list(map(operands, linears)) for linears, *_ in fused.layers]
+        self.operands = [list(map(operands, layer.linears)) for layer in fused.layers]
         self.first, self.between, self.last = map(compile, (first, between, last))
         self.slots_and_bias = compile(slots_and_bias)
         self.choose = compile(decode_torch.choose)
@@ -248,11 +248,11 @@ class CompiledGraph(Graph):
             self.blocks.copy_(((end + BLOCK - 1) // BLOCK).view(1, 1, 1).expand_as(self.blocks))
             visible = self.mask
         following = [
-            (norm.weight, norm.variance_epsilon, qkv, cos, sin, *layer_cache, slots)
-            for (_, norm, _), (qkv, *_), layer_cache in zip(layers, self.operands, self.caches)
+            (*norm_operands(layer.norm), qkv, cos, sin, *layer_cache, slots)
+            for layer, (qkv, *_), layer_cache in zip(layers, self.operands, self.caches)
         ]
         residual, q = self.first(residual, torch.zeros_like(residual), *following[0])
-        for number, (_, _, norm) in enumerate(layers):
+        for number, fused_layer in enumerate(layers):
             layer_cache = self.caches[number]
             if kernel:
                 mixed = self.attend(
@@ -261,9 +261,10 @@ class CompiledGraph(Graph):
             else:
                 mixed = self.attend(q, *layer_cache, visible)
             _, out, *mlp = self.operands[number]
-            layer = out, norm.weight, norm.variance_epsilon, *mlp
+            layer = out, *norm_operands(fused_layer.mlp_norm), *mlp
             if number + 1 == len(layers):
-                return self.last(residual, mixed, layer, final.weight, final.variance_epsilon)
+                normed = self.last(residual, mixed, layer, *norm_operands(final))
+                return normed, normed
             residual, q = self.between(residual, mixed, layer, following[number + 1])
 
     def sample(self, hidden: torch.Tensor):
