@@ -1,19 +1,21 @@
-"""Attention of a decode step in Triton: its input from [q, k, v], and itself in two kernels.
+"""Attention of a token in Triton: its heads from [q, k, v], and itself in two kernels.
 
-The functions are those of `decode_torch`, where their arguments are documented.
+The functions are those of `layers` and `decode_torch`, where their arguments are documented.
 
 Letters: N = P*G rows, H query heads, K key-value heads, D head size, L prompt slots, T suffix
 slots, r LoRA rank.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from rl_train.engine.layers import NormOperands
+from rl_train.engine.decode_torch import TokenCache
+from rl_train.engine.layers import Norm
 from rl_train.engine.linear_triton import (
+    Projected,
     linear,
     norm_scale,
     product_of,
@@ -22,10 +24,6 @@ from rl_train.engine.linear_triton import (
     read_lora_b,
     read_power,
 )
-
-if TYPE_CHECKING:
-    from rl_train.engine.fused_weights import FusedLinears
-
 
 MAX_SPLITS = 8  # parts of a prompt's keys that programs process in parallel
 LOG2E = 1.4426950408889634
@@ -68,7 +66,7 @@ class Heads(NamedTuple):
 
 
 @triton.jit
-def _rotate_and_store(
+def _heads(
     product,
     power,
     eps,
@@ -83,7 +81,7 @@ def _rotate_and_store(
     BIAS: tl.constexpr,
     NORMS: tl.constexpr,
 ):
-    """Compute one head of q, k or v; a program's columns are its halves, which rotate together."""
+    """Compute a head of q, k or v and store it; its halves, which rotate together, are columns."""
     H: tl.constexpr = M.H
     K: tl.constexpr = M.K
     D: tl.constexpr = M.D
@@ -138,46 +136,36 @@ def _rotate_and_store(
     tl.store(target + half[None, :] + D // 2, second.to(dtype), mask=valid)
 
 
-def rotate_and_store(
-    y: torch.Tensor,
-    power: torch.Tensor,
-    eps: float,
-    qkv: "FusedLinears",
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    position: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    step: torch.Tensor,
-    head_norms: tuple[NormOperands, ...] = (),
-):
-    """Compute `decode_torch.rotate_and_store`."""
-    n, num_kv, slots, size = keys.shape
-    heads = sum(qkv.sizes) // size
-    product, sizes = product_of(y, qkv, power)
-    q, shape = y.new_empty(n, heads - 2 * num_kv, size), Heads(heads - 2 * num_kv, num_kv, size)
+def heads(
+    cache: TokenCache, projected: Projected, norms: tuple[Norm, ...], rotation: Rotation
+) -> tuple[torch.Tensor, None, None]:
+    """Compute `layers.heads`; k and v are stored in the cache."""
+    (n, num_kv, slots, size), normed = cache.keys.shape, projected.normed
+    qkv = projected.linears
+    num_heads = sum(qkv.sizes) // size  # of q, k and v
+    product, sizes = product_of(projected, normed.power)
+    shape = Heads(num_heads - 2 * num_kv, num_kv, size)
+    q = normed.x.new_empty(n, shape.H, size)
     # Without a bias or norms any pointer will do: the kernel does not read it.
-    bias, suffix = y if qkv.bias is None else qkv.bias, Cache(keys, values, slots)
-    rotation, grid = Rotation(cos, sin, position), (heads, triton.cdiv(n, sizes.ROWS))
-    norms = HeadNorms(y, y, 0.0)
-    if head_norms:
-        norms = HeadNorms(*(norm.weight for norm in head_norms), head_norms[0].eps)
-    _rotate_and_store[grid](
+    head_norms = HeadNorms(q, q, 0.0)
+    if norms:
+        head_norms = HeadNorms(*(norm.weight for norm in norms), norms[0].eps)
+    _heads[(num_heads, triton.cdiv(n, sizes.ROWS))](
         product,
-        power,
-        eps,
-        bias,
+        normed.power,
+        normed.eps,
+        q if qkv.bias is None else qkv.bias,
         rotation,
         q,
-        suffix,
-        step,
-        norms,
+        Cache(cache.keys, cache.values, slots),
+        cache.step,
+        head_norms,
         sizes,
         shape,
         BIAS=qkv.bias is not None,
-        NORMS=bool(head_norms),
+        NORMS=bool(norms),
     )
-    return q
+    return q, None, None
 
 
 @triton.jit
@@ -258,17 +246,9 @@ def _merge(parts, sizes, out, D: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.cons
     tl.store(out + head * D + d, mixed.to(out.dtype.element_ty))
 
 
-def attend(
-    q: torch.Tensor,
-    prefix_keys: torch.Tensor,
-    prefix_values: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    pad: torch.Tensor,
-    done: torch.Tensor,
-    step: torch.Tensor,
-):
-    """Compute `decode_torch.attend`."""
+def attend(cache: TokenCache, q: torch.Tensor, k: None, v: None) -> torch.Tensor:
+    """Compute `decode_torch.attend`; `heads` stored k and v."""
+    prefix_keys, prefix_values, keys, values, pad, done, step = cache
     (n, num_heads, size), (num_prompts, num_kv, slots, _) = q.shape, prefix_keys.shape
     group, per = n // num_prompts, num_heads // num_kv
     num_keys = 128 // q.element_size()  # by shared memory

@@ -3,8 +3,8 @@
 A decode step reads every weight once and computes almost nothing, so what it costs beyond that is
 the number of kernels. So linears that read one input are one matrix product together with their
 LoRA A's (see `fused_weights`), whose rows are refreshed at the start of each `generate`, and the
-operations between two products are one kernel (attention: two; `decode_triton`, or the same in
-plain torch, `decode_torch`).
+parts of the layer between two products are one kernel (attention: two; `decode_triton`, or the same
+in plain torch, `decode_torch`).
 
 Letters: P prompts, G samples each, N = P*G rows, L prompt slots, T new tokens, m prompt tokens,
 C width, V vocabulary, K key-value heads, D head size.
@@ -15,11 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from rl_train.engine import packed_forward
-from rl_train.engine.fused_weights import norm_operands
-from rl_train.engine.layers import any_number
+from rl_train.engine.decode_torch import TokenCache
+from rl_train.engine.layers import any_number, decoder_layer, norm
 from rl_train.engine.lm_head import product
 from rl_train.engine.packing import SharedPrefixLayout, next_positions
 from rl_train.engine.sampling import Completions, SamplingParams
@@ -232,7 +231,7 @@ class Graph:
             buffer.zero_()
         self.done.fill_(True)[rows] = False  # unused rows are done from the start
         if self.fused.before_norm:
-            hidden = self.fused.final_norm(hidden)
+            hidden = norm(hidden, self.fused.final_norm)
         first = torch.zeros_like(self.hiddens[:, 0])
         first[rows] = hidden.repeat_interleave(self.num_generations, 0)
         self.sample(first)
@@ -279,38 +278,15 @@ class Graph:
 
         Its keys and values are stored.
         """
-        layers, final_norm, ops = self.fused.layers, self.fused.final_norm, self.fused.decode_ops
-        # The kernel that adds to the residual also prepares the norm that reads the sum.
-        following = [layer.norm for layer in layers[1:]] + [final_norm]
-        residual, x, power = ops.embed(self.token, self.fused.embedding, layers[0].norm.weight)
-        for layer, next_norm, prefix, suffix in zip(layers, following, self.prefix, self.suffix):
-            (qkv, out, gate_up, down), norm, mlp_norm = layer.linears, layer.norm, layer.mlp_norm
-            # The norm's divisor, a number a row, is applied behind the product.
-            y, eps = F.linear(x, qkv.weight), norm.variance_epsilon
-            keys, values = suffix
-            q = ops.rotate_and_store(
-                y,
-                power,
-                eps,
-                qkv,
-                self.cos,
-                self.sin,
-                self.position,
-                keys,
-                values,
-                self.step,
-                tuple(map(norm_operands, layer.head_norms)),
-            )
-            prefix_keys, prefix_values = prefix
-            y = ops.attend(
-                q, prefix_keys, prefix_values, keys, values, self.pad, self.done, self.step
-            )
-            x, power = ops.add(residual, y, out, mlp_norm.weight)
-            y = F.linear(x, gate_up.weight)
-            y = ops.gate(y, power, mlp_norm.variance_epsilon, gate_up)
-            x, power = ops.add(residual, y, down, next_norm.weight)
-        normed = ops.normed(x, power, final_norm.variance_epsilon)
-        return residual if self.fused.before_norm else normed, normed
+        fused, ops = self.fused, self.fused.decode_ops
+        x = ops.embed(self.token, fused.embedding)
+        rotation = ops.rotation(self.cos, self.sin, self.position)
+        for layer, prefix, suffix in zip(fused.layers, self.prefix, self.suffix):
+            cache = TokenCache(*prefix, *suffix, pad=self.pad, done=self.done, step=self.step)
+            attention, parts = partial(ops.attend, cache), ops.parts(cache)
+            x = decoder_layer(x, layer.copied, rotation, attention, parts)
+        residual, normed = ops.final(x, fused.final_norm)
+        return residual if fused.before_norm else normed, normed
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -1,16 +1,17 @@
-"""Operations of a decode step as one Triton kernel each.
+"""A token of the sampler in Triton: between two products one kernel.
 
-`attend` is two, `add` comes behind a product; `embed`, `normed` and `choose` are compiled.
+`attend` is two; `final` and `choose` are compiled. The functions are those of `decode_torch`, and
+those of `layers` that are parts of a layer. They hand on what the next kernel completes: a
+`Residual` to which a linear is still to be added, a `Normed` and a `Projected`.
 
-The functions are those of `decode_torch`, where their arguments are documented. Sums are float32;
-products of two tensors use their dtype, in full precision for float32. Outputs of kernels, of
-linears and of silu are rounded to the model's dtype, as in the model. RMSNorm differs: its input
-times its weight is rounded, where the model rounds after the division.
+Sums are float32; products of two tensors use their dtype, in full precision for float32. Outputs of
+kernels, of linears and of silu are rounded to the model's dtype, as in the model. RMSNorm differs:
+its input times its weight is rounded, where the model rounds after the division.
 
 Letters: N rows, C width, F MLP width, r LoRA rank.
 """
 
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +19,20 @@ import triton
 import triton.language as tl
 
 from rl_train.engine import decode_torch
-
-# Operations that have a file of their own.
-from rl_train.engine.attention_triton import attend, rotate_and_store  # noqa: F401
+from rl_train.engine.attention_triton import Rotation as rotation  # noqa: F401
+from rl_train.engine.attention_triton import attend, heads  # noqa: F401
+from rl_train.engine.layers import Linears, Norm, Parts
 from rl_train.engine.linear_triton import (
     COLUMNS,
-    linear,
+    Normed,
+    Projected,
     norm_scale,
     product_of,
     read_linear,
     read_lora_b,
     read_power,
 )
-
-if TYPE_CHECKING:
-    from rl_train.engine.fused_weights import FusedLinears
-
+from rl_train.engine.linear_triton import linear as with_lora
 
 # Parts into which a product's inputs are split, added up in `add`: for so few rows cuBLAS does not
 # split them well itself.
@@ -46,13 +45,59 @@ def fits(head_size: int, width: int, mlp_width: int) -> bool:
     return head_size >= 32 and power_of_2 and width % COLUMNS == mlp_width % COLUMNS == 0
 
 
+class Residual:
+    """The residual stream (N, C), to which the output of a linear is still to be added, if any."""
+
+    def __init__(self, value: torch.Tensor, pending: Projected | None = None):
+        self.value, self.pending = value, pending
+
+
+def parts(cache: decode_torch.TokenCache) -> Parts:
+    """Return what computes a layer whose newest keys and values go to `cache`."""
+    return Parts(norm, linear, partial(heads, cache), add, gate)
+
+
+def embed(token: torch.Tensor, table: torch.Tensor) -> Residual:
+    """Compute `decode_torch.embed`."""
+    return Residual(F.embedding(token, table))
+
+
+def linear(inputs: torch.Tensor | Normed, linears: Linears) -> Projected:
+    """Compute the product of `layers.linear`."""
+    if isinstance(inputs, Normed):
+        return Projected(F.linear(inputs.x, linears.weight), linears, inputs)
+    return Projected(_product(inputs, linears.weight), linears)
+
+
+def add(residual: Residual, projected: Projected) -> Residual:
+    """Leave it to the next `norm` to add the output of a linear."""
+    return Residual(residual.value, projected)
+
+
 # These run once a token, not once a layer.
-PER_TOKEN = decode_torch.embed, decode_torch.normed, decode_torch.choose
-embed, normed, choose = map(torch.compile, PER_TOKEN)
+
+
+@torch.compile
+def _first_norm(residual, weight):
+    return residual * weight, residual.float().square().mean(1, keepdim=True)
+
+
+@torch.compile
+def _finish(x, power, eps):
+    return (x * torch.rsqrt(power.sum(1, keepdim=True) + eps)).to(x.dtype)
+
+
+def final(residual: Residual, norm_weights: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `decode_torch.final`."""
+    normed = norm(residual, norm_weights)
+    return residual.value, _finish(*normed)
+
+
+choose = torch.compile(decode_torch.choose)
 
 
 @triton.jit
-def _add(
+def _add_norm(
     residual, product, weight, x, power, S: tl.constexpr, SUMMANDS: tl.constexpr, C: tl.constexpr
 ):
     rows = (tl.program_id(1) * S.ROWS + tl.arange(0, S.ROWS)).to(tl.int64)
@@ -71,7 +116,7 @@ def _add(
         y_summand, inner_summand = read_linear(product, y, rows, columns, width, S)
         delta += y_summand
         inner += inner_summand
-    delta = linear(product, delta, inner.to(dtype), b, S)
+    delta = with_lora(product, delta, inner.to(dtype), b, S)
     # Rounded twice, as the model rounds a linear's output and the sum.
     total = (before + delta.to(dtype).to(tl.float32)).to(dtype)
     tl.store(residual + at, total, mask=valid[:, None])
@@ -81,15 +126,19 @@ def _add(
     tl.store(power + rows * S.PARTS + block, tl.sum(total * total, axis=1) / width, mask=valid)
 
 
-def add(residual: torch.Tensor, inputs: torch.Tensor, linear: "FusedLinears", weight: torch.Tensor):
-    """Compute `decode_torch.add`."""
-    (n, width), y = residual.shape, _product(inputs, linear.weight)
-    x, parts = torch.empty_like(residual), width // COLUMNS
-    power = residual.new_empty(n, parts, dtype=torch.float32)
-    product, sizes = product_of(y, linear, power)
-    grid = parts, triton.cdiv(n, sizes.ROWS)
-    _add[grid](residual, product, weight, x, power, sizes, len(y), COLUMNS)
-    return x, power
+def norm(residual: Residual, weights: Norm) -> Normed:
+    """Compute `layers.norm`; first add what is still to be added, in place."""
+    value, projected = residual.value, residual.pending
+    if projected is None:
+        return Normed(*_first_norm(value, weights.weight), weights.eps)
+    residual.pending = None
+    (n, width), x = value.shape, torch.empty_like(value)
+    # Summands of the mean square, one for each block of columns.
+    power = value.new_empty(n, width // COLUMNS, dtype=torch.float32)
+    product, sizes = product_of(projected, power)
+    grid = width // COLUMNS, triton.cdiv(n, sizes.ROWS)
+    _add_norm[grid](value, product, weights.weight, x, power, sizes, len(projected.y), COLUMNS)
+    return Normed(x, power, weights.eps)
 
 
 def _product(inputs, matrix):
@@ -112,19 +161,20 @@ def _gate(product, power, eps, out, width, S: tl.constexpr, C: tl.constexpr):
     g, g_a = read_linear(product, product.y, rows, columns, inner, S)
     u, u_a = read_linear(product, product.y, rows, up_columns, inner + S.RANK, S)
     scale = norm_scale(summands, eps)
-    g = (linear(product, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
-    u = (linear(product, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
+    g = (with_lora(product, g, g_a, g_b, S) * scale).to(dtype).to(tl.float32)
+    u = (with_lora(product, u, u_a, u_b, S) * scale).to(dtype).to(tl.float32)
     g = (g / (1 + tl.exp(-g))).to(dtype).to(tl.float32)  # silu
     at = rows[:, None] * width + columns[None, :]
     tl.store(out + at, (g * u).to(dtype), mask=(rows < product.num_rows)[:, None])
 
 
-def gate(y: torch.Tensor, power: torch.Tensor, eps: float, gate_up: "FusedLinears"):
-    """Compute `decode_torch.gate`."""
-    n, width = len(y), gate_up.sizes[0]
+def gate(projected: Projected) -> torch.Tensor:
+    """Compute `layers.gate`."""
+    y, normed, width = projected.y, projected.normed, projected.linears.sizes[0]
     # More columns per program read LoRA A's outputs and the norm's summands less often.
-    columns, out = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS, y.new_empty(n, width)
-    product, sizes = product_of(y, gate_up, power)
-    grid = width // columns, triton.cdiv(n, sizes.ROWS)
-    _gate[grid](product, power, eps, out, width, sizes, columns)
+    columns = COLUMNS if width % (2 * COLUMNS) else 2 * COLUMNS
+    out = y.new_empty(len(y), width)
+    product, sizes = product_of(projected, normed.power)
+    grid = width // columns, triton.cdiv(len(y), sizes.ROWS)
+    _gate[grid](product, normed.power, normed.eps, out, width, sizes, columns)
     return out

@@ -9,30 +9,14 @@ Letters: r LoRA rank, k linears of one input, D head size, V vocabulary, C width
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch._functorch.config
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
-from transformers import LlamaConfig, Qwen3VLTextConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextDecoderLayer
 
-from rl_train.engine import decode_torch, layers
-
-# All compute the same, but q, k and v of Llama and Qwen3-VL have no bias, and each head of
-# Qwen3-VL's q and k has a norm.
-LAYERS = (
-    Qwen2DecoderLayer,
-    Qwen2_5_VLDecoderLayer,
-    LlamaDecoderLayer,
-    Qwen3VLTextDecoderLayer,
-)
-# Configurations that know no sliding window, so they do not name the layers' types.
-WITHOUT_WINDOW = (LlamaConfig, Qwen3VLTextConfig)
+from rl_train.engine import decode_torch, layer_vjp, layers
+from rl_train.engine.families import Family, family_of
 
 
 class FusedLinears:
@@ -42,55 +26,49 @@ class FusedLinears:
         modules: the linears.
 
     Attributes:
-        weight, bias: of the one matrix product; bias is None if no linear has one.
-        lora_b: (sum of outputs, r) LoRA B's below each other, or None; scaling: alpha / r.
-        sizes: outputs of each linear.
         sources, targets: A, B of the first linear, of the second, ..: parameters and their copies.
-        live, copied: operands of `layers.linear`, whose LoRA is the parameters themselves, or
-            their copies.
+        live, copied: the linears as `layers.linear` takes them; their LoRA is the parameters
+            themselves, or their copies.
     """
 
     def __init__(self, modules: list[nn.Module]):
         self.bases = [_base(module) for module in modules]
         self.loras = [_lora(module) for module in modules if isinstance(module, LoraLinear)]
-        self.sizes = [base.out_features for base in self.bases]
-        self.scaling = self.loras[0][2] if self.loras else 0.0
         self.sources, self.targets = [p for lora in self.loras for p in lora[:2]], []
         self._fill()
 
     def _fill(self):
         """Make the matrix, of which the linears' parameters become views, with the LoRA in use."""
-        bases, loras, outputs = self.bases, self.loras, sum(self.sizes)
+        bases, loras = self.bases, self.loras
+        sizes, scaling = [base.out_features for base in bases], loras[0][2] if loras else 0.0
+        outputs = sum(sizes)
         new, rank = bases[0].weight.new_zeros, len(loras[0][0]) if loras else 0
         a = new(rank * len(loras), bases[0].in_features)
         # (outputs + k*r, inputs)
-        self.weight = _joined([base.weight for base in bases], a)
-        self.bias = None
+        weight, bias = _joined([base.weight for base in bases], a), None
         if any(base.bias is not None for base in bases):
             assert all(base.bias is not None for base in bases), "a bias on some linears only"
             # LoRA's A have no bias: zeros stand in their rows.
-            self.bias = _joined([base.bias for base in bases], a[:, 0])
-        self.lora_b, self.targets = None, []
-        rows_b = ()
+            bias = _joined([base.bias for base in bases], a[:, 0])
+        joined_b, rows_b = None, ()
         if loras:
-            self.lora_b = new(outputs, rank)
-            rows_a, rows_b = self.weight[outputs:].split(rank), self.lora_b.split(self.sizes)
+            joined_b = new(outputs, rank)
+            rows_a, rows_b = weight[outputs:].split(rank), joined_b.split(sizes)
             for rows in zip(rows_a, rows_b):  # views: copying into them fills the matrices
                 self.targets += rows
             _copy(self.targets, self.sources)
         # Two views of one storage: with autograd the LoRA's parameters, without it their copies.
-        bias = None if self.bias is None else self.bias[:outputs]
-        self.live = layers.LinearOperands(
+        self.live = layers.Linears(
             # Detached by .data, so that a refresh is no change of what autograd has saved.
-            weight=self.weight.data[:outputs],
-            bias=bias,
-            sizes=self.sizes,
-            scaling=self.scaling,
+            weight=weight.data[:outputs],
+            bias=None if bias is None else bias[:outputs],
+            sizes=sizes,
+            scaling=scaling,
             a=self.sources[::2],
             b=self.sources[1::2],
         )
-        self.copied = layers.LinearOperands(
-            weight=self.weight, bias=self.bias, sizes=self.sizes, scaling=self.scaling, b=rows_b
+        self.copied = layers.Linears(
+            weight=weight, bias=bias, sizes=sizes, scaling=scaling, b=rows_b, joined_b=joined_b
         )
 
 
@@ -102,43 +80,39 @@ def _joined(parameters, padding) -> torch.Tensor:
     return joined
 
 
-class FusedLayer(NamedTuple):
-    """A decoder layer: its linears by the input that they share, and its norms."""
+class FusedLayer:
+    """A decoder layer in the form that `layers` takes.
 
-    linears: list[FusedLinears]  # qkv, out, gate_up, down
-    norm: nn.Module  # before attention
-    mlp_norm: nn.Module
-    head_norms: tuple[nn.Module, ...]  # of each head of q and of k, if any
+    Attributes:
+        live, copied: its weights; their LoRA is the parameters themselves, or their copies.
+        sources, targets: parameters of its LoRA and their copies.
+    """
 
-    def operands(
-        self, rotation: tuple[torch.Tensor, torch.Tensor], live: bool
-    ) -> layers.LayerOperands:
-        """Return the operands of the functions before and behind attention.
-
-        Args:
-            rotation: cos, sin (m, 1, D/2) by which q and k are rotated.
-            live: read the LoRA parameters themselves; else their copies.
-        """
-        qkv, out, gate_up, down = (
-            linears.live if live else linears.copied for linears in self.linears
+    def __init__(self, layer: nn.Module, family: Family):
+        linears = [FusedLinears(_modules(layer, names)) for names in family.linears]
+        self.live, self.copied = (
+            layers.Layer(
+                norm=norm_of(layer.get_submodule(family.norm)),
+                qkv=qkv,
+                head_norms=tuple(map(norm_of, _modules(layer, family.head_norms))),
+                out=out,
+                mlp_norm=norm_of(layer.get_submodule(family.mlp_norm)),
+                gate_up=gate_up,
+                down=down,
+            )
+            for qkv, out, gate_up, down in zip(*[(group.live, group.copied) for group in linears])
         )
-        cos, sin = rotation
-        return layers.LayerOperands(
-            cos=cos,
-            sin=sin,
-            norm=norm_operands(self.norm),
-            qkv=qkv,
-            mlp_norm=norm_operands(self.mlp_norm),
-            out=out,
-            gate_up=gate_up,
-            down=down,
-            head_norms=tuple(map(norm_operands, self.head_norms)),
-        )
+        self.sources = [source for group in linears for source in group.sources]
+        self.targets = [target for group in linears for target in group.targets]
 
 
-def norm_operands(norm: nn.Module) -> layers.NormOperands:
-    """Return the operands of an RMSNorm."""
-    return layers.NormOperands(norm.weight, norm.variance_epsilon)
+def norm_of(module: nn.Module) -> layers.Norm:
+    """Return an RMSNorm in the form that `layers` takes."""
+    return layers.Norm(module.weight, module.variance_epsilon)
+
+
+def _modules(layer, names) -> list[nn.Module]:
+    return [layer.get_submodule(name) for name in names]
 
 
 class FusedModel:
@@ -154,26 +128,17 @@ class FusedModel:
 
     def __init__(self, language_model: nn.Module, before_norm: bool = False):
         model, head, config = language_model.model, language_model.lm_head, language_model.config
-        self.model, self.head, self.final_norm = model, head, model.norm
-        self.before_norm = before_norm
+        self.model, self.head, self.final_norm = model, head, norm_of(model.norm)
+        self.before_norm, self.family = before_norm, family_of(model.layers[0])
         # lm_head's V rows, and zeros up to a multiple of 64: Sa2VA-4B's 151,679 rows alone take a
         # matrix product to a kernel that reads single numbers, at a third of the speed.
         aligning = head.weight.new_zeros(-len(head.weight) % 64, head.weight.shape[1])
         self.padded_head = _joined([head.weight], aligning)
         self.embedding = model.embed_tokens.weight.data  # (V, C)
-        self.layers, self.sources, self.targets = [], [], []
-        for layer in model.layers:
-            # (sources, targets) of all layers in one list: one call copies the LoRA.
-            linears = [FusedLinears(group) for group in _groups(layer)]
-            fused_layer = FusedLayer(
-                linears,
-                norm=layer.input_layernorm,
-                mlp_norm=layer.post_attention_layernorm,
-                head_norms=_head_norms(layer),
-            )
-            self.layers.append(fused_layer)
-            self.sources += [source for group in linears for source in group.sources]
-            self.targets += [target for group in linears for target in group.targets]
+        self.layers = [FusedLayer(layer, self.family) for layer in model.layers]
+        # (sources, targets) of all layers in one list: one call copies the LoRA.
+        self.sources = [source for layer in self.layers for source in layer.sources]
+        self.targets = [target for layer in self.layers for target in layer.targets]
         rotary = model.rotary_emb
         # Not `inv_freq`: after a long call of the modules it is that of dynamic RoPE.
         self.inv_freq = rotary.original_inv_freq.float()
@@ -181,31 +146,40 @@ class FusedModel:
         # (D/2,) axis of the positions by which each frequency turns: time, height or width.
         sections = config.rope_parameters.get("mrope_section", [len(self.inv_freq)])
         self.num_axes = len(sections)
-        if isinstance(model.layers[0], Qwen3VLTextDecoderLayer):
-            axes = _interleaved_axes(sections, len(self.inv_freq))
-        else:
-            axes = [axis for axis, size in enumerate(sections) for _ in range(size)]
+        axes = self.family.axes(sections, len(self.inv_freq))
         self.axis = torch.tensor(axes, device=head.weight.device)  # (D/2,)
-        self.num_kv, self.head_size = config.num_key_value_heads, model.layers[0].self_attn.head_dim
-        # Operations of a decode step beside products; functions of a layer beside attention.
-        self.decode_ops, self.functions = decode_torch, layers.FUNCTIONS
+        self.num_kv = config.num_key_value_heads
+        num_heads = config.num_attention_heads + 2 * self.num_kv  # of q, k and v
+        self.head_size = sum(self.layers[0].live.qkv.sizes) // num_heads
+        # What computes a token of the sampler, and the functions of a layer beside attention.
+        self.decode_ops, self.functions = decode_torch, layer_vjp.FUNCTIONS
         if head.weight.is_cuda:
             # Allow recomputing tensors that a product of the backward reads too, such as the MLP's
             # gated values: a third less memory without gradient checkpointing.
             torch._functorch.config.ban_recompute_materialized_backward = False
-            self.functions = layers.LayerFunctions(*map(torch.compile, layers.FUNCTIONS))
+            self.functions = layer_vjp.LayerFunctions(*map(torch.compile, self.functions))
             from rl_train.engine import decode_triton
 
             if decode_triton.fits(self.head_size, config.hidden_size, config.intermediate_size):
                 self.decode_ops = decode_triton
-        self.state = _state(model)
+        self.state = self._state()
 
     def check(self):
         """Raise AssertionError if the model no longer computes with the fused matrices."""
-        assert self.state == _state(self.model), (
+        assert self.state == self._state(), (
             "the model was moved, or its LoRA is merged, off or another one: "
             "call release() of its engine before that"
         )
+
+    def _state(self) -> tuple:
+        """Return a value that `.to(..)`, merging, disabling and unloading change.
+
+        They change all linears alike, so only one is read: this runs at every use.
+        """
+        module, lora = self.model.layers[0].get_submodule(self.family.qkv[0]), ()
+        if isinstance(module, LoraLinear):
+            lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
+        return id(module), _base(module).weight.data_ptr(), *lora
 
     def refresh(self):
         """Copy the active LoRA into the fused matrices."""
@@ -239,18 +213,6 @@ def address(sources: Sequence[torch.Tensor]) -> int | None:
     return sources[0].data_ptr() if sources else None
 
 
-def _state(model) -> tuple:
-    """Return a value that `.to(..)`, merging, disabling and unloading change.
-
-    They change all linears alike, so only one is read: this runs at every use.
-    """
-    module = model.layers[0].self_attn.q_proj
-    lora = ()
-    if isinstance(module, LoraLinear):
-        lora = (module.merged, module.disable_adapters, tuple(module.active_adapters))
-    return id(module), _base(module).weight.data_ptr(), *lora
-
-
 def _base(module) -> nn.Linear:
     return module.base_layer if isinstance(module, LoraLinear) else module
 
@@ -261,51 +223,28 @@ def _lora(module: LoraLinear):
     return module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]
 
 
-def _groups(layer) -> list[list[nn.Module]]:
-    """Return the linears of a decoder layer, grouped by the input that they share."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-
-
-def _head_norms(layer) -> tuple[nn.Module, ...]:
-    attention = layer.self_attn
-    is_qwen3 = isinstance(layer, Qwen3VLTextDecoderLayer)
-    return (attention.q_norm, attention.k_norm) if is_qwen3 else ()
-
-
-def _interleaved_axes(sections: list[int], number: int) -> list[int]:
-    """Return the axis of each of `number` frequencies, of which axis a has sections[a].
-
-    The axes take turns until a section is used up; the first axis has the rest.
-    """
-    turns = [(i % len(sections), i // len(sections)) for i in range(number)]
-    return [axis if turn < sections[axis] else 0 for axis, turn in turns]
-
-
 def unsupported(language_model: nn.Module) -> str | None:
     """Return why the fast path does not support `language_model`, or None if it does."""
     config, model, head = language_model.config, language_model.model, language_model.lm_head
-    unknown = {type(layer) for layer in model.layers if not isinstance(layer, LAYERS)}
+    families = {type(layer): family_of(layer) for layer in model.layers}
+    unknown = [layer_type.__name__ for layer_type, family in families.items() if family is None]
     if unknown:
-        return f"layers of {', '.join(layer_type.__name__ for layer_type in unknown)} are not known"
+        return f"layers of {', '.join(unknown)} are not known"
+    (family,) = families.values()
     rope = config.rope_parameters["rope_type"]
     # Dynamic rotary embeddings are the default ones up to `Engine.max_positions`.
     supported = config.hidden_act == "silu" and rope in ("default", "dynamic")
-    full = isinstance(config, WITHOUT_WINDOW) or set(config.layer_types) == {"full_attention"}
+    full = not family.windows or set(config.layer_types) == {"full_attention"}
     if not supported or not full:
         return "only silu, full attention and default rotary embeddings are known"
     if type(head) is not nn.Linear or type(model.embed_tokens) is not nn.Embedding:
         return "lm_head or embed_tokens is not plain"
-    linears = [module for layer in model.layers for group in _groups(layer) for module in group]
+    groups = [[_modules(layer, names) for names in family.linears] for layer in model.layers]
+    linears = [module for layer in groups for group in layer for module in group]
     if any(type(_base(module)) is not nn.Linear for module in linears):
         return "it has linears of another kind"
     # The decode step adds a bias to q, k and v alone.
-    others = [module for layer in model.layers for group in _groups(layer)[1:] for module in group]
+    others = [module for layer in groups for group in layer[1:] for module in group]
     if any(_base(module).bias is not None for module in others):
         return "linears beside q, k and v have a bias"
     parameters = [(n, p) for n, p in (*model.named_parameters(), ("lm_head", head.weight))]
@@ -318,8 +257,8 @@ def unsupported(language_model: nn.Module) -> str | None:
         return (
             f"its weights are {', '.join(f'{dtype} on {device}' for dtype, device in placements)}"
         )
-    for number, layer in enumerate(model.layers):
-        for group in _groups(layer):
+    for number, layer in enumerate(groups):
+        for group in layer:
             reason = _unsupported_loras(group)
             if reason:
                 return f"layer {number}: {reason}"

@@ -5,22 +5,61 @@ program. Kernels read all their inputs before they compute: most of their time i
 first of these.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-if TYPE_CHECKING:
-    from rl_train.engine.fused_weights import FusedLinears
-
+from rl_train.engine.layers import Linears
 
 # Columns of the width that a program computes; of the MLP's width twice as many if these divide it.
 COLUMNS = 32
 
 
+class Normed(NamedTuple):
+    """RMSNorm x / sqrt(power.sum(1) + eps).
+
+    As the divisor is one number a row, linears take x and their outputs are divided.
+    """
+
+    x: torch.Tensor  # (N, C), its input times its weight
+    power: torch.Tensor  # (N, any) summands of its input's mean square
+    eps: float
+
+
+class Projected(NamedTuple):
+    """A product with the matrix of linears. Who reads it adds the LoRA, divides, adds the bias.
+
+    Attributes:
+        y: (N, outputs + k*r), or summands of it (.., N, outputs + k*r).
+        normed: input of the product, if that is a norm.
+    """
+
+    y: torch.Tensor
+    linears: Linears
+    normed: Normed | None = None
+
+
+def complete(projected: Projected) -> Sequence[torch.Tensor]:
+    """Return what `layers.linear` does, in plain torch."""
+    y, (_, bias, sizes, scaling, _, b, _), normed = projected
+    dtype, outputs = projected.linears.weight.dtype, sum(sizes)
+    y = y.sum(0) if y.dim() > 2 else y
+    y, inner = y[:, :outputs].float(), y[:, outputs:].to(dtype)
+    if b:
+        pairs = zip(inner.chunk(len(sizes), 1), b)
+        y = y + scaling * torch.cat([a @ rows.t() for a, rows in pairs], dim=1)
+    if normed is not None:
+        y = y * torch.rsqrt(normed.power.sum(1, keepdim=True) + normed.eps)
+    if bias is not None:  # behind the division, which must not scale it
+        y = y + bias[:outputs]
+    return y.to(dtype).split(sizes, 1)
+
+
 class Product(NamedTuple):
-    """A product with the matrix of linears, and the operands that complete it."""
+    """Arguments of a kernel that reads a product."""
 
     y: torch.Tensor  # (.., N, stride), whose last columns are the outputs of LoRA A
     lora_b: torch.Tensor  # (outputs, r), unread without LoRA
@@ -39,12 +78,15 @@ class Sizes(NamedTuple):
     PARTS_BLOCK: int
 
 
-def product_of(
-    y: torch.Tensor, linears: "FusedLinears", power: torch.Tensor
-) -> tuple[Product, Sizes]:
-    """Return the kernels' arguments for a product y (.., N, outputs + k*r), and their constants."""
+def product_of(projected: Projected, power: torch.Tensor) -> tuple[Product, Sizes]:
+    """Return the kernels' arguments for a product, and their constants.
+
+    Args: power: (N, parts) summands of a norm that the kernel reads or writes.
+    """
+    y, linears, _ = projected
     num_rows, stride = y.shape[-2:]
-    lora_b, rank = linears.lora_b, 0 if linears.lora_b is None else linears.lora_b.shape[1]
+    lora_b = linears.joined_b
+    rank = 0 if lora_b is None else lora_b.shape[1]
     num_parts = power.shape[1]
     sizes = Sizes(
         program_rows(num_rows),

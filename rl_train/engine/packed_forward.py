@@ -3,8 +3,8 @@
 In an update eager modules spend more time on copies than on products: LoRA layers cast their input
 to float32 and back, and each operation between two products reads and writes all tokens. Here
 linears of one input are one product (see `fused_weights`), and their LoRA A's another, or a part of
-it without gradient. The functions before and behind attention (`layers`) are compiled to few
-kernels on a GPU.
+it without gradient. The two halves of a layer, before and behind attention (`layers`), are compiled
+to few kernels on a GPU.
 
 Letters: m tokens of all sequences, P sequences, S slots of each, C width, H query heads,
 K key-value heads, D head size.
@@ -13,9 +13,9 @@ K key-value heads, D head size.
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from rl_train.engine import layers
-from rl_train.engine.fused_weights import FusedLayer, FusedModel, address
-from rl_train.engine.layers import any_number
+from rl_train.engine import varlen_attention
+from rl_train.engine.fused_weights import FusedModel, address
+from rl_train.engine.layers import Layer, Rotation, any_number
 from rl_train.engine.packing import Layout
 from sa2va_hf.to_device import to_device
 
@@ -44,46 +44,42 @@ def hidden_states(
     if not with_gradient:
         fused.refresh()  # copies of the LoRA make fewer, larger products
     with torch.autocast(embeds.device.type, enabled=False):
-        bias = None if layers.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
-        runs = layers.varlen_segments(layout.part, embeds.device, bias)
+        bias = (
+            None if varlen_attention.by_flash(embeds) else layout.bias(embeds.dtype, embeds.device)
+        )
+        runs = varlen_attention.varlen_segments(layout.part, embeds.device, bias)
         position = to_device(layout.position_ids, embeds.device)
         position = position.flatten(1)[:, runs.slots].t()  # (m, axes)
         position = position.expand(-1, fused.num_axes)  # a single axis stands for all
         angle = position.index_select(1, fused.axis) * fused.inv_freq  # (m, D/2), row by row
         rotation = [(f(angle) * fused.rope_scale).to(embeds.dtype) for f in (torch.cos, torch.sin)]
-        rotation = any_number(*[f[:, None] for f in rotation])  # (m, 1, D/2)
+        rotation = Rotation(*any_number(*[f[:, None] for f in rotation]))  # (m, 1, D/2)
         # (m, C) each: embeddings, and what is added behind the first layers (deepstack)
         width = fused.embedding.shape[1]
         residual, deepstack = embeds.flatten(0, 1)[runs.slots], ()
         if residual.shape[1] > width:
+            assert fused.family.deepstack, f"embeddings of {residual.shape[1]} numbers, not {width}"
             residual, *deepstack = (part.contiguous() for part in residual.split(width, dim=1))
         for number, layer in enumerate(fused.layers):
             if recompute:
                 # Inputs of the Function, as autograd asks derivatives of inputs only.
-                lora = [parameter for linears in layer.linears for parameter in linears.sources]
-                residual = _Checkpoint.apply(fused, layer, rotation, runs, residual, *lora)
+                residual = _Checkpoint.apply(
+                    fused, layer.copied, rotation, runs, residual, *layer.sources
+                )
             else:
-                operands = layer.operands(rotation, live=with_gradient)
+                weights = layer.live if with_gradient else layer.copied
                 any_number(residual)
-                q, k, v = functions.before_attention(residual, *operands.before_attention)
+                q, k, v = functions.before_attention(residual, weights, rotation)
                 if cache is not None:
                     cache.append([k, v])
-                mixed = layers.Attention.apply(q, k, v, runs)
+                mixed = varlen_attention.Attention.apply(q, k, v, runs)
                 any_number(residual, mixed)
-                residual = functions.behind_attention(
-                    residual,
-                    mixed,
-                    operands.mlp_norm,
-                    operands.out,
-                    operands.gate_up,
-                    operands.down,
-                )
+                residual = functions.behind_attention(residual, mixed, weights)
             if number < len(deepstack):
                 residual = residual + deepstack[number]
         if not fused.before_norm:
-            final = fused.final_norm
             any_number(residual)
-            residual = functions.rms_norm(residual, final.weight, final.variance_epsilon)
+            residual = functions.norm(residual, fused.final_norm)
         # Back to padded sequences: (m, C) -> (P, S, C).
         shape = *embeds.shape[:2], width
         slots = residual.new_zeros(shape).flatten(0, 1)
@@ -101,24 +97,21 @@ class _Checkpoint(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         fused: FusedModel,
-        layer: FusedLayer,
-        rotation: tuple[torch.Tensor, torch.Tensor],
-        runs: layers.VarlenSegments,
+        layer: Layer,
+        rotation: Rotation,
+        runs: varlen_attention.VarlenSegments,
         residual: torch.Tensor,
         *lora: torch.nn.Parameter,
     ) -> torch.Tensor:
         functions = fused.functions
         residual = residual.detach()  # as in the backward: one graph for all layers
-        operands = layer.operands(rotation, live=False)
         any_number(residual)
-        q, k, v = functions.before_attention(residual, *operands.before_attention)
-        attended = layers.attend(q, k, v, runs)
+        q, k, v = functions.before_attention(residual, layer, rotation)
+        attended = varlen_attention.attend(q, k, v, runs)
         del q, k, v  # freed before the MLP, the layer's peak of memory
         mixed = attended[0]
         any_number(residual, mixed)
-        out = functions.behind_attention(
-            residual, mixed, operands.mlp_norm, operands.out, operands.gate_up, operands.down
-        )
+        out = functions.behind_attention(residual, mixed, layer)
         ctx.save_for_backward(*lora, residual, *attended)
         ctx.fused, ctx.layer, ctx.rotation, ctx.runs = fused, layer, rotation, runs
         ctx.lora_address = address(lora)
@@ -134,17 +127,13 @@ class _Checkpoint(torch.autograd.Function):
             "another LoRA came into use between a checkpointed forward and its backward"
         )
         fused.follow()  # forwards of other roles may have run in between
-        operands = ctx.layer.operands(ctx.rotation, live=False)
+        layer, rotation = ctx.layer, ctx.rotation
         mixed = attended[0]
         any_number(d, residual, mixed)
         # Backward through the MLP and the output projection, without their forward.
-        d, d_mixed, *by_rest = functions.behind_attention_vjp(
-            d, residual, mixed, operands.mlp_norm, operands.out, operands.gate_up, operands.down
-        )
-        q, k, v = functions.before_attention(residual, *operands.before_attention)
-        by_heads = layers.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
+        d, d_mixed, *by_rest = functions.behind_attention_vjp(d, residual, mixed, layer)
+        q, k, v = functions.before_attention(residual, layer, rotation)
+        by_heads = varlen_attention.attend_vjp(d_mixed, q, k, v, ctx.runs, *attended)
         any_number(d, *by_heads)
-        d, *by_qkv = functions.before_attention_vjp(
-            d, by_heads, residual, *operands.before_attention
-        )
+        d, *by_qkv = functions.before_attention_vjp(d, by_heads, residual, layer, rotation)
         return None, None, None, None, d, *by_qkv, *by_rest  # in the order of forward's inputs

@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from rl_train.engine import decode_torch
-from rl_train.engine.layers import NormOperands
+from rl_train.engine import decode_torch, layers
+from rl_train.engine.decode_torch import TokenCache
+from rl_train.engine.layers import Linears, Norm
 from rl_train.engine.sampling import StopText
 
 pytestmark = [
@@ -33,6 +35,11 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_no
     One prompt is empty.
     """
     from rl_train.engine import decode_triton
+    from rl_train.engine.linear_triton import complete
+
+    def close(found, expected):
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (found.float() - expected).abs().max() <= tolerance * expected.abs().max()
 
     n, kv, size, inner, suffix = (
         prompts * group,
@@ -41,28 +48,30 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_no
         352 if rank else 360,
         64,
     )  # 360: not in two summands
-    width, qkv, mlp = heads * size, (heads + 2 * kv) * size, 352 if group < 8 else 384
+    width, mlp = heads * size, 352 if group < 8 else 384
     generator = torch.Generator("cuda").manual_seed(0)
 
     def make(*shape):
         return (0.5 * torch.randn(*shape, device="cuda", generator=generator)).to(dtype)
 
-    def linears(*sizes, inner=0, bias=False):
-        out = sum(sizes)
-        return SimpleNamespace(
-            weight=make(out + rank, inner),
-            bias=make(out + len(sizes) * rank) if bias else None,
-            lora_b=make(out, rank) if rank else None,
-            scaling=2.0,
+    def linears(*sizes, inner, bias=False):
+        num_outputs = sum(sizes)
+        joined_b = make(num_outputs, rank) if rank else None
+        return Linears(
+            weight=make(num_outputs + rank * len(sizes), inner),
+            # LoRA's A have no bias.
+            bias=F.pad(make(num_outputs), (0, rank * len(sizes))) if bias else None,
             sizes=list(sizes),
+            scaling=2.0,
+            b=joined_b.split(sizes) if rank else (),
+            joined_b=joined_b,
         )
 
     def exactly(value):
         """A copy, of `dtype` in float32."""
-        if isinstance(value, SimpleNamespace):
-            return SimpleNamespace(**{name: exactly(v) for name, v in vars(value).items()})
-        if isinstance(value, tuple):
-            return tuple(NormOperands(exactly(norm.weight), norm.eps) for norm in value)
+        if isinstance(value, (tuple, list)):
+            copies = [exactly(v) for v in value]
+            return type(value)(*copies) if hasattr(value, "_fields") else type(value)(copies)
         if not torch.is_tensor(value):
             return value
         return value.float().clone() if value.dtype == dtype else value.clone()
@@ -71,57 +80,49 @@ def test_triton_equals_torch(dtype, prompts, group, heads, slots, rank, heads_no
         torch.tensor([37], device="cuda"),
         torch.tensor([5, slots, 0, slots - 3] * 4, dtype=torch.int32, device="cuda")[:prompts],
     )
-    power, position = (
-        0.1 + torch.rand(n, width // 32, device="cuda", generator=generator),
-        torch.arange(n, device="cuda") % 90,
-    )
+    position = torch.arange(n, device="cuda") % 90
     done = torch.arange(n, device="cuda") % 3 == 1  # of the second prompt's rows all
     done[n // prompts : 2 * n // prompts] = True
-    stored = make(n, kv, suffix, size), make(n, kv, suffix, size)
-    cases = dict(
-        embed=(torch.arange(n, device="cuda") % 50, make(50, width), make(width)),
-        add=(make(n, width), make(n, inner), linears(width, inner=inner), make(width)),
-        normed=(make(n, width), power, 1e-6),
-        rotate_and_store=(
-            make(n, qkv + 3 * rank),
-            power,
-            1e-6,
-            linears(heads * size, kv * size, kv * size, bias=rank > 0),
-            make(100, size // 2),
-            make(100, size // 2),
-            position,
-            *stored,
-            step,
-            tuple(NormOperands(make(size), 1e-6) for _ in "qk") if heads_norm else (),
-        ),
-        attend=(
-            make(n, heads, size),
-            make(prompts, kv, slots, size),
-            make(prompts, kv, slots, size),
-            *stored,
-            pad,
-            done,
-            step,
-        ),
-        gate=(make(n, 2 * mlp + 2 * rank), power, 1e-6, linears(mlp, mlp)),
-    )
-    changed = dict(add=slice(0, 1), rotate_and_store=slice(7, 9))  # arguments that are written to
-    for name, arguments in cases.items():
-        exact = [exactly(argument) for argument in arguments]
-        results = []
-        for ops, given in ((decode_torch, exact), (decode_triton, arguments)):
-            found = getattr(ops, name)(*given)
-            found = list(found) if isinstance(found, tuple) else [found]
-            if name in ("embed", "add"):
-                found[-1] = found[-1].sum(1)  # shares of any number
-            if name == "attend":
-                assert found[0].isfinite().all()
-                found[0] = found[0][~done]  # what nobody reads
-            results.append(found + list(given[changed.get(name, slice(0))]))
-        for e, f in zip(*results, strict=True):
-            assert (f.float() - e).abs().max() <= (
-                1e-5 if dtype == torch.float32 else 2e-2
-            ) * e.abs().max(), name
+    shared = [make(prompts, kv, slots, size) for _ in "kv"]
+    cache = TokenCache(*shared, *(make(n, kv, suffix, size) for _ in "kv"), pad, done, step)
+    angles = make(100, size // 2), make(100, size // 2), position
+    norms = tuple(Norm(make(size), 1e-6) for _ in "qk") if heads_norm else ()
+    residual, mixed, weights = make(n, width), make(n, inner), Norm(make(width), 1e-6)
+    out, gate_up = linears(width, inner=inner), linears(mlp, mlp, inner=width)
+    qkv = linears(heads * size, kv * size, kv * size, inner=width, bias=rank > 0)
+
+    # Each part by the kernels, and by plain torch in float32 on what the kernels were given.
+    normed = decode_triton.norm(decode_triton.Residual(residual), weights)  # nothing is added
+    close(decode_triton._finish(*normed), layers.norm(exactly(residual), exactly(weights)))
+    product = decode_triton.linear(mixed, out)
+    close(complete(product)[0], layers.linear(exactly(mixed), exactly(out))[0])
+    before = exactly(residual)
+    x = decode_triton.add(decode_triton.Residual(residual), product)
+    normed = decode_triton.norm(x, weights)
+    assert x.pending is None
+    close(x.value, before + exactly(complete(product)[0]))
+    close(decode_triton._finish(*normed), layers.norm(exactly(x.value), exactly(weights)))
+    # Both kernels that read a product of a norm.
+    exact = layers.norm(exactly(x.value), exactly(weights))
+    projected = decode_triton.linear(normed, gate_up)
+    close(torch.cat(complete(projected), 1), torch.cat(layers.linear(exact, exactly(gate_up)), 1))
+    close(decode_triton.gate(projected), layers.gate(exactly(complete(projected))))
+    projected, expected_cache = decode_triton.linear(normed, qkv), exactly(cache)
+    close(torch.cat(complete(projected), 1), torch.cat(layers.linear(exact, exactly(qkv)), 1))
+    rotation = decode_triton.rotation(*angles)
+    q, *stored = decode_triton.heads(cache, projected, norms, rotation)
+    assert stored == [None, None]
+    rotation = decode_torch.rotation(*exactly(angles))
+    expected = layers.heads(exactly(complete(projected)), exactly(norms), rotation)
+    close(q, expected[0])
+    decode_torch.attend(expected_cache, *expected)  # stores k and v
+    close(cache.keys, expected_cache.keys)
+    close(cache.values, expected_cache.values)
+    q = make(n, heads, size)
+    attended = decode_triton.attend(cache, q, None, None)
+    assert attended.isfinite().all()
+    expected = decode_torch.attend(exactly(cache), exactly(q), None, None)
+    close(attended[~done], expected[~done])  # of the others nobody reads
 
 
 @pytest.mark.parametrize("vocab", [151_679, 512, 513, 40])

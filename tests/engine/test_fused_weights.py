@@ -33,7 +33,7 @@ def test_parameters_are_views_with_the_same_numbers(engine, monkeypatch):
     assert all(torch.equal(v, fresh[k]) for k, v in model.state_dict().items())
     fused = engine.fused
     with fast(engine):
-        qkv, *_ = fused(model.lm_head.weight).layers[0].linears
+        qkv = fused(model.lm_head.weight).layers[0].copied.qkv
     q, k = linear(model), linear(model, "k_proj")
     assert q.weight.data_ptr() == qkv.weight.data_ptr() and q.bias.data_ptr() == qkv.bias.data_ptr()
     assert k.weight.untyped_storage().data_ptr() == q.weight.untyped_storage().data_ptr()

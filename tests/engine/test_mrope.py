@@ -16,7 +16,8 @@ from transformers import (
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from rl_train.engine import Engine
-from rl_train.engine.fused_weights import _interleaved_axes, unsupported
+from rl_train.engine.families import interleaved
+from rl_train.engine.fused_weights import unsupported
 from sa2va_hf.qwen_vl import image_features, text_model
 from tests.engine.tiny import LINEARS, fast, slow, train_lora, trained
 
@@ -219,13 +220,13 @@ def test_states_before_the_final_norm(vl, work):
     assert (plain[3] - normed[3]).abs().max() > 0.1
 
 
-def test_interleaved_axes():
+def testinterleaved():
     """Time, height, width by turns; height and width end first, and time has the rest."""
-    assert _interleaved_axes([4, 2, 2], 8) == [0, 1, 2, 0, 1, 2, 0, 0]
+    assert interleaved([4, 2, 2], 8) == [0, 1, 2, 0, 1, 2, 0, 0]
     angles = torch.arange(3.0)[:, None].expand(3, 64)
     rotary = type("Rotary", (), dict(mrope_section=[24, 20, 20]))
     of_transformers = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(rotary, angles.clone())
-    assert _interleaved_axes([24, 20, 20], 64) == of_transformers[:64].tolist()
+    assert interleaved([24, 20, 20], 64) == of_transformers[:64].tolist()
 
 
 def test_the_text_model_is_known(vl):

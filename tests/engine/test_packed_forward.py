@@ -8,7 +8,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from rl_train.engine import Engine, layers
+from rl_train.engine import Engine, layer_vjp, layers, varlen_attention
 from rl_train.engine.fused_weights import FusedLinears
 from rl_train.engine.hf_backend import prepare_checkpointing
 from rl_train.roles import Roles
@@ -20,7 +20,8 @@ from tests.engine.tiny import fast, make, scored, slow, tiny_llm, trained, work
 def test_norm():
     x, weight = make(5, 8, seed=1), make(8, seed=2)
     expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
-    torch.testing.assert_close(layers.rms_norm(x, weight, 1e-6), expected, atol=1e-6, rtol=1e-6)
+    found = layers.norm(x, layers.Norm(weight, 1e-6))
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("lora", ["live", "copied"])
@@ -38,13 +39,10 @@ def test_linears(lora):
 
 def test_heads_are_turned():
     """q and k by their angle, as complex numbers; v stays."""
-    angle, matrix = make(3, 3, seed=2), make(30, 6, seed=1)
-    residual = make(3, 6, seed=3)
-    norm = layers.NormOperands(torch.ones(6), 1e-6)
-    qkv = layers.LinearOperands(matrix, bias=None, sizes=[18, 6, 6], scaling=0.0)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    q, k, v = layers.before_attention(residual, cos, sin, norm, qkv)
-    heads = (layers.rms_norm(residual, norm.weight, norm.eps) @ matrix.t()).view(3, 5, 6)
+    angle, projected = make(3, 3, seed=2), make(3, 30, seed=1)
+    rotation = layers.Rotation(angle.cos()[:, None], angle.sin()[:, None])
+    q, k, v = layers.heads(projected.split([18, 6, 6], 1), (), rotation)
+    heads = projected.view(3, 5, 6)
     plane = torch.view_as_complex(torch.stack(heads[:, :4].chunk(2, -1), -1))
     turned = plane * torch.exp(1j * angle[:, None])
     torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([turned.real, turned.imag], -1))
@@ -83,7 +81,7 @@ def flash_backward(d, q, k, v, out, sums, *ends_and_options):
 @pytest.mark.parametrize("num_kv_heads, lora", [(2, True), (4, True), (1, False)])
 def test_equals_modules(num_kv_heads, lora, checkpointing, how, monkeypatch):
     if how == "flash":
-        monkeypatch.setattr(layers, "by_flash", lambda x: True)
+        monkeypatch.setattr(varlen_attention, "by_flash", lambda x: True)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
         monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     llm = tiny_llm(lora_r=4 * lora, num_key_value_heads=num_kv_heads)
@@ -119,13 +117,13 @@ def test_a_compiled_backward_computes_no_product_that_nobody_reads():
 
         return torch.compile(function, backend=aot_autograd(fw_compiler=count))
 
-    fused.functions = layers.LayerFunctions(*map(compiled, layers.FUNCTIONS))
+    fused.functions = layer_vjp.LayerFunctions(*map(compiled, layer_vjp.FUNCTIONS))
     release, engine.release = engine.release, lambda: None
     found = [scored(llm, fast, engine=engine, **one) for one in sizes]
     release()
     for f, r in zip(found, right):
         torch.testing.assert_close(f, r, atol=1e-5, rtol=1e-4)
-    assert products.pop("rms_norm")
+    assert products.pop("norm")
     assert products == dict(
         before_attention=[4],
         behind_attention=[7],
@@ -239,7 +237,7 @@ def test_keeps_little():
         # As on a GPU, where torch.compile decides what is kept.
         partition = dict(backend="aot_eager_decomp_partition")
         compiled = [torch.compile(function, **partition) for function in fused.functions]
-        fused.functions = layers.LayerFunctions(*compiled)
+        fused.functions = layer_vjp.LayerFunctions(*compiled)
         engine.score(*inputs)
     for way in (slow, fast):
         for engine.gradient_checkpointing in (False, True):

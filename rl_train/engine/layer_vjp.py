@@ -1,0 +1,97 @@
+"""Derivatives of the two halves of a layer, for a backward that recomputes it.
+
+Letters: m tokens, C width, H query heads, K key-value heads, D head size, r LoRA rank.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from rl_train.engine import layers
+from rl_train.engine.layers import Layer, Linears, Rotation
+
+
+def before_attention_vjp(
+    d_residual: torch.Tensor,
+    d_heads: tuple[torch.Tensor, ...],
+    residual: torch.Tensor,
+    layer: Layer,
+    rotation: Rotation,
+) -> tuple[torch.Tensor, ...]:
+    """Return derivatives by the residual, plus `d_residual`, and by each LoRA of qkv.
+
+    Args:
+        d_residual: by the residual behind attention; d_heads: by q, k, v; the rest as in
+            `layers.before_attention`, of which the LoRA's A are rows of the weights.
+    """
+    frozen, lora = _apart(layer.qkv)
+
+    def function(residual, lora):
+        return layers.before_attention(residual, _replaced(layer, qkv=(frozen, lora)), rotation)
+
+    # The residual also goes past attention: both derivatives are added.
+    by_residual, lora = torch.func.vjp(function, residual, lora)[1](d_heads)
+    return d_residual + by_residual, *_of_each(*lora)
+
+
+def behind_attention_vjp(
+    d: torch.Tensor, residual: torch.Tensor, mixed: torch.Tensor, layer: Layer
+) -> tuple[torch.Tensor, ...]:
+    """Return derivatives by residual, by mixed and by each LoRA of the linears in turn.
+
+    Compiled, it does not compute the output of `down`.
+    """
+    frozen, loras = zip(*[_apart(linears) for linears in (layer.out, layer.gate_up, layer.down)])
+
+    def function(residual, mixed, loras):
+        out, gate_up, down = zip(frozen, loras)
+        replaced = _replaced(layer, out=out, gate_up=gate_up, down=down)
+        return layers.behind_attention(residual, mixed, replaced)
+
+    # The derivative does not depend on the output, so the compiler drops the last product.
+    by_residual, by_mixed, loras = torch.func.vjp(function, residual, mixed, loras)[1](d)
+    return by_residual, by_mixed, *[d for lora in loras for d in _of_each(*lora)]
+
+
+def _apart(linears: Linears):
+    """Return the linears without LoRA, and (A, B), where A were the last rows of weight."""
+    weight, bias, sizes, scaling, a, b, _ = linears
+    outputs = sum(sizes)
+    bias = None if bias is None else bias[:outputs]  # without the zeros of LoRA's A
+    frozen = Linears(weight[:outputs], bias, sizes, scaling)
+    return frozen, ((weight[outputs:],) if b else a, b)
+
+
+def _replaced(layer: Layer, **linears) -> Layer:
+    """Return the layer with (frozen linears, (LoRA's A, B)) in place of some of its linears."""
+    joined = {
+        name: Linears(frozen.weight, frozen.bias, frozen.sizes, frozen.scaling, a, b)
+        for name, (frozen, (a, b)) in linears.items()
+    }
+    return layer._replace(**joined)
+
+
+def _of_each(a, b):
+    """Return float32 derivatives by A, B of the first linear, of the second, .."""
+    by_a = a[0].float().chunk(len(b)) if b else ()  # (k*r, C) in k parts
+    return [d for pair in zip(by_a, b) for d in (pair[0], pair[1].float())]
+
+
+class LayerFunctions(NamedTuple):
+    """Functions of a layer, plain or compiled."""
+
+    before_attention: Callable
+    behind_attention: Callable
+    norm: Callable
+    before_attention_vjp: Callable
+    behind_attention_vjp: Callable
+
+
+FUNCTIONS = LayerFunctions(
+    layers.before_attention,
+    layers.behind_attention,
+    layers.norm,
+    before_attention_vjp,
+    behind_attention_vjp,
+)
