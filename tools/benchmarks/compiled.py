@@ -1,11 +1,11 @@
-"""A decode step as plain functions under torch.compile, which its kernels are held against.
+"""A token of the sampler under torch.compile, which its kernels are held against.
 
 Letters: N = P*G rows about P prompts, m tokens (in a decode step N), H query heads, K key-value
-heads, D head size, L prompt slots, T suffix slots, S = L + T*G, C width, F MLP width, r LoRA rank,
-k linears of one input.
+heads, D head size, L prompt slots, T suffix slots, S = L + T*G, C width, r LoRA rank, k linears of
+one input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial
 from types import SimpleNamespace
@@ -15,84 +15,56 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from rl_train.engine import decode_torch
+from rl_train.engine import decode_torch, layers
 from rl_train.engine.decode import Graph
-from rl_train.engine.fused_weights import FusedLinears, FusedModel, norm_operands
-from rl_train.engine.layers import rms_norm
+from rl_train.engine.decode_torch import TokenCache
+from rl_train.engine.fused_weights import FusedModel
+from rl_train.engine.layers import Layer, Linears, Norm, Parts, Rotation
 from rl_train.engine.lm_head import product
 
 RECOMPILE_LIMIT = 64  # each size, and each shape that one function meets, is compiled for itself
 BLOCK = 128  # keys that FlexAttention skips or reads together
 AUTOTUNE = "max-autotune-no-cudagraphs"  # with coordinate descent, and products in Triton
-KERNELS = ("add", "rotate_and_store", "attend", "gate")  # the other parts are compiled anyway
+KERNELS = ("norm", "heads", "attend", "gate")  # the other parts are compiled anyway
 
 
-def first_half(
-    residual: torch.Tensor,
-    delta: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    qkv: tuple,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    num_kv: int,
-    linear: Callable,
-):
-    """Return residual + delta (m, C), q (m, H, D), k (m, K, D) and v (m, K, D).
-
-    Args: cos, sin: (m, 1, D/2).
-    """
-    residual = residual + delta
-    heads = linear(rms_norm(residual, norm, eps), *qkv).unflatten(1, (-1, 2 * cos.shape[2]))
-    first, second = heads[:, :-num_kv].chunk(2, dim=2)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2)
-    return residual, rotated[:, :-num_kv], rotated[:, -num_kv:], heads[:, -num_kv:]
-
-
-def second_half(
-    residual: torch.Tensor,
-    attended: torch.Tensor,
-    out: tuple,
-    norm: torch.Tensor,
-    eps: float,
-    gate_up: tuple,
-    down: tuple,
-    linear: Callable,
-):
-    """Return (residual (m, C), what the MLP adds to it (m, C)) behind attention (m, H*D)."""
-    residual = residual + linear(attended, *out)
-    gate, up = linear(rms_norm(residual, norm, eps), *gate_up).chunk(2, dim=1)
-    return residual, linear(F.silu(gate) * up, *down)
-
-
-def fused_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora_b: torch.Tensor | None
-):
-    """Return (m, outputs) by a product with [W; A] and one with LoRA's B.
+def fused_linear(x: torch.Tensor, linears: Linears) -> Sequence[torch.Tensor]:
+    """Return what `layers.linear` does, by a product with [W; A] and one with LoRA's B.
 
     Args:
-        weight: (outputs + k*r, inputs); bias: or None.
-        lora_b: scaled; (k*r, outputs), in blocks, or (k, r, outputs of each); None: no LoRA.
+        linears: from `joined_lora`.
     """
-    y = F.linear(x, weight, bias)
+    y, lora_b = F.linear(x, linears.weight, linears.bias), linears.joined_b
     if lora_b is None:
-        return y
+        return y.split(linears.sizes, 1)
     rank = lora_b.shape[:-1].numel()  # of all
     y, inner = y[:, :-rank].float(), y[:, -rank:]
     if lora_b.dim() == 2:
-        return (y + inner @ lora_b).to(x.dtype)
+        return (y + inner @ lora_b).to(x.dtype).split(linears.sizes, 1)
     lora_outputs = torch.bmm(inner.unflatten(1, lora_b.shape[:2]).transpose(0, 1), lora_b)
-    return (y + lora_outputs.transpose(0, 1).flatten(1)).to(x.dtype)
+    return (y + lora_outputs.transpose(0, 1).flatten(1)).to(x.dtype).split(linears.sizes, 1)
 
 
-def operands(linears: FusedLinears):
-    """Return the arguments of `fused_linear` for a `FusedLinears` with its current LoRA."""
-    lora_b = linears.lora_b
-    if lora_b is not None:
-        # Two equal blocks are a batched product; three of unequal widths one block-diagonal matrix.
-        parts = [b.t() * linears.scaling for b in lora_b.split_with_sizes(linears.sizes)]
-        lora_b = torch.stack(parts) if len(parts) == 2 else torch.block_diag(*parts)
-    return linears.weight, linears.bias, lora_b
+PARTS = layers.PLAIN._replace(linear=fused_linear)
+
+
+def joined_lora(linears: Linears) -> Linears:
+    """Return the linears with the scaled B of their current LoRA as one tensor.
+
+    It is (k*r, outputs), in blocks, or (k, r, outputs of each).
+    """
+    if not linears.b:
+        return linears
+    # Two equal blocks are a batched product; three of unequal widths one block-diagonal matrix.
+    parts = [b.t() * linears.scaling for b in linears.b]
+    joined_b = torch.stack(parts) if len(parts) == 2 else torch.block_diag(*parts)
+    return linears._replace(joined_b=joined_b)
+
+
+def layer_of(layer: Layer) -> Layer:
+    """Return a layer whose linears `fused_linear` takes."""
+    names = ("qkv", "out", "gate_up", "down")
+    return layer._replace(**{name: joined_lora(getattr(layer, name)) for name in names})
 
 
 def store(
@@ -130,32 +102,27 @@ def attend_by_flex(
 
 def first(
     residual: torch.Tensor,
-    delta: torch.Tensor,
-    norm: torch.Tensor,
-    eps: float,
-    qkv: tuple,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    layer: Layer,
+    rotation: Rotation,
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
 ):
-    """Return (residual, q) of `first_half`, which stores k and v."""
-    num_kv = keys.shape[1]
-    residual, q, k, v = first_half(residual, delta, norm, eps, qkv, cos, sin, num_kv, fused_linear)
+    """Return (residual, q) before attention, of which k and v are stored."""
+    q, k, v = layers.before_attention(residual, layer, rotation, PARTS)
     store(k, v, keys, values, slots)
     return residual, q.contiguous()
 
 
-def between(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, following: tuple):
+def between(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, *following: Any):
     """Finish the layer of attention `mixed`, and return `first` of the layer that follows."""
-    return first(*second_half(residual, mixed, *layer, fused_linear), *following)
+    return first(layers.behind_attention(residual, mixed, layer, PARTS), *following)
 
 
-def last(residual: torch.Tensor, mixed: torch.Tensor, layer: tuple, norm: torch.Tensor, eps: float):
-    """Return the final norm's output (N, C) after attention `mixed` and the rest of its layer."""
-    residual, delta = second_half(residual, mixed, *layer, fused_linear)
-    return rms_norm(residual + delta, norm, eps)
+def last(residual: torch.Tensor, mixed: torch.Tensor, layer: Layer, norm: Norm):
+    """Return the last residual (N, C) and its norm, after attention `mixed` of the last layer."""
+    residual = layers.behind_attention(residual, mixed, layer, PARTS)
+    return residual, layers.norm(residual, norm)
 
 
 def slots_and_bias(step: torch.Tensor, pad: torch.Tensor, length: int, group: int, slots: int):
@@ -195,12 +162,12 @@ class CompiledGraph(Graph):
     def _capture(self, pool):
         fused, compile = self.fused, self.compile
         fused.refresh()
-        self.operands = [list(map(operands, layer.linears)) for layer in fused.layers]
+        self.layers = [layer_of(layer.copied) for layer in fused.layers]
         self.first, self.between, self.last = map(compile, (first, between, last))
         self.slots_and_bias = compile(slots_and_bias)
         self.choose = compile(decode_torch.choose)
         if self.attention == "kernel":
-            self.attend, self.caches = fused.decode_ops.attend, self.suffix
+            self.caches = self.suffix
         else:
             self._join_caches()
             flex = self.attention == "flex"
@@ -232,11 +199,9 @@ class CompiledGraph(Graph):
             )
 
     def forward(self):
-        layers, final, kernel = self.fused.layers, self.fused.final_norm, self.attention == "kernel"
-        cos, sin = (
-            values[self.position][:, None] for values in (self.cos, self.sin)
-        )  # (N, 1, D/2)
-        residual = F.embedding(self.token, self.fused.embedding)
+        fused, kernel = self.fused, self.attention == "kernel"
+        rotation = decode_torch.rotation(self.cos, self.sin, self.position)
+        residual = F.embedding(self.token, fused.embedding)
         slots = self.step  # of their own suffixes
         if not kernel:
             length, whole = self.prefix.shape[4], self.caches.shape[4]
@@ -248,27 +213,23 @@ class CompiledGraph(Graph):
             self.blocks.copy_(((end + BLOCK - 1) // BLOCK).view(1, 1, 1).expand_as(self.blocks))
             visible = self.mask
         following = [
-            (*norm_operands(layer.norm), qkv, cos, sin, *layer_cache, slots)
-            for layer, (qkv, *_), layer_cache in zip(layers, self.operands, self.caches)
+            (layer, rotation, *cache, slots) for layer, cache in zip(self.layers, self.caches)
         ]
-        residual, q = self.first(residual, torch.zeros_like(residual), *following[0])
-        for number, fused_layer in enumerate(layers):
-            layer_cache = self.caches[number]
+        residual, q = self.first(residual, *following[0])
+        for number, layer in enumerate(self.layers):
             if kernel:
-                mixed = self.attend(
-                    q, *self.prefix[number], *layer_cache, self.pad, self.done, self.step
-                )
+                caches = *self.prefix[number], *self.caches[number]
+                cache = TokenCache(*caches, pad=self.pad, done=self.done, step=self.step)
+                mixed = fused.decode_ops.attend(cache, q, None, None)
             else:
-                mixed = self.attend(q, *layer_cache, visible)
-            _, out, *mlp = self.operands[number]
-            layer = out, *norm_operands(fused_layer.mlp_norm), *mlp
-            if number + 1 == len(layers):
-                normed = self.last(residual, mixed, layer, *norm_operands(final))
-                return normed, normed
-            residual, q = self.between(residual, mixed, layer, following[number + 1])
+                mixed = self.attend(q, *self.caches[number], visible)
+            if number + 1 < len(self.layers):
+                residual, q = self.between(residual, mixed, layer, *following[number + 1])
+        residual, normed = self.last(residual, mixed, layer, fused.final_norm)
+        return residual if fused.before_norm else normed, normed
 
-    def sample(self, hidden: torch.Tensor):
-        self.choose(self, product(hidden, self.fused.padded_head.t()))
+    def sample(self, normed: torch.Tensor):
+        self.choose(self, product(normed, self.fused.padded_head.t()))
 
 
 GRAPHS = dict(
@@ -284,7 +245,46 @@ WITHOUT = {f"without_{name}": [name] for name in KERNELS} | dict(without_any=KER
 
 def without(fused: FusedModel, name: str):
     """Return a copy of `fused` that decodes with WITHOUT[name] as compiled plain torch."""
-    compiled = {n: torch.compile(getattr(decode_torch, n), dynamic=False) for n in WITHOUT[name]}
+    from rl_train.engine import decode_triton as kernels  # needs Triton
+    from rl_train.engine.linear_triton import Normed, complete
+
+    def add_norm(residual, projected, weights):
+        total = residual + complete(projected)[0]
+        power = total.float().square().mean(1, keepdim=True)
+        return total, total * weights.weight, power
+
+    compiled = partial(torch.compile, dynamic=False)
+    add_norm, attend = compiled(add_norm), compiled(decode_torch.attend)
+    gate = compiled(lambda projected: layers.gate(complete(projected)))
+    heads = compiled(
+        lambda projected, norms, rotation: layers.heads(complete(projected), norms, rotation)
+    )
+
+    def norm(residual: kernels.Residual, weights: Norm) -> Normed:
+        if residual.pending is None:
+            return kernels.norm(residual, weights)
+        total, x, power = add_norm(residual.value, residual.pending, weights)
+        residual.value.copy_(total)
+        residual.pending = None
+        return Normed(x, power, weights.eps)
+
+    def stored_heads(
+        cache: TokenCache, projected: Any, norms: tuple[Norm, ...], rotation: Rotation
+    ):
+        turned = decode_torch.rotation(*rotation)
+        q, k, v = heads(projected, norms, turned)
+        cache.keys.index_copy_(2, cache.step, k[:, :, None])
+        cache.values.index_copy_(2, cache.step, v[:, :, None])
+        return q.contiguous(), None, None
+
+    def parts(cache: TokenCache) -> Parts:
+        replaced = dict(norm=norm, gate=gate, heads=partial(stored_heads, cache))
+        chosen = {part: replaced[part] for part in WITHOUT[name] if part in replaced}
+        return kernels.parts(cache)._replace(**chosen)
+
+    ops = vars(fused.decode_ops) | dict(parts=parts)
+    if "attend" in WITHOUT[name]:
+        ops["attend"] = attend
     other = copy(fused)
-    other.decode_ops = SimpleNamespace(**vars(fused.decode_ops) | compiled)
+    other.decode_ops = SimpleNamespace(**ops)
     return other
