@@ -13,10 +13,8 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from rl_train.engine import Engine
-from rl_train.engine.families import interleaved
 from rl_train.engine.fused_weights import unsupported
 from sa2va_hf.qwen_vl import image_features, text_model
 from tests.engine.tiny import LINEARS, fast, slow, train_lora, trained
@@ -220,14 +218,21 @@ def test_states_before_the_final_norm(vl, work):
     assert (plain[3] - normed[3]).abs().max() > 0.1
 
 
-def testinterleaved():
-    """Time, height, width by turns; height and width end first, and time has the rest."""
-    assert interleaved([4, 2, 2], 8) == [0, 1, 2, 0, 1, 2, 0, 0]
-    angles = torch.arange(3.0)[:, None].expand(3, 64)
-    rotary = type("Rotary", (), dict(mrope_section=[24, 20, 20]))
-    of_transformers = Qwen3VLTextRotaryEmbedding.recomposition_frequencies(rotary, angles.clone())
-    assert interleaved([24, 20, 20], 64) == of_transformers[:64].tolist()
-
-
 def test_the_text_model_is_known(vl):
     assert unsupported(text_model(vl)) is None
+
+
+def test_features_that_a_family_does_not_add_are_an_error(vl, work):
+    """Embeddings are as wide as the family's states, with deepstack's features behind them."""
+    engine, width = Engine(text_model(vl), pad_id=0), vl.config.text_config.hidden_size
+    (embeds, mask), positions = work[3:]
+    embeds = embeds[..., :width]
+    wide = torch.cat([embeds, torch.zeros_like(embeds)], -1)
+    with fast(engine):
+        if engine.fused(embeds).family.deepstack:
+            found, alone = (engine.read(x, mask, position_ids=positions) for x in (wide, embeds))
+            torch.testing.assert_close(found, alone)
+        else:
+            with pytest.raises(AssertionError, match="embeddings of 256 numbers, not 128"):
+                engine.read(wide, mask, position_ids=positions)
+    engine.release()

@@ -8,46 +8,10 @@ import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from rl_train.engine import Engine, layer_vjp, layers, varlen_attention
-from rl_train.engine.fused_weights import FusedLinears
+from rl_train.engine import Engine, layer_vjp, varlen_attention
 from rl_train.engine.hf_backend import prepare_checkpointing
 from rl_train.roles import Roles
-from tests.engine.tiny import fast, make, scored, slow, tiny_llm, trained, work
-
-# The parts
-
-
-def test_norm():
-    x, weight = make(5, 8, seed=1), make(8, seed=2)
-    expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
-    found = layers.norm(x, layers.Norm(weight, 1e-6))
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("lora", ["live", "copied"])
-def test_linears(lora):
-    """q, k and v together: base, bias and LoRA."""
-    attention = tiny_llm().model.layers[0].self_attn
-    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-    x = make(5, 64, dtype=torch.float32)
-    for module in modules:
-        module.base_layer.bias.data.normal_()
-    expected = torch.cat([module(x) for module in modules], dim=1)
-    found = layers.linear(x, getattr(FusedLinears(modules), lora))
-    torch.testing.assert_close(torch.cat(found, dim=1), expected)
-
-
-def test_heads_are_turned():
-    """q and k by their angle, as complex numbers; v stays."""
-    angle, projected = make(3, 3, seed=2), make(3, 30, seed=1)
-    rotation = layers.Rotation(angle.cos()[:, None], angle.sin()[:, None])
-    q, k, v = layers.heads(projected.split([18, 6, 6], 1), (), rotation)
-    heads = projected.view(3, 5, 6)
-    plane = torch.view_as_complex(torch.stack(heads[:, :4].chunk(2, -1), -1))
-    turned = plane * torch.exp(1j * angle[:, None])
-    torch.testing.assert_close(torch.cat([q, k], 1), torch.cat([turned.real, turned.imag], -1))
-    torch.testing.assert_close(v, heads[:, 4:])
-
+from tests.engine.tiny import fast, scored, slow, tiny_llm, trained, work
 
 # Flash attention itself is not on a CPU: stand-ins of the same arguments
 

@@ -40,8 +40,8 @@ class Timed:
     )
     sizes: str = flag(
         "4b",
-        "of the model: 4b = Sa2VA-4B, qwen-7b = Qwen2.5-VL-7B and SAM2 large; tiny, qwen-tiny = to "
-        "try the code on a CPU",
+        "of the model: 4b = Sa2VA-4B, qwen-7b = Qwen2.5-VL-7B and SAM2 large, qwen3-4b = "
+        "Qwen3-VL-4B and SAM2 large; tiny, qwen-tiny, qwen3-tiny = to try the code on a CPU",
         choices=SIZES,
     )
 

@@ -7,8 +7,9 @@ One worker process per source tree imports that tree's own modules. Both stay al
 a run of A, a run of B, a run of A, .. So a device that becomes slower or faster does so for both.
 Models have random weights of published shapes, and both must fit into the device's memory.
 
-Works: step = a whole training step of both loops; decode = 128 new tokens for each of 32 rows;
-logprob = forward and backward of the update's log-probs, 32 rows.
+Works: step = a whole training step of both loops, step_13_tiles = with answers up to 512 tokens,
+step_qwen = of Qwen2.5-VL-7B with points; decode = 128 new tokens for each of 32 rows, decode_128 =
+of 128 rows; logprob = forward and backward of the update's log-probs, 32 rows.
 
 The script imports neither tree in its own process, and a tree needs no .git and no installation.
 """
@@ -38,16 +39,34 @@ EXIT_SECONDS = 60  # most that a worker may take to exit after it closed its out
 BENCHMARKS, LIBRARY = "tools.benchmarks", "rl_train"
 WORKLOAD = ("workload", "work")
 
-# Options of each work for --sizes tiny, which tries the code on a CPU.
+NUM_PROMPTS = 4  # of decode and logprob, with 8 rows each by default
+# Options of each work at the published sizes.
+TILES = dict(num_tiles=13, prompt_length=3472, width=1920, height=1080)
+TILES |= dict(answer_lengths=(200.0, 120.0), caption_lengths=(100.0, 60.0))
+OPTIONS = dict(
+    step={},
+    step_13_tiles=TILES | dict(flags=("--max_completion_length", "512")),
+    step_qwen=dict(sizes="qwen-7b", prompt_length=1100),
+    decode=dict(num_prompts=(NUM_PROMPTS,)),
+    decode_128=dict(num_prompts=(16,)),
+    logprob=dict(num_prompts=NUM_PROMPTS),
+)
+# Those for --sizes tiny, which tries the code on a CPU.
 TINY_FLAGS = (
     "--batch_size 2 --num_generations 3 --max_completion_length 6 --lora_r 4 --micro_batch_size 3"
 )
+TINY_STEP = dict(prompt_length=200, answer_tokens=4, flags=tuple(TINY_FLAGS.split()))
+TINY_ANSWERS = dict(prompt_length=16, num_tokens=8, lora_r=4, num_generations=2)
 TINY = dict(
-    step=dict(prompt_length=200, answer_tokens=4, flags=tuple(TINY_FLAGS.split())),
-    decode=dict(prompt_length=16, num_tokens=8, lora_r=4, num_generations=2),
-    logprob=dict(prompt_length=16, num_tokens=8, lora_r=4, num_generations=2),
+    step=TINY_STEP,
+    step_13_tiles=TINY_STEP | dict(answer_lengths=(3.0, 1.0)),
+    step_qwen=dict(
+        sizes="qwen-tiny", prompt_length=130, flags=(*TINY_FLAGS.split(), "--image_size", "48")
+    ),
+    decode=TINY_ANSWERS | dict(num_prompts=(NUM_PROMPTS,)),
+    decode_128=TINY_ANSWERS | dict(num_prompts=(16,)),
+    logprob=TINY_ANSWERS | dict(num_prompts=NUM_PROMPTS),
 )
-NUM_PROMPTS = 4  # of decode and logprob, with 8 rows each by default
 
 
 # The worker: runs in a process of its own, with one tree on its path.
@@ -61,37 +80,44 @@ def load(package: str, *names: str):
     raise ModuleNotFoundError(f"{package}: no module {' or '.join(names)}")
 
 
-def prepare_step(device: str, sizes: str, options: dict) -> Callable[[], object]:
+def prepare_step(options: dict) -> Callable[[], object]:
     """Build a function that runs one whole training step."""
     workload = load(BENCHMARKS, *WORKLOAD)
-    return workload.build(workload.Options(device=device, sizes=sizes, **options)).step
+    return workload.build(workload.Options(**options)).step
 
 
-def prepare_decode(device: str, sizes: str, options: dict) -> Callable[[], object]:
-    """Build a function that samples answers to NUM_PROMPTS prompts."""
+def prepare_decode(options: dict) -> Callable[[], object]:
+    """Build a function that samples answers to prompts."""
     import torch
 
     decode, common = load(BENCHMARKS, "decode"), load(BENCHMARKS, "common")
-    chosen = decode.Options(device=device, sizes=sizes, num_prompts=(NUM_PROMPTS,), **options)
+    chosen = decode.Options(**options)
     engine = load(LIBRARY, "engine").Engine(common.random_llm(chosen), pad_id=0)
-    sample = decode.samplers(engine, NUM_PROMPTS, chosen)["decoder"]
+    sample = decode.samplers(engine, chosen.num_prompts[0], chosen)["decoder"]
 
     def run():
-        with torch.no_grad(), torch.autocast(torch.device(device).type, torch.bfloat16):
+        with torch.no_grad(), torch.autocast(torch.device(chosen.device).type, torch.bfloat16):
             sample(chosen.num_tokens)
 
     return run
 
 
-def prepare_logprob(device: str, sizes: str, options: dict) -> Callable[[], object]:
+def prepare_logprob(options: dict) -> Callable[[], object]:
     """Build a function that scores the same number of answers, forward and backward."""
     logprob, common = load(BENCHMARKS, "logprob"), load(BENCHMARKS, "common")
-    chosen = logprob.Options(device=device, sizes=sizes, num_prompts=NUM_PROMPTS, **options)
+    chosen = logprob.Options(**options)
     batch = logprob.MicroBatch(common.random_llm(chosen), chosen)
     return lambda: batch.run("packed, checkpoints")
 
 
-WORKS = dict(step=prepare_step, decode=prepare_decode, logprob=prepare_logprob)
+WORKS = dict(
+    step=prepare_step,
+    step_13_tiles=prepare_step,
+    step_qwen=prepare_step,
+    decode=prepare_decode,
+    decode_128=prepare_decode,
+    logprob=prepare_logprob,
+)
 
 
 def serve(device: str, sizes: str, requests: TextIO, replies: TextIO):
@@ -118,8 +144,8 @@ def serve(device: str, sizes: str, requests: TextIO, replies: TextIO):
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()
-            options = TINY[request[1]] if sizes == "tiny" else {}
-            work = WORKS[request[1]](device, sizes, options)
+            chosen = (TINY if sizes == "tiny" else OPTIONS)[request[1]]
+            work = WORKS[request[1]](dict(device=device, sizes=sizes) | chosen)
         else:
             work()
         if cuda:
@@ -270,7 +296,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("trees", nargs="+", type=Path, help="source trees A and B")
-    result.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS))
+    result.add_argument(
+        "--works", nargs="+", default=["step", "decode", "logprob"], choices=list(WORKS)
+    )
     result.add_argument("--pairs", type=int, default=12, help="timed runs of each tree")
     result.add_argument("--warmup", type=int, default=4, help="runs of each before, at least 1")
     result.add_argument("--device", default="cuda")

@@ -1,17 +1,12 @@
-"""Qwen2.5-VL and SAM2 of random weights, at published shapes, and a tiny one to try the code."""
+"""Qwen2.5-VL or Qwen3-VL and SAM2 of random weights, at published shapes, and tiny ones."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import (
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Sam2Config,
-    Sam2Model,
-)
+from transformers import Sam2Config, Sam2Model
 
-from rl_train.policies.qwen_vl_model import VERSIONS, PointModel, TextModel
+from rl_train.policies.qwen_vl_model import VERSIONS, PointModel, QwenVL, TextModel
 from sa2va_hf.configuration_sa2va import HIERA_L
 from sa2va_hf.qwen_images import ImagePreprocessing
 from sa2va_hf.weights import default_dtype
@@ -42,6 +37,30 @@ QWEN_7B = dict(
         fullatt_block_indexes=[7, 15, 23, 31],
     ),
 )
+QWEN3_4B = dict(
+    text_config=dict(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=262144,
+        rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20]),
+    ),
+    vision_config=dict(
+        depth=24,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_heads=16,
+        out_hidden_size=2560,
+        patch_size=16,
+        num_position_embeddings=2304,
+        deepstack_visual_indexes=[5, 11, 17],
+    ),
+)
 SAM2_LARGE = dict(
     vision_config=dict(
         backbone_config=HIERA_L["backbone"]
@@ -62,6 +81,19 @@ TINY = dict(
     | dict(vocab_size=TINY_TEXT_TOKENS + len(points_model.SPECIAL) + 3, tie_word_embeddings=False),
     vision_config=points_model.VISION,
 )
+TINY3 = dict(
+    text_config=TINY["text_config"] | dict(head_dim=32),
+    vision_config=dict(
+        depth=2,
+        hidden_size=96,
+        intermediate_size=192,
+        num_heads=4,
+        out_hidden_size=128,
+        patch_size=8,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1],
+    ),
+)
 MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)
 
 
@@ -69,6 +101,7 @@ MEAN, STD = (0.481, 0.458, 0.408), (0.269, 0.261, 0.276)
 class Shapes:
     """Sizes of a model of random weights."""
 
+    version: str  # a key of VERSIONS
     qwen: dict
     sam: dict
     num_text_tokens: int  # of the tokenizer, before its special ones
@@ -78,7 +111,7 @@ class Shapes:
 
     def preprocessing(self, side: int | None) -> ImagePreprocessing:
         """Return the preprocessing of images into squares of `side` pixels; None: the default."""
-        side = VERSIONS["qwen2_5_vl"].image_size if side is None else side
+        side = VERSIONS[self.version].image_size if side is None else side
         patch, merge = self.qwen["vision_config"]["patch_size"], 2
         if side < 1 or side % (patch * merge):
             raise ValueError(f"--image_size {side}: must be a multiple of {patch * merge}")
@@ -86,17 +119,18 @@ class Shapes:
 
 
 SHAPES = {
-    "qwen-7b": Shapes(QWEN_7B, SAM2_LARGE, NUM_TEXT_TOKENS),
-    "qwen-tiny": Shapes(TINY, points_model.SAM, TINY_TEXT_TOKENS),
+    "qwen-7b": Shapes("qwen2_5_vl", QWEN_7B, SAM2_LARGE, NUM_TEXT_TOKENS),
+    "qwen-tiny": Shapes("qwen2_5_vl", TINY, points_model.SAM, TINY_TEXT_TOKENS),
+    "qwen3-4b": Shapes("qwen3_vl", QWEN3_4B, SAM2_LARGE, NUM_TEXT_TOKENS),
+    "qwen3-tiny": Shapes("qwen3_vl", TINY3, points_model.SAM, TINY_TEXT_TOKENS),
 }
 
 
-def random_qwen(
-    shapes: Shapes, device: torch.device | str, seed: int = 0
-) -> Qwen2_5_VLForConditionalGeneration:
-    """Build Qwen2.5-VL of random bfloat16 weights, with the special tokens of `shapes`."""
+def random_qwen(shapes: Shapes, device: torch.device | str, seed: int = 0) -> QwenVL:
+    """Build a Qwen-VL of random bfloat16 weights, with the special tokens of `shapes`."""
+    model_class = VERSIONS[shapes.version].model_class
     id_of = {name: shapes.num_text_tokens + i for i, name in enumerate(points_model.SPECIAL)}
-    config = Qwen2_5_VLConfig(
+    config = model_class.config_class(
         text_config=shapes.qwen["text_config"] | dict(eos_token_id=id_of["<|im_end|>"]),
         vision_config=shapes.qwen["vision_config"],
         tie_word_embeddings=False,
@@ -107,7 +141,7 @@ def random_qwen(
     )
     torch.manual_seed(seed)
     with default_dtype(torch.bfloat16), torch.device(device):
-        return Qwen2_5_VLForConditionalGeneration(config).eval()
+        return model_class(config).eval()
 
 
 def random_points(shapes: Shapes, device: torch.device | str, seed: int = 0) -> PointModel:
@@ -122,9 +156,9 @@ def random_points(shapes: Shapes, device: torch.device | str, seed: int = 0) -> 
 
 @dataclass
 class TextOf(TextModel):
-    """The decoder of a Qwen2.5-VL, which transformers samples by the whole model."""
+    """The decoder of a Qwen-VL, which transformers samples by the whole model."""
 
-    vlm: Qwen2_5_VLForConditionalGeneration
+    vlm: QwenVL
 
     def generate(self, **inputs: Any):
         return self.vlm.generate(**inputs)

@@ -35,10 +35,12 @@ def weights(work):
 
 
 def test_the_published_shapes():
-    shapes = qwen.SHAPES["qwen-7b"]
-    with torch.device("meta"):
-        model = qwen.random_qwen(shapes, "meta")
-    assert sum(p.numel() for p in model.parameters()) == 8_292_166_656  # of its model card
+    # Of the model cards; that of Qwen3-VL counts its embeddings once, for lm_head too.
+    for sizes, number in (("qwen3-4b", 4_437_815_808 + 151936 * 2560), ("qwen-7b", 8_292_166_656)):
+        shapes = qwen.SHAPES[sizes]
+        with torch.device("meta"):
+            model = qwen.random_qwen(shapes, "meta")
+        assert sum(p.numel() for p in model.parameters()) == number
     assert shapes.preprocessing(840).max_tokens == 900
     with pytest.raises(ValueError, match="--image_size 0"):
         shapes.preprocessing(0)
@@ -178,8 +180,9 @@ def test_memory_counts_the_sets_that_there_are(tiny):
     assert standing["reference"] == trainable
 
 
-def test_decode(tmp_path, capsys):
-    command = "decode --device cpu --sizes qwen-tiny --num_generations 2 --lora_r 4 --rounds 1 "
+@pytest.mark.parametrize("sizes", ["qwen-tiny", "qwen3-tiny"])
+def test_decode(tmp_path, capsys, sizes):
+    command = f"decode --device cpu --sizes {sizes} --num_generations 2 --lora_r 4 --rounds 1 "
     command += (
         "--warmup 0 --prompt_length 5 --num_tokens 4 --num_prompts 2 --matmul_size 64 --copy_mib 1"
     )
