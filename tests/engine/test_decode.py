@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM
 
 from rl_train.engine import Engine, decode_torch
 from tests.engine.tiny import assert_same, both, ends_with, fast, prompts, tiny_llm, trained
@@ -167,9 +168,10 @@ def test_choose_is_compiled_once_for_all_sizes(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("in_torch", [True, False])
-def test_graphs_equal_plain(monkeypatch, in_torch):
+@pytest.mark.parametrize("kind", [Qwen2ForCausalLM, LlamaForCausalLM])
+def test_graphs_equal_plain(monkeypatch, in_torch, kind):
     """float32, by CUDA graph: sizes that share a graph, need a larger cache, or go back."""
-    model = tiny_llm(device="cuda", hidden_size=128)  # heads of 32
+    model = tiny_llm(device="cuda", hidden_size=128, head_dim=32, kind=kind)
     engine = Engine(model, pad_id=1)
     fused = engine.fused(model.lm_head.weight)
     assert fused.decode_ops is not decode_torch

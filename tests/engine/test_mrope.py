@@ -4,6 +4,8 @@ The axes are time, height and width; Qwen3-VL adds image features behind its fir
 prompts about images of three sizes, ragged answers, LoRA on the text model, float32.
 """
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -14,10 +16,10 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from rl_train.engine import Engine
+from rl_train.engine import Engine, decode_torch
 from rl_train.engine.fused_weights import unsupported
 from sa2va_hf.qwen_vl import image_features, text_model
-from tests.engine.tiny import LINEARS, fast, slow, train_lora, trained
+from tests.engine.tiny import LINEARS, assert_same, both, fast, slow, train_lora, trained
 
 VOCAB, G, T = 600, 2, 9
 IMAGE, START, END = VOCAB - 1, VOCAB - 3, VOCAB - 4  # ids
@@ -136,7 +138,7 @@ def oracle(vl, work) -> torch.Tensor:
 
 def gradient(vl, logps) -> torch.Tensor:
     """(parameters,) of a weighted sum."""
-    slope = torch.linspace(-1, 1, len(logps))
+    slope = torch.linspace(-1, 1, len(logps), device=logps.device)
     return torch.cat(
         [g.flatten() for g in torch.autograd.grad(logps @ slope, trained(vl).values())]
     )
@@ -235,4 +237,29 @@ def test_features_that_a_family_does_not_add_are_an_error(vl, work):
         else:
             with pytest.raises(AssertionError, match="embeddings of 256 numbers, not 128"):
                 engine.read(wide, mask, position_ids=positions)
+    engine.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("before_norm", [False, True])
+def test_on_a_gpu(vl, work, before_norm, monkeypatch):
+    """float32: CUDA graphs sample, and compiled layers score, as the modules."""
+    vl = copy.deepcopy(vl).to("cuda")
+    text = text_model(vl, before_norm)
+    engine = Engine(text, pad_id=0, head_norm=text.head_norm, gradient_checkpointing=True)
+    embeds, mask, positions = (tensor.to("cuda") for tensor in (*work[3], work[4]))
+    kernels, plain = both(engine, monkeypatch, embeds, mask, position_ids=positions)
+    assert_same(kernels, plain)
+    assert engine._fused.decode_ops is not decode_torch
+    valid, prompt = torch.arange(T) < LENGTHS[:, None], torch.arange(len(GRIDS))
+    inputs = embeds, mask, prompt.repeat_interleave(G), work[2], valid, positions
+    results = []
+    for way in (slow, fast):
+        with way(engine):
+            logps = engine.score(*inputs).logp[valid]
+        results.append((logps.detach(), gradient(vl, logps)))
+    (right_logps, right), (logps, found) = results
+    torch.testing.assert_close(logps, right_logps, atol=1e-4, rtol=0)
+    assert (found - right).norm() < 1e-3 * right.norm()
     engine.release()

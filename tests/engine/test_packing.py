@@ -2,7 +2,6 @@
 
 import torch
 
-from rl_train.engine.layers import varlen_segments
 from rl_train.engine.packing import (
     MAX_PROMPTS_PER_SEQUENCE,
     next_positions,
@@ -10,6 +9,7 @@ from rl_train.engine.packing import (
     positions,
     shared_prefix_layout,
 )
+from rl_train.engine.varlen_attention import varlen_segments
 
 
 def packed(mask, *args):
